@@ -49,6 +49,7 @@ _AVX512 = (
     *_AVX2,
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
 )
+_VNNI = ("-mavx512vnni",)
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
 _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")
 _X86_64 = (
@@ -59,12 +60,13 @@ _X86_64 = (
     _Unit("score.cpp", _AVX2, "TW_SCORE=score_avx2"),
     _Unit("score.cpp", _AVX512, "TW_SCORE=score_avx512"),
     _Unit("grouped.cpp", _AVX2, "TW_GROUPED=grouped_avx2"),
-    _Unit("grouped.cpp", (*_AVX512, "-mavx512vnni"), "TW_GROUPED=grouped_vnni"),
+    _Unit("grouped.cpp", (*_AVX512, *_VNNI), "TW_GROUPED=grouped_vnni"),
     _Unit("pack.cpp", _AVX512_BF16),
     _Unit("coded.cpp", _AVX512_BF16),
     _Unit("avx512_linear.cpp", _AVX512_BF16),
     _Unit("amx_linear.cpp", _AMX),
-    _Unit("amx_linear_int8.cpp", _AMX),
+    _Unit("amx_linear_decoded.cpp", _AMX),
+    _Unit("tiled_groups.cpp", (*_AVX512_BF16, *_VNNI)),
     _Unit("tiled_attention.cpp", _AVX512_BF16, "TW_ATTEND=avx512_attend"),
     _Unit("tiled_attention.cpp", _AMX, "TW_ATTEND=amx_attend"),
     _Unit("tiled_rms_norm.cpp", _AVX512_BF16),

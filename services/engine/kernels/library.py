@@ -80,6 +80,7 @@ class Format(IntEnum):
     PACKED = 0
     INT8 = 1
     CODED = 2
+    GROUPS = 3
 
 
 class Kernel(IntEnum):
@@ -218,23 +219,6 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
-class LinearCall(ctypes.Structure):
-    """struct tw_linear"""
-
-    _fields_ = [
-        ("rows", c_void_p),
-        ("packed", c_void_p),
-        ("scales", c_void_p),
-        ("bias", c_void_p),
-        ("out", c_void_p),
-        ("num_rows", c_int64),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("epilogue", c_int32),
-        ("format", c_int32),
-    ]
-
-
 class GroupedCall(ctypes.Structure):
     """struct tw_grouped"""
 
@@ -255,6 +239,25 @@ class GroupedCall(ctypes.Structure):
         ("adds", c_int32),
         ("dtype", c_int32),
         ("out_dtype", c_int32),
+    ]
+
+
+class LinearCall(ctypes.Structure):
+    """struct tw_linear"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("packed", c_void_p),
+        ("scales", c_void_p),
+        ("bias", c_void_p),
+        ("groups", POINTER(GroupedCall)),
+        ("out", c_void_p),
+        ("num_rows", c_int64),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("out_stride", c_int64),
+        ("epilogue", c_int32),
+        ("format", c_int32),
     ]
 
 
@@ -398,7 +401,7 @@ class Native:
         self.grouped_bytes = function("tw_grouped_bytes", size, POINTER(GroupedCall))
         self.grouped_pack = function(
             *("tw_grouped_pack", None, POINTER(GroupedCall), POINTER(CodesCall)),
-            *(POINTER(NumbersCall), POINTER(NumbersCall), c_void_p),
+            *(POINTER(NumbersCall), POINTER(NumbersCall), c_void_p, size, size),
         )
         self.packed_elements = function("tw_tiled_packed_elements", size, size, size)
         self.pack = function(

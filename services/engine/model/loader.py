@@ -27,7 +27,11 @@ from services.engine.model.operators.fp8_weights import Fp8Rounding
 from services.engine.model.operators.grouped_operators import GroupedOperators, RoundedOperators
 from services.engine.model.operators.interface import Operators
 from services.engine.model.operators.native_operators import NativeOperators
-from services.engine.model.operators.tiled_operators import Int8Operators, TiledOperators
+from services.engine.model.operators.tiled_operators import (
+    Int4Operators,
+    Int8Operators,
+    TiledOperators,
+)
 from services.engine.model.operators.torch_operators import TorchOperators
 from services.engine.model.shard import Shard
 from services.engine.model.weight_reader import WeightReader
@@ -172,8 +176,8 @@ def _choose_operators(
                 f"--weights {weights} needs a CPU, the compiled kernels, and --dtype bfloat16 or "
                 "float32. Start without it."
             )
-        if weights == "int8" and runs_in_tiles(spec, dtype, device):
-            return Int8Operators(native)
+        if runs_in_tiles(spec, dtype, device):
+            return Int8Operators(native) if weights == "int8" else Int4Operators(native)
         return RoundedOperators(native, dtype, int(weights.removeprefix("int")))
     if weights == "fp8" or (weights == "full" and spec.fp8 is not None):
         if _multiplies_fp8(dtype, device):
@@ -195,7 +199,7 @@ def _choose_operators(
     if native is None or not groups:
         return TorchOperators(dtype, device)
     if runs_in_tiles(spec, dtype, device):
-        return TiledOperators(native)
+        return TiledOperators(native, keeps_groups=weights == "full")
     if weights == "full" and native.instruction_set() >= InstructionSet.AVX2:
         return GroupedOperators(native, dtype)
     return NativeOperators(native, dtype)

@@ -111,7 +111,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
 
 void amx_linear(const tw_linear *linear) {
   const tw_linear &a = *linear;
-  if (a.format == TW_INT8) return amx_linear_int8(a);
+  if (a.format != TW_PACKED) return amx_linear_decoded(a);
   int64_t most_steps = a.num_rows > kFewBlocks * kPair ? kMostSteps : a.inputs / kTileInner;
   const Limits limits{most_steps, kMostElements, kMostPanels};
   distribute(a, limits, [&](const Share &share, const Order &order, float *sums) {

@@ -4,8 +4,8 @@
 #include "amx.h"
 #include "product.h"
 
-// amx_linear with int8 weights.
-void amx_linear_int8(const tw_linear &linear);
+// amx_linear with int8 weights or weights in groups.
+void amx_linear_decoded(const tw_linear &linear);
 
 namespace {
 

@@ -295,6 +295,7 @@ void avx512_linear(const tw_linear *linear) {
   switch (linear->format) {
     case TW_INT8: return multiply(*linear, Int8Part());
     case TW_CODED: return multiply(*linear, CodedPart(exceptions_after(*linear)));
+    case TW_GROUPS: return avx512_groups_linear(linear);
     default: return multiply(*linear, Bfloat16Part());
   }
 }

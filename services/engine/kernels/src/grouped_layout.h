@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t kBlock = 32;  // inputs of a row that share a scale
 constexpr int64_t kStrip = 8;
+constexpr int64_t kTileStrips = 2;  // strips in a tile's columns
 constexpr int64_t kSuper = 256;  // inputs that share the factors of their levels
 constexpr int64_t kSixes = 96;   // bytes of 16 inputs with 6 bits
 

@@ -105,7 +105,8 @@ int64_t tw_grouped_bytes(const tw_grouped *call) {
 }
 
 void tw_grouped_pack(const tw_grouped *call, const tw_codes *all_codes, const tw_numbers *scales,
-                     const tw_numbers *offsets, uint8_t *packed) {
+                     const tw_numbers *offsets, uint8_t *packed, int64_t first_tile,
+                     int64_t tile_step) {
   const tw_grouped g = *call;
   const tw_codes codes = *all_codes;
   const tw_numbers numbers[] = {*scales, g.has_offsets ? *offsets : tw_numbers{}};
@@ -129,7 +130,8 @@ void tw_grouped_pack(const tw_grouped *call, const tw_codes *all_codes, const tw
         rows[i] = unpacked + i * g.inputs;
       }
     }
-    uint8_t *to = packed + strip * strip_bytes(g);
+    int64_t tile = first_tile + strip / kTileStrips * tile_step;
+    uint8_t *to = packed + (tile * kTileStrips + strip % kTileStrips) * strip_bytes(g);
     if (outputs < kStrip) memset(to, 0, static_cast<size_t>(strip_bytes(g)));
     for (int64_t group = 0; group < groups; group++) {
       int64_t input = group * g.group;

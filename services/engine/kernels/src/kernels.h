@@ -14,7 +14,7 @@ enum tw_instructions : int32_t {
   TW_BASELINE = 0,
   TW_AVX2 = 1,         // and FMA
   TW_AVX512 = 2,       // F, BW, VL, DQ
-  TW_AVX512_BF16 = 3,  // and VBMI
+  TW_AVX512_BF16 = 3,  // and VBMI and VNNI
   TW_AMX = 4,          // bf16, and AVX-512 FP16
 };
 
@@ -226,9 +226,11 @@ struct tw_codes {
   const uint8_t *values;   // [256] of the codes in the blocks
 };
 
-// Packs codes. With 8 bits, offsets must be those of codes less 128.
+// Packs codes into the tile columns (16 outputs) first_tile, first_tile + tile_step, ... With 8 bits,
+// offsets must be those of codes less 128.
 void tw_grouped_pack(const tw_grouped *grouped, const tw_codes *codes, const tw_numbers *scales,
-                     const tw_numbers *offsets, uint8_t *packed);
+                     const tw_numbers *offsets, uint8_t *packed, int64_t first_tile,
+                     int64_t tile_step);
 
 // ---- bfloat16 in tiles, from TW_AVX512_BF16 on ----
 
@@ -277,6 +279,7 @@ enum tw_format : int32_t {
   TW_PACKED = 0,  // by tw_tiled_pack
   TW_INT8 = 1,    // by tw_tiled_pack_int8, with scales
   TW_CODED = 2,   // by tw_tiled_code
+  TW_GROUPS = 3,  // by tw_grouped_pack, with zeros after the last output to a whole panel
 };
 
 struct tw_linear {
@@ -284,10 +287,12 @@ struct tw_linear {
   const void *packed;   // weights in `format`
   const float *scales;  // one per packed column for TW_INT8, otherwise null
   const float *bias;    // one per packed column, or null
-  void *out;            // [num_rows, outputs]; half as many columns after TW_GATE
+  const tw_grouped *groups;  // for TW_GROUPS, of which only the fields that describe weights are read
+  void *out;                 // [num_rows, out_stride]; half as many columns after TW_GATE
   int64_t num_rows;
   int64_t inputs;
-  int64_t outputs;  // columns of the product, before TW_GATE halves them
+  int64_t outputs;     // columns of the product, before TW_GATE halves them
+  int64_t out_stride;  // elements between two rows of out, if it is not in tiles
   int32_t epilogue;
   int32_t format;
 };

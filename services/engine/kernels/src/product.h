@@ -25,6 +25,7 @@ struct Limits {
   int64_t steps;     // of the part of a panel that stays in the L1 cache
   int64_t elements;  // of the rows that stay in the L2 cache
   int64_t panels;    // of a share whose sums wait for the next sweep
+  int64_t rows = kFewestRows;
 };
 
 // One item of the parallel loop: rows start to end - 1, panels first to last - 1.
@@ -42,7 +43,8 @@ struct Finished {
 
 // Returns whether the result bypasses the caches; never if products are added to `out`.
 inline bool passes_caches(const tw_linear &a) {
-  bool whole_lines = a.outputs % kPair == 0 && reinterpret_cast<uintptr_t>(a.out) % 64 == 0;
+  bool whole_lines = a.outputs % kPair == 0 && a.out_stride % kPair == 0 &&
+                     reinterpret_cast<uintptr_t>(a.out) % 64 == 0;
   return a.epilogue == TW_STORE && whole_lines && a.num_rows * a.outputs * 2 > kMostCached;
 }
 
@@ -52,7 +54,8 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
   if (from >= to) return;
   // Copies, because for the compiler a store to `out` may change `a`.
   const int32_t epilogue = a.epilogue;
-  const int64_t outputs = a.outputs, column = finished.panel * kPair, left = outputs - column;
+  const int64_t outputs = a.outputs, stride = a.out_stride;
+  const int64_t column = finished.panel * kPair, left = outputs - column;
   const float *scales = a.scales ? a.scales + column : nullptr;
   const float *bias = a.bias ? a.bias + column : nullptr;
   const float *product = finished.products + from * kPair;
@@ -80,11 +83,11 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
     } else if (epilogue == TW_ARGMAX) {
       search(found[row], column, low, high, mask);
     } else if (epilogue == TW_STORE_FLOAT32) {
-      auto *out = static_cast<float *>(all) + row * outputs + column;
+      auto *out = static_cast<float *>(all) + row * stride + column;
       _mm512_mask_storeu_ps(out, static_cast<__mmask16>(mask), low);
       _mm512_mask_storeu_ps(out + kTileRows, static_cast<__mmask16>(mask >> 16), high);
     } else {
-      auto *out = static_cast<uint16_t *>(all) + row * outputs + column;
+      auto *out = static_cast<uint16_t *>(all) + row * stride + column;
       if (epilogue == TW_ADD) {
         __m512i before = _mm512_maskz_loadu_epi16(mask, out);
         low = _mm512_add_ps(low, to_float(_mm512_castsi512_si256(before)));
@@ -103,7 +106,7 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
 // Prefetches the scattered lines that finish_rows will write.
 inline void prefetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
   if (a.epilogue == TW_GATE || a.epilogue == TW_ARGMAX) return;
-  int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.outputs * size;
+  int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.out_stride * size;
   const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
   for (; row < end; row++) _mm_prefetch(out + row * stride, _MM_HINT_T1);
 }
@@ -156,7 +159,7 @@ template <typename Multiply>
 void distribute(const tw_linear &a, const Limits &limits, const Multiply &multiply) {
   int64_t panels = divide_up(a.outputs, kPair), shares = kShares * num_threads();
   int64_t most = limits.elements / a.inputs / kPair * kPair;
-  most = larger(smaller(most, kMostRows), kFewestRows);
+  most = larger(smaller(most, kMostRows), limits.rows);
   int64_t chunks = divide_up(a.num_rows, most);
   int64_t rows = divide_up(divide_up(a.num_rows, chunks), kPair) * kPair, blocks = rows / kPair;
   const Order order(a.inputs / kTileInner, blocks, limits);

@@ -1,44 +1,25 @@
 """Operators on CPUs without the tiled kernels, with weights in groups of codes."""
 
-import ctypes
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import (
-    DTYPES,
-    CodesCall,
-    GroupedCall,
-    Kernel,
-    Native,
-    Numbers,
-    NumbersCall,
-    PlaneCall,
-)
+from services.engine.kernels.library import DTYPES, Kernel, Native
 from services.engine.kernels.memory import Arena
 from services.engine.model.architecture.activation import SWIGLU, Activation
-from services.engine.model.checkpoint.quantized import (
-    BlockCodes,
-    GroupNumbers,
-    QuantizedWeight,
-    rounded,
-)
+from services.engine.model.checkpoint.quantized import QuantizedWeight, rounded
 from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
 from services.engine.model.operators.native_operators import NativeGate, NativeOperators
 from services.engine.model.operators.recording import Recording
+from services.engine.model.operators.stored_groups import StoredGroups, alike_runs, has_kernel
 from services.engine.model.operators.torch_operators import TorchGate, join_biases
 
 __all__ = ["GroupedOperators", "RoundedOperators"]
 
 _BLOCK = 32
 """Inputs that share a scale of a row, which the kernel rounds to 8 bits"""
-_SMALL_GROUP = 16
-_STRIP = 8
-"""Outputs that are packed together"""
-_BYTE = 8
 
 
 class GroupedOperators(NativeOperators):
@@ -57,7 +38,7 @@ class GroupedOperators(NativeOperators):
     def grouped_projection(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None
     ) -> Projection:
-        if not all(map(_has_kernel, weights)):
+        if not all(map(has_kernel, weights)):
             return super().grouped_projection(weights, bias)
         # Torch multiplies little now, so its threads don't compete with the pool's.
         self._native.use_pool(torch.get_num_threads())
@@ -127,7 +108,7 @@ class _GroupedProjection(Projection):
         self._runs: list[tuple[int, _Run]] = []
         """The first output of each, and it"""
         first = 0
-        for stored in _runs(map(_stored, weights)):
+        for stored in alike_runs(weights):
             run = _Run(native, stored, None if self._bias is None else self._bias[first:], arena)
             self._runs.append((first, run))
             first += run.outputs
@@ -182,52 +163,22 @@ class _Target(NamedTuple):
     """enum tw_dtype"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A weight as the kernel wants it."""
-
-    codes: Tensor | BlockCodes
-    bits: int
-    group: int
-    numbers: Numbers
-    scales: GroupNumbers
-    offsets: GroupNumbers | None
-
-    @property
-    def format(self) -> tuple[object, ...]:
-        """Weights of a run have this in common."""
-        return self.codes.shape[1], self.bits, self.group, self.numbers, self.offsets is None
-
-
 class _Run:
     """Packed weights that are stored alike, and the reused call that multiplies by them."""
 
     def __init__(
-        self, native: Native, weights: Sequence[_Stored], bias: Tensor | None, arena: Arena
+        self, native: Native, weights: Sequence[StoredGroups], bias: Tensor | None, arena: Arena
     ) -> None:
         self._native = native
         self.outputs = sum(weight.codes.shape[0] for weight in weights)
-        one = weights[0]
-        call = self._call = GroupedCall(
-            bias=None if bias is None else bias.data_ptr(),
-            inputs=one.codes.shape[1],
-            outputs=self.outputs,
-            group=one.group,
-            bits=one.bits,
-            numbers=one.numbers,
-            has_offsets=one.offsets is not None,
-        )
+        call = self._call = weights[0].call(self.outputs)
+        call.bias = None if bias is None else bias.data_ptr()
         self.num_bytes = native.grouped_bytes(call)
         self._packed = arena.take(self.num_bytes, torch.uint8)
-        call.packed = self._packed.data_ptr()
-        packed = call.packed
+        call.packed = place = self._packed.data_ptr()
         for weight in weights:
-            call.outputs = weight.codes.shape[0]
-            offsets = None if weight.offsets is None else _numbers_call(weight.offsets)
-            codes, scales = _codes_call(weight.codes), _numbers_call(weight.scales)
-            native.grouped_pack(call, codes, scales, offsets, packed)
-            packed += native.grouped_bytes(call)
-        call.outputs = self.outputs
+            weight.pack(native, place)
+            place += native.grouped_bytes(weight.call())
 
     def multiply(self, rows: Tensor, out: _Target, first: int, *, adds: bool) -> None:
         """Write the products, or add them, to the outputs from `first` on."""
@@ -236,66 +187,3 @@ class _Run:
         call.out, call.out_stride, call.out_dtype = out
         call.first_output, call.adds = first, adds
         self._native.run(Kernel.GROUPED, call)
-
-
-def _runs(weights: Iterable[_Stored]) -> Iterator[Sequence[_Stored]]:
-    """Join neighbours that are stored alike. A run of several has whole strips of each."""
-    run: list[_Stored] = []
-    for weight in weights:
-        if run and (run[-1].format != weight.format or run[-1].codes.shape[0] % _STRIP):
-            yield run
-            run = []
-        run.append(weight)
-    yield run
-
-
-def _stored(weight: QuantizedWeight) -> _Stored:
-    scales, offsets = weight.scales, weight.offsets
-    if offsets is not None and weight.bits == _BYTE:  # the kernel's codes have a sign
-        offsets = GroupNumbers(offsets.float() + 2 ** (_BYTE - 1) * scales.float())
-    kind, (scales, *further) = _alike([scales] if offsets is None else [scales, offsets])
-    codes = weight.codes.contiguous() if isinstance(weight.codes, Tensor) else weight.codes
-    return _Stored(codes, weight.bits, weight.group, kind, scales, further[0] if further else None)
-
-
-def _alike(numbers: Sequence[GroupNumbers]) -> tuple[Numbers, Sequence[GroupNumbers]]:
-    """Return scales, and offsets if there are any, in the smallest form that holds all of them."""
-    if all(each.factors is not None for each in numbers):
-        return Numbers.LEVELS, [each.contiguous() for each in numbers]
-    if all(each.each.dtype == torch.float16 for each in numbers):
-        return Numbers.HALVES, [each.contiguous() for each in numbers]
-    floats = [each.float().contiguous() for each in numbers]
-    halves = [each.half() for each in floats]
-    if all(torch.equal(half.float(), each) for half, each in zip(halves, floats, strict=True)):
-        return Numbers.HALVES, list(map(GroupNumbers, halves))
-    return Numbers.FLOATS, list(map(GroupNumbers, floats))
-
-
-def _codes_call(codes: Tensor | BlockCodes) -> CodesCall:
-    """Return a call's argument, which is valid as long as `codes` is."""
-    if isinstance(codes, Tensor):
-        return CodesCall(rows=codes.data_ptr(), row_bytes=codes.stride(0))
-    layout = codes.layout
-    planes = [PlaneCall(*plane) for plane in layout.planes]
-    call = CodesCall(
-        rows=codes.rows.data_ptr(),
-        row_bytes=codes.rows.stride(0),
-        order=None if codes.order is None else codes.order.data_ptr(),
-        planes=(PlaneCall * len(planes))(*planes),
-        num_planes=len(planes),
-        block_bytes=layout.num_bytes,
-        block_codes=layout.num_codes,
-    )
-    call.table = ctypes.create_string_buffer(bytes(layout.values))  # kept with the call
-    call.values = ctypes.addressof(call.table) if layout.values else None
-    return call
-
-
-def _numbers_call(numbers: GroupNumbers) -> NumbersCall:
-    factors = None if numbers.factors is None else numbers.factors.data_ptr()
-    return NumbersCall(numbers.each.data_ptr(), factors)
-
-
-def _has_kernel(weight: QuantizedWeight) -> bool:
-    fits = weight.group % _BLOCK == 0 or weight.group == _SMALL_GROUP
-    return fits and weight.order is None and weight.shape[1] % _BLOCK == 0

@@ -1,7 +1,9 @@
-"""Operators on the tiled CPU kernels, with weights in bfloat16 or int8."""
+"""Operators on the tiled CPU kernels, with weights in bfloat16, int8 or groups of codes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import pointer
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from services.engine.kernels.library import (
     DTYPES,
     Epilogue,
     Format,
+    GroupedCall,
     InstructionSet,
     KeepCall,
     Kernel,
@@ -20,15 +23,19 @@ from services.engine.kernels.library import (
 from services.engine.kernels.memory import Arena, allocate
 from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once, to_tiles
 from services.engine.model.architecture.activation import SWIGLU, Activation
-from services.engine.model.operators.interface import Delta, Gate, Projection
+from services.engine.model.checkpoint.quantized import QuantizedWeight, rounded
+from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.recording import Recording
-from services.engine.model.operators.torch_operators import TorchGate, join
+from services.engine.model.operators.stored_groups import StoredGroups, alike_runs, has_kernel
+from services.engine.model.operators.torch_operators import TorchGate, join, join_biases
 
-__all__ = ["Int8Operators", "Packed", "TiledOperators"]
+__all__ = ["Int4Operators", "Int8Operators", "Packed", "TiledOperators"]
 
 _TILE_OUTPUTS = 16
 """Outputs in a tile of weights"""
+_PANEL_OUTPUTS = 2 * _TILE_OUTPUTS
+"""Outputs that are multiplied at once"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +46,22 @@ class Packed:
     tiles: Tensor
     scales: Tensor | None = None
     """Factors on int8 weights, float32, one per packed column; None: other formats"""
+    groups: GroupedCall | None = None
+    """Description of weights in groups; None: other formats"""
 
 
 class TiledOperators(NativeOperators):
     """bfloat16 on AMX or AVX-512 BF16, with weights packed into tiles.
 
     Inputs of products, which are outputs of norms and gates, are in tiles too. Without AMX, weights
-    are compressed without loss to 12.5 bits and decoded as they are read.
+    are compressed without loss to 12.5 bits and decoded as they are read; so are the codes of a
+    quantized checkpoint.
     """
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Native, *, keeps_groups: bool = True) -> None:
+        """keeps_groups: whether a quantized checkpoint's codes stay in memory."""
         super().__init__(native, torch.bfloat16)
+        self.keeps_groups = keeps_groups
         self.native = native
         self.arena = Arena()
         self._compresses = native.instruction_set() != InstructionSet.AMX
@@ -109,11 +121,48 @@ class TiledOperators(NativeOperators):
     ) -> Projection:
         """Make a projection of a packed weight whose `shape` is [outputs, inputs]."""
         outputs, inputs = shape
-        padded = None
-        if bias is not None:
-            padded = torch.zeros(_round_up(outputs, 2 * _TILE_OUTPUTS), dtype=torch.float32)
-            padded[:outputs] = bias
+        padded = None if bias is None else _padded(bias)
         return _TiledProjection(_PackedWeight(self.native, packed, padded, inputs, outputs))
+
+    def grouped_projection(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None
+    ) -> Projection:
+        if not all(map(has_kernel, weights)):
+            return super().grouped_projection(weights, bias)
+        total = sum(weight.shape[0] for weight in weights)
+        parts, first = [], 0
+        for run in alike_runs(weights, _PANEL_OUTPUTS):
+            outputs = sum(weight.codes.shape[0] for weight in run)
+            padded = None if bias is None else _padded(bias[first : first + outputs])
+            packed = self._pack_groups(run, outputs)
+            inputs = weights[0].shape[1]
+            weight = _PackedWeight(self.native, packed, padded, inputs, outputs, total)
+            parts.append(_Part(first, weight))
+            first += outputs
+        return _TiledProjection(parts[0].weight) if len(parts) == 1 else _PartedProjection(parts)
+
+    def grouped_gate(
+        self,
+        gate: QuantizedWeight,
+        up: QuantizedWeight | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
+    ) -> Gate:
+        both = [gate] if up is None else [gate, up]
+        if not all(map(has_kernel, both)):
+            return super().grouped_gate(gate, up, gate_bias, up_bias, activation)
+        stored = [StoredGroups.of(weight) for weight in both]
+        alike = len({weight.format for weight in stored}) == 1
+        if up is None or activation != SWIGLU or not alike:
+            product = self.grouped_projection(both, join_biases(gate_bias, up_bias))
+            return TorchGate(product, len(both), activation, self)
+        outputs, inputs = gate.shape
+        columns = 2 * _round_up(outputs, _TILE_OUTPUTS)
+        packed = self._pack_groups(stored, columns, interleaved=True)
+        bias = _interleaved(gate_bias, up_bias, outputs)
+        weight = _PackedWeight(self.native, packed, bias, inputs, 2 * outputs)
+        return _TiledGate(weight, outputs, self)
 
     def gate(
         self,
@@ -128,12 +177,8 @@ class TiledOperators(NativeOperators):
             return TorchGate(product, 1 if up is None else 2, activation, self)
         outputs, inputs = gate.shape
         packed = self.pack((gate, up))
-        interleaved = None
-        if gate_bias is not None and up_bias is not None:
-            both = torch.zeros(2, _round_up(outputs, _TILE_OUTPUTS), dtype=torch.float32)
-            both[0, :outputs], both[1, :outputs] = gate_bias, up_bias
-            interleaved = both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
-        weight = _PackedWeight(self.native, packed, interleaved, inputs, 2 * outputs)
+        bias = _interleaved(gate_bias, up_bias, outputs)
+        weight = _PackedWeight(self.native, packed, bias, inputs, 2 * outputs)
         return _TiledGate(weight, outputs, self)
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
@@ -149,6 +194,26 @@ class TiledOperators(NativeOperators):
         if compressed is None:
             return Packed(Format.PACKED, self.arena.copy(packed))
         return Packed(Format.CODED, self.arena.copy(compressed))
+
+    def _pack_groups(
+        self, weights: Sequence[StoredGroups], outputs: int, *, interleaved: bool = False
+    ) -> Packed:
+        """Pack weights that are stored alike, one after the other or with their tiles interleaved.
+
+        outputs: of all weights; zeros follow to whole panels.
+        """
+        groups = weights[0].call(_round_up(outputs, _PANEL_OUTPUTS))
+        packed = self.arena.take(self.native.grouped_bytes(groups), torch.uint8)
+        if interleaved or outputs % _PANEL_OUTPUTS:
+            packed.zero_()
+        place = packed.data_ptr()
+        for first, weight in enumerate(weights):
+            if interleaved:
+                weight.pack(self.native, place, first, len(weights))
+            else:
+                weight.pack(self.native, place)
+                place += self.native.grouped_bytes(weight.call())
+        return Packed(Format.GROUPS, packed, groups=groups)
 
     def _compressed(self, packed: Tensor) -> Tensor | None:
         """Return compressed weights, or None if decoding would be slower than reading `packed`."""
@@ -187,12 +252,49 @@ class Int8Operators(TiledOperators):
         return Packed(Format.INT8, tiles, scales)
 
 
+class Int4Operators(TiledOperators):
+    """TiledOperators with weights rounded to 4 bits, in groups of 32 inputs."""
+
+    def __init__(self, native: Native, bits: int = 4) -> None:
+        """bits: 4 or 8. With 4, the product that computes the logits has 8."""
+        super().__init__(native)
+        self._bits = bits
+
+    def for_logits(self) -> Operators:
+        return Int4Operators(self.native, 8)
+
+    def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        return TiledOperators.projection(self, weight, bias)
+
+    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        return self.grouped_projection([rounded(weight, self._bits, TILE)], bias)
+
+    def gate(
+        self,
+        gate: Tensor,
+        up: Tensor | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
+    ) -> Gate:
+        first = rounded(gate, self._bits, TILE)
+        second = None if up is None else rounded(up, self._bits, TILE)
+        return self.grouped_gate(first, second, gate_bias, up_bias, activation)
+
+
 class _PackedWeight:
     """A packed weight and the reused call that multiplies by it."""
 
     def __init__(
-        self, native: Native, packed: Packed, bias: Tensor | None, inputs: int, outputs: int
+        self,
+        native: Native,
+        packed: Packed,
+        bias: Tensor | None,
+        inputs: int,
+        outputs: int,
+        out_stride: int | None = None,
     ) -> None:
+        """out_stride: numbers between two rows of the output; None = `outputs`."""
         self._native = native
         self._held = (packed, bias)  # the memory that the call points to
         self.num_bytes = packed.tiles.nbytes
@@ -202,15 +304,18 @@ class _PackedWeight:
             packed=packed.tiles.data_ptr(),
             scales=None if packed.scales is None else packed.scales.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
+            groups=None if packed.groups is None else pointer(packed.groups),
             inputs=inputs,
             outputs=outputs,
+            out_stride=outputs if out_stride is None else out_stride,
             format=packed.format,
         )
 
-    def multiply(self, rows: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    def multiply(self, rows: Tensor, out: Tensor, epilogue: Epilogue, first: int = 0) -> None:
+        """Write the products to the outputs from `first` on."""
         call = self._call
         call.rows = rows.data_ptr()
-        call.out = out.data_ptr()
+        call.out = out.data_ptr() + first * out.element_size()
         call.num_rows = rows.shape[0]
         call.epilogue = epilogue
         self._native.run(Kernel.LINEAR, call)
@@ -233,6 +338,30 @@ class _TiledProjection(Projection):
 
     def argmax(self, rows: Tensor, out: Tensor) -> None:
         self._weight.multiply(rows, out, Epilogue.ARGMAX)
+
+
+class _Part(NamedTuple):
+    """Some neighbouring outputs of a projection."""
+
+    first: int
+    weight: _PackedWeight
+
+
+class _PartedProjection(Projection):
+    """A projection whose outputs are stored in different formats."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._parts = parts
+        self.weight_bytes = sum(part.weight.num_bytes for part in parts)
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        exact = out.dtype == torch.float32
+        for first, weight in self._parts:
+            weight.multiply(rows, out, Epilogue.STORE_FLOAT32 if exact else Epilogue.STORE, first)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        for first, weight in self._parts:
+            weight.multiply(rows, out, Epilogue.ADD, first)
 
 
 class _TiledGate(Gate):
@@ -268,6 +397,22 @@ def _pack(kernel: Callable[..., int], weights: tuple[Tensor, ...], *targets: Ten
         weight = weight.contiguous()
         addresses = [tensor.data_ptr() for tensor in (weight, *targets)]
         kernel(DTYPES[weight.dtype], *addresses, outputs, inputs, first, len(weights))
+
+
+def _padded(bias: Tensor) -> Tensor:
+    """Return a bias in float32, with zeros to whole panels."""
+    padded = torch.zeros(_round_up(len(bias), _PANEL_OUTPUTS), dtype=torch.float32)
+    padded[: len(bias)] = bias
+    return padded
+
+
+def _interleaved(gate: Tensor | None, up: Tensor | None, outputs: int) -> Tensor | None:
+    """Return the biases of two products whose tiles alternate."""
+    if gate is None or up is None:
+        return None
+    both = torch.zeros(2, _round_up(outputs, _TILE_OUTPUTS), dtype=torch.float32)
+    both[0, :outputs], both[1, :outputs] = gate, up
+    return both.view(2, -1, _TILE_OUTPUTS).transpose(0, 1).reshape(-1)
 
 
 def _compressed_bytes(elements: int) -> int:

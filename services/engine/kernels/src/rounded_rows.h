@@ -1,0 +1,120 @@
+// Rows in tiles, rounded to 8 bits with a scale for each 32 inputs.
+#pragma once
+
+#include <string.h>
+
+#include "buffer.h"
+#include "kernels.h"
+#include "threads.h"
+#include "tiles.h"
+
+namespace {
+
+// Rows by 16 (kTileRows), in units of 32 or 16 inputs. Of each unit there are 16 of each number.
+struct RoundedRows {
+  int8_t *codes;    // [rows / 16][inputs / 32][16][32], -127 to 127
+  float *scales;    // [rows / 16][inputs / 32][16]
+  float *sums;      // [rows / 16][units][16] of the rounded values
+  int32_t *starts;  // the same of the codes, times -zero
+  bool halves;      // whether a unit has 16 inputs
+  int32_t zero;     // code of weights that stands for 0
+};
+
+inline void store_sum(const RoundedRows &to, int64_t at, int32_t sum, float scale) {
+  to.sums[at] = scale * static_cast<float>(sum);
+  to.starts[at] = -to.zero * sum;
+}
+
+inline float bfloat16(int32_t bits) {
+  const int32_t wide = bits << 16;
+  float value;
+  memcpy(&value, &wide, sizeof value);
+  return value;
+}
+
+// 32 inputs of a row as codes of 8 bits.
+struct RoundedBlock {
+  __m512i codes[2];
+  float scale;  // NaN if an input is none or infinite
+};
+
+inline RoundedBlock round_block(const uint16_t *values) {
+  const __m512i both = _mm512_loadu_si512(values);
+  // Without their signs, bfloat16 numbers are in the order of their bits, infinities and NaNs last.
+  const __m512i sizes = _mm512_and_si512(both, _mm512_set1_epi16(0x7fff));
+  const __m256i half =
+      _mm256_max_epu16(_mm512_castsi512_si256(sizes), _mm512_extracti64x4_epi64(sizes, 1));
+  const __m128i eight =
+      _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  const __m128i ones = _mm_set1_epi16(-1);
+  const int32_t largest = 0xffff & ~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, ones)));
+  const bool broken = largest >= 0x7f80;
+  const float most = bfloat16(largest);
+  const __m512 inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
+  const __m512 low = to_float(_mm512_castsi512_si256(both));
+  const __m512 high = to_float(_mm512_extracti64x4_epi64(both, 1));
+  return {{_mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)),
+           _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse))},
+          broken ? __builtin_nanf("") : most / 127.0f};
+}
+
+inline void store_block(const RoundedBlock &from, const RoundedRows &to, int64_t block,
+                        int64_t row) {
+  auto *codes = reinterpret_cast<__m128i *>(to.codes + (block * kTileRows + row) * kTileInner);
+  int32_t sums[2];
+  for (int64_t half = 0; half < 2; half++) {
+    _mm_store_si128(codes + half, _mm512_cvtepi32_epi8(from.codes[half]));
+    sums[half] = _mm512_reduce_add_epi32(from.codes[half]);
+  }
+  to.scales[block * kTileRows + row] = from.scale;
+  if (!to.halves) return store_sum(to, block * kTileRows + row, sums[0] + sums[1], from.scale);
+  for (int64_t half = 0; half < 2; half++)
+    store_sum(to, (2 * block + half) * kTileRows + row, sums[half], from.scale);
+}
+
+// Rounds all rows of a product. The result is valid until the thread's next call.
+inline RoundedRows round_rows(const tw_linear &a, bool halves) {
+  static thread_local Buffer memory[4];
+  const int64_t strips = divide_up(a.num_rows, kTileRows), blocks = a.inputs / kTileInner;
+  const int64_t numbers = strips * blocks * kTileRows;
+  const RoundedRows rows{static_cast<int8_t *>(memory[0].reserve(numbers * kTileInner)),
+                         static_cast<float *>(memory[1].reserve(numbers * 4)),
+                         static_cast<float *>(memory[2].reserve(numbers * 8)),
+                         static_cast<int32_t *>(memory[3].reserve(numbers * 8)),
+                         halves,
+                         1 << (a.groups->bits - 1)};
+  const auto *tiles = static_cast<const uint16_t *>(a.rows);
+  parallel_for(strips, [&](int64_t strip) {
+    const int64_t count = smaller(kTileRows, a.num_rows - strip * kTileRows);
+    for (int64_t block = 0; block < blocks; block++)
+      for (int64_t row = 0; row < count; row++)
+        store_block(
+            round_block(tiles + tiled(strip * kTileRows + row, block * kTileInner, a.inputs)), rows,
+            strip * blocks + block, row);
+  });
+  return rows;
+}
+
+// The same, but returns the rounded values in tiles.
+inline const uint16_t *round_tiles(const tw_linear &a) {
+  static thread_local Buffer memory;
+  const int64_t strips = divide_up(a.num_rows, kTileRows), blocks = a.inputs / kTileInner;
+  auto *to = static_cast<uint16_t *>(
+      memory.reserve(divide_up(a.num_rows, kPair) * kPair * a.inputs * 2));
+  const auto *from = static_cast<const uint16_t *>(a.rows);
+  parallel_for(strips, [&](int64_t strip) {
+    const int64_t first = strip * kTileRows, last = smaller(first + kTileRows, a.num_rows);
+    for (int64_t block = 0; block < blocks; block++)
+      for (int64_t row = first; row < last; row++) {
+        const int64_t at = tiled(row, block * kTileInner, a.inputs);
+        const RoundedBlock rounded = round_block(from + at);
+        const __m512 scale = _mm512_set1_ps(rounded.scale);
+        const __m512 low = _mm512_mul_ps(_mm512_cvtepi32_ps(rounded.codes[0]), scale);
+        const __m512 high = _mm512_mul_ps(_mm512_cvtepi32_ps(rounded.codes[1]), scale);
+        _mm512_store_si512(to + at, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+      }
+  });
+  return to;
+}
+
+}  // namespace
