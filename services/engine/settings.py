@@ -33,8 +33,9 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     weights: str = setting(
         "full",
         "Format of the weights in memory; full = the checkpoint's own where this machine computes "
-        "with it, else --dtype; decoded = --dtype; int4 and int8 (CPU) and fp8 (GPU) = rounded.",
-        choices=("full", "decoded", "int4", "int8", "fp8"),
+        "with it, else --dtype; decoded = --dtype; int4 and int8 (CPU) and fp8 (GPU) = rounded; "
+        "w8a8 (AMX) = int8, with the inputs of products in int8 too.",
+        choices=("full", "decoded", "int4", "int8", "w8a8", "fp8"),
     )
     generation_config: bool = setting(
         False,

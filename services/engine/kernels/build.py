@@ -51,7 +51,7 @@ _AVX512 = (
 )
 _VNNI = ("-mavx512vnni",)
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
-_AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16")
+_AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 _X86_64 = (
     _Unit("portable.cpp", _AVX2, "TW_TABLE=portable_avx2"),
     _Unit("portable.cpp", _AVX512, "TW_TABLE=portable_avx512"),

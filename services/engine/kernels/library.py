@@ -81,6 +81,7 @@ class Format(IntEnum):
     INT8 = 1
     CODED = 2
     GROUPS = 3
+    BYTES = 4
 
 
 class Kernel(IntEnum):
@@ -410,6 +411,9 @@ class Native:
         self.pack_int8 = function(
             *("tw_tiled_pack_int8", None, c_int32, c_void_p, c_void_p, c_void_p),
             *(size, size, size, size),
+        )
+        self.pack_bytes = function(
+            "tw_tiled_pack_bytes", None, c_void_p, c_void_p, size, size, size, size
         )
         self.code = function("tw_tiled_code", size, c_void_p, size, c_void_p, size)
         self.replay = function("tw_replay", None, POINTER(OperationCall), size, POINTER(PassCall))

@@ -28,6 +28,7 @@ from services.engine.model.operators.grouped_operators import GroupedOperators, 
 from services.engine.model.operators.interface import Operators
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.tiled_operators import (
+    ByteOperators,
     Int4Operators,
     Int8Operators,
     TiledOperators,
@@ -105,8 +106,9 @@ def load_model(
     progress: show a bar on a terminal, or log a few lines without one.
     weights: "full" (as stored where `device` multiplies that, else in `dtype`), "decoded" (in
     `dtype`), "int4" and "int8" (rounded, for all products but an expert router's; of "int4", those
-    that compute the logits have 8 bits) or "fp8" (rounded, for all products but an expert router's
-    and those that compute the logits).
+    that compute the logits have 8 bits), "w8a8" ("int8", with the inputs of these products in int8
+    too) or "fp8" (rounded, for all products but an expert router's and those that compute the
+    logits).
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
     Raises CheckpointError before loading if a tensor is missing or of another shape.
@@ -170,13 +172,22 @@ def _choose_operators(
 ) -> Operators:
     """Return the fastest operators for this machine, dtype and shape."""
     groups = native is not None and device.type == "cpu" and dtype in _GROUPED
+    tiles = runs_in_tiles(spec, dtype, device)
+    has_amx = native is not None and native.instruction_set() == InstructionSet.AMX
+    if weights == "w8a8":
+        if native is None or not (has_amx and tiles):
+            raise StartupError(
+                "--weights w8a8 needs a CPU with AMX, --dtype bfloat16 and widths of multiples "
+                "of 32. Start with --weights int8."
+            )
+        return ByteOperators(native, rounds=True)
     if weights in ("int8", "int4"):
         if native is None or not groups:
             raise StartupError(
                 f"--weights {weights} needs a CPU, the compiled kernels, and --dtype bfloat16 or "
                 "float32. Start without it."
             )
-        if runs_in_tiles(spec, dtype, device):
+        if tiles:
             return Int8Operators(native) if weights == "int8" else Int4Operators(native)
         return RoundedOperators(native, dtype, int(weights.removeprefix("int")))
     if weights == "fp8" or (weights == "full" and spec.fp8 is not None):
@@ -198,7 +209,9 @@ def _choose_operators(
         return TritonOperators(dtype, device)
     if native is None or not groups:
         return TorchOperators(dtype, device)
-    if runs_in_tiles(spec, dtype, device):
+    if tiles and has_amx and weights == "full" and spec.scheme and spec.scheme.rounds_rows:
+        return ByteOperators(native, rounds=False)
+    if tiles:
         return TiledOperators(native, keeps_groups=weights == "full")
     if weights == "full" and native.instruction_set() >= InstructionSet.AVX2:
         return GroupedOperators(native, dtype)

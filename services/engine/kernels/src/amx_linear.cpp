@@ -1,5 +1,6 @@
-// Linear layers on AMX with bfloat16 weights in tiles.
+// Linear layers on AMX with weights in tiles: bfloat16, or int8 that multiplies rows of int8.
 #include "amx_product.h"
+#include "rounded_rows.h"
 #include "tiled.h"
 
 namespace {
@@ -35,8 +36,9 @@ inline void prefetch_next(const uint16_t *from, int64_t all, bool streams, int64
 }
 
 // Multiplies up to 32 rows, limited by memory bandwidth. Panels are multiplied as they are read.
-template <bool kTwoRowTiles>
-void multiply_block(const tw_linear &a, const Share &share, float *products) {
+template <bool kTwoRowTiles, bool kBytes>
+void multiply_block(const tw_linear &a, const Share &share, float *products,
+                    const float *row_scales) {
   int64_t depth = a.inputs / kTileInner, count = share.end - share.start;
   int64_t rows_a_step = divide_up(kPair, depth);
   const auto *rows = static_cast<const uint16_t *>(a.rows) + share.start * a.inputs;
@@ -46,12 +48,12 @@ void multiply_block(const tw_linear &a, const Share &share, float *products) {
   for (int64_t panel = share.first; panel < share.last; panel++, weights += depth * kStep) {
     float *sums = products + panel % 2 * kPair * kPair;
     zero_products();
-    multiply_tiles<kTwoRowTiles>(rows, weights, depth, [&](int64_t at) {
+    multiply_tiles<kTwoRowTiles, kBytes>(rows, weights, depth, [&](int64_t at) {
       prefetch_step(weights + kNear + at * kStep);
       finish_rows(a, finished, at * rows_a_step, (at + 1) * rows_a_step);
     });
     store_products(sums);
-    finished = {sums, share.start, count, panel};
+    finished = {sums, share.start, count, panel, row_scales};
   }
   finish_rows(a, finished, 0, kPair);
 }
@@ -59,7 +61,9 @@ void multiply_block(const tw_linear &a, const Share &share, float *products) {
 // Multiplies many rows. A part of a panel stays in the L1 cache and a sweep's rows in the L2 cache;
 // partial sums wait in `products`. A row's sum is independent of the number of rows: float32
 // additions in the order of the inputs.
-void multiply(const tw_linear &a, const Share &share, const Order &order, float *products) {
+template <bool kBytes>
+void multiply(const tw_linear &a, const Share &share, const Order &order, float *products,
+              const float *row_scales) {
   int64_t depth = a.inputs / kTileInner, blocks = divide_up(share.end - share.start, kPair);
   const auto *rows = static_cast<const uint16_t *>(a.rows) + share.start * a.inputs;
   const auto *packed = static_cast<const uint16_t *>(a.packed);
@@ -92,7 +96,7 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
         zero_products();
       if (last) sums = whole[block % 2];
       Operands following = block + 1 < blocks ? operands(block + 1, part) : ahead;
-      multiply_chained(at, part.steps, following, [&](int64_t step) {
+      multiply_chained<kBytes>(at, part.steps, following, [&](int64_t step) {
         if (cold) prefetch_step(at.panel + kNear + step * kStep);
         prefetch_next(ahead.panel, part.steps * kPair, streams, (block * part.steps + step) * lines,
                    lines);
@@ -100,28 +104,38 @@ void multiply(const tw_linear &a, const Share &share, const Order &order, float 
           finish_rows(a, finished, (step - wait) * rows_a_step, (step - wait + 1) * rows_a_step);
       });
       store_products(sums);
-      finished = {sums, row, last ? count : 0, part.panel};
+      finished = {sums, row, last ? count : 0, part.panel, row_scales};
     }
     part = next;
   }
   finish_rows(a, finished, 0, kPair);
 }
 
-}  // namespace
-
-void amx_linear(const tw_linear *linear) {
-  const tw_linear &a = *linear;
-  if (a.format != TW_PACKED) return amx_linear_decoded(a);
+template <bool kBytes>
+void multiply(const tw_linear &a, const float *row_scales) {
   int64_t most_steps = a.num_rows > kFewBlocks * kPair ? kMostSteps : a.inputs / kTileInner;
   const Limits limits{most_steps, kMostElements, kMostPanels};
   distribute(a, limits, [&](const Share &share, const Order &order, float *sums) {
     int64_t count = share.end - share.start;
     if (count <= kTileRows)
-      multiply_block<false>(a, share, sums);
+      multiply_block<false, kBytes>(a, share, sums, row_scales);
     else if (count <= kPair)
-      multiply_block<true>(a, share, sums);
+      multiply_block<true, kBytes>(a, share, sums, row_scales);
     else
-      multiply(a, share, order, sums);
+      multiply<kBytes>(a, share, order, sums, row_scales);
     _tile_release();
   });
+}
+
+}  // namespace
+
+void amx_linear(const tw_linear *linear) {
+  tw_linear a = *linear;
+  if (a.format == TW_INT8 || a.format == TW_GROUPS) return amx_linear_decoded(a);
+  if (a.format == TW_PACKED) return multiply<false>(a, nullptr);
+  // A tile of int8 looks like one of half as many inputs in bfloat16.
+  const WholeRows rows = round_whole_rows(a);
+  a.rows = rows.tiles;
+  a.inputs /= 2;
+  multiply<true>(a, rows.scales);
 }

@@ -13,9 +13,17 @@ namespace {
 constexpr int64_t kMostElements = 512 << 10;
 constexpr int64_t kMostPanels = 8;
 
+// Adds the product of two tiles to a third: of bfloat16, or of int8 to int32. The numbers of tiles
+// must be literals.
+#define TW_ADD_PRODUCT(kBytes, sums, rows, weights) \
+  if constexpr (kBytes)                             \
+    _tile_dpbssd(sums, rows, weights);              \
+  else                                              \
+    _tile_dpbf16ps(sums, rows, weights)
+
 // Adds the product of 32 rows and one panel, both in tiles, over `steps` steps to tiles 0 to 3.
 // meanwhile(step) is work for the core's other units.
-template <bool kTwoRowTiles, typename Meanwhile>
+template <bool kTwoRowTiles, bool kBytes = false, typename Meanwhile>
 inline void multiply_tiles(const uint16_t *rows, const uint16_t *panel, int64_t steps,
                            const Meanwhile &meanwhile) {
   for (int64_t step = 0; step < steps; step++, rows += kStep, panel += kStep) {
@@ -24,12 +32,12 @@ inline void multiply_tiles(const uint16_t *rows, const uint16_t *panel, int64_t 
     _tile_loadd(7, panel + kTile, 64);
     // Streamed, so that rows don't evict the panel from the L1 cache.
     _tile_stream_loadd(4, rows, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    TW_ADD_PRODUCT(kBytes, 0, 4, 6);
+    TW_ADD_PRODUCT(kBytes, 1, 4, 7);
     if (kTwoRowTiles) {
       _tile_stream_loadd(5, rows + kTile, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      TW_ADD_PRODUCT(kBytes, 2, 5, 6);
+      TW_ADD_PRODUCT(kBytes, 3, 5, 7);
     }
   }
 }
@@ -48,18 +56,18 @@ inline void load_operands(const Operands &at) {
 
 // As multiply_tiles<true>, with the first step's operands already loaded. It ends by loading
 // `following`, so that the tile unit need not wait for the store of the sums.
-template <typename Meanwhile>
+template <bool kBytes = false, typename Meanwhile>
 inline void multiply_chained(Operands at, int64_t steps, const Operands &following,
                              const Meanwhile &meanwhile) {
   for (int64_t step = 0; step < steps; step++) {
     meanwhile(step);
     at = step + 1 < steps ? Operands{at.rows + kStep, at.panel + kStep} : following;
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    TW_ADD_PRODUCT(kBytes, 0, 4, 6);
+    TW_ADD_PRODUCT(kBytes, 1, 4, 7);
     _tile_stream_loadd(4, at.rows, 64);
-    _tile_dpbf16ps(2, 5, 6);
+    TW_ADD_PRODUCT(kBytes, 2, 5, 6);
     _tile_loadd(6, at.panel, 64);
-    _tile_dpbf16ps(3, 5, 7);
+    TW_ADD_PRODUCT(kBytes, 3, 5, 7);
     _tile_loadd(7, at.panel + kTile, 64);
     _tile_stream_loadd(5, at.rows + kTile, 64);
   }

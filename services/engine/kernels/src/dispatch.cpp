@@ -26,8 +26,8 @@ const bool has_vnni = detect_vnni();
 bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  bool fp16 = d & (1u << 23), bf16 = d & (1u << 22), tile = d & (1u << 24);
-  if (!fp16 || !bf16 || !tile) return false;
+  bool fp16 = d & (1u << 23), bf16 = d & (1u << 22), tile = d & (1u << 24), int8 = d & (1u << 25);
+  if (!fp16 || !bf16 || !tile || !int8) return false;
 #if defined(__linux__)
   // Linux grants the tile registers on request only (ARCH_REQ_XCOMP_PERM, XTILEDATA).
   return syscall(SYS_arch_prctl, 0x1023, 18) == 0;

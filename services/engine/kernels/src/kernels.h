@@ -15,7 +15,7 @@ enum tw_instructions : int32_t {
   TW_AVX2 = 1,         // and FMA
   TW_AVX512 = 2,       // F, BW, VL, DQ
   TW_AVX512_BF16 = 3,  // and VBMI and VNNI
-  TW_AMX = 4,          // bf16, and AVX-512 FP16
+  TW_AMX = 4,          // bf16 and int8, and AVX-512 FP16
 };
 
 // Returns the best compiled-in instruction set that the processor and the operating system allow.
@@ -261,6 +261,11 @@ void tw_tiled_pack(int32_t dtype, const void *weight, void *packed, int64_t outp
 void tw_tiled_pack_int8(int32_t dtype, const void *weight, void *packed, float *scales,
                       int64_t outputs, int64_t inputs, int64_t first_tile, int64_t tile_step);
 
+// Packs int8 weights [outputs, inputs] likewise, four inputs interleaved in TDPBSSD's layout: tiles of
+// 16 outputs by 64 inputs. inputs: a multiple of 64.
+void tw_tiled_pack_bytes(const int8_t *weight, void *packed, int64_t outputs, int64_t inputs,
+                         int64_t first_tile, int64_t tile_step);
+
 // Compresses packed weights without loss to 12.5 bits each or little more (coded.h). Returns the
 // bytes needed; if they exceed `capacity` (at least 12.5 bits per element), the output is invalid.
 // Returns -1 if decoding these weights would take longer than reading them uncompressed.
@@ -279,13 +284,14 @@ enum tw_format : int32_t {
   TW_PACKED = 0,  // by tw_tiled_pack
   TW_INT8 = 1,    // by tw_tiled_pack_int8, with scales
   TW_CODED = 2,   // by tw_tiled_code
+  TW_BYTES = 4,   // by tw_tiled_pack_bytes, with scales: rows are rounded to int8 too; TW_AMX only
   TW_GROUPS = 3,  // by tw_grouped_pack, with zeros after the last output to a whole panel
 };
 
 struct tw_linear {
   const void *rows;     // bfloat16 [num_rows, inputs] in tiles
   const void *packed;   // weights in `format`
-  const float *scales;  // one per packed column for TW_INT8, otherwise null
+  const float *scales;  // one per packed column for TW_INT8 and TW_BYTES, otherwise null
   const float *bias;    // one per packed column, or null
   const tw_grouped *groups;  // for TW_GROUPS, of which only the fields that describe weights are read
   void *out;                 // [num_rows, out_stride]; half as many columns after TW_GATE

@@ -72,3 +72,16 @@ void tw_tiled_pack_int8(int32_t dtype, const void *weight, void *packed, float *
     }
   });
 }
+
+void tw_tiled_pack_bytes(const int8_t *weight, void *packed, int64_t outputs, int64_t inputs,
+                         int64_t first_tile, int64_t tile_step) {
+  constexpr int64_t kTileBytes = 2 * kTile, kInputs = 2 * kTileInner;
+  parallel_for(outputs, [=](int64_t output) {
+    int64_t column = first_tile + output / kTileRows * tile_step, n = output % kTileRows;
+    auto *panel = static_cast<int8_t *>(packed) + column / 2 * (inputs / kInputs) * 2 * kTileBytes;
+    for (int64_t k = 0; k < inputs; k += 4) {
+      int64_t tile = k / kInputs * 2 + column % 2, line = k % kInputs / 4;
+      memcpy(panel + tile * kTileBytes + line * 64 + 4 * n, weight + output * inputs + k, 4);
+    }
+  });
+}

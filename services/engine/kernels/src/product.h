@@ -39,6 +39,7 @@ struct Finished {
   const float *products;
   int64_t row, count;
   int64_t panel;
+  const float *row_scales = nullptr;  // factors of all rows, whose products are int32 then
 };
 
 // Returns whether the result bypasses the caches; never if products are added to `out`.
@@ -57,6 +58,7 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
   const int64_t outputs = a.outputs, stride = a.out_stride;
   const int64_t column = finished.panel * kPair, left = outputs - column;
   const float *scales = a.scales ? a.scales + column : nullptr;
+  const float *row_scales = finished.row_scales;
   const float *bias = a.bias ? a.bias + column : nullptr;
   const float *product = finished.products + from * kPair;
   void *const all = a.out;
@@ -66,6 +68,11 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
   const uint32_t mask = left >= kPair ? 0xffffffffu : (1u << left) - 1;
   for (int64_t row = finished.row + from; row < finished.row + to; row++, product += kPair) {
     __m512 low = _mm512_load_ps(product), high = _mm512_load_ps(product + kTileRows);
+    if (row_scales) {
+      const __m512 scale = _mm512_set1_ps(row_scales[row]);
+      low = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(low)), scale);
+      high = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(high)), scale);
+    }
     if (scales) {
       low = _mm512_mul_ps(low, _mm512_loadu_ps(scales));
       high = _mm512_mul_ps(high, _mm512_loadu_ps(scales + kTileRows));

@@ -38,24 +38,28 @@ struct RoundedBlock {
   float scale;  // NaN if an input is none or infinite
 };
 
-inline RoundedBlock round_block(const uint16_t *values) {
-  const __m512i both = _mm512_loadu_si512(values);
-  // Without their signs, bfloat16 numbers are in the order of their bits, infinities and NaNs last.
-  const __m512i sizes = _mm512_and_si512(both, _mm512_set1_epi16(0x7fff));
+constexpr int32_t kInfinity = 0x7f80;  // bits in bfloat16; those of NaNs are larger
+
+// Returns the largest of 32 numbers without sign. bfloat16 numbers are in the order of their bits.
+inline int32_t largest_of(__m512i sizes) {
   const __m256i half =
       _mm256_max_epu16(_mm512_castsi512_si256(sizes), _mm512_extracti64x4_epi64(sizes, 1));
   const __m128i eight =
       _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-  const __m128i ones = _mm_set1_epi16(-1);
-  const int32_t largest = 0xffff & ~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, ones)));
-  const bool broken = largest >= 0x7f80;
+  const __m128i inverted = _mm_xor_si128(eight, _mm_set1_epi16(-1));
+  return 0xffff & ~_mm_cvtsi128_si32(_mm_minpos_epu16(inverted));
+}
+
+inline RoundedBlock round_block(const uint16_t *values) {
+  const __m512i both = _mm512_loadu_si512(values);
+  const int32_t largest = largest_of(_mm512_and_si512(both, _mm512_set1_epi16(0x7fff)));
   const float most = bfloat16(largest);
   const __m512 inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
   const __m512 low = to_float(_mm512_castsi512_si256(both));
   const __m512 high = to_float(_mm512_extracti64x4_epi64(both, 1));
   return {{_mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)),
            _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse))},
-          broken ? __builtin_nanf("") : most / 127.0f};
+          largest >= kInfinity ? __builtin_nanf("") : most / 127.0f};
 }
 
 inline void store_block(const RoundedBlock &from, const RoundedRows &to, int64_t block,
@@ -115,6 +119,53 @@ inline const uint16_t *round_tiles(const tw_linear &a) {
       }
   });
   return to;
+}
+
+// Rows of int8 with a scale each. 64 inputs take the place of 32 in bfloat16.
+struct WholeRows {
+  const uint16_t *tiles;
+  const float *scales;  // NaN if an input is none or infinite
+};
+
+// Returns the bits of the largest number of a row without its sign.
+inline int32_t largest_of(const uint16_t *row, int64_t blocks) {
+  __m512i largest = _mm512_setzero_si512();
+  for (int64_t block = 0; block < blocks; block++)
+    largest = _mm512_max_epu16(
+        largest, _mm512_and_si512(_mm512_loadu_si512(row + block * kPair * kTileInner),
+                                  _mm512_set1_epi16(0x7fff)));
+  return largest_of(largest);
+}
+
+// Rounds all rows of a product to 8 bits. The result is valid until the thread's next call.
+inline WholeRows round_whole_rows(const tw_linear &a) {
+  static thread_local Buffer memory[2];
+  const int64_t blocks = a.inputs / kTileInner;
+  auto *to = static_cast<uint16_t *>(
+      memory[0].reserve(divide_up(a.num_rows, kPair) * kPair * a.inputs));
+  auto *scales = static_cast<float *>(memory[1].reserve(a.num_rows * 4));
+  const auto *from = static_cast<const uint16_t *>(a.rows);
+  parallel_for(divide_up(a.num_rows, kTileRows), [&](int64_t strip) {
+    const int64_t first = strip * kTileRows, last = smaller(first + kTileRows, a.num_rows);
+    for (int64_t row = first; row < last; row++) {
+      const uint16_t *values = from + tiled(row, 0, a.inputs);
+      const int32_t largest = largest_of(values, blocks);
+      const float most = bfloat16(largest);
+      scales[row] = largest >= kInfinity ? __builtin_nanf("") : most / 127.0f;
+      const __m512 inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
+      for (int64_t block = 0; block < blocks; block++) {
+        const __m512i both = _mm512_loadu_si512(values + block * kPair * kTileInner);
+        const __m512 low = to_float(_mm512_castsi512_si256(both));
+        const __m512 high = to_float(_mm512_extracti64x4_epi64(both, 1));
+        auto *codes = reinterpret_cast<__m128i *>(to + tiled(row, block / 2 * kTileInner, a.inputs / 2));
+        codes += block % 2 * 2;
+        _mm_store_si128(codes, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(low, inverse))));
+        _mm_store_si128(codes + 1,
+                        _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(high, inverse))));
+      }
+    }
+  });
+  return {to, scales};
 }
 
 }  // namespace

@@ -35,6 +35,8 @@ class Scheme(ABC):
 
     unused: Sequence[str] = ()
     """Patterns of tensors that the engine has no use for"""
+    rounds_rows = False
+    """Whether the model is made for products whose rows are int8, with a scale each"""
 
     @abstractmethod
     def parts(self, weight: StoredTensor, found: Found) -> Sequence[StoredTensor]:
@@ -144,7 +146,10 @@ class _CompressedTensors(Scheme):
                 f"{config.file}: the format {name} of compressed-tensors is not supported. "
                 f"Supported: float-quantized, {', '.join(_FORMATS)}."
             )
-        return _CompressedTensors()
+        return _CompressedTensors(_rounds_rows(config))
+
+    def __init__(self, rounds_rows: bool) -> None:
+        self.rounds_rows = rounds_rows
 
     def parts(self, weight: StoredTensor, found: Found) -> Sequence[StoredTensor]:
         packed = found.get(f"{weight.name}_packed")
@@ -187,6 +192,20 @@ class _CompressedTensors(Scheme):
         if scales.ndim == 1:
             scales, points = scales.expand(outputs, 1), points.expand(outputs, 1)
         return _ordered(weight, codes, bits, scales, points, parts.get(f"{weight.name}_g_idx"))
+
+
+def _rounds_rows(config: Config) -> bool:
+    """Return whether all groups of layers round their inputs to int8 by token, while they run."""
+    groups = config.section("config_groups").values
+    wanted = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    inputs = [
+        group.get("input_activations") if isinstance(group, dict) else None
+        for group in groups.values()
+    ]
+    return bool(inputs) and all(
+        isinstance(each, dict) and {key: each.get(key) for key in wanted} == wanted
+        for each in inputs
+    )
 
 
 class _BitsAndBytes(Scheme):

@@ -30,12 +30,14 @@ from services.engine.model.operators.recording import Recording
 from services.engine.model.operators.stored_groups import StoredGroups, alike_runs, has_kernel
 from services.engine.model.operators.torch_operators import TorchGate, join, join_biases
 
-__all__ = ["Int4Operators", "Int8Operators", "Packed", "TiledOperators"]
+__all__ = ["ByteOperators", "Int4Operators", "Int8Operators", "Packed", "TiledOperators"]
 
 _TILE_OUTPUTS = 16
 """Outputs in a tile of weights"""
 _PANEL_OUTPUTS = 2 * _TILE_OUTPUTS
 """Outputs that are multiplied at once"""
+_BYTE_INPUTS = 64
+"""Inputs of a tile of int8"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +252,108 @@ class Int8Operators(TiledOperators):
         scales = torch.zeros(elements // weights[0].shape[1], dtype=torch.float32)
         _pack(self.native.pack_int8, weights, tiles, scales)
         return Packed(Format.INT8, tiles, scales)
+
+
+class ByteOperators(TiledOperators):
+    """TiledOperators on AMX that round rows to int8, with a scale each, for int8 weights.
+
+    These are a quantized checkpoint's with one scale for each output, and with `rounds` all others:
+    whatever has a multiple of 64 inputs.
+    """
+
+    def __init__(self, native: Native, *, rounds: bool) -> None:
+        super().__init__(native)
+        self._rounds = rounds
+
+    def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        return self.packed_projection(super().pack((weight,)), weight.shape, bias)
+
+    def pack(self, weights: tuple[Tensor, ...]) -> Packed:
+        if not self._rounds or weights[0].shape[1] % _BYTE_INPUTS:
+            return super().pack(weights)
+        return self._pack_bytes([_rounded_rows(weight) for weight in weights])
+
+    def grouped_projection(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None
+    ) -> Projection:
+        if not all(map(_has_bytes, weights)):
+            return super().grouped_projection(weights, bias)
+        codes = torch.cat([_signed(weight) for weight in weights])
+        scales = torch.cat([weight.scales.float()[:, 0] for weight in weights])
+        return self.packed_projection(self._pack_bytes([_Bytes(codes, scales)]), codes.shape, bias)
+
+    def grouped_gate(
+        self,
+        gate: QuantizedWeight,
+        up: QuantizedWeight | None,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
+    ) -> Gate:
+        both = [gate] if up is None else [gate, up]
+        if not all(map(_has_bytes, both)):
+            return super().grouped_gate(gate, up, gate_bias, up_bias, activation)
+        if up is None or activation != SWIGLU:
+            product = self.grouped_projection(both, join_biases(gate_bias, up_bias))
+            return TorchGate(product, len(both), activation, self)
+        outputs, inputs = gate.shape
+        packed = self._pack_bytes(
+            [_Bytes(_signed(weight), weight.scales.float()[:, 0]) for weight in both]
+        )
+        bias = _interleaved(gate_bias, up_bias, outputs)
+        weight = _PackedWeight(self.native, packed, bias, inputs, 2 * outputs)
+        return _TiledGate(weight, outputs, self)
+
+    def _pack_bytes(self, weights: "Sequence[_Bytes]") -> Packed:
+        """Pack weights of one shape with their tiles interleaved."""
+        outputs, inputs = weights[0].codes.shape
+        columns = len(weights) * _round_up(outputs, _TILE_OUTPUTS)
+        columns = _round_up(columns, _PANEL_OUTPUTS)
+        tiles = self.arena.take(columns * inputs, torch.int8).zero_()
+        scales = torch.zeros(columns // _TILE_OUTPUTS, _TILE_OUTPUTS)
+        for first, weight in enumerate(weights):
+            codes = weight.codes.contiguous()
+            self.native.pack_bytes(
+                codes.data_ptr(), tiles.data_ptr(), outputs, inputs, first, len(weights)
+            )
+            whole = torch.zeros(_round_up(outputs, _TILE_OUTPUTS))
+            whole[:outputs] = weight.scales
+            part = whole.view(-1, _TILE_OUTPUTS)
+            scales[first :: len(weights)][: len(part)] = part
+        return Packed(Format.BYTES, tiles, scales.flatten())
+
+
+class _Bytes(NamedTuple):
+    """A weight in int8."""
+
+    codes: Tensor
+    """int8 [outputs, inputs]"""
+    scales: Tensor
+    """float32 [outputs]"""
+
+
+def _rounded_rows(weight: Tensor) -> _Bytes:
+    """Round a weight to int8, with a scale for each output."""
+    exact = weight.float()
+    largest = exact.abs().amax(dim=1, keepdim=True)
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)
+    return _Bytes((exact * inverse).round().to(torch.int8), largest[:, 0] / 127)
+
+
+def _has_bytes(weight: QuantizedWeight) -> bool:
+    """Return whether a quantized weight is int8 with one scale for each output."""
+    one_scale = weight.scales.each.shape[1] == 1 and weight.offsets is None
+    return (
+        weight.bits == 8
+        and one_scale
+        and weight.order is None
+        and not weight.shape[1] % _BYTE_INPUTS
+    )
+
+
+def _signed(weight: QuantizedWeight) -> Tensor:
+    codes = weight.codes if isinstance(weight.codes, Tensor) else weight.codes.decode()
+    return (codes ^ 128).view(torch.int8)
 
 
 class Int4Operators(TiledOperators):
