@@ -18,10 +18,12 @@ from services.http_shim.endpoints.generation import (
     COMPLETIONS,
     MESSAGES,
     GenerationEndpoint,
+    responses_api,
 )
 from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
 from services.http_shim.endpoints.probes import Probes
+from services.http_shim.endpoints.stored_responses import StoredResponses
 from services.http_shim.endpoints.token_counting import TokenCounting
 from services.http_shim.endpoints.tokenization import Tokenization
 from services.http_shim.http.access import AccessMiddleware
@@ -34,11 +36,13 @@ from services.http_shim.http.host_header import HostMiddleware
 from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.images.image_fetcher import ImageFetcher
 from services.http_shim.settings import HttpShimSettings
+from services.http_shim.stored.response_store import ResponseStore
 
 __all__ = ["create_app"]
 
 _PUBLIC_PATHS = {"/health", "/ready", "/metrics", "/version", "/openapi.json", *PAGES}
 """Paths that need no key"""
+_DAY = 24 * 60 * 60
 
 
 def create_app(
@@ -54,6 +58,11 @@ def create_app(
     completions = GenerationEndpoint(COMPLETIONS, models, gate, bodies, fetcher, stall)
     chat = GenerationEndpoint(CHAT, models, gate, bodies, fetcher, stall)
     messages = GenerationEndpoint(MESSAGES, models, gate, bodies, fetcher, stall)
+    store = ResponseStore(
+        settings.response_store, settings.max_response_bytes, settings.response_days * _DAY
+    )
+    responses = GenerationEndpoint(responses_api(store), models, gate, bodies, fetcher, stall)
+    stored_responses = StoredResponses(store)
     token_counting = TokenCounting(models, bodies, fetcher)
     multi_completion = MultiCompletion(models, gate, bodies)
     model_cards = Models(models)
@@ -67,6 +76,11 @@ def create_app(
         Route("/chat/completions", chat, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", token_counting.count, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/{response_id}", stored_responses.get),
+        Route("/v1/responses/{response_id}", stored_responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/cancel", stored_responses.cancel, methods=["POST"]),
+        Route("/v1/responses/{response_id}/input_items", stored_responses.input_items),
         Route("/v1/completion", multi_completion, methods=["POST"]),
         Route("/v1/models", model_cards.all),
         Route("/v1/models/{model:path}", model_cards.one),

@@ -103,6 +103,13 @@ class HttpShimSettings(PeerSettings, LimitSettings):
         "Hosts that images are fetched from, separated by commas: host, host:port or *.host; empty "
         "= any, at the ports 80 and 443.",
     )
+    response_store: str = setting(
+        "", "SQLite file of the responses of /v1/responses; empty = they are kept in memory."
+    )
+    max_response_bytes: int = setting(
+        64 * 1024 * 1024, "Most bytes of kept responses; the oldest are dropped first."
+    )
+    response_days: float = setting(30.0, "Days that responses are kept.", least=0)
     stall_seconds: float = setting(
         30.0,
         "Seconds without progress in sending or reading after which a client is disconnected.",

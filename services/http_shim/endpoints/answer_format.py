@@ -11,8 +11,16 @@ import msgspec
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.endpoints.message_stream import MessageStream
+from services.http_shim.endpoints.response_stream import ResponseStream
 from services.http_shim.endpoints.stream_sender import Events
 from services.http_shim.formats.anthropic.message_responses import message_usage, whole_message
+from services.http_shim.formats.openai_responses.response_objects import (
+    ResponseObject,
+    begun_response,
+    end_response,
+    output_of,
+)
+from services.http_shim.formats.openai_responses.response_requests import PreparedResponse
 from services.http_shim.formats.request_bodies import StreamOptions
 from services.http_shim.formats.responses import (
     ChoiceFormatter,
@@ -22,10 +30,11 @@ from services.http_shim.formats.responses import (
     usage_of,
 )
 from services.http_shim.http.exchange import Exchange
+from services.http_shim.stored.response_store import ResponseStore, StoredResponse
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["AnswerFormat", "ChoicesFormat", "MessageFormat"]
+__all__ = ["AnswerFormat", "ChoicesFormat", "MessageFormat", "ResponseFormat"]
 
 
 class AnswerFormat(ABC, Generic[Delta]):
@@ -129,6 +138,62 @@ class MessageFormat(AnswerFormat[completion_pb2.ChatDelta]):
 
     def tokens_in(self, deltas: list[completion_pb2.ChatDelta]) -> int:
         return sum(len(delta.token_ids) for delta in deltas)
+
+
+class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
+    """A response, as in OpenAI's Responses API, which is kept if its body says so."""
+
+    def __init__(self, prepared: PreparedResponse, store: ResponseStore) -> None:
+        self._prepared = prepared
+        self._store = store
+
+    def events(
+        self,
+        collector: OutputCollector[completion_pb2.ChatDelta],
+        accepted: completion_pb2.CompleteAccepted,
+        exchange: Exchange,
+        name_of: Callable[[str], str],
+    ) -> Events:
+        has_logprobs = self._prepared.has_logprobs
+        return ResponseStream(
+            collector, self._begun(accepted), exchange, self._keep, has_logprobs=has_logprobs
+        )
+
+    def whole(
+        self,
+        collector: OutputCollector[completion_pb2.ChatDelta],
+        accepted: completion_pb2.CompleteAccepted,
+        usage: types_pb2.Usage,
+    ) -> bytes:
+        deltas, finished = collector.pending.get(0, []), collector.finished[0]
+        output = output_of(deltas, finished, has_logprobs=self._prepared.has_logprobs)
+        response = self._begun(accepted)
+        end_response(response, output, finished, usage, int(time.time()))
+        self._keep(response)
+        return msgspec.json.encode(response)
+
+    def tokens_in(self, deltas: list[completion_pb2.ChatDelta]) -> int:
+        return sum(len(delta.token_ids) for delta in deltas)
+
+    def _begun(self, accepted: completion_pb2.CompleteAccepted) -> ResponseObject:
+        identity = f"resp_{uuid.uuid4().hex}"
+        return begun_response(identity, int(time.time()), accepted.model, self._prepared)
+
+    def _keep(self, response: ResponseObject) -> None:
+        if not response.store:
+            return
+        asked, output = self._prepared.original_input, msgspec.json.encode(response.output)
+        context = _joined(self._prepared.original_context, asked, output)
+        self._store.put(
+            StoredResponse(
+                response.id, self._prepared.tenant, msgspec.json.encode(response), asked, context
+            )
+        )
+
+
+def _joined(*arrays: bytes) -> bytes:
+    """Return one JSON array of all items of JSON arrays."""
+    return b"[%b]" % b",".join(inner for array in arrays if (inner := array[1:-1]))
 
 
 def _message_id() -> str:

@@ -1,4 +1,4 @@
-"""Endpoints that generate: POST /v1/completions, /v1/chat/completions and /v1/messages."""
+"""Endpoints that generate: POST /v1/completions, /v1/chat/completions, …"""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,12 @@ from services.common.accounts.account import GenerationRequest
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
-from services.http_shim.endpoints.answer_format import AnswerFormat, ChoicesFormat, MessageFormat
+from services.http_shim.endpoints.answer_format import (
+    AnswerFormat,
+    ChoicesFormat,
+    MessageFormat,
+    ResponseFormat,
+)
 from services.http_shim.endpoints.stream_sender import CREDIT, send_stream
 from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.formats.anthropic.blocks import take_block_images
@@ -35,6 +40,16 @@ from services.http_shim.formats.completion_requests import (
     to_complete_request,
 )
 from services.http_shim.formats.completion_responses import CompletionFormatter
+from services.http_shim.formats.openai_responses.items import take_item_images
+from services.http_shim.formats.openai_responses.response_requests import (
+    PreparedResponse,
+    ResponseBody,
+    ignored_parts,
+    prepare,
+    response_param_of,
+    response_schema_param,
+    to_response_request,
+)
 from services.http_shim.formats.request_bodies import (
     ChatBody,
     CompletionBody,
@@ -49,19 +64,28 @@ from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
 from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
 from services.http_shim.images.request_images import RequestImages
+from services.http_shim.stored.response_store import ResponseStore
+from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["CHAT", "COMPLETIONS", "MESSAGES", "GenerationEndpoint", "watch_for_disconnect"]
+__all__ = [
+    "CHAT",
+    "COMPLETIONS",
+    "MESSAGES",
+    "GenerationEndpoint",
+    "responses_api",
+    "watch_for_disconnect",
+]
 
 _INLINE = 256 * 1024  # bytes of output; a larger answer is put together in a thread
-Body = TypeVar("Body", bound=GenerationBody | MessagesBody)
+Body = TypeVar("Body", bound=GenerationBody | MessagesBody | PreparedResponse)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationApi(Generic[Body, Delta]):
     """The formats that one endpoint reads and writes."""
 
-    decoder: msgspec.json.Decoder[Body]
+    decoder: msgspec.json.Decoder[Any]
     take_images: Callable[[Body], RequestImages]
     """Removes the images from a body; raises INVALID_ARGUMENT for invalid ones"""
     to_request: Callable[[Body], GenerationRequest]
@@ -73,6 +97,8 @@ class GenerationApi(Generic[Body, Delta]):
     """Returns the client's name of a path into a schema"""
     ignored: Callable[[Body], list[str]] = lambda _: []
     """Returns the paths of parts that have no effect, besides unknown fields"""
+    prepare: Callable[[Any, Exchange], Body] = lambda body, _: body
+    """Makes the body of what was decoded; raises ServiceError for what is not served"""
 
 
 COMPLETIONS: GenerationApi[CompletionBody, completion_pb2.ChoiceDelta] = GenerationApi(
@@ -102,6 +128,33 @@ MESSAGES: GenerationApi[MessagesBody, completion_pb2.ChatDelta] = GenerationApi(
 )
 
 
+def responses_api(
+    store: ResponseStore,
+) -> GenerationApi[PreparedResponse, completion_pb2.ChatDelta]:
+    """Return the formats of /v1/responses, whose responses are kept in `store`."""
+
+    def prepared(body: ResponseBody, exchange: Exchange) -> PreparedResponse:
+        context = b"[]"
+        if body.previous_response_id is not None:
+            try:
+                context = store.get(body.previous_response_id, exchange.tenant).context
+            except ServiceError as error:
+                error.field = "previous_response_id"
+                raise
+        return prepare(body, exchange.tenant, context)
+
+    return GenerationApi(
+        msgspec.json.Decoder(ResponseBody),
+        lambda body: take_item_images(body.items),
+        to_response_request,
+        response_param_of,
+        lambda body: ResponseFormat(body, store),
+        response_schema_param,
+        ignored_parts,
+        prepared,
+    )
+
+
 class GenerationEndpoint(Generic[Body, Delta]):
     """An endpoint as an ASGI application, which can watch for a client that leaves."""
 
@@ -124,7 +177,8 @@ class GenerationEndpoint(Generic[Body, Delta]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         with self._bodies.held() as held:
-            asked = await self._bodies.read_with_images(scope, receive, self._parse, held)
+            parse_body = partial(self._parse, exchange)
+            asked = await self._bodies.read_with_images(scope, receive, parse_body, held)
             body, request, exchange.ignored = asked.body, asked.request, asked.ignored
             model = await assign_model(exchange, self._models, body.model, request)
             collector: OutputCollector[Delta] = OutputCollector()
@@ -170,8 +224,9 @@ class GenerationEndpoint(Generic[Body, Delta]):
     def _schema_param(self, body: Body, path: str) -> str:
         return self._api.schema_param(path, body)
 
-    def _parse(self, encoded: bytes) -> "_Asked[Body]":
-        body, ignored = parse(self._api.decoder, encoded)
+    def _parse(self, exchange: Exchange, encoded: bytes) -> "_Asked[Body]":
+        decoded, ignored = parse(self._api.decoder, encoded)
+        body = self._api.prepare(decoded, exchange)
         ignored += self._api.ignored(body)
         images = self._api.take_images(body)
         return _Asked(body, ignored, self._api.to_request(body), images)

@@ -18,7 +18,7 @@ from services.http_shim.formats.responses import (
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["ChatChoice", "ChatChunkChoice", "ChatFormatter"]
+__all__ = ["ChatChoice", "ChatChunkChoice", "ChatFormatter", "ContentLogprob", "logprobs_of"]
 
 
 class TokenLogprob(Struct):
@@ -256,6 +256,13 @@ def _token_ids(deltas: Iterable[completion_pb2.ChatDelta]) -> list[int]:
 
 
 def _logprobs(deltas: Iterable[completion_pb2.ChatDelta], as_ids: bool) -> ChatLogprobs:
+    return ChatLogprobs(logprobs_of(deltas, as_ids=as_ids))
+
+
+def logprobs_of(
+    deltas: Iterable[completion_pb2.ChatDelta], *, as_ids: bool = False
+) -> list[ContentLogprob]:
+    """Return an entry for each token of the content. as_ids: show ids in place of texts."""
     content: list[ContentLogprob] = []
     for delta in deltas:
         columns, width = delta.tokens, delta.tokens.top_width
@@ -271,7 +278,7 @@ def _logprobs(deltas: Iterable[completion_pb2.ChatDelta], as_ids: bool) -> ChatL
             entry = _token(token, logprob, data, as_ids)
             top = tops[i * width : (i + 1) * width]
             content.append(ContentLogprob(entry.token, entry.logprob, entry.bytes, top))
-    return ChatLogprobs(content)
+    return content
 
 
 def _token(token: int, logprob: float, data: bytes, as_ids: bool) -> TokenLogprob:

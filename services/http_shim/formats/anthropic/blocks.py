@@ -1,18 +1,18 @@
 """Content blocks and messages of a request, and their conversion to a chat's messages."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
 from services.http_shim.formats.constraint_fields import JsonObject
 from services.http_shim.formats.constraints import json_text
+from services.http_shim.formats.placed_messages import PlacedMessage, begun
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["InputMessage", "PlacedMessage", "SystemPrompt", "chat_messages", "take_block_images"]
+__all__ = ["InputMessage", "SystemPrompt", "chat_messages", "take_block_images"]
 
 _BOUNDED = Meta(max_length=4_096)  # the tokenizer service has lower limits
 
@@ -111,28 +111,6 @@ class InputMessage(Struct):
     content: str | Annotated[list[Block], _BOUNDED]
 
 
-@dataclass(slots=True)
-class PlacedMessage:
-    """A message of the chat, and where the client wrote it."""
-
-    message: completion_pb2.Message
-    place: str
-    """The client's name of the message"""
-    part_places: list[str] = field(default_factory=list)
-    """The client's name of each part"""
-    call_places: list[str] = field(default_factory=list)
-    """The client's name of each tool call"""
-
-    def add_text(self, text: str, place: str) -> None:
-        self.message.parts.add(text=text)
-        self.part_places.append(place)
-
-    def add_image(self, place: str) -> None:
-        """Add an empty place for an image."""
-        self.message.parts.add(image=b"")
-        self.part_places.append(place)
-
-
 def take_block_images(messages: Sequence[InputMessage] | None) -> RequestImages:
     """Return the images of the messages in the order of their places in the chat.
 
@@ -175,7 +153,7 @@ def chat_messages(
     """
     placed: list[PlacedMessage] = []
     if system:
-        first = _begun(completion_pb2.ROLE_SYSTEM, "system")
+        first = begun(completion_pb2.ROLE_SYSTEM, "system")
         blocks = [TextBlock(system)] if isinstance(system, str) else system
         for j, block in enumerate(blocks):
             first.add_text(block.text, "system" if isinstance(system, str) else f"system[{j}].text")
@@ -192,10 +170,6 @@ def chat_messages(
     return placed
 
 
-def _begun(role: completion_pb2.Role.ValueType, place: str) -> PlacedMessage:
-    return PlacedMessage(completion_pb2.Message(role=role), place)
-
-
 def _blocks(message: InputMessage, place: str) -> Iterator[tuple[Block, str]]:
     """Yield the blocks of a message and their places."""
     if isinstance(message.content, str):
@@ -206,7 +180,7 @@ def _blocks(message: InputMessage, place: str) -> Iterator[tuple[Block, str]]:
 
 
 def _assistant(message: InputMessage, place: str) -> PlacedMessage:
-    made = _begun(completion_pb2.ROLE_ASSISTANT, place)
+    made = begun(completion_pb2.ROLE_ASSISTANT, place)
     for block, at in _blocks(message, place):
         match block:
             case TextBlock():
@@ -235,15 +209,15 @@ def _user(message: InputMessage, place: str) -> Iterator[PlacedMessage]:
             made = None
             yield _tool_result(block, at)
         else:
-            made = made or _begun(completion_pb2.ROLE_USER, place)
+            made = made or begun(completion_pb2.ROLE_USER, place)
             _add_content(made, block, at, "a user's message")
         is_empty = False
     if made is not None or is_empty:
-        yield made or _begun(completion_pb2.ROLE_USER, place)
+        yield made or begun(completion_pb2.ROLE_USER, place)
 
 
 def _system(message: InputMessage, place: str) -> PlacedMessage:
-    made = _begun(completion_pb2.ROLE_SYSTEM, place)
+    made = begun(completion_pb2.ROLE_SYSTEM, place)
     for block, at in _blocks(message, place):
         if not isinstance(block, TextBlock):
             raise _misplaced(block, at, "a system message")
@@ -252,7 +226,7 @@ def _system(message: InputMessage, place: str) -> PlacedMessage:
 
 
 def _tool_result(block: ToolResultBlock, place: str) -> PlacedMessage:
-    made = _begun(completion_pb2.ROLE_TOOL, place)
+    made = begun(completion_pb2.ROLE_TOOL, place)
     made.message.tool_call_id = block.tool_use_id
     if isinstance(block.content, str):
         made.add_text(block.content, f"{place}.content")

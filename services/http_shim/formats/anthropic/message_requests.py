@@ -9,12 +9,12 @@ from msgspec import Meta, Struct
 
 from services.http_shim.formats.anthropic.blocks import (
     InputMessage,
-    PlacedMessage,
     SystemPrompt,
     chat_messages,
 )
 from services.http_shim.formats.constraint_fields import JsonObject
 from services.http_shim.formats.constraints import json_text
+from services.http_shim.formats.placed_messages import PlacedMessage, place_of
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -33,7 +33,6 @@ __all__ = [
 _BOUNDED = Meta(max_length=4_096)  # the services have lower limits
 _OWN_TOOLS = (None, "custom")
 """Types of tools that the client runs"""
-_MESSAGE = re.compile(r"messages\[(\d+)\](?:\.(?P<list>parts|tool_calls)\[(?P<at>\d+)\])?(.*)")
 _TOOL = re.compile(r"tools\[(?P<index>\d+)\](?:\.(?P<field>\w+))?(?P<rest>.*)")
 _PARAMS = {
     "stop": "stop_sequences",
@@ -182,12 +181,8 @@ def to_count_request(body: CountTokensBody) -> tokenizer_pb2.RenderChatRequest:
 
 def message_param_of(path: str, body: PromptBody) -> str:
     """Return the client's name of a field of the request."""
-    if (place := _MESSAGE.fullmatch(path)) is not None:
-        placed = _prompt(body)[int(place[1])]
-        if place["list"] is None:
-            return placed.place
-        places = placed.part_places if place["list"] == "parts" else placed.call_places
-        return places[int(place["at"])]
+    if path.startswith("messages[") and (name := place_of(path, _prompt(body))) is not None:
+        return name
     if (place := _TOOL.fullmatch(path)) is not None:
         index, _ = list(_tools(body))[int(place["index"])]
         name = {"parameters_json": "input_schema"}.get(place["field"], place["field"])

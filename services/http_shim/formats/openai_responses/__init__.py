@@ -1,0 +1,1 @@
+"""Formats of OpenAI's Responses API."""

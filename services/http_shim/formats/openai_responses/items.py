@@ -1,0 +1,252 @@
+"""Items of a response's input, and their conversion to a chat's messages."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from services.http_shim.formats.placed_messages import PlacedMessage, begun
+from services.http_shim.images.request_images import RequestImages
+from tokenwire.errors import invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["PlacedItem", "chat_messages", "ignored_items", "items_of", "take_item_images"]
+
+_BOUNDED = Meta(max_length=4_096)  # the tokenizer service has lower limits
+_ROLES = {
+    "user": completion_pb2.ROLE_USER,
+    "system": completion_pb2.ROLE_SYSTEM,
+    "developer": completion_pb2.ROLE_DEVELOPER,
+    "assistant": completion_pb2.ROLE_ASSISTANT,
+}
+_READ = frozenset({"message", "function_call", "function_call_output", "reasoning"})
+"""Types of items that become part of the prompt"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedItem:
+    """An item, and where the client wrote it."""
+
+    item: dict[str, Any]
+    place: str
+
+    @property
+    def type(self) -> object:
+        return self.item.get("type") or "message"
+
+
+class _Part(Struct, tag_field="type"):
+    """A part of a message."""
+
+
+class InputText(_Part, tag="input_text"):
+    """Text of a message."""
+
+    text: str
+
+
+class OutputText(_Part, tag="output_text"):
+    """Text that the model wrote."""
+
+    text: str
+
+
+class PlainText(_Part, tag="text"):
+    """Text."""
+
+    text: str
+
+
+class Refusal(_Part, tag="refusal"):
+    """A refusal that the model wrote."""
+
+    refusal: str
+
+
+class InputImage(_Part, tag="input_image"):
+    """An image as a data URL, or its URL if the server fetches images."""
+
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: str | None = None
+
+
+Part: TypeAlias = InputText | OutputText | PlainText | Refusal | InputImage
+_Content: TypeAlias = str | Annotated[list[Part], _BOUNDED]
+
+
+class MessageItem(Struct):
+    """A message."""
+
+    role: Literal["user", "system", "developer", "assistant"]
+    content: _Content
+
+
+class CallItem(Struct):
+    """A call of a function that the model made."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(Struct):
+    """What a function returned."""
+
+    call_id: str
+    output: _Content
+
+
+class ReasoningText(Struct):
+    """A piece of reasoning."""
+
+    text: str
+
+
+class ReasoningItem(Struct):
+    """Reasoning of the model, or its summary."""
+
+    summary: list[ReasoningText] = []
+    content: list[ReasoningText] | None = None
+
+
+_Item = TypeVar("_Item", bound=Struct)
+
+
+def ignored_items(items: Sequence[PlacedItem]) -> list[str]:
+    """Return the places of items that have no meaning here, such as calls of OpenAI's own tools."""
+    return [placed.place for placed in items if placed.type not in _READ]
+
+
+def take_item_images(items: Sequence[PlacedItem]) -> RequestImages:
+    """Remove the images of items, and return them in the order of their places in the chat.
+
+    Raises INVALID_ARGUMENT with the client's name of a field.
+    """
+    images = RequestImages()
+    for placed in items:
+        name = {"message": "content", "function_call_output": "output"}.get(str(placed.type))
+        parts = placed.item.get(name) if name else None
+        for index, part in enumerate(parts if isinstance(parts, list) else ()):
+            if isinstance(part, dict) and part.get("type") == "input_image":
+                param = f"{placed.place}.{name}[{index}].image_url"
+                url = part.get("image_url")
+                if not isinstance(url, str):
+                    raise invalid(param, f"{param} is required: a URL, or a data URL.")
+                images.add(url, param)
+                part["image_url"] = None
+    return images
+
+
+def chat_messages(instructions: str | None, items: Sequence[PlacedItem]) -> list[PlacedMessage]:
+    """Convert the prompt. What the assistant did in a row becomes one message.
+
+    Raises INVALID_ARGUMENT for what a chat can't express.
+    """
+    messages: list[PlacedMessage] = []
+    if instructions:
+        first = begun(completion_pb2.ROLE_SYSTEM, "instructions")
+        first.add_text(instructions, "instructions")
+        messages.append(first)
+    for placed in items:
+        match placed.type:
+            case "message":
+                _add_message(messages, placed)
+            case "function_call":
+                _add_call(messages, placed)
+            case "function_call_output":
+                _add_output(messages, placed)
+            case "reasoning":
+                _add_reasoning(messages, placed)
+    return messages
+
+
+def _add_message(messages: list[PlacedMessage], placed: PlacedItem) -> None:
+    item = _converted(placed, MessageItem)
+    if item.role == "assistant":
+        made = _assistant(messages, placed.place, has_text=True)
+    else:
+        made = begun(_ROLES[item.role], placed.place)
+        messages.append(made)
+    for part, at in _parts(item.content, f"{placed.place}.content"):
+        if isinstance(part, InputImage) and item.role != "user":
+            raise invalid(at, f"{at}: only a user's message can have images.")
+        _add_part(made, part, at)
+
+
+def _add_call(messages: list[PlacedMessage], placed: PlacedItem) -> None:
+    item = _converted(placed, CallItem)
+    made = _assistant(messages, placed.place)
+    made.message.tool_calls.add(id=item.call_id, name=item.name, arguments_json=item.arguments)
+    made.call_places.append(placed.place)
+
+
+def _add_output(messages: list[PlacedMessage], placed: PlacedItem) -> None:
+    item = _converted(placed, CallOutputItem)
+    made = begun(completion_pb2.ROLE_TOOL, placed.place)
+    made.message.tool_call_id = item.call_id
+    for part, at in _parts(item.output, f"{placed.place}.output"):
+        _add_part(made, part, at)
+    if not made.message.parts:
+        made.add_text("", f"{placed.place}.output")
+    messages.append(made)
+
+
+def _add_reasoning(messages: list[PlacedMessage], placed: PlacedItem) -> None:
+    item = _converted(placed, ReasoningItem)
+    text = "".join(part.text for part in item.content or item.summary)
+    if text:
+        _assistant(messages, placed.place, has_text=True).message.reasoning += text
+
+
+def _assistant(
+    messages: list[PlacedMessage], place: str, *, has_text: bool = False
+) -> PlacedMessage:
+    """Return the assistant's message that is last, or a new one.
+
+    has_text: whether text or reasoning follows, which can't stand after calls or other text.
+    """
+    if messages and messages[-1].message.role == completion_pb2.ROLE_ASSISTANT:
+        last = messages[-1]
+        if not has_text or not (last.message.tool_calls or last.message.parts):
+            return last
+    messages.append(begun(completion_pb2.ROLE_ASSISTANT, place))
+    return messages[-1]
+
+
+def _parts(content: _Content, place: str) -> Iterator[tuple[Part, str]]:
+    if isinstance(content, str):
+        yield PlainText(content), place
+    else:
+        for index, part in enumerate(content):
+            yield part, f"{place}[{index}]"
+
+
+def _add_part(made: PlacedMessage, part: Part, place: str) -> None:
+    match part:
+        case InputImage():
+            if part.file_id is not None:
+                raise invalid(f"{place}.file_id", f"{place}.file_id is not supported; use a URL.")
+            made.add_image(place)
+        case Refusal():
+            made.add_text(part.refusal, place)
+        case _:
+            made.add_text(part.text, place)
+
+
+def _converted(placed: PlacedItem, to: type[_Item]) -> _Item:
+    try:
+        return msgspec.convert(placed.item, to)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        place = placed.place + path.rstrip("`")
+        raise invalid(place, f"{place}: {message[:1].lower()}{message[1:]}.") from None
+
+
+def items_of(value: str | list[dict[str, Any]] | None, place: str) -> list[PlacedItem]:
+    """Return the items of an input; a text is a user's message."""
+    if isinstance(value, str):
+        return [PlacedItem({"type": "message", "role": "user", "content": value}, place)]
+    return [PlacedItem(item, f"{place}[{index}]") for index, item in enumerate(value or ())]

@@ -1,0 +1,274 @@
+"""Bodies of the Responses API, and their conversion to a chat's request."""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from services.http_shim.formats.constraint_fields import JsonObject
+from services.http_shim.formats.constraints import json_text
+from services.http_shim.formats.openai_responses.items import (
+    PlacedItem,
+    chat_messages,
+    ignored_items,
+    items_of,
+)
+from services.http_shim.formats.placed_messages import PlacedMessage, place_of
+from tokenwire.errors import invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = [
+    "PreparedResponse",
+    "ResponseBody",
+    "ignored_parts",
+    "prepare",
+    "response_param_of",
+    "response_schema_param",
+    "to_response_request",
+]
+
+_Object: TypeAlias = dict[str, Any]
+_BOUNDED = Meta(max_length=4_096)  # the services have lower limits
+_LOGPROBS = "message.output_text.logprobs"
+_TOOL = re.compile(r"tools\[(?P<index>\d+)\](?:\.(?P<field>\w+))?(?P<rest>.*)")
+_PARAMS = {
+    "stopping.max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "grammar": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+_MODES = {
+    "auto": completion_pb2.TOOL_MODE_AUTO,
+    "none": completion_pb2.TOOL_MODE_NONE,
+    "required": completion_pb2.TOOL_MODE_REQUIRED,
+}
+
+
+class TextFormat(Struct):
+    """`text.format`: free text, JSON, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: JsonObject | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextConfig(Struct):
+    """`text`."""
+
+    format: TextFormat | None = None
+
+
+class ReasoningConfig(Struct):
+    """`reasoning`. Its summaries are not made: answers have the reasoning itself."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponseBody(Struct):
+    """The body of POST /v1/responses."""
+
+    model: str | None = None
+    input: str | Annotated[list[_Object], _BOUNDED] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    background: bool | None = None
+    max_output_tokens: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
+    include: Annotated[list[str], _BOUNDED] | None = None
+    tools: Annotated[list[_Object], _BOUNDED] | None = None
+    tool_choice: str | _Object | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    # our own
+    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+
+
+class PreparedResponse(Struct):
+    """A body with what came before it."""
+
+    body: ResponseBody
+    context: list[PlacedItem]
+    """Items of the responses that it continues"""
+    tenant: str
+    """Who may read the response"""
+    original_input: bytes
+    """JSON array of the input's items, with their images"""
+    original_context: bytes
+    """JSON array of `context`, likewise"""
+
+    @property
+    def model(self) -> str | None:
+        return self.body.model
+
+    @property
+    def stream(self) -> bool | None:
+        return self.body.stream
+
+    @property
+    def priority(self) -> int | None:
+        return self.body.priority
+
+    @property
+    def items(self) -> list[PlacedItem]:
+        """All items of the prompt."""
+        return self.context + items_of(self.body.input, "input")
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.body.top_logprobs is not None or _LOGPROBS in (self.body.include or ())
+
+
+def prepare(body: ResponseBody, tenant: str, context: bytes) -> PreparedResponse:
+    """Put a body together with the items that it continues, a JSON array.
+
+    Raises INVALID_ARGUMENT for what is not served.
+    """
+    _check(body)
+    place = "previous_response_id"
+    before = [PlacedItem(item, place) for item in msgspec.json.decode(context)]
+    asked = [placed.item for placed in items_of(body.input, "input")]
+    return PreparedResponse(body, before, tenant, msgspec.json.encode(asked), context)
+
+
+def _check(body: ResponseBody) -> None:
+    """Raise INVALID_ARGUMENT for what is not served."""
+    if body.input is None and body.previous_response_id is None:
+        raise invalid("input", "input is required: a text, or a list of items.")
+    for name, remedy in (
+        ("background", "omit it, and stream the response"),
+        ("conversation", "use previous_response_id"),
+        ("prompt", "send the prompt's text as input"),
+    ):
+        if getattr(body, name):
+            raise invalid(name, f"{name} is not supported; {remedy}.")
+
+
+def ignored_parts(prepared: PreparedResponse) -> list[str]:
+    """Return the paths of parts without effect, such as tools that only OpenAI's servers run."""
+    tools = prepared.body.tools or ()
+    paths = [f"tools[{i}]" for i, tool in enumerate(tools) if tool.get("type") != "function"]
+    paths += ignored_items(items_of(prepared.body.input, "input"))
+    if prepared.body.truncation == "auto":
+        paths.append("truncation")
+    return paths
+
+
+def to_response_request(prepared: PreparedResponse) -> completion_pb2.ChatRequest:
+    """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
+    body = prepared.body
+    return completion_pb2.ChatRequest(
+        model=body.model or "",
+        messages=[placed.message for placed in _prompt(prepared)],
+        tools=[tool for _, tool in _tools(body)],
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        sampling=types_pb2.SamplingParams(temperature=body.temperature, top_p=body.top_p),
+        stopping=types_pb2.StoppingParams(max_tokens=body.max_output_tokens),
+        logprobs=(body.top_logprobs or 0) if prepared.has_logprobs else None,
+        grammar=_grammar(body),
+        delivery=(completion_pb2.DELIVERY_DELTAS if body.stream else completion_pb2.DELIVERY_WHOLE),
+        user=body.user or body.safety_identifier or "",
+        reasoning_effort=(body.reasoning.effort or "") if body.reasoning else "",
+    )
+
+
+def response_param_of(path: str, prepared: PreparedResponse) -> str:
+    """Return the client's name of a field of the request."""
+    if path.startswith("messages["):
+        return place_of(path, _prompt(prepared)) or "input"
+    if (place := _TOOL.fullmatch(path)) is not None:
+        index, _ = list(_tools(prepared.body))[int(place["index"])]
+        name = {"parameters_json": "parameters"}.get(place["field"], place["field"])
+        return f"tools[{index}]" + (f".{name}" if name else "")
+    if path == "messages":
+        return "input"
+    if path in _PARAMS:
+        return _PARAMS[path]
+    first, _, rest = path.partition(".")
+    if first in ("sampling", "stopping") and rest:
+        first = rest.split(".")[0]
+    return _PARAMS.get(first, first)
+
+
+def response_schema_param(path: str, prepared: PreparedResponse) -> str:
+    """Return the client's name of a path into a schema."""
+    if (place := _TOOL.fullmatch(path)) is not None:
+        return response_param_of(path, prepared) + place["rest"]
+    _, _, rest = path.split(".", 2)  # after "grammar" and its kind
+    return f"text.format.schema.{rest}"
+
+
+def _prompt(prepared: PreparedResponse) -> list[PlacedMessage]:
+    messages = chat_messages(prepared.body.instructions, prepared.items)
+    if not messages:
+        raise invalid("input", "input has no message.")
+    return messages
+
+
+def _tools(body: ResponseBody) -> Iterator[tuple[int, completion_pb2.Tool]]:
+    """Yield the functions, with their indices in the body."""
+    for index, tool in enumerate(body.tools or ()):
+        if tool.get("type") != "function":
+            continue
+        name, description = tool.get("name"), tool.get("description")
+        parameters = tool.get("parameters")
+        if not isinstance(name, str):
+            raise invalid(f"tools[{index}].name", f"tools[{index}].name is required: a text.")
+        if parameters is not None and not isinstance(parameters, dict):
+            field = f"tools[{index}].parameters"
+            raise invalid(field, f"{field} must be a JSON Schema.")
+        yield (
+            index,
+            completion_pb2.Tool(
+                name=name,
+                description=description if isinstance(description, str) else "",
+                parameters_json="" if parameters is None else json_text(parameters),
+                strict=tool.get("strict") is True,
+            ),
+        )
+
+
+def _tool_choice(body: ResponseBody) -> completion_pb2.ToolChoice | None:
+    match body.tool_choice:
+        case None:
+            return None
+        case str() as mode if mode in _MODES:
+            return completion_pb2.ToolChoice(mode=_MODES[mode])
+        case {"type": "function", "name": str() as name}:
+            return completion_pb2.ToolChoice(name=name)
+        case {"type": "allowed_tools", "mode": str() as mode} if mode in _MODES:
+            return completion_pb2.ToolChoice(mode=_MODES[mode])
+        case _:
+            raise invalid(
+                "tool_choice", "tool_choice must be auto, none, required, or name a function."
+            )
+
+
+def _grammar(body: ResponseBody) -> types_pb2.GrammarSpec | None:
+    wanted = None if body.text is None else body.text.format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return types_pb2.GrammarSpec(json_object=types_pb2.JsonObject())
+    if wanted.schema is None:
+        raise invalid("text.format.schema", "text.format.schema is required with json_schema.")
+    return types_pb2.GrammarSpec(json_schema=json_text(wanted.schema))

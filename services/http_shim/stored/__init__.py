@@ -1,0 +1,1 @@
+"""What the shim keeps between requests."""

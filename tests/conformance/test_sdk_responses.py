@@ -1,0 +1,236 @@
+"""Responses through OpenAI's SDK for Python: answers, streams, tools, what is kept, errors."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+from openai.types.responses import (
+    Response,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+)
+from pydantic import BaseModel, ConfigDict
+
+from tests.stack import Stack
+
+BASE: dict[str, Any] = {
+    "model": "default",
+    "input": "Hello!",
+    "temperature": 0,
+    "max_output_tokens": 12,
+}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+CALLS = {"tools": [WEATHER], "tool_choice": "required", "max_output_tokens": 60}
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"instructions": "Be brief."},
+    {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hello!"}]}]},
+    {"input": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]},
+    {"text": {"format": {"type": "json_schema", "name": "colour", "schema": SCHEMA}}},
+    {"text": {"format": {"type": "json_object"}}},
+    CALLS,
+    {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_weather"}},
+    {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    {"reasoning": {"effort": "low"}, "metadata": {"a": "b"}, "store": False},
+]
+
+
+@pytest.fixture
+def client(stack: Stack) -> OpenAI:
+    return OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0)
+
+
+def created(client: OpenAI, **fields: Any) -> Response:
+    made: Response = client.responses.create(**BASE | fields)
+    return made
+
+
+def without_ids(response: Response) -> dict[str, Any]:
+    """Return what two answers to the same request have in common."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            left = ("id", "call_id", "created_at", "completed_at", "input_tokens_details")
+            left += ("parsed", "parsed_arguments")  # the SDK adds them to streams
+            return {name: clean(inner) for name, inner in value.items() if name not in left}
+        return [clean(inner) for inner in value] if isinstance(value, list) else value
+
+    cleaned: dict[str, Any] = clean(response.model_dump())
+    return cleaned
+
+
+def test_answer_has_what_clients_read(client: OpenAI) -> None:
+    fields = {"metadata": {"a": "b"}, "instructions": "Be brief.", "max_output_tokens": 3}
+    response = created(client, **fields)
+    [message] = response.output
+    assert isinstance(message, ResponseOutputMessage)
+    assert (message.role, message.status) == ("assistant", "incomplete")
+    assert response.output_text
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.metadata == {"a": "b"}
+    assert response.instructions == "Be brief."
+    assert response.usage is not None
+    assert response.usage.output_tokens == 3
+    assert response.usage.total_tokens == 3 + response.usage.input_tokens
+
+
+@pytest.mark.parametrize("fields", FORMS, ids=lambda each: ", ".join(each) or "plain")
+def test_stream_ends_with_the_whole_answer(client: OpenAI, fields: dict[str, Any]) -> None:
+    whole = created(client, **fields)
+    with client.responses.stream(**BASE | fields) as stream:
+        events = list(stream)
+    assert without_ids(events[-1].response) == without_ids(whole)
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == f"response.{whole.status}"
+    text = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+    assert text == whole.output_text
+    added = kinds.count("response.output_item.added")
+    assert added == kinds.count("response.output_item.done") == len(whole.output)
+
+
+def test_answer_is_that_of_a_chat(client: OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="default",
+        messages=[
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hello!"},
+        ],
+        temperature=0,
+        max_tokens=12,
+    )
+    assert created(client, instructions="Be brief.").output_text == chat.choices[0].message.content
+
+
+def test_schema_constrains_the_answer(client: OpenAI) -> None:
+    class Colour(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+        colour: str
+
+    parsed = client.responses.parse(**BASE | {"max_output_tokens": 100}, text_format=Colour)
+    assert parsed.output_parsed is None or isinstance(parsed.output_parsed, Colour)
+    form = {"type": "json_schema", "name": "colour", "schema": SCHEMA, "strict": True}
+    answer = created(client, text={"format": form}, max_output_tokens=40)
+    assert json.loads(answer.output_text)["colour"] in ("red", "green")
+
+
+def test_call_and_its_result_make_a_conversation(client: OpenAI) -> None:
+    asked = created(client, **CALLS)
+    call = next(item for item in asked.output if isinstance(item, ResponseFunctionToolCall))
+    assert call.name == "get_weather"
+    assert "city" in json.loads(call.arguments)
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    kept = created(client, input=[output], tools=[WEATHER], previous_response_id=asked.id)
+    question = {"role": "user", "content": "Hello!"}
+    items = [question, *(item.model_dump() for item in asked.output), output]
+    sent = created(client, input=items, tools=[WEATHER])
+    assert kept.output_text == sent.output_text
+    assert kept.previous_response_id == asked.id
+
+
+def test_responses_are_kept_read_listed_and_dropped(client: OpenAI) -> None:
+    first = created(client, instructions="Be brief.")
+    assert client.responses.retrieve(first.id).model_dump() == first.model_dump()
+    second = created(client, input="And now?", previous_response_id=first.id)
+    asked = client.responses.input_items.list(second.id).data
+    assert [item.content for item in asked] == ["And now?"]
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    third = created(client, input="More", previous_response_id=second.id)  # holds what it needs
+    assert third.usage is not None
+    assert second.usage is not None
+    assert third.usage.input_tokens > second.usage.input_tokens
+
+
+def test_response_that_is_not_to_be_kept_is_not(client: OpenAI) -> None:
+    response = created(client, store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(response.id)
+
+
+def test_stream_is_kept_too(client: OpenAI) -> None:
+    with client.responses.stream(**BASE) as stream:
+        final = stream.get_final_response()
+    assert client.responses.retrieve(final.id).output_text == final.output_text
+
+
+def test_items_of_input_come_in_pages(client: OpenAI) -> None:
+    messages = [{"role": "user", "content": text} for text in ("a", "b", "c")]
+    response = created(client, input=messages)
+    page = client.responses.input_items.list(response.id, limit=2, order="asc")
+    assert [item.content for item in page.data] == ["a", "b"]
+    assert [item.content for item in page] == ["a", "b", "c"]  # fetches the next page
+
+
+def test_tools_of_openais_servers_are_left_out_and_named(client: OpenAI) -> None:
+    search = {"type": "web_search"}
+    raw = client.responses.with_raw_response.create(**BASE, tools=[search, WEATHER])
+    assert raw.headers["x-tokenwire-ignored"] == "tools[0]"
+    assert raw.parse().usage == created(client, tools=[WEATHER]).usage
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
+        ({"input": [{"type": "web_search_call"}]}, "input"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"temperature": 9.0}, "temperature"),
+        ({"top_logprobs": 1000}, "top_logprobs"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "x"}, WEATHER | {"name": "a b"}]}, "tools[1].name"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"reasoning": {"effort": "x" * 1000}}, "reasoning.effort"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_wrong_input_is_refused_with_its_name(
+    client: OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        created(client, **fields)
+    assert caught.value.param == param
+
+
+def test_unknown_ids_are_not_found(client: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        created(client, previous_response_id="resp_none")
+    assert caught.value.param == "previous_response_id"
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            call("resp_none")
+
+
+def test_only_responses_in_the_background_are_cancelled(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(created(client).id)
