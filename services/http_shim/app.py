@@ -3,12 +3,15 @@
 The server passes HTTP requests only: it serves no WebSockets and runs no lifespan.
 """
 
+import sqlite3
+
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from services.common.accounts.keyring import Keyring
 from services.common.hosts import AllowedHosts
+from services.common.settings import StartupError
 from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.documentation.openapi import openapi
 from services.http_shim.documentation.pages import PAGES, page_routes
@@ -58,9 +61,7 @@ def create_app(
     completions = GenerationEndpoint(COMPLETIONS, models, gate, bodies, fetcher, stall)
     chat = GenerationEndpoint(CHAT, models, gate, bodies, fetcher, stall)
     messages = GenerationEndpoint(MESSAGES, models, gate, bodies, fetcher, stall)
-    store = ResponseStore(
-        settings.response_store, settings.max_response_bytes, settings.response_days * _DAY
-    )
+    store = _response_store(settings)
     responses = GenerationEndpoint(responses_api(store), models, gate, bodies, fetcher, stall)
     stored_responses = StoredResponses(store)
     token_counting = TokenCounting(models, bodies, fetcher)
@@ -110,3 +111,12 @@ def create_app(
         middleware.append(Middleware(AccessMiddleware, keyring=keyring, public=_PUBLIC_PATHS))
     middleware.append(Middleware(SchedulingMiddleware, trusts_headers=settings.trusts_headers))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=exception_handlers())
+
+
+def _response_store(settings: HttpShimSettings) -> ResponseStore:
+    """Open the store. Raises StartupError."""
+    path = settings.response_store
+    try:
+        return ResponseStore(path, settings.max_response_bytes, settings.response_days * _DAY)
+    except sqlite3.Error as error:
+        raise StartupError(f"--response-store {path} can't be opened: {error}.") from None

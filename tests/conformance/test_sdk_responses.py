@@ -1,6 +1,7 @@
 """Responses through OpenAI's SDK for Python: answers, streams, tools, what is kept, errors."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import openai
@@ -64,13 +65,17 @@ def created(client: OpenAI, **fields: Any) -> Response:
     return made
 
 
+def contents(items: Iterable[Any]) -> list[Any]:
+    return [item.content for item in items]
+
+
 def without_ids(response: Response) -> dict[str, Any]:
     """Return what two answers to the same request have in common."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
-            left = ("id", "call_id", "created_at", "completed_at", "input_tokens_details")
-            left += ("parsed", "parsed_arguments")  # the SDK adds them to streams
+            left = {"id", "call_id", "created_at", "completed_at", "input_tokens_details"}
+            left |= {"parsed", "parsed_arguments"}  # the SDK adds them to streams
             return {name: clean(inner) for name, inner in value.items() if name not in left}
         return [clean(inner) for inner in value] if isinstance(value, list) else value
 
@@ -99,7 +104,7 @@ def test_answer_has_what_clients_read(client: OpenAI) -> None:
 def test_stream_ends_with_the_whole_answer(client: OpenAI, fields: dict[str, Any]) -> None:
     whole = created(client, **fields)
     with client.responses.stream(**BASE | fields) as stream:
-        events = list(stream)
+        events: list[Any] = list(stream)
     assert without_ids(events[-1].response) == without_ids(whole)
     assert [event.sequence_number for event in events] == [*range(len(events))]
     kinds = [event.type for event in events]
@@ -155,7 +160,7 @@ def test_responses_are_kept_read_listed_and_dropped(client: OpenAI) -> None:
     assert client.responses.retrieve(first.id).model_dump() == first.model_dump()
     second = created(client, input="And now?", previous_response_id=first.id)
     asked = client.responses.input_items.list(second.id).data
-    assert [item.content for item in asked] == ["And now?"]
+    assert contents(asked) == ["And now?"]
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
@@ -181,13 +186,13 @@ def test_items_of_input_come_in_pages(client: OpenAI) -> None:
     messages = [{"role": "user", "content": text} for text in ("a", "b", "c")]
     response = created(client, input=messages)
     page = client.responses.input_items.list(response.id, limit=2, order="asc")
-    assert [item.content for item in page.data] == ["a", "b"]
-    assert [item.content for item in page] == ["a", "b", "c"]  # fetches the next page
+    assert contents(page.data) == ["a", "b"]
+    assert contents(page) == ["a", "b", "c"]  # fetches the next page
 
 
 def test_tools_of_openais_servers_are_left_out_and_named(client: OpenAI) -> None:
-    search = {"type": "web_search"}
-    raw = client.responses.with_raw_response.create(**BASE, tools=[search, WEATHER])
+    fields = BASE | {"tools": [{"type": "web_search"}, WEATHER]}
+    raw = client.responses.with_raw_response.create(**fields)
     assert raw.headers["x-tokenwire-ignored"] == "tools[0]"
     assert raw.parse().usage == created(client, tools=[WEATHER]).usage
 
@@ -197,7 +202,10 @@ def test_tools_of_openais_servers_are_left_out_and_named(client: OpenAI) -> None
     [
         ({"input": None}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            "input[0].content[0].type",
+        ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
         ({"input": [{"type": "web_search_call"}]}, "input"),
         ({"background": True}, "background"),

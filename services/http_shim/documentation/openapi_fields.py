@@ -12,6 +12,7 @@ from services.common import contract
 from services.http_shim.formats.anthropic.message_requests import CountTokensBody, MessagesBody
 from services.http_shim.formats.chat_messages import CalledFunction, Message, MessageCall
 from services.http_shim.formats.constraint_fields import StructuralTagFormat, StructuredOutputs
+from services.http_shim.formats.openai_responses.response_requests import ResponseBody
 from services.http_shim.formats.request_bodies import (
     ChatBody,
     FunctionName,
@@ -226,6 +227,26 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
         "max_tokens": ("Most tokens of the answer, with its reasoning.", {"minimum": 1}),
         "stop_sequences": ("Strings that end the answer.", {}),
         "metadata": ("`user_id` is a label for logs.", {}),
+    },
+    ResponseBody: {
+        "input": ("A text, or items: messages, calls of functions and their results.", {}),
+        "instructions": ("A system message before the others; it is not passed on.", {}),
+        "previous_response_id": ("Id of the kept response that this one continues.", {}),
+        "store": ("Keep the response. Default: true.", {"default": True}),
+        "background": ("Not supported: stream the response.", {"const": False, "default": False}),
+        "max_output_tokens": ("Most tokens of the answer, with its reasoning.", {"minimum": 1}),
+        "top_logprobs": ("Candidates for each token of the text.", _CANDIDATES),
+        "include": ("`message.output_text.logprobs` adds log probabilities.", {}),
+        "tools": ("Functions. Tools that only OpenAI's servers run are left out.", {}),
+        "tool_choice": ("`auto`, `none`, `required`, or a function.", {}),
+        "text": ("`format` constrains the answer: JSON, or a schema.", {}),
+        "reasoning": ("`effort`, for the chat template.", {}),
+        "truncation": ("No effect: a prompt that is too long is refused.", {}),
+        "metadata": ("Returned with the response.", {}),
+        "safety_identifier": ("A label for logs.", {}),
+        "prompt_cache_key": ("No effect: all prefixes are cached.", {}),
+        "conversation": ("Not supported: use previous_response_id.", {}),
+        "prompt": ("Not supported: send the text as input.", {}),
     },
     ChatBody: {
         "max_tokens": (f"{_MAX_TOKENS}; absent = the rest of the context.", {"minimum": 1}),

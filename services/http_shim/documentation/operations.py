@@ -9,6 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from services.http_shim.endpoints.multi_completion import MultiAnswer
 from services.http_shim.endpoints.probes import State, Version
+from services.http_shim.endpoints.stored_responses import DeletedResponse, InputItemList
 from services.http_shim.endpoints.token_counting import TokenCount
 from services.http_shim.endpoints.tokenization import (
     AppliedTemplate,
@@ -29,6 +30,11 @@ from services.http_shim.formats.chat_responses import ChatChoice, ChatChunkChoic
 from services.http_shim.formats.completion_responses import Choice
 from services.http_shim.formats.model_cards import ModelCard, ModelList
 from services.http_shim.formats.model_statuses import Status
+from services.http_shim.formats.openai_responses.response_objects import (
+    OutputItem,
+    ResponseObject,
+)
+from services.http_shim.formats.openai_responses.response_requests import ResponseBody
 from services.http_shim.formats.request_bodies import (
     ChatBody,
     CompletionBody,
@@ -72,6 +78,22 @@ class MessageEvent(Struct):
     delta: Json | UnsetType = UNSET
     usage: MessageUsage | UnsetType = UNSET
     error: ErrorDetail | UnsetType = UNSET
+
+
+class ResponseEvent(Struct):
+    """An event of a streamed response."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    part: Json | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
 
 
 class ChatCompletionChunk(AnswerHead):
@@ -135,6 +157,14 @@ _generate = partial(_post, counts_tokens=True, parameters=_SCHEDULING)
 _message = partial(_post, error=MessageError)
 _get = partial(Operation, method="get")
 _probe = partial(_get, needs_key=False)
+_kept_response = partial(
+    Operation,
+    path="/v1/responses/{response_id}",
+    errors=(401, 404),
+    parameters=[
+        {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    ],
+)
 
 
 def _with_unversioned(operation: Operation) -> Sequence[Operation]:
@@ -204,6 +234,44 @@ OPERATIONS: Sequence[Operation] = (
             "model": "default",
             "messages": [{"role": "user", "content": "What is a mutex?"}],
         },
+    ),
+    _generate(
+        path="/v1/responses",
+        name="createResponse",
+        summary="Continue a conversation, as in OpenAI's Responses API.",
+        body=ResponseBody,
+        answer=ResponseObject,
+        chunk=ResponseEvent,
+        last_event="The data of each event, whose name is its type; the last has the response.",
+        example={"model": "default", "input": "What is a mutex?", "max_output_tokens": 100},
+    ),
+    _kept_response(
+        method="get",
+        name="getResponse",
+        summary="Return a kept response.",
+        answer=ResponseObject,
+    ),
+    _kept_response(
+        method="delete",
+        name="deleteResponse",
+        summary="Drop a kept response.",
+        answer=DeletedResponse,
+    ),
+    _kept_response(
+        method="post",
+        path="/v1/responses/{response_id}/cancel",
+        name="cancelResponse",
+        summary="Refused: no response runs in the background.",
+        answer=ResponseObject,
+        errors=(400, 401, 404),
+    ),
+    _kept_response(
+        method="get",
+        path="/v1/responses/{response_id}/input_items",
+        name="listInputItems",
+        summary="List the items of a response's input; `limit`, `order` and `after` page through.",
+        answer=InputItemList,
+        errors=(400, 401, 404),
     ),
     _generate(
         path="/v1/completion",

@@ -32,7 +32,7 @@ LAYERS = {
         "endpoints",
         "http",
         "backends",
-        "formats.anthropic",
+        "formats.anthropic formats.openai_responses stored",
         "formats",
         "images",
     ],

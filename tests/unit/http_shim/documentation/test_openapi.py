@@ -17,6 +17,7 @@ from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
 from services.http_shim.formats import chat_messages, request_bodies
 from services.http_shim.formats.anthropic import message_requests
+from services.http_shim.formats.openai_responses import response_requests
 from services.http_shim.http.gate import Gate
 from services.http_shim.settings import HttpShimSettings
 
@@ -60,11 +61,12 @@ def bodies() -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "example"), bodies())
 def test_parser_accepts_the_examples(name: str, example: dict[str, object]) -> None:
-    body = getattr(request_bodies, name, None) or getattr(message_requests, name)
+    modules = (request_bodies, message_requests, response_requests)
+    body = next(getattr(module, name) for module in modules if hasattr(module, name))
     decoder = msgspec.json.Decoder(body)
     _, ignored = request_bodies.parse(decoder, json.dumps(example).encode())
     assert ignored == []
-    assert set(DOCUMENT["components"]["schemas"][name]["required"]) <= set(example)
+    assert set(DOCUMENT["components"]["schemas"][name].get("required", ())) <= set(example)
 
 
 def test_fields_have_ranges_and_descriptions() -> None:
