@@ -149,7 +149,9 @@ def main() -> None:
         "--model", type=Path, required=True, help="a Hugging Face directory, or a GGUF file"
     )
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--weights", default="full", choices=("full", "decoded", "int4", "int8", "w8a8"))
+    parser.add_argument(
+        "--weights", default="full", choices=("full", "decoded", "int4", "int8", "w8a8")
+    )
     parser.add_argument("--batches", type=_numbers, default=BATCHES, metavar="1,2,…")
     parser.add_argument("--contexts", type=_numbers, default=CONTEXTS, metavar="128,…")
     parser.add_argument("--prompts", type=_numbers, default=PROMPTS, metavar="32,…")

@@ -184,10 +184,9 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
             return
         asked, output = self._prepared.original_input, msgspec.json.encode(response.output)
         context = _joined(self._prepared.original_context, asked, output)
-        self._store.put(
-            StoredResponse(
-                response.id, self._prepared.tenant, msgspec.json.encode(response), asked, context
-            )
+        encoded = msgspec.json.encode(response)
+        response.store = self._store.put(
+            StoredResponse(response.id, self._prepared.tenant, encoded, asked, context)
         )
 
 

@@ -11,6 +11,7 @@ from tokenwire.errors import ServiceError
 
 __all__ = ["ResponseStore", "StoredResponse"]
 
+_MOST_BYTES = 16 * 1024 * 1024  # of a response; reading it delays all streams by some milliseconds
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -63,10 +64,10 @@ class ResponseStore:
         self._database.execute(_SCHEMA)
         [[self._bytes]] = self._database.execute("SELECT coalesce(sum(bytes), 0) FROM responses")
 
-    def put(self, stored: StoredResponse) -> None:
-        """Keep a response, unless it is larger than the whole store."""
-        if stored.size > self._max_bytes:
-            return
+    def put(self, stored: StoredResponse) -> bool:
+        """Keep a response; return False if it is too large."""
+        if stored.size > min(self._max_bytes, _MOST_BYTES):
+            return False
         with self._lock:
             self._drop_oldest(self._max_bytes - stored.size)
             self._database.execute(
@@ -78,6 +79,7 @@ class ResponseStore:
                 ),
             )
             self._bytes += stored.size
+        return True
 
     def get(self, identity: str, tenant: str) -> StoredResponse:
         """Return a tenant's response. Raises NOT_FOUND."""

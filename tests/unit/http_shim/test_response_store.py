@@ -40,11 +40,18 @@ def test_oldest_responses_give_way() -> None:
     for identity in ("a", "b", "c"):
         store.put(stored(identity, 40))
     assert [holds(store, each) for each in ("a", "b", "c")] == [False, True, True]
-    store.put(stored("d", 101))  # larger than the whole store
+    assert not store.put(stored("d", 101))  # larger than the whole store
     assert [holds(store, each) for each in ("b", "c", "d")] == [True, True, False]
     store.delete("b", "")
     store.put(stored("e", 60))  # has room beside c
     assert [holds(store, each) for each in ("c", "e")] == [True, True]
+
+
+def test_huge_responses_are_not_kept() -> None:
+    """To read one would hold up all streams."""
+    store = ResponseStore("", 2**30, DAY)
+    assert not store.put(stored("a", 2**24 + 1))
+    assert store.put(stored("b", 2**24))
 
 
 def test_expired_responses_are_gone() -> None:
