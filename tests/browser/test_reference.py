@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from openai import AsyncOpenAI
 from playwright.async_api import Browser, Locator, Page, expect
 
 from tests.services.shim import running_shim
@@ -16,8 +17,12 @@ from tokenwire.serving.key_file import add_key
 WAIT_MILLISECONDS = 60_000
 
 
-CLOSED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-"""Paths that a server refuses unless it is told to serve them"""
+REFUSED = {
+    "/v1/load_lora_adapter": 403,
+    "/v1/unload_lora_adapter": 403,
+    "/v1/responses/{response_id}/cancel": 400,
+}
+"""Statuses of paths that a server refuses unless it is told to serve them, or always"""
 
 
 async def opened(browser: Browser, url: str, width: int = 1280) -> Page:
@@ -52,19 +57,26 @@ async def send(form: Locator, body: str) -> None:
     )
 
 
+async def kept_response(stack: Stack) -> str:
+    """Return the id of a new response."""
+    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+        return (await client.responses.create(input="Hello!", max_output_tokens=4)).id
+
+
 async def test_every_operation_answers_its_example(reference: Page, stack: Stack) -> None:
     for form in await reference.locator(".try").all():
         await form.locator("summary").click()
         for field in await form.locator("input[name=model]").all():
             await expect(field).to_have_value(stack.model_id)
+        for field in await form.locator("input[name=response_id]").all():
+            await field.fill(await kept_response(stack))
         await form.get_by_role("button", name="Send").click()
         state = form.locator("[role=status]")
         await expect(state).to_contain_text(re.compile(r"\d ms$"), timeout=WAIT_MILLISECONDS)
         path = await form.locator("xpath=preceding-sibling::pre[@data-path]").last.get_attribute(
             "data-path"
         )
-        status = 403 if path in CLOSED else 200
-        await expect(state).to_contain_text(re.compile(f"^{status} "))
+        await expect(state).to_contain_text(re.compile(f"^{REFUSED.get(path or '', 200)} "))
         assert await form.locator(".answer").inner_text()
 
 

@@ -109,11 +109,13 @@ def _add_example(
     attributes = {"data-method": method, "data-path": path, "data-parameters": " ".join(names)}
     if body is not None:
         attributes["data-body"] = json.dumps(body, indent=2)
-    _add(main, "pre", _curl(path, body), **attributes)
+    _add(main, "pre", _curl(method, path, body), **attributes)
 
 
-def _curl(path: str, body: Json | None) -> str:
-    command = f"curl '{_ADDRESS}{path}'"
+def _curl(method: str, path: str, body: Json | None) -> str:
+    is_default = method == ("GET" if body is None else "POST")
+    option = "" if is_default else f"-X {method} "
+    command = f"curl {option}'{_ADDRESS}{path}'"
     if body is None:
         return command
     return f"{command} \\\n  -H 'Content-Type: application/json' -d '{json.dumps(body)}'"

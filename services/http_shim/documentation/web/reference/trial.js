@@ -21,7 +21,7 @@ export class Trial {
     this.#operation = operation;
     const form = element("form", { className: "request" });
     for (const name of operation.parameters.split(" ").filter(Boolean)) {
-      const input = element("input", { name });
+      const input = element("input", { name, required: operation.path.includes(`{${name}}`) });
       this.#parameters.set(name, input);
       form.append(element("label", {}, `${name} `, input));
     }
