@@ -19,12 +19,15 @@ from torch import Tensor
 
 from benchmarks.tables import markdown
 from services.engine.engine import Engine
+from services.engine.kernels.library import InstructionSet, instruction_set
 from services.engine.settings import EngineSettings
 
 KINDS = (
     ("float32", "decoded"),
     ("bfloat16", "full"),
     ("bfloat16", "int8"),
+    ("bfloat16", "int4"),
+    *([("bfloat16", "w8a8")] if instruction_set() is InstructionSet.AMX else []),
     ("float32", "int8"),
     ("float32", "int4"),
 )

@@ -21,6 +21,7 @@ __all__ = [
     "http_status",
     "internal_error",
     "other_error",
+    "public_message",
     "refusal",
     "to_response",
 ]
@@ -48,7 +49,7 @@ _TYPES = {
 }
 
 _LOST = frozenset({"UNREACHABLE", "SESSION_LOST", "ENGINE_LOST"})
-_UNREACHABLE = "The model can't be reached now; try again."  # gRPC's message has inner addresses
+_UNREACHABLE = "The model can't be reached now; try again."
 INTERNAL = "The server failed; its log has the details."
 _UNTYPED = "The model's services failed to answer; the server's log may have the details."
 
@@ -98,10 +99,19 @@ def http_status(code: grpc.StatusCode) -> int:
 
 def error_body(error: ServiceError) -> bytes:
     """Return the JSON body; `error.field` must be the client's name of the field."""
-    is_untyped = error.reason in ("", "UNKNOWN")  # the message is gRPC's own
-    code = None if is_untyped else error.reason.lower()
-    message = _UNTYPED if is_untyped else _UNREACHABLE if error.reason in _LOST else error.message
-    return _encode(http_status(error.code), message, error.field or None, code)
+    code = None if _is_untyped(error) else error.reason.lower()
+    return _encode(http_status(error.code), public_message(error), error.field or None, code)
+
+
+def public_message(error: ServiceError) -> str:
+    """Return what a client is told: gRPC's own messages have inner addresses."""
+    if _is_untyped(error):
+        return _UNTYPED
+    return _UNREACHABLE if error.reason in _LOST else error.message
+
+
+def _is_untyped(error: ServiceError) -> bool:
+    return error.reason in ("", "UNKNOWN")  # the message is gRPC's own
 
 
 def to_response(error: ServiceError) -> Response:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -132,10 +132,11 @@ def test_answer_is_that_of_a_chat(client: OpenAI) -> None:
 def test_schema_constrains_the_answer(client: OpenAI) -> None:
     class Colour(BaseModel):
         model_config = ConfigDict(extra="forbid")
-        colour: str
+        colour: Literal["red", "green"]
 
-    parsed = client.responses.parse(**BASE | {"max_output_tokens": 100}, text_format=Colour)
-    assert parsed.output_parsed is None or isinstance(parsed.output_parsed, Colour)
+    parsed = client.responses.parse(**BASE | {"max_output_tokens": 40}, text_format=Colour)
+    assert parsed.output_parsed is not None
+    assert parsed.output_parsed.colour in ("red", "green")
     form = {"type": "json_schema", "name": "colour", "schema": SCHEMA, "strict": True}
     answer = created(client, text={"format": form}, max_output_tokens=40)
     assert json.loads(answer.output_text)["colour"] in ("red", "green")
@@ -190,11 +191,37 @@ def test_items_of_input_come_in_pages(client: OpenAI) -> None:
     assert contents(page) == ["a", "b", "c"]  # fetches the next page
 
 
+@pytest.mark.parametrize("wrong", [{"limit": 0}, {"order": "up"}, {"after": "msg_none"}])
+def test_wrong_pages_are_refused_with_their_names(client: OpenAI, wrong: dict[str, Any]) -> None:
+    response = created(client)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.input_items.list(response.id, **wrong)
+    assert caught.value.param == next(iter(wrong))
+
+
 def test_tools_of_openais_servers_are_left_out_and_named(client: OpenAI) -> None:
     fields = BASE | {"tools": [{"type": "web_search"}, WEATHER]}
     raw = client.responses.with_raw_response.create(**fields)
     assert raw.headers["x-tokenwire-ignored"] == "tools[0]"
     assert raw.parse().usage == created(client, tools=[WEATHER]).usage
+
+
+def test_only_allowed_functions_are_called(client: OpenAI) -> None:
+    other = WEATHER | {"name": "get_time"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"name": "get_time"}]}
+    fields = CALLS | {"tools": [WEATHER, other], "tool_choice": allowed}
+    calls = [each for each in created(client, **fields).output if each.type == "function_call"]
+    assert {call.name for call in calls} == {"get_time"}
+
+
+def test_parts_without_effect_are_named(client: OpenAI) -> None:
+    raw = client.responses.with_raw_response.create(
+        **BASE,
+        truncation="auto",
+        include=["reasoning.encrypted_content"],
+        reasoning={"summary": "auto"},
+    )
+    assert raw.headers["x-tokenwire-ignored"] == "include[0], truncation, reasoning.summary"
 
 
 @pytest.mark.parametrize(
@@ -208,6 +235,7 @@ def test_tools_of_openais_servers_are_left_out_and_named(client: OpenAI) -> None
         ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
         ({"input": [{"type": "web_search_call"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),

@@ -24,15 +24,16 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.lockstep import LeadingDecoder
 from services.engine.model.manifest import Manifest
 from services.engine.model.operators.fp8_weights import Fp8Rounding
-from services.engine.model.operators.grouped_operators import GroupedOperators, RoundedOperators
+from services.engine.model.operators.grouped_operators import GroupedOperators
 from services.engine.model.operators.interface import Operators
 from services.engine.model.operators.native_operators import NativeOperators
-from services.engine.model.operators.tiled_operators import (
+from services.engine.model.operators.rounded_operators import (
     ByteOperators,
-    Int4Operators,
     Int8Operators,
-    TiledOperators,
+    RoundedOperators,
+    RoundedTiledOperators,
 )
+from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
 from services.engine.model.shard import Shard
 from services.engine.model.weight_reader import WeightReader
@@ -188,7 +189,7 @@ def _choose_operators(
                 "float32. Start without it."
             )
         if tiles:
-            return Int8Operators(native) if weights == "int8" else Int4Operators(native)
+            return Int8Operators(native) if weights == "int8" else RoundedTiledOperators(native)
         return RoundedOperators(native, dtype, int(weights.removeprefix("int")))
     if weights == "fp8" or (weights == "full" and spec.fp8 is not None):
         if _multiplies_fp8(dtype, device):

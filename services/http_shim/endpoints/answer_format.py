@@ -155,8 +155,9 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
         name_of: Callable[[str], str],
     ) -> Events:
         has_logprobs = self._prepared.has_logprobs
+        response = self._begun(accepted)
         return ResponseStream(
-            collector, self._begun(accepted), exchange, self._keep, has_logprobs=has_logprobs
+            collector, response, accepted, exchange, self._keep, has_logprobs=has_logprobs
         )
 
     def whole(

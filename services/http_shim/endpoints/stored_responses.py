@@ -69,7 +69,9 @@ class StoredResponses:
             for index, item in enumerate(msgspec.json.decode(stored.input))
         ]
         query = request.query_params
-        if query.get("order", "desc") != "asc":
+        if (order := query.get("order", "desc")) not in ("asc", "desc"):
+            raise invalid("order", "order must be asc or desc.")
+        if order == "desc":
             items.reverse()
         if (after := query.get("after")) is not None:
             places = [index for index, item in enumerate(items) if item["id"] == after]

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["PlacedMessage", "begun", "place_of"]
+__all__ = ["PlacedMessage", "begun", "place_of", "tool_place"]
 
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.(?P<list>parts|tool_calls)\[(?P<at>\d+)\])?(.*)")
+_TOOL = re.compile(r"tools\[(\d+)\](?:\.(\w+))?(.*)")
 
 
 @dataclass(slots=True)
@@ -47,3 +48,16 @@ def place_of(path: str, prompt: Sequence[PlacedMessage]) -> str | None:
         return placed.place
     places = placed.part_places if found["list"] == "parts" else placed.call_places
     return places[int(found["at"])]
+
+
+def tool_place(path: str, indices: Sequence[int], schema: str) -> tuple[str, str] | None:
+    """Return the client's name of a field of a tool, and the rest of the path; None for others.
+
+    indices: of the request's tools in the client's list. schema: the client's name of the
+    parameters' schema.
+    """
+    if (found := _TOOL.fullmatch(path)) is None:
+        return None
+    number, field, rest = found.groups()
+    name = schema if field == "parameters_json" else field
+    return f"tools[{indices[int(number)]}]" + (f".{name}" if name else ""), rest

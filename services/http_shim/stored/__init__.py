@@ -1,1 +1,1 @@
-"""What the shim keeps between requests."""
+"""State of the shim that outlives a request."""

@@ -1,5 +1,6 @@
 """Store of responses: in memory, or in a SQLite file that survives a restart."""
 
+import logging
 import sqlite3
 import threading
 import time
@@ -11,6 +12,7 @@ from tokenwire.errors import ServiceError
 
 __all__ = ["ResponseStore", "StoredResponse"]
 
+_LOG = logging.getLogger("responses")
 _MOST_BYTES = 16 * 1024 * 1024  # of a response; reading it delays all streams by some milliseconds
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -32,7 +34,7 @@ class StoredResponse:
 
     id: str
     tenant: str
-    """Who may read it"""
+    """Tenant that may read it"""
     response: bytes
     """The response as JSON"""
     input: bytes
@@ -65,20 +67,14 @@ class ResponseStore:
         [[self._bytes]] = self._database.execute("SELECT coalesce(sum(bytes), 0) FROM responses")
 
     def put(self, stored: StoredResponse) -> bool:
-        """Keep a response; return False if it is too large."""
+        """Keep a response; return False if it is too large, or can't be written."""
         if stored.size > min(self._max_bytes, _MOST_BYTES):
             return False
-        with self._lock:
-            self._drop_oldest(self._max_bytes - stored.size)
-            self._database.execute(
-                "INSERT INTO responses (id, tenant, created, response, input, context, bytes) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(stored.id, stored.tenant, time.time()),
-                    *(stored.response, stored.input, stored.context, stored.size),
-                ),
-            )
-            self._bytes += stored.size
+        try:
+            self._write(stored)
+        except sqlite3.Error as error:  # the answer itself is complete
+            _LOG.warning("could not keep a response: %s", error)
+            return False
         return True
 
     def get(self, identity: str, tenant: str) -> StoredResponse:
@@ -102,6 +98,19 @@ class ResponseStore:
 
     def close(self) -> None:
         self._database.close()
+
+    def _write(self, stored: StoredResponse) -> None:
+        with self._lock:
+            self._drop_oldest(self._max_bytes - stored.size)
+            self._database.execute(
+                "INSERT INTO responses (id, tenant, created, response, input, context, bytes) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(stored.id, stored.tenant, time.time()),
+                    *(stored.response, stored.input, stored.context, stored.size),
+                ),
+            )
+            self._bytes += stored.size
 
     def _drop_oldest(self, max_bytes: int) -> None:
         """Drop expired responses, and the oldest until the others have `max_bytes`."""

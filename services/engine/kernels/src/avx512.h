@@ -16,9 +16,6 @@ inline void prefetch_line(const void *line) {
   _mm_prefetch(static_cast<const char *>(line), _MM_HINT_T0);
 }
 
-// Forces inlining: a call would spill the sums from their registers.
-#define TW_ALWAYS_INLINE __attribute__((always_inline))
-
 constexpr int kGroup = 8;  // rows whose sums with 32 columns stay in registers
 
 // Two lines of each tile of a step: the weights of two pairs of inputs.

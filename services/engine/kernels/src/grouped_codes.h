@@ -5,12 +5,10 @@
 #include "kernels.h"
 #include "tiles.h"
 
-#define TW_ALWAYS_INLINE __attribute__((always_inline))
-
 namespace {
 
-constexpr int64_t kHalf = kTileInner / 2;            // inputs of the smallest group
-constexpr int64_t kLine = 64;                        // bytes: four inputs of 16 outputs
+constexpr int64_t kHalf = kTileInner / 2;  // inputs of the smallest group
+constexpr int64_t kLine = 64;              // bytes: four inputs of 16 outputs
 constexpr int64_t kPanelStrips = 2 * kTileStrips;
 
 // The codes of two strips in one vector: lane l has inputs of output l.

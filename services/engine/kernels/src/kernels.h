@@ -284,16 +284,16 @@ enum tw_format : int32_t {
   TW_PACKED = 0,  // by tw_tiled_pack
   TW_INT8 = 1,    // by tw_tiled_pack_int8, with scales
   TW_CODED = 2,   // by tw_tiled_code
-  TW_BYTES = 4,   // by tw_tiled_pack_bytes, with scales: rows are rounded to int8 too; TW_AMX only
   TW_GROUPS = 3,  // by tw_grouped_pack, with zeros after the last output to a whole panel
+  TW_BYTES = 4,   // by tw_tiled_pack_bytes, with scales: rows are rounded to int8 too; TW_AMX only
 };
 
 struct tw_linear {
-  const void *rows;     // bfloat16 [num_rows, inputs] in tiles
-  const void *packed;   // weights in `format`
-  const float *scales;  // one per packed column for TW_INT8 and TW_BYTES, otherwise null
-  const float *bias;    // one per packed column, or null
-  const tw_grouped *groups;  // for TW_GROUPS, of which only the fields that describe weights are read
+  const void *rows;          // bfloat16 [num_rows, inputs] in tiles
+  const void *packed;        // weights in `format`
+  const float *scales;       // one per packed column for TW_INT8 and TW_BYTES, otherwise null
+  const float *bias;         // one per packed column, or null
+  const tw_grouped *groups;  // description of the weights for TW_GROUPS
   void *out;                 // [num_rows, out_stride]; half as many columns after TW_GATE
   int64_t num_rows;
   int64_t inputs;

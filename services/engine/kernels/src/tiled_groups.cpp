@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr int64_t kPartSteps = 16;  // of a part of a tile, whose codes stay in the L1 cache
+constexpr int64_t kPartSteps = 16;                      // steps whose codes stay in the L1 cache
 constexpr int64_t kMostElements = 1 << 20;              // of the rows that stay in the L2 cache
 constexpr int64_t kStepCodes = kTileRows * kTileInner;  // of a tile
 constexpr int64_t kRowsAtOnce = 8;
@@ -44,8 +44,8 @@ void read_part(const Codes &codes, const Strips &strips, int64_t step, int64_t s
 // A strip of 16 rows from some step on.
 struct StripRows {
   const int8_t *codes;
-  const float *scales;         // by step
-  const float *sums;           // by unit
+  const float *scales;  // by step
+  const float *sums;    // by unit
   const int32_t *starts;
 
   StripRows(const RoundedRows &rows, int64_t row, int64_t step, int64_t depth) {

@@ -5,6 +5,9 @@
 
 #include <cstdint>
 
+// Forces inlining: a call would spill the sums from their registers.
+#define TW_ALWAYS_INLINE __attribute__((always_inline))
+
 namespace {
 
 constexpr int64_t kTile = 512;     // bfloat16 elements in a tile

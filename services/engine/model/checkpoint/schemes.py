@@ -36,7 +36,7 @@ class Scheme(ABC):
     unused: Sequence[str] = ()
     """Patterns of tensors that the engine has no use for"""
     rounds_rows = False
-    """Whether the model is made for products whose rows are int8, with a scale each"""
+    """True if the model is made for products whose rows are int8, with a scale each"""
 
     @abstractmethod
     def parts(self, weight: StoredTensor, found: Found) -> Sequence[StoredTensor]:

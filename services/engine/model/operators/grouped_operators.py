@@ -9,17 +9,14 @@ from torch import Tensor
 from services.engine.kernels.library import DTYPES, Kernel, Native
 from services.engine.kernels.memory import Arena
 from services.engine.model.architecture.activation import SWIGLU, Activation
-from services.engine.model.checkpoint.quantized import QuantizedWeight, rounded
-from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
+from services.engine.model.checkpoint.quantized import QuantizedWeight
+from services.engine.model.operators.interface import Delta, Gate, Projection
 from services.engine.model.operators.native_operators import NativeGate, NativeOperators
 from services.engine.model.operators.recording import Recording
 from services.engine.model.operators.stored_groups import StoredGroups, alike_runs, has_kernel
 from services.engine.model.operators.torch_operators import TorchGate, join_biases
 
-__all__ = ["GroupedOperators", "RoundedOperators"]
-
-_BLOCK = 32
-"""Inputs that share a scale of a row, which the kernel rounds to 8 bits"""
+__all__ = ["GroupedOperators"]
 
 
 class GroupedOperators(NativeOperators):
@@ -62,40 +59,6 @@ class GroupedOperators(NativeOperators):
 
     def recording(self) -> Recording:
         return Recording(self._native, only_decodes=True)
-
-
-class RoundedOperators(GroupedOperators):
-    """GroupedOperators that round every weight to codes, but a router's."""
-
-    def __init__(self, native: Native, dtype: torch.dtype, bits: int) -> None:
-        """bits: 4 or 8. With 4, the product that computes the logits has 8."""
-        super().__init__(native, dtype)
-        self._bits = bits
-
-    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        if weight.shape[1] % _BLOCK:
-            return super().projection(weight, bias)
-        return self.grouped_projection([rounded(weight, self._bits, _BLOCK)], bias)
-
-    def gate(
-        self,
-        gate: Tensor,
-        up: Tensor | None,
-        gate_bias: Tensor | None,
-        up_bias: Tensor | None,
-        activation: Activation = SWIGLU,
-    ) -> Gate:
-        if gate.shape[1] % _BLOCK:
-            return super().gate(gate, up, gate_bias, up_bias, activation)
-        first = rounded(gate, self._bits, _BLOCK)
-        second = None if up is None else rounded(up, self._bits, _BLOCK)
-        return self.grouped_gate(first, second, gate_bias, up_bias, activation)
-
-    def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        return NativeOperators.projection(self, weight, bias)
-
-    def for_logits(self) -> Operators:
-        return self if self._bits == 8 else RoundedOperators(self._native, self._dtype, 8)
 
 
 class _GroupedProjection(Projection):

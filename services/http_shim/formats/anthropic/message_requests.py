@@ -1,6 +1,5 @@
 """Bodies of the Messages API, and their conversion to a chat's request."""
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -14,7 +13,7 @@ from services.http_shim.formats.anthropic.blocks import (
 )
 from services.http_shim.formats.constraint_fields import JsonObject
 from services.http_shim.formats.constraints import json_text
-from services.http_shim.formats.placed_messages import PlacedMessage, place_of
+from services.http_shim.formats.placed_messages import PlacedMessage, place_of, tool_place
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -33,7 +32,6 @@ __all__ = [
 _BOUNDED = Meta(max_length=4_096)  # the services have lower limits
 _OWN_TOOLS = (None, "custom")
 """Types of tools that the client runs"""
-_TOOL = re.compile(r"tools\[(?P<index>\d+)\](?:\.(?P<field>\w+))?(?P<rest>.*)")
 _PARAMS = {
     "stop": "stop_sequences",
     "grammar": "output_config.format.schema",
@@ -183,10 +181,8 @@ def message_param_of(path: str, body: PromptBody) -> str:
     """Return the client's name of a field of the request."""
     if path.startswith("messages[") and (name := place_of(path, _prompt(body))) is not None:
         return name
-    if (place := _TOOL.fullmatch(path)) is not None:
-        index, _ = list(_tools(body))[int(place["index"])]
-        name = {"parameters_json": "input_schema"}.get(place["field"], place["field"])
-        return f"tools[{index}]" + (f".{name}" if name else "")
+    if (tool := _tool_place(path, body)) is not None:
+        return tool[0]
     first, _, rest = path.partition(".")
     if first in ("sampling", "stopping") and rest:
         first = rest.split(".")[0]
@@ -196,10 +192,16 @@ def message_param_of(path: str, body: PromptBody) -> str:
 
 def message_schema_param(path: str, body: PromptBody) -> str:
     """Return the client's name of a path into a schema."""
-    if (place := _TOOL.fullmatch(path)) is not None:
-        return message_param_of(path, body) + place["rest"]
+    if (tool := _tool_place(path, body)) is not None:
+        return "".join(tool)
     _, _, rest = path.split(".", 2)  # after "grammar" and its kind
     return f"{_PARAMS['grammar']}.{rest}"
+
+
+def _tool_place(path: str, body: PromptBody) -> tuple[str, str] | None:
+    if not path.startswith("tools["):
+        return None
+    return tool_place(path, [index for index, _ in _tools(body)], "input_schema")
 
 
 def _prompt(body: PromptBody) -> list[PlacedMessage]:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import Raw, Struct
 
-from services.http_shim.errors import http_status
+from services.http_shim.errors import http_status, public_message
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -135,7 +135,7 @@ def message_usage(usage: types_pb2.Usage) -> MessageUsage:
 
 def message_error(error: ServiceError, request_id: str) -> bytes:
     """Return the JSON body of an error, whose message names the field at fault."""
-    message = error.message
+    message = public_message(error)
     if error.field and error.field not in message:
         message = f"{error.field}: {message}"
     return other_message_error(http_status(error.code), message, request_id)

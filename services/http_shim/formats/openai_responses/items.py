@@ -21,8 +21,10 @@ _ROLES = {
     "developer": completion_pb2.ROLE_DEVELOPER,
     "assistant": completion_pb2.ROLE_ASSISTANT,
 }
-_READ = frozenset({"message", "function_call", "function_call_output", "reasoning"})
-"""Types of items that become part of the prompt"""
+_READ = frozenset(
+    {"message", "function_call", "function_call_output", "reasoning", "item_reference"}
+)
+"""Types of items that become part of the prompt, or are refused"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class CallItem(Struct):
 
 
 class CallOutputItem(Struct):
-    """What a function returned."""
+    """The result of a function."""
 
     call_id: str
     output: _Content
@@ -160,6 +162,12 @@ def chat_messages(instructions: str | None, items: Sequence[PlacedItem]) -> list
                 _add_output(messages, placed)
             case "reasoning":
                 _add_reasoning(messages, placed)
+            case "item_reference":
+                raise invalid(
+                    placed.place,
+                    f"{placed.place}: item_reference is not supported; send the item itself, or "
+                    "use previous_response_id.",
+                )
     return messages
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec import Struct, field
 
-from services.http_shim.errors import http_status
+from services.http_shim.errors import http_status, public_message
 from services.http_shim.formats.chat_responses import ContentLogprob, logprobs_of
 from services.http_shim.formats.openai_responses.response_requests import PreparedResponse
 from tokenwire.errors import ServiceError
@@ -25,6 +25,7 @@ __all__ = [
     "begun_response",
     "end_response",
     "fail_response",
+    "is_cut",
     "output_of",
 ]
 
@@ -183,11 +184,13 @@ def end_response(
     now: int,
 ) -> None:
     """Make a response complete, or incomplete if a limit cut it. now: seconds of the epoch."""
-    is_cut = finished.reason == types_pb2.FINISH_REASON_LENGTH
     response.output = output
-    response.status = _INCOMPLETE if is_cut else _COMPLETED
-    response.incomplete_details = IncompleteDetails("max_output_tokens") if is_cut else None
-    response.completed_at = None if is_cut else now
+    if is_cut(finished):
+        response.status = _INCOMPLETE
+        response.incomplete_details = IncompleteDetails("max_output_tokens")
+    else:
+        response.status = _COMPLETED
+        response.completed_at = now
     response.usage = ResponseUsage(
         usage.prompt_tokens,
         InputTokens(usage.cached_tokens),
@@ -197,12 +200,17 @@ def end_response(
     )
 
 
+def is_cut(finished: completion_pb2.ChoiceFinished) -> bool:
+    """Return whether a limit of tokens ended an answer."""
+    return finished.reason == types_pb2.FINISH_REASON_LENGTH
+
+
 def fail_response(response: ResponseObject, output: list[OutputItem], error: ServiceError) -> None:
     """Make a response failed, with the output that it had."""
     code = "rate_limit_exceeded" if http_status(error.code) == 429 else "server_error"
     response.output = output
     response.status = "failed"
-    response.error = ResponseFailure(code, error.message)
+    response.error = ResponseFailure(code, public_message(error))
 
 
 class ItemEvents:
@@ -316,7 +324,7 @@ def output_of(
     for delta in deltas:
         for _ in events.of(delta):
             pass
-    for _ in events.close(is_cut=finished.reason == types_pb2.FINISH_REASON_LENGTH):
+    for _ in events.close(is_cut=is_cut(finished)):
         pass
     return events.items
 

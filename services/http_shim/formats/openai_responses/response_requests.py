@@ -1,6 +1,5 @@
 """Bodies of the Responses API, and their conversion to a chat's request."""
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -15,7 +14,7 @@ from services.http_shim.formats.openai_responses.items import (
     ignored_items,
     items_of,
 )
-from services.http_shim.formats.placed_messages import PlacedMessage, place_of
+from services.http_shim.formats.placed_messages import PlacedMessage, place_of, tool_place
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -33,7 +32,6 @@ __all__ = [
 _Object: TypeAlias = dict[str, Any]
 _BOUNDED = Meta(max_length=4_096)  # the services have lower limits
 _LOGPROBS = "message.output_text.logprobs"
-_TOOL = re.compile(r"tools\[(?P<index>\d+)\](?:\.(?P<field>\w+))?(?P<rest>.*)")
 _PARAMS = {
     "stopping.max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
@@ -109,7 +107,7 @@ class PreparedResponse(Struct):
     context: list[PlacedItem]
     """Items of the responses that it continues"""
     tenant: str
-    """Who may read the response"""
+    """Tenant that may read the response"""
     original_input: bytes
     """JSON array of the input's items, with their images"""
     original_context: bytes
@@ -167,8 +165,14 @@ def ignored_parts(prepared: PreparedResponse) -> list[str]:
     tools = prepared.body.tools or ()
     paths = [f"tools[{i}]" for i, tool in enumerate(tools) if tool.get("type") != "function"]
     paths += ignored_items(items_of(prepared.body.input, "input"))
+    includes = prepared.body.include or ()
+    paths += [f"include[{i}]" for i, each in enumerate(includes) if each != _LOGPROBS]
     if prepared.body.truncation == "auto":
         paths.append("truncation")
+    reasoning = prepared.body.reasoning or ReasoningConfig()
+    for name in ("summary", "generate_summary"):
+        if getattr(reasoning, name) is not None:
+            paths.append(f"reasoning.{name}")
     return paths
 
 
@@ -195,10 +199,8 @@ def response_param_of(path: str, prepared: PreparedResponse) -> str:
     """Return the client's name of a field of the request."""
     if path.startswith("messages["):
         return place_of(path, _prompt(prepared)) or "input"
-    if (place := _TOOL.fullmatch(path)) is not None:
-        index, _ = list(_tools(prepared.body))[int(place["index"])]
-        name = {"parameters_json": "parameters"}.get(place["field"], place["field"])
-        return f"tools[{index}]" + (f".{name}" if name else "")
+    if (tool := _tool_place(path, prepared.body)) is not None:
+        return tool[0]
     if path == "messages":
         return "input"
     if path in _PARAMS:
@@ -211,10 +213,16 @@ def response_param_of(path: str, prepared: PreparedResponse) -> str:
 
 def response_schema_param(path: str, prepared: PreparedResponse) -> str:
     """Return the client's name of a path into a schema."""
-    if (place := _TOOL.fullmatch(path)) is not None:
-        return response_param_of(path, prepared) + place["rest"]
+    if (tool := _tool_place(path, prepared.body)) is not None:
+        return "".join(tool)
     _, _, rest = path.split(".", 2)  # after "grammar" and its kind
     return f"text.format.schema.{rest}"
+
+
+def _tool_place(path: str, body: ResponseBody) -> tuple[str, str] | None:
+    if not path.startswith("tools["):
+        return None
+    return tool_place(path, [index for index, _ in _tools(body)], "parameters")
 
 
 def _prompt(prepared: PreparedResponse) -> list[PlacedMessage]:
@@ -226,8 +234,9 @@ def _prompt(prepared: PreparedResponse) -> list[PlacedMessage]:
 
 def _tools(body: ResponseBody) -> Iterator[tuple[int, completion_pb2.Tool]]:
     """Yield the functions, with their indices in the body."""
+    allowed = _allowed(body)
     for index, tool in enumerate(body.tools or ()):
-        if tool.get("type") != "function":
+        if tool.get("type") != "function" or (allowed and tool.get("name") not in allowed):
             continue
         name, description = tool.get("name"), tool.get("description")
         parameters = tool.get("parameters")
@@ -245,6 +254,15 @@ def _tools(body: ResponseBody) -> Iterator[tuple[int, completion_pb2.Tool]]:
                 strict=tool.get("strict") is True,
             ),
         )
+
+
+def _allowed(body: ResponseBody) -> set[object]:
+    """Return the names of the functions that may be called; none = all."""
+    match body.tool_choice:
+        case {"type": "allowed_tools", "tools": list() as tools}:
+            return {tool.get("name") for tool in tools if isinstance(tool, dict)}
+        case _:
+            return set()
 
 
 def _tool_choice(body: ResponseBody) -> completion_pb2.ToolChoice | None:

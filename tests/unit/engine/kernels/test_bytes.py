@@ -15,7 +15,7 @@ from services.engine.kernels.tiles import to_tiles
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight
 from services.engine.model.loader import load_model
-from services.engine.model.operators.tiled_operators import ByteOperators
+from services.engine.model.operators.rounded_operators import ByteOperators
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     SHAPE,

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from services.engine.kernels.library import Format, InstructionSet
 from services.engine.kernels.tiles import to_tiles
-from services.engine.model.operators.tiled_operators import Packed, TiledOperators
+from services.engine.model.operators.tiled_operators import TiledOperators
+from services.engine.model.operators.tiled_products import Packed
 from tests.unit.engine.machines import restrict_kernels
 
 STEP = 32

@@ -10,7 +10,7 @@ from torch import Tensor
 from services.engine.kernels.tiles import to_tiles
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_model
-from services.engine.model.operators.tiled_operators import Int8Operators
+from services.engine.model.operators.rounded_operators import Int8Operators
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
 from tests.unit.engine.kernels.test_kernels import assert_finds_argmax

@@ -1,0 +1,181 @@
+"""Products with weights in tiles: the packed weights, and the calls that multiply by them."""
+
+from collections.abc import Sequence
+from ctypes import pointer
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.engine.kernels.library import (
+    Epilogue,
+    Format,
+    GroupedCall,
+    Kernel,
+    LinearCall,
+    Native,
+)
+from services.engine.model.architecture.activation import SWIGLU
+from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
+
+__all__ = [
+    "PANEL_OUTPUTS",
+    "TILE_OUTPUTS",
+    "Packed",
+    "PackedWeight",
+    "PartedProjection",
+    "ProjectionPart",
+    "TiledGate",
+    "TiledProjection",
+    "interleaved",
+    "padded",
+    "round_up",
+]
+
+TILE_OUTPUTS = 16
+"""Outputs in a tile of weights"""
+PANEL_OUTPUTS = 2 * TILE_OUTPUTS
+"""Outputs that are multiplied at once"""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Weights packed into tiles."""
+
+    format: Format
+    tiles: Tensor
+    scales: Tensor | None = None
+    """Factors on int8 weights, float32, one per packed column; None: other formats"""
+    groups: GroupedCall | None = None
+    """Description of weights in groups; None: other formats"""
+
+
+class PackedWeight:
+    """A packed weight and the reused call that multiplies by it."""
+
+    def __init__(
+        self,
+        native: Native,
+        packed: Packed,
+        bias: Tensor | None,
+        inputs: int,
+        outputs: int,
+        out_stride: int | None = None,
+    ) -> None:
+        """out_stride: numbers between two rows of the output; None = `outputs`."""
+        self._native = native
+        self._held = (packed, bias)  # the memory that the call points to
+        self.num_bytes = packed.tiles.nbytes
+        if packed.scales is not None:
+            self.num_bytes += packed.scales.nbytes
+        self._call = LinearCall(
+            packed=packed.tiles.data_ptr(),
+            scales=None if packed.scales is None else packed.scales.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            groups=None if packed.groups is None else pointer(packed.groups),
+            inputs=inputs,
+            outputs=outputs,
+            out_stride=outputs if out_stride is None else out_stride,
+            format=packed.format,
+        )
+
+    def multiply(self, rows: Tensor, out: Tensor, epilogue: Epilogue, first: int = 0) -> None:
+        """Write the products to the outputs from `first` on."""
+        call = self._call
+        call.rows = rows.data_ptr()
+        call.out = out.data_ptr() + first * out.element_size()
+        call.num_rows = rows.shape[0]
+        call.epilogue = epilogue
+        self._native.run(Kernel.LINEAR, call)
+
+
+class TiledProjection(Projection):
+    has_argmax = True
+
+    def __init__(self, weight: PackedWeight) -> None:
+        self._weight = weight
+        self.weight_bytes = weight.num_bytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self._weight.multiply(rows, out, _store(out))
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        self._weight.multiply(rows, out, Epilogue.ADD)
+
+    def argmax(self, rows: Tensor, out: Tensor) -> None:
+        self._weight.multiply(rows, out, Epilogue.ARGMAX)
+
+
+class ProjectionPart(NamedTuple):
+    """Some neighbouring outputs of a projection."""
+
+    first: int
+    weight: PackedWeight
+
+
+class PartedProjection(Projection):
+    """A projection whose outputs are stored in different formats."""
+
+    def __init__(self, parts: Sequence[ProjectionPart]) -> None:
+        self._parts = parts
+        self.weight_bytes = sum(part.weight.num_bytes for part in parts)
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        for first, weight in self._parts:
+            weight.multiply(rows, out, _store(out), first)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        for first, weight in self._parts:
+            weight.multiply(rows, out, Epilogue.ADD, first)
+
+
+class TiledGate(Gate):
+    """A SwiGLU in one pass over the weights, whose tiles of gate and up alternate."""
+
+    def __init__(self, weight: PackedWeight, outputs: int, operators: Operators) -> None:
+        self._weight = weight
+        self._outputs = outputs
+        self._operators = operators
+        self._delta: Delta | None = None
+        self.weight_bytes = weight.num_bytes
+
+    def adapt(self, delta: Delta) -> None:
+        self._delta = delta
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        if self._delta is None or not self._delta.is_active:
+            self._weight.multiply(rows, out, Epilogue.GATE)
+            return
+        columns = 2 * round_up(self._outputs, TILE_OUTPUTS)
+        product = self._operators.temporary(len(rows), columns)
+        self._weight.multiply(rows, product, Epilogue.STORE)
+        tiles = product.view(len(rows), -1, 2, TILE_OUTPUTS).transpose(1, 2)
+        both = tiles.reshape(len(rows), 2, -1)[:, :, : self._outputs].flatten(1)
+        self._delta.add_to(rows, both)
+        self._operators.arrange(SWIGLU.apply(both), out)
+
+
+def padded(bias: Tensor) -> Tensor:
+    """Return a bias in float32, with zeros to whole panels."""
+    padded = torch.zeros(round_up(len(bias), PANEL_OUTPUTS), dtype=torch.float32)
+    padded[: len(bias)] = bias
+    return padded
+
+
+def interleaved(gate: Tensor | None, up: Tensor | None, outputs: int) -> Tensor | None:
+    """Return the biases of two products whose tiles alternate."""
+    if gate is None or up is None:
+        return None
+    both = torch.zeros(2, round_up(outputs, TILE_OUTPUTS), dtype=torch.float32)
+    both[0, :outputs], both[1, :outputs] = gate, up
+    return both.view(2, -1, TILE_OUTPUTS).transpose(0, 1).reshape(-1)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the least multiple that is not below `size`."""
+    return -(-size // multiple) * multiple
+
+
+def _store(out: Tensor) -> Epilogue:
+    return Epilogue.STORE_FLOAT32 if out.dtype == torch.float32 else Epilogue.STORE
