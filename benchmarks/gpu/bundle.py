@@ -34,10 +34,10 @@ _WHEELS = (
 
 
 def use_bundle(folder: Path) -> None:
-    """Let imports find the packages of the bundle, as far as this Python lacks them."""
+    """Let imports find the packages of the bundle before older ones of this Python."""
     if not folder.is_dir():
         return
-    sys.path.append(str(folder))
+    sys.path.insert(0, str(folder))
     if not (_ROOT / "tokenwire" / "pb").is_dir():  # processes that the check starts need them too
         shutil.copytree(folder / _STUBS / "pb", _ROOT / "tokenwire" / "pb")
 

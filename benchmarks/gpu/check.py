@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -132,6 +133,7 @@ class Check:
             raise
         except Exception as error:  # the other parts go on
             part.failure = f"{type(error).__name__}: {error}"[:1000]
+            traceback.print_exc()
             print(step.name, part.failure, flush=True)
         finally:
             part.seconds = time.monotonic() - began
@@ -173,13 +175,16 @@ class Check:
             yield {"what": "start", "seconds": time.monotonic() - began}
             memory = self._memory or 1e12
             yield from measure_one_stream(engine, loads, device, memory)
-            yield from measure_prompts(engine, loads, device)
-            rate = 0.0
+            prompt_rate = rate = 0.0
+            for row in measure_prompts(engine, loads, device):
+                if isinstance(found := row["tokens/s"], float):
+                    prompt_rate = found
+                yield row
             for row in measure_closed(engine, loads, device):
                 if row["load"] == "closed" and isinstance(found := row["tokens/s"], float):
                     rate = found
                 yield {"what": row.pop("load"), **row}
-            for row in measure_staggered(engine, loads, rate):
+            for row in measure_staggered(engine, loads, rate, prompt_rate):
                 yield {"what": row.pop("load"), **row}
 
     def _service(self, name: str) -> Iterator[dict[str, Figure]]:

@@ -48,7 +48,7 @@ class Report:
     def save(self, folder: Path) -> None:
         """Write FOLDER/gpu-DATE.json and the same as text."""
         folder.mkdir(parents=True, exist_ok=True)
-        stem = folder / f"gpu-{self.date.replace(':', '')}"
+        stem = folder / f"gpu-{self.date.removesuffix('+00:00').replace(':', '')}Z"
         stem.with_suffix(".json").write_text(json.dumps(asdict(self), indent=1) + "\n")
         stem.with_suffix(".md").write_text(self.text() + "\n")
 

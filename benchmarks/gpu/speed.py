@@ -27,7 +27,9 @@ __all__ = [
 
 _PROFILED_STEPS = 30
 _ARRIVALS = 0.8
-"""Rate of staggered requests, as a share of what the closed loop completed"""
+"""Rate of staggered requests, as a share of what the engine could complete"""
+_LONG = 8
+"""One staggered request among so many has a long prompt"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +151,18 @@ def measure_closed(
 
 
 def measure_staggered(
-    engine: MeasuredEngine, loads: Loads, rate: float
+    engine: MeasuredEngine, loads: Loads, rate: float, prompt_rate: float
 ) -> Iterator[dict[str, Figure]]:
     """Yield times to first token and between tokens of requests that come by chance.
 
-    rate: output tokens/s of a closed loop. One request in eight has a long prompt.
+    rate: output tokens/s of a closed loop; prompt_rate: tokens/s of long prompts.
     """
     source = random.Random(5)
-    gap = loads.output / (_ARRIVALS * rate)
+    # a closed loop has short prompts too, so only what long ones add counts
+    longer = (loads.long_prompt - loads.prompt) / _LONG
+    gap = (loads.output / rate + longer / prompt_rate) / _ARRIVALS
     lengths = [
-        loads.long_prompt if number % 8 == 7 else loads.prompt for number in range(loads.staggered)
+        loads.prompt if number % _LONG else loads.long_prompt for number in range(loads.staggered)
     ]
     waiting = [prompts(engine, 1, length, number)[0] for number, length in enumerate(lengths)]
     engine.flush_cache()

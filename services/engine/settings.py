@@ -52,6 +52,11 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
         "Device of the computation; auto = a GPU if there is one.",
         choices=("auto", "cpu", "cuda"),
     )
+    attention: str = setting(
+        "auto",
+        "Kernels of attention on a GPU; auto = the fastest; xformers = its split-K for decodes.",
+        choices=("auto", "xformers"),
+    )
     grammar: str = setting(
         "",
         "Grammar services: host:port, dns:///name:port or unix:/path, separated by commas; "

@@ -64,6 +64,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         progress=rank.leads,
         device=device,
         weights=settings.weights,
+        with_xformers=settings.attention == "xformers",
         ranks=ranks,
     )
     _reserve(settings, decoder, ranks)

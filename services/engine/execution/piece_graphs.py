@@ -1,7 +1,4 @@
-"""CUDA graphs of the pieces between attentions, for steps with prompts.
-
-Not yet run on a GPU.
-"""
+"""CUDA graphs of the pieces between attentions, for steps with prompts."""
 
 import torch
 from torch import Tensor
@@ -22,9 +19,9 @@ class PieceGraphs:
 
     The number of sequences and their lengths differ from step to step, so attention is in no graph.
     All else depends on the number of tokens alone: it lies in one graph per layer, captured for a
-    few numbers of tokens, to which steps are padded. Padded tokens write their keys and values, if
-    a piece writes any, to the spare block. Hidden states pass from graph to graph in the decoder's
-    buffers, so all graphs share one memory pool, as large as the largest graph needs.
+    few numbers of tokens, to which steps are padded. A piece also writes keys and values to the
+    cache; those of padded tokens go to the spare block. Hidden states pass from graph to graph in
+    the decoder's buffers, so all graphs share one memory pool, as large as the largest graph needs.
 
     On the CPU there are no graphs: the padded pieces run directly.
     """
@@ -63,7 +60,7 @@ class PieceGraphs:
             if graphs is not None:
                 graphs[layer].replay()
             else:
-                self._decoder.compute_piece(layer, self._padded[size])
+                self._decoder.compute_piece(layer, self._padded[size], self._cache)
             self._decoder.attend(layer, batch, self._cache)
         return self._decoder.finish(batch)
 
@@ -76,20 +73,20 @@ class PieceGraphs:
         layers, batch = range(self._decoder.spec.num_layers), self._padded[tokens]
         if not self._is_cuda:
             for layer in layers:
-                self._decoder.compute_piece(layer, batch)
+                self._decoder.compute_piece(layer, batch, self._cache)
             return
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 for layer in layers:
-                    self._decoder.compute_piece(layer, batch)
+                    self._decoder.compute_piece(layer, batch, self._cache)
         torch.cuda.current_stream().wait_stream(stream)
         graphs = []
         for layer in layers:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                self._decoder.compute_piece(layer, batch)
+                self._decoder.compute_piece(layer, batch, self._cache)
             graphs.append(graph)
         self._graphs[tokens] = graphs
         self._held = self._decoder.buffers

@@ -199,12 +199,13 @@ class Decoder:
         return kept.hidden
 
     @torch.inference_mode()
-    def compute_piece(self, layer: int, batch: StepBatch) -> None:
+    def compute_piece(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
         """Compute what lies between the attention of the previous layer and that of `layer`.
 
         All layers' pieces and `attend`, in turn, and then `finish` do the same as `forward`, for a
-        batch without images. A piece reads only the token ids and positions of its batch, which may
-        have more tokens than the step: a CUDA graph of it serves all steps that are padded so.
+        batch without images. A piece reads only the token ids, positions and slots of its batch,
+        which may have more tokens than the step: a CUDA graph of it serves all steps that are
+        padded so.
         """
         buffers = self._buffers(len(batch.token_ids))
         if layer == 0:
@@ -212,14 +213,17 @@ class Decoder:
         else:
             self._after_attention(layer - 1, buffers)
         self._before_attention(layer, buffers)
+        if self._attention.writes_apart:
+            self._attention.write(layer, _step(buffers, batch, cache))
 
     @torch.inference_mode()
     def attend(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
-        """Compute a layer's attention, after its piece. Writes keys and values to `cache`."""
+        """Compute a layer's attention, after its piece. `cache` then holds its keys and values."""
         buffers = self._buffers(len(batch.token_ids))
         is_last = layer == self.spec.num_layers - 1
         kept = self._kept(batch, buffers) if is_last else buffers
-        self._attend(layer, batch, cache, buffers, kept)
+        is_written = self._attention.writes_apart
+        self._attend(layer, _step(buffers, batch, cache, is_written), buffers, kept)
 
     @torch.inference_mode()
     def finish(self, batch: StepBatch) -> Tensor:
@@ -293,7 +297,7 @@ class Decoder:
         last = self.spec.num_layers - 1
         for index in range(self.spec.num_layers):
             self._before_attention(index, buffers)
-            self._attend(index, batch, cache, buffers, kept)
+            self._attend(index, _step(buffers, batch, cache), buffers, kept)
             rest = buffers if index < last else kept
             if index == last and self.adapters is not None:
                 self.adapters.narrow()
@@ -318,24 +322,16 @@ class Decoder:
             )
 
     def _attend(
-        self,
-        index: int,
-        batch: StepBatch,
-        cache: KVCache,
-        buffers: _Activations,
-        kept: _Activations,
+        self, index: int, step: AttentionStep, buffers: _Activations, kept: _Activations
     ) -> None:
         """Compute a layer's attention; the last layer's for the rows that are kept."""
-        heads = buffers.heads
-        step = AttentionStep(
-            heads.queries, heads.keys, heads.values, batch, cache, buffers.attended
-        )
         if index == self.spec.num_layers - 1:
-            rows = None if batch.output_rows is None else batch.output_rows.indices
+            outputs = step.batch.output_rows
+            rows = None if outputs is None else outputs.indices
             self._operators.keep(buffers.hidden, rows)
-            self._operators.keep(heads.queries, rows)
+            self._operators.keep(buffers.heads.queries, rows)
             step = replace(
-                step, queries=kept.heads.queries, batch=batch.narrowed, out=kept.attended
+                step, queries=kept.heads.queries, batch=step.batch.narrowed, out=kept.attended
             )
         self._attention.attend(index, step)
 
@@ -403,3 +399,13 @@ class Decoder:
             inner=empty(tokens, spec.intermediate_size),
             rotations=tuple(rotary.empty(tokens) for rotary in self._rotaries),
         )
+
+
+def _step(
+    buffers: _Activations, batch: StepBatch, cache: KVCache, is_written: bool = False
+) -> AttentionStep:
+    """Return the attention of all tokens in `buffers`, which are at least those of the batch."""
+    heads = buffers.heads
+    return AttentionStep(
+        heads.queries, heads.keys, heads.values, batch, cache, buffers.attended, is_written
+    )

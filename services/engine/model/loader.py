@@ -100,6 +100,7 @@ def load_model(
     progress: bool = False,
     device: torch.device = _CPU,
     weights: str = "full",
+    with_xformers: bool = False,
     ranks: RankGroup = SINGLE_RANK,
 ) -> Decoder:
     """Load a checkpoint, one layer at a time from the mapped files.
@@ -110,11 +111,12 @@ def load_model(
     that compute the logits have 8 bits), "w8a8" ("int8", with the inputs of these products in int8
     too) or "fp8" (rounded, for all products but an expert router's and those that compute the
     logits).
+    with_xformers: decode with xformers' kernel on a GPU.
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
     Raises CheckpointError before loading if a tensor is missing or of another shape.
-    Raises StartupError if this machine can't multiply int8 or FP8 weights or the ranks can't share
-    the model.
+    Raises StartupError if this machine can't multiply int8 or FP8 weights, the ranks can't share
+    the model, or xformers is missing.
     """
     directory = Path(path)
     whole = load_spec(directory)
@@ -149,7 +151,9 @@ def load_model(
         finally:
             bar.finish()
     tiled = isinstance(operators, TiledOperators)
-    attention = choose_backend(spec, dtype, device, loaded.sinks, tiled=tiled)
+    attention = choose_backend(
+        spec, dtype, device, loaded.sinks, tiled=tiled, with_xformers=with_xformers
+    )
     decoder = (
         LeadingDecoder(ranks, spec, dtype, loaded, operators, attention)
         if ranks.leads_others

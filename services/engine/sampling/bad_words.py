@@ -59,11 +59,12 @@ def intersect_masks(mask: bytes | None, allowed: bytes | None, forbidden: Sequen
     so b"" means that no id is left.
     """
     masks = [each for each in (mask, allowed) if each is not None]
-    bits = int.from_bytes(masks[0], "little")
-    for other in masks[1:]:
-        bits &= int.from_bytes(other, "little")
-    both = bytearray(bits.to_bytes(len(masks[0]), "little"))
+    if len(masks) == 1 and not forbidden:
+        return masks[0].rstrip(b"\0")
+    size = min(map(len, masks))
+    both = np.frombuffer(masks[0], np.uint8, size)
+    both = both & np.frombuffer(masks[-1], np.uint8, size)
     for token in forbidden:
-        if token >> 3 < len(both):
+        if token >> 3 < size:
             both[token >> 3] &= ~(1 << (token & 7)) & 0xFF
-    return bytes(both.rstrip(b"\0"))
+    return both.tobytes().rstrip(b"\0")

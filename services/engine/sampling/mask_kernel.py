@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -35,11 +34,14 @@ def pack_masks(masks: Mapping[int, bytes], words: int, device: torch.device) -> 
     packed = staging_buffer((len(masks), 1 + words), torch.int32, device)
     rows = packed.numpy()
     rows[:, 0] = list(masks)
-    as_bytes = rows[:, 1:].view(np.uint8)
-    for place, mask in enumerate(masks.values()):
-        size = min(len(mask), 4 * words)
-        as_bytes[place, :size] = np.frombuffer(mask, np.uint8, size)
-        as_bytes[place, size:] = 0
+    as_bytes, size = rows.data.cast("B"), 4 * words
+    begin = 4
+    for mask in masks.values():
+        given = mask if len(mask) <= size else mask[:size]
+        end = begin + len(given)
+        as_bytes[begin:end] = given
+        as_bytes[end : begin + size] = bytes(begin + size - end)
+        begin += 4 + size
     return packed
 
 

@@ -5,6 +5,7 @@ import logging
 import torch
 from torch import Tensor
 
+from services.common.settings import StartupError
 from services.engine.kernels.library import native
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
@@ -26,14 +27,16 @@ def choose_backend(
     sinks: tuple[Tensor, ...] | None = None,
     *,
     tiled: bool = True,
+    with_xformers: bool = False,
 ) -> AttentionBackend:
     """Return the fastest backend for this machine, dtype and shape.
 
     sinks: float32 [heads] for each layer, if the family has attention sinks. tiled: whether the
-    operators read and write tiles where the machine has the kernels.
+    operators read and write tiles where the machine has the kernels. with_xformers: decode with
+    xformers' kernel on a GPU; raises StartupError if it is not installed.
     """
     if device.type == "cuda":
-        return _on_cuda(spec, dtype, device, sinks)
+        return _on_cuda(spec, dtype, device, sinks, with_xformers)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchAttention(spec, dtype, device, sinks)
     if tiled and runs_in_tiles(spec, dtype, device):
@@ -42,9 +45,13 @@ def choose_backend(
 
 
 def _on_cuda(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, sinks: tuple[Tensor, ...] | None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    sinks: tuple[Tensor, ...] | None,
+    with_xformers: bool,
 ) -> AttentionBackend:
-    """Return xformers' backend, or torch's where that can't run, with the reason in the log."""
+    """Return a backend over pages, or torch's where that can't run, with the reason in the log."""
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         _LOG.warning(
@@ -53,9 +60,11 @@ def _on_cuda(
             *capability,
         )
         return TorchAttention(spec, dtype, device, sinks)
+    if with_xformers:
+        return _with_xformers(spec, dtype, device, sinks)
     try:
-        # Imported here, because only GPU machines need xformers.
-        from services.engine.model.attention.xformers_backend import XformersAttention
+        # Imported here, because only GPU machines need Triton.
+        from services.engine.model.attention.paged_backend import PagedAttention
     except ImportError as error:
         _LOG.warning(
             "torch computes attention, several times slower: %s; "
@@ -63,4 +72,17 @@ def _on_cuda(
             error,
         )
         return TorchAttention(spec, dtype, device, sinks)
+    return PagedAttention(spec, dtype, device, sinks)
+
+
+def _with_xformers(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, sinks: tuple[Tensor, ...] | None
+) -> AttentionBackend:
+    try:
+        # Imported here, because it takes seconds and is seldom installed.
+        from services.engine.model.attention.xformers_backend import XformersAttention
+    except ImportError as error:
+        raise StartupError(
+            f"--attention xformers: {error}; `pip install 'tokenwire[gpu]'` installs it."
+        ) from error
     return XformersAttention(spec, dtype, device, sinks)

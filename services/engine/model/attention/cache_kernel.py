@@ -1,7 +1,4 @@
-"""Triton kernel that writes a step's keys and values to the cache, in one launch.
-
-Not yet run on a GPU.
-"""
+"""Triton kernel that writes a step's keys and values to the cache, in one launch."""
 
 import triton
 import triton.language as tl

@@ -72,6 +72,8 @@ class AttentionBackend(ABC):
     """Best number of tokens in a block; 32 is one tile of keys"""
     is_capturable = False
     """True if decode launches depend only on row count and table width, so one CUDA graph fits"""
+    writes_apart = False
+    """True if `write` may run before `attend`, which then gets a step that `is_written`"""
 
     @abstractmethod
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
@@ -83,3 +85,7 @@ class AttentionBackend(ABC):
 
         Then fill `step.out`.
         """
+
+    def write(self, layer: int, step: AttentionStep) -> None:
+        """Write the step's keys and values to their cache slots. Its queries may be missing."""
+        raise NotImplementedError

@@ -1,7 +1,7 @@
 """Attention over a paged KV cache in Triton: soft caps, sinks, windows, any head dimension to 256.
 
 The online softmax is FlashAttention's (Dao 2023, arXiv:2307.08691); the division of long contexts
-is Flash-Decoding's. Not yet run on a GPU.
+is Flash-Decoding's.
 """
 
 from dataclasses import dataclass
@@ -55,6 +55,8 @@ class PagedRows:
     the row before; None: each sees those up to itself"""
     longest: int
     """Upper bound of a sequence's rows"""
+    most_tokens: int | None = None
+    """Upper bound of the contexts' tokens; None: what the tables hold"""
 
 
 def attend_pages(
@@ -70,8 +72,8 @@ def attend_pages(
 
     queries: [rows, heads, head_dim], where only rows may have gaps. keys, values: contiguous
     [pages, page, kv_heads, head_dim]. sinks: float32 [heads] or None. out: contiguous
-    [rows, heads, head_dim]. Launches depend on the shapes of tensors, `longest` and whether there
-    are `ends` and `sinks`, never on the content of tensors.
+    [rows, heads, head_dim]. Launches depend on the shapes of tensors, on `longest` and
+    `most_tokens`, and on whether there are `ends` and `sinks`, never on the content of tensors.
     """
     rows, sequences = len(queries), len(batch.lengths)
     group = shape.heads // shape.kv_heads
@@ -82,10 +84,10 @@ def attend_pages(
     # A sequence's last tile may be partial, so its tiles begin at a bound of those before it.
     tiles = sequences if is_decode else rows // tile.queries + sequences
     heads = shape.kv_heads * -(-group // tile.heads)
-    tokens = batch.tables.shape[1] * shape.page
+    tokens = batch.most_tokens or batch.tables.shape[1] * shape.page
     if shape.window:
         tokens = min(tokens, shape.window + tile.queries)
-    splits = count_splits(tiles * heads, rows, shape.heads, shape.head_dim, tokens)
+    splits = count_splits(tiles * heads, rows, shape.heads, shape.head_dim, tokens, evens=is_decode)
     parts, sums = out, None
     if splits > 1:
         parts = out.new_empty((rows, shape.heads, splits, shape.head_dim), dtype=torch.float32)

@@ -1,12 +1,10 @@
-"""Tiles of the attention kernels over pages, by shape. A run on a GPU tunes these figures."""
+"""Tiles of the attention kernels over pages, by shape. The figures are tuned on an H200."""
 
 from dataclasses import dataclass
 
 __all__ = [
     "MAX_SPLITS",
     "MIN_SPAN",
-    "SPLIT_K_STAGES",
-    "SPLIT_K_WARPS",
     "Tile",
     "count_splits",
     "decode_tile",
@@ -14,19 +12,14 @@ __all__ = [
     "prefill_tile",
 ]
 
-SPLIT_K_WARPS = 2
-"""Warps of xformers' split-K kernel; its default"""
-SPLIT_K_STAGES = 1
-"""Depth of its pipeline; its default"""
-
 MAX_SPLITS = 64
 """Parts that one context is divided into; the kernel that merges them holds as many at once"""
 MIN_SPAN = 128
 """Least keys of a part: a shorter one costs more to merge than it saves"""
 _MAX_SPAN = 2048
 """Keys of a part of the longest context: the programs of a short one wait for no longer ones"""
-_PROGRAMS = 4 * 132
-"""Programs that fill a GPU: four on each of an H100's multiprocessors"""
+_PROGRAMS = 2 * 132
+"""Programs that fill a GPU: two on each of an H100's multiprocessors"""
 _SCRATCH = 64 << 20
 """Bytes of the float32 parts that one call may allocate"""
 _DECODE_ROWS = 64
@@ -60,6 +53,8 @@ def decode_tile(group: int, head_dim: int) -> Tile:
     rows = max(16, power_of_two(heads))
     if head_dim > 128:
         return Tile(rows, heads, keys=32, warps=4 if rows == 16 else 8, stages=3)
+    if rows == 16:
+        return Tile(rows, heads, keys=64, warps=2, stages=2)
     return Tile(rows, heads, keys=64, warps=4, stages=3)
 
 
@@ -68,16 +63,19 @@ def prefill_tile(group: int, head_dim: int) -> Tile:
     few = decode_tile(group, head_dim)
     if head_dim > 128:
         return Tile(max(64, few.rows), few.heads, keys=32, warps=8, stages=2)
-    return Tile(128, few.heads, keys=64, warps=8, stages=3)
+    return Tile(64, few.heads, keys=64, warps=4, stages=3)
 
 
-def count_splits(tiles: int, rows: int, heads: int, head_dim: int, tokens: int) -> int:
+def count_splits(
+    tiles: int, rows: int, heads: int, head_dim: int, tokens: int, *, evens: bool = True
+) -> int:
     """Return into how many parts each context is divided, a power of two.
 
     tiles: programs without a division; rows × heads × head_dim: shape of the output; tokens: the
-    longest context. The result depends on shapes alone, so a captured graph holds it.
+    longest context; evens: divide long contexts also where that many programs fill the GPU. The
+    result depends on shapes alone, so a captured graph holds it.
     """
-    wanted = max(-(-_PROGRAMS // tiles), -(-tokens // _MAX_SPAN))
+    wanted = max(-(-_PROGRAMS // tiles), -(-tokens // _MAX_SPAN) if evens else 1)
     part_bytes = 4 * rows * heads * head_dim
     most = min(MAX_SPLITS, tokens // MIN_SPAN, _SCRATCH // part_bytes)
     return 1 << (max(1, min(wanted, most)).bit_length() - 1)

@@ -23,6 +23,7 @@ class TorchAttention(AttentionBackend):
     """
 
     name = "torch"
+    writes_apart = True
 
     def __init__(
         self,
@@ -48,11 +49,11 @@ class TorchAttention(AttentionBackend):
     def _write_and_decode(self, layer: int, step: AttentionStep) -> None:
         """Write all keys and values, then attend for the sequences that decode."""
         if not step.is_written:
-            self._write(layer, step)
+            self.write(layer, step)
         if step.batch.num_decodes:
             self._decode(layer, step)
 
-    def _write(self, layer: int, step: AttentionStep) -> None:
+    def write(self, layer: int, step: AttentionStep) -> None:
         slots, cache = step.batch.slots, step.cache
         blocks, offsets = slots // cache.block_size, slots % cache.block_size
         cache.keys[layer][blocks, :, offsets] = step.keys

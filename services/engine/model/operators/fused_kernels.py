@@ -1,6 +1,6 @@
 """Triton kernels between a layer's matrix products: one launch in place of three to eighteen.
 
-Each computes in float32 and rounds where torch's operators do. Not yet run on a GPU.
+Each computes in float32 and rounds where torch's operators do.
 """
 
 import triton
@@ -12,6 +12,8 @@ from services.engine.model.architecture.rotary import Rotation
 
 __all__ = ["activate", "norm_rows", "rotate_heads"]
 
+_ROTATED = 256
+"""Pairs that a program of `rotate_heads` rotates: heads × half a head's width"""
 _COLUMNS = 1024
 """Columns that a program of `activate` computes"""
 _KINDS = {kind: number for number, kind in enumerate(Nonlinearity)}
@@ -51,33 +53,38 @@ def _rotate(  # type: ignore[no-untyped-def]
     query_norm,
     key_norm,
     token_stride,
+    num_heads,
     num_queries,
     half,
     epsilon,
     has_norms: tl.constexpr,
+    tile_heads: tl.constexpr,
     width: tl.constexpr,
 ):
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, width)
-    inside = at < half
+    """Rotate some heads of one token: [tile_heads, width] of each half. Grid: tokens, tiles."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * tile_heads + tl.arange(0, tile_heads)[:, None]
+    at = tl.arange(0, width)[None, :]
+    inside = (at < half) & (head < num_heads)
     place = heads + token * token_stride + head * (2 * half) + at
     low = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
+    is_width = at < half
     if has_norms:
-        mean = (tl.sum(low * low) + tl.sum(high * high)) / (2 * half)
-        scale = tl.rsqrt(mean + epsilon)
+        mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * half)
+        scale = tl.rsqrt(mean + epsilon)[:, None]
         is_query = head < num_queries
         dtype = heads.dtype.element_ty
         low = (low * scale).to(dtype).to(tl.float32)
         high = (high * scale).to(dtype).to(tl.float32)
-        queries_low = tl.load(query_norm + at, mask=inside, other=0.0).to(tl.float32)
-        queries_high = tl.load(query_norm + half + at, mask=inside, other=0.0).to(tl.float32)
-        keys_low = tl.load(key_norm + at, mask=inside, other=0.0).to(tl.float32)
-        keys_high = tl.load(key_norm + half + at, mask=inside, other=0.0).to(tl.float32)
+        queries_low = tl.load(query_norm + at, mask=is_width, other=0.0).to(tl.float32)
+        queries_high = tl.load(query_norm + half + at, mask=is_width, other=0.0).to(tl.float32)
+        keys_low = tl.load(key_norm + at, mask=is_width, other=0.0).to(tl.float32)
+        keys_high = tl.load(key_norm + half + at, mask=is_width, other=0.0).to(tl.float32)
         low = (low * tl.where(is_query, queries_low, keys_low)).to(dtype).to(tl.float32)
         high = (high * tl.where(is_query, queries_high, keys_high)).to(dtype).to(tl.float32)
-    cosine = tl.load(cosines + token * half + at, mask=inside, other=0.0)
-    sine = tl.load(sines + token * half + at, mask=inside, other=0.0)
+    cosine = tl.load(cosines + token * half + at, mask=is_width, other=0.0)
+    sine = tl.load(sines + token * half + at, mask=is_width, other=0.0)
     tl.store(place, (low * cosine - high * sine).to(heads.dtype.element_ty), mask=inside)
     tl.store(place + half, (high * cosine + low * sine).to(heads.dtype.element_ty), mask=inside)
 
@@ -154,18 +161,22 @@ def rotate_heads(
     tokens, count, head_dim = heads.shape
     if tokens:
         has_norms = query_norm is not None
-        _rotate[(tokens, count)](
+        width = triton.next_power_of_2(head_dim // 2)
+        tile_heads = min(max(_ROTATED // width, 1), triton.next_power_of_2(count))
+        _rotate[(tokens, triton.cdiv(count, tile_heads))](
             heads,
             rotation.cosines,
             rotation.sines,
             query_norm if query_norm is not None else heads,
             key_norm if key_norm is not None else heads,
             heads.stride(0),
+            count,
             num_queries,
             head_dim // 2,
             epsilon,
             has_norms=has_norms,
-            width=triton.next_power_of_2(head_dim // 2),
+            tile_heads=tile_heads,
+            width=width,
         )
 
 

@@ -193,10 +193,10 @@ def test_logits_equal_those_of_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In prefills and decodes that CUDA graphs may hold."""
-    xformers_backend = pytest.importorskip("services.engine.model.attention.xformers_backend")
+    xformers_backend = pytest.importorskip("services.engine.model.attention.paged_backend")
     monkeypatch.setattr(xformers_backend, "_DTYPES", (torch.float32,))
     monkeypatch.setattr(loader, "native", None)
-    on_pages = lambda *model, tiled: xformers_backend.XformersAttention(*model)  # noqa: E731
+    on_pages = lambda *model, **_: xformers_backend.PagedAttention(*model)  # noqa: E731
     monkeypatch.setattr(loader, "choose_backend", on_pages)
     monkeypatch.setattr(torch_operators, "_runs_expert_kernels", lambda *_: True)
     if name in CONFIGS:

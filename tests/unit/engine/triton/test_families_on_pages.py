@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import services.engine.model.loader
+from services.engine.model.attention import AttentionBackend
 from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
     CONFIGS,
@@ -16,23 +17,35 @@ from tests.unit.engine.checkpoints import (
     reference_logits,
 )
 
-backend = pytest.importorskip("services.engine.model.attention.xformers_backend")
+paged = pytest.importorskip("services.engine.model.attention.paged_backend")
+xformers = pytest.importorskip("services.engine.model.attention.xformers_backend")
 
 TOKENS = 75
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="a GPU runs the kernels compiled")
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", paged.PagedAttention),
+        ("llama", xformers.XformersAttention),
+        ("gemma2", paged.PagedAttention),
+        ("gpt-oss", paged.PagedAttention),
+    ],
+)
 def test_logits_equal_those_of_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    kind: type[AttentionBackend],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whole prompts, chunks behind a prefix, a shared block, mixed steps and decodes.
 
     In float32, which the backend leaves to torch on a GPU, errors are not hidden by rounding.
     """
-    monkeypatch.setattr(backend, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(paged, "_DTYPES", (torch.float32,))
     monkeypatch.setattr(services.engine.model.loader, "native", None)
-    on_pages = lambda *model, tiled: backend.XformersAttention(*model)  # noqa: E731
+    on_pages = lambda *model, **_: kind(*model)  # noqa: E731
     monkeypatch.setattr(services.engine.model.loader, "choose_backend", on_pages)
     model = make_checkpoint(tmp_path, CONFIGS[name])
     decoder = load_model(tmp_path, torch.float32)

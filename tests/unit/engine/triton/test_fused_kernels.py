@@ -18,6 +18,7 @@ from services.engine.model import loader
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention.cache_kernel import write_tokens
+from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.model.operators import fused_kernels
@@ -147,8 +148,8 @@ def test_layer_takes_few_launches_besides_its_attention(tmp_path: Path) -> None:
     with fused(), patch("services.engine.model.attention.native", None):
         decoder = load_model(tmp_path, torch.float32)
     layers = [count_launches(decoder, layer) for layer in range(1, decoder.spec.num_layers)]
-    # two norms, three products in place of four, rotation, activation, and the output
-    assert layers == [8] * len(layers), layers
+    # two norms, three products in place of four, rotation, activation, the output, and the cache
+    assert layers == [9] * len(layers), layers
 
 
 def count_launches(decoder: Decoder, layer: int) -> int:
@@ -156,7 +157,7 @@ def count_launches(decoder: Decoder, layer: int) -> int:
     tokens = random_tokens(8, 1)
     driver = Driver(decoder, [tokens], block_size=16)
     batch = driver.batch([(0, 8)])
-    decoder.compute_piece(layer, batch)
+    decoder.compute_piece(layer, batch, driver.cache)
     fused_calls = 0
 
     def counted(*args: Any, **kwargs: Any) -> None:
@@ -167,6 +168,7 @@ def count_launches(decoder: Decoder, layer: int) -> int:
     with ExitStack() as stack:
         for name in ("norm_rows", "rotate_heads", "activate"):
             stack.enter_context(patch(f"{module}.{name}", counted))
+        stack.enter_context(patch.object(TorchAttention, "write", counted))
         launches = stack.enter_context(Launches())
-        decoder.compute_piece(layer, batch)
+        decoder.compute_piece(layer, batch, driver.cache)
     return fused_calls + len(launches.names)

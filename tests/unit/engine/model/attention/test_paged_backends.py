@@ -1,4 +1,4 @@
-"""The CUDA backend without a GPU: Triton's interpreter runs its kernels.
+"""The CUDA backends without a GPU: Triton's interpreter runs its kernels.
 
 Flash attention has no CPU path: a definition in torch replaces it.
 """
@@ -22,7 +22,8 @@ from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
 from tests.unit.engine.checkpoints import CONFIGS, keep_last, make_checkpoint
 
-backend = pytest.importorskip("services.engine.model.attention.xformers_backend")
+paged = pytest.importorskip("services.engine.model.attention.paged_backend")
+xformers = pytest.importorskip("services.engine.model.attention.xformers_backend")
 
 pytestmark = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="a GPU runs the kernels compiled"
@@ -34,6 +35,12 @@ PAGE = 64
 HEAD_DIM = 16
 HEADS = [(4, 2), (3, 3), (8, 1)]
 """Query heads, key heads"""
+
+
+@pytest.fixture(params=[paged.PagedAttention, xformers.XformersAttention], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests each backend."""
+    monkeypatch.setattr(Case, "kind", request.param, raising=False)
 
 
 @pytest.fixture
@@ -50,6 +57,9 @@ def with_heads(spec: ModelSpec, heads: int, kv_heads: int, window: int = 0) -> M
 
 class Case:
     """A step over random keys and values, in the caches of two backends."""
+
+    kind: type[TorchAttention]
+    """The tested one"""
 
     def __init__(self, spec: ModelSpec, num_decodes: int, spans: Sequence[tuple[int, int]]) -> None:
         """spans: queries and context of each sequence; the first `num_decodes` have one query."""
@@ -74,7 +84,7 @@ class Case:
             context_lengths_host=tuple(context for _, context in spans),
         )
         self.backends: tuple[AttentionBackend, ...] = (
-            backend.XformersAttention(spec, DTYPE, CPU),
+            self.kind(spec, DTYPE, CPU),
             TorchAttention(spec, DTYPE, CPU),
         )
         self.caches = [each.allocate(sum(pages), PAGE) for each in self.backends]
@@ -110,7 +120,7 @@ class Case:
 def test_decode_equals_the_torch_backend(
     spec: ModelSpec, heads: int, kv_heads: int, window: int
 ) -> None:
-    """Five sequences, which the backend pads to eight rows for xformers."""
+    """Five sequences, which xformers' backend pads to eight rows."""
     spans = [(1, context) for context in (1, 63, 64, 65, 700)]
     Case(with_heads(spec, heads, kv_heads, window), 5, spans).check()
 
@@ -175,13 +185,13 @@ def test_whole_prompts_equal_the_torch_backend(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, num_decodes: int, window: int
 ) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(backend, "flash_attention", flash_attention)
+    monkeypatch.setattr(paged, "flash_attention", flash_attention)
     spans = [(1, 70)] * num_decodes + [(5, 5), (70, 70), (1, 1)]
     Case(with_heads(spec, 4, 2, window), num_decodes, spans).check()
 
 
 def test_import_warns_of_no_extensions() -> None:
     """xformers' extensions are built for another CUDA. The backend calls none of them."""
-    command = [sys.executable, "-c", f"import {backend.__name__}"]
+    command = [sys.executable, "-c", f"import {xformers.__name__}"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert "XFORMERS" not in done.stderr

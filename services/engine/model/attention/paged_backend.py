@@ -1,0 +1,205 @@
+"""Attention on CUDA: torch's flash attention for whole prompts, our kernel over pages for all else.
+
+Tests on a CPU compare the kernels with TorchAttention under Triton's interpreter, and compile them.
+"""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention.cache_kernel import write_tokens
+from services.engine.model.attention.interface import AttentionStep, KVCache
+from services.engine.model.attention.paged_kernels import PagedRows, PagedShape, attend_pages
+from services.engine.model.attention.torch_backend import TorchAttention
+
+__all__ = ["PagedAttention", "StepMetadata", "tokens_of"]
+
+_PAGE = 64
+"""Page sizes are multiples of this, in tokens: kernels read as many keys at a time"""
+_MAX_HEAD_DIM = 256
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class PagedAttention(TorchAttention):
+    """Reads keys and values from pages, for decodes and for prompt chunks behind a cached prefix.
+
+    Prompts without a cached prefix use torch's flash attention in layers with plain attention. Our
+    Triton kernel does the rest. TorchAttention serves float32 and head dimensions above 256.
+
+    Strides put a block's tokens outermost, unlike TorchAttention's, so that the cache is one run of
+    pages × page size tokens.
+    """
+
+    name = "triton"
+    block_size = _PAGE
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        sinks: tuple[Tensor, ...] | None = None,
+    ) -> None:
+        super().__init__(spec, dtype, device, sinks)
+        self._is_supported = self.is_capturable = (
+            dtype in _DTYPES and spec.head_dim <= _MAX_HEAD_DIM
+        )
+        self._has_flash = (
+            spec.has_plain_attention
+            and spec.head_dim % 8 == 0
+            and torch.backends.cuda.is_flash_attention_available()
+        )
+        self._metadata: StepMetadata | None = None
+
+    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
+        if block_size % _PAGE:
+            raise ValueError(f"the block size must be a multiple of {_PAGE}, got {block_size}")
+        shape = (num_blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim)
+
+        def make() -> Tensor:
+            return torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
+
+        return KVCache.allocate(self._spec.num_layers, block_size, make)
+
+    def write(self, layer: int, step: AttentionStep) -> None:
+        caches = tokens_of(step.cache.keys[layer]), tokens_of(step.cache.values[layer])
+        write_tokens(step.keys, step.values, *caches, step.batch.slots)
+
+    def _decode(self, layer: int, step: AttentionStep) -> None:
+        if not self._is_supported:
+            super()._decode(layer, step)
+            return
+        decodes = self._metadata_of(step.batch).decodes
+        self._attend_pages(layer, step, decodes, slice(0, step.batch.num_decodes))
+
+    def _prefill(self, layer: int, step: AttentionStep) -> None:
+        if not self._is_supported:
+            super()._prefill(layer, step)
+            return
+        metadata, first = self._metadata_of(step.batch), step.batch.num_decodes
+        if not metadata.has_chunks:
+            return
+        if self._has_flash and metadata.has_whole_prompts:
+            attended = flash_attention(
+                step.queries[first:],
+                step.keys[first:],
+                step.values[first:],
+                metadata.chunk_starts,
+                metadata.chunks.longest,
+                self._spec.attention_scale,
+                self._spec.windows[layer],
+            )
+            step.out[first:] = attended.flatten(1)
+        else:
+            self._attend_pages(layer, step, metadata.chunks, slice(first, None))
+
+    def _attend_pages(self, layer: int, step: AttentionStep, rows: PagedRows, part: slice) -> None:
+        """Attend for the sequences of `rows`, whose queries are `part` of the step's."""
+        spec, cache = self._spec, step.cache
+        shape = PagedShape(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            cache.block_size,
+            spec.attention_scale,
+            spec.attention_cap,
+            spec.windows[layer],
+        )
+        attend_pages(
+            shape,
+            rows,
+            step.queries[part],
+            cache.keys[layer].transpose(1, 2),
+            cache.values[layer].transpose(1, 2),
+            None if self._sinks is None else self._sinks[layer],
+            step.out[part],
+        )
+
+    def _metadata_of(self, batch: StepBatch) -> "StepMetadata":
+        if self._metadata is None or self._metadata.batch is not batch:
+            self._metadata = StepMetadata(batch)
+        return self._metadata
+
+
+class StepMetadata:
+    """Attention metadata that the layers of one step share, made on first use."""
+
+    def __init__(self, batch: StepBatch) -> None:
+        self.batch = batch
+        first = batch.num_decodes
+        lengths = batch.query_lengths_host[first:]
+        self.has_chunks = bool(lengths)
+        self.has_whole_prompts = (
+            batch.visible_ends is None and lengths == batch.context_lengths_host[first:]
+        )
+        """True if flash attention computes the chunks: all their keys are the step's"""
+
+    @cached_property
+    def decodes(self) -> PagedRows:
+        batch, count = self.batch, self.batch.num_decodes
+        return PagedRows(
+            batch.query_starts[: count + 1],
+            batch.context_lengths[:count],
+            batch.block_tables[:count],
+            ends=None,
+            longest=1,
+        )
+
+    @cached_property
+    def chunks(self) -> PagedRows:
+        batch, first = self.batch, self.batch.num_decodes
+        return PagedRows(
+            batch.query_starts[first:],
+            batch.context_lengths[first:],
+            batch.block_tables[first:],
+            ends=None if batch.visible_ends is None else batch.visible_ends[first:],
+            longest=max(batch.query_lengths_host[first:]),
+            most_tokens=max(batch.context_lengths_host[first:]),
+        )
+
+    @cached_property
+    def chunk_starts(self) -> Tensor:
+        """Where each chunk begins among the rows of all chunks, int32 [chunks + 1]."""
+        starts = self.batch.query_starts[self.batch.num_decodes :]
+        return starts - starts[0] if self.batch.num_decodes else starts
+
+
+def flash_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Return causal attention of packed sequences over themselves, [tokens, heads, head_dim].
+
+    queries: [tokens, heads, head_dim]; keys, values: [tokens, kv_heads, head_dim]; starts: int32
+    [sequences + 1]. Unlike torch.nn.attention.varlen, its operator has taken windows and groups of
+    heads in every release that xformers supports.
+    """
+    attended: Tensor = torch.ops.aten._flash_attention_forward(
+        queries,
+        keys,
+        values,
+        starts,
+        starts,
+        longest,
+        longest,
+        0.0,
+        True,
+        False,
+        scale=scale,
+        window_size_left=window - 1 if window else -1,
+        window_size_right=0,
+    )[0]
+    return attended
+
+
+def tokens_of(layer: Tensor) -> Tensor:
+    """View one layer's cache as [slots, kv_heads, head_dim]."""
+    return layer.transpose(1, 2).flatten(0, 1)
