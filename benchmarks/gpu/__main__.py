@@ -17,7 +17,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=24.0, help="end within (default: 24)")
     parser.add_argument("--models", default="1b,8b", help="some of 1b, 8b (default: both)")
-    parser.add_argument("--only", default="", help="run the parts whose names contain this")
+    parser.add_argument(
+        "--only", default="", help="run the parts whose names contain this or that: this|that"
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="tiny loads, to try the check itself")
     parser.add_argument("--checkpoints", type=Path, default=CACHE / "models" / "gpu")

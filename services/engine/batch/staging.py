@@ -42,6 +42,8 @@ class StepFields(Generic[T]):
     """int32 [sequences + 1]"""
     output_starts: T
     """int32 [sequences + 1]"""
+    shared_tokens: T
+    """int32 [1]; not filled in if it is not known"""
     context_lengths: T
     """int32 [sequences]"""
     block_tables: T
@@ -197,7 +199,7 @@ class _HostBuffer:
             tables = memory[end:].view(torch.int32).view(self._rows, self._columns)
         token_ids, positions, slots, sources, output_rows = longs.view(5, tokens)
         query_starts, output_starts = ints[: 2 * sequences + 2].view(2, sequences + 1)
-        rest = ints[2 * sequences + 2 :]
+        shared_tokens, rest = ints[2 * sequences + 2 :].tensor_split((1,))
         return StepFields(
             token_ids,
             positions,
@@ -206,6 +208,7 @@ class _HostBuffer:
             output_rows,
             query_starts,
             output_starts,
+            shared_tokens,
             context_lengths=rest[:sequences],
             block_tables=tables[:sequences, :columns],
         )
@@ -215,6 +218,6 @@ _NAMES = tuple(StepFields.__dataclass_fields__)
 
 
 def _fields_size(tokens: int, sequences: int) -> int:
-    """Return the aligned bytes of five int64 per token, three int32 per sequence, and two int32."""
-    size = 40 * tokens + 4 * (3 * sequences + 2)
+    """Return the aligned bytes of five int64 per token, and three int32 per sequence and beside."""
+    size = 40 * tokens + 4 * (3 * sequences + 3)
     return -(-size // _ALIGNMENT) * _ALIGNMENT

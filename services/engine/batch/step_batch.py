@@ -56,6 +56,9 @@ class StepBatch:
     """Query tokens of each sequence, on the host: a decision must not wait for the device"""
     context_lengths_host: tuple[int, ...]
     """`context_lengths`, on the host"""
+    shared_tokens: Tensor | None = None
+    """int32 [1], tokens in whole blocks with which all contexts of decodes begin; None = not known,
+    or so few that nothing is gained"""
     adapters_host: tuple[int, ...] = ()
     """Number of each sequence's adapter, 0 = the model alone; empty = no sequence has one"""
     output_rows: OutputRows | None = None

@@ -26,9 +26,9 @@ class _Captured:
 class DecodeGraphs:
     """A graph for each size of decode step, captured before the first request.
 
-    A size is a number of rows and a width of the block tables; `batch.buckets` keeps their number
-    low. A capture takes several passes, and seconds more where attention compiles a kernel. A step
-    of any other size runs without a graph.
+    A size is a number of rows, a width of the block tables, and whether contexts share a beginning;
+    `batch.buckets` keeps their number low. A capture takes several passes, and seconds more where
+    attention compiles a kernel. A step of any other size runs without a graph.
     All graphs share one memory pool, as large as the largest graph needs. A graph replays with the
     addresses of its capture, so the memory of batches must be reserved beforehand.
     With several ranks, each has graphs of its own, which contain the sums over all ranks: all ranks
@@ -81,5 +81,5 @@ class DecodeGraphs:
 
 
 def _key(batch: StepBatch) -> tuple[int, ...]:
-    tables = batch.block_tables
-    return (*tables.shape, tables.data_ptr(), batch.token_ids.data_ptr())
+    tables, shares = batch.block_tables, batch.shared_tokens is not None
+    return (*tables.shape, shares, tables.data_ptr(), batch.token_ids.data_ptr())

@@ -30,6 +30,10 @@ SCORED_ROWS = 256
 """Prompt rows whose logits are computed at a time"""
 
 
+_LEAST_SHARERS = 32
+"""Rows of a decode step from which on a shared beginning is worth to be read once"""
+_LEAST_SHARED = 512
+"""Tokens of such a beginning"""
 _NOTHING = StepPlan([], [], 0, 0)
 
 
@@ -114,7 +118,9 @@ class ModelRunner:
             return
         capture = self._graphs.capture if announces else self._graphs.capture_here
         for rows, blocks in sizes:
-            capture(self._batch(_NOTHING, None, padding=rows, least_blocks=blocks))
+            if rows >= _LEAST_SHARERS and self._decoder.reads_shared_once:
+                capture(self._batch(_NOTHING, None, rows, blocks, shares=True))
+            capture(self._batch(_NOTHING, None, rows, blocks))
             if progress is not None:
                 progress.add()
 
@@ -185,10 +191,13 @@ class ModelRunner:
         drawn: DeviceTokens | None,
         padding: int = 0,
         least_blocks: int = 1,
+        *,
+        shares: bool = False,
     ) -> StepBatch:
         """Build the plan's batch.
 
-        padding: rows to add to a plan without chunks; least_blocks: as for Staging.lay_out.
+        padding: rows to add to a plan without chunks; least_blocks: as for Staging.lay_out;
+        shares: as if contexts began with the same blocks.
         """
         decodes, chunks = plan.decodes, plan.chunks
         # a padded row is a sequence of one token, in the spare block
@@ -204,6 +213,8 @@ class ModelRunner:
         fields.context_lengths[:] = ends
         _fill_token_ids(fields, plan, padding)
         self._fill_slots(fields, counts)
+        shared = self._shared_blocks(fields, len(decodes)) * self._cache.block_size
+        fields.shared_tokens[0] = shared
         if drawn is not None:
             _fill_sources(fields, decodes, drawn)
         if is_partial := outputs != counts:
@@ -227,12 +238,26 @@ class ModelRunner:
             num_decodes=len(decodes) + padding,
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
+            shared_tokens=staged.shared_tokens if shared or shares else None,
             adapters_host=_adapters(plan),
             output_rows=output_rows,
             images=images.rows,
             rotary_positions=images.rotary_positions,
             visible_ends=images.visible_ends,
         )
+
+    def _shared_blocks(self, fields: HostFields, decodes: int) -> int:
+        """Return how many blocks all decodes' contexts begin with, or 0 if nothing is gained."""
+        size = self._cache.block_size
+        least = _LEAST_SHARED // size
+        if decodes < _LEAST_SHARERS or not self._decoder.reads_shared_once:
+            return 0
+        most = (int(fields.context_lengths[:decodes].min()) - 1) // size
+        tables = fields.block_tables[:decodes, :most]
+        if most < least or (tables[:, least - 1] != tables[0, least - 1]).any():
+            return 0
+        differs = (tables != tables[0]).any(axis=0)
+        return int(differs.argmax()) if differs.any() else most
 
     def _fill_slots(self, fields: HostFields, counts: list[int]) -> None:
         """Fill in positions and slots. counts: tokens of each sequence."""

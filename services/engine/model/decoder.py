@@ -114,7 +114,7 @@ class Decoder:
         self.block_size = attention.block_size
         self.rows_at_once = operators.rows_at_once
         self.runs_in_pieces = True
-        """True if a pass may run by `compute_piece`, `attend` and `finish`"""
+        """True if a pass may run by `compute_piece`, `attend` and `finish`: this rank is alone"""
         self.adapters: Adapters | None = None
         """The adapters that passes may use; None = this decoder has none"""
         self._weights = weights
@@ -135,6 +135,11 @@ class Decoder:
         # Else the host reads the experts that the router chose, which a graph can't.
         has_fixed_launches = self.spec.experts is None or self._operators.groups_experts
         return self._attention.is_capturable and has_fixed_launches
+
+    @property
+    def reads_shared_once(self) -> bool:
+        """True if decodes with `StepBatch.shared_tokens` take less time."""
+        return self.runs_in_pieces and self._attention.reads_shared_once
 
     @property
     def attention_name(self) -> str:

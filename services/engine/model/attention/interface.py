@@ -72,6 +72,8 @@ class AttentionBackend(ABC):
     """Best number of tokens in a block; 32 is one tile of keys"""
     is_capturable = False
     """True if decode launches depend only on row count and table width, so one CUDA graph fits"""
+    reads_shared_once = False
+    """True if decodes with `StepBatch.shared_tokens` take less time"""
     writes_apart = False
     """True if `write` may run before `attend`, which then gets a step that `is_written`"""
 

@@ -12,7 +12,12 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.cache_kernel import write_tokens
 from services.engine.model.attention.interface import AttentionStep, KVCache
-from services.engine.model.attention.paged_kernels import PagedRows, PagedShape, attend_pages
+from services.engine.model.attention.paged_kernels import (
+    PagedRows,
+    PagedShape,
+    attend_pages,
+    attend_shared,
+)
 from services.engine.model.attention.torch_backend import TorchAttention
 
 __all__ = ["PagedAttention", "StepMetadata", "tokens_of"]
@@ -52,6 +57,7 @@ class PagedAttention(TorchAttention):
             and spec.head_dim % 8 == 0
             and torch.backends.cuda.is_flash_attention_available()
         )
+        self.reads_shared_once = self._is_supported
         self._metadata: StepMetadata | None = None
 
     def allocate(self, num_blocks: int, block_size: int) -> KVCache:
@@ -73,7 +79,8 @@ class PagedAttention(TorchAttention):
             super()._decode(layer, step)
             return
         decodes = self._metadata_of(step.batch).decodes
-        self._attend_pages(layer, step, decodes, slice(0, step.batch.num_decodes))
+        part = slice(0, step.batch.num_decodes)
+        self._attend_pages(layer, step, decodes, part, step.batch.shared_tokens)
 
     def _prefill(self, layer: int, step: AttentionStep) -> None:
         if not self._is_supported:
@@ -96,7 +103,14 @@ class PagedAttention(TorchAttention):
         else:
             self._attend_pages(layer, step, metadata.chunks, slice(first, None))
 
-    def _attend_pages(self, layer: int, step: AttentionStep, rows: PagedRows, part: slice) -> None:
+    def _attend_pages(
+        self,
+        layer: int,
+        step: AttentionStep,
+        rows: PagedRows,
+        part: slice,
+        shared: Tensor | None = None,
+    ) -> None:
         """Attend for the sequences of `rows`, whose queries are `part` of the step's."""
         spec, cache = self._spec, step.cache
         shape = PagedShape(
@@ -108,15 +122,17 @@ class PagedAttention(TorchAttention):
             spec.attention_cap,
             spec.windows[layer],
         )
-        attend_pages(
-            shape,
-            rows,
+        operands = (
             step.queries[part],
             cache.keys[layer].transpose(1, 2),
             cache.values[layer].transpose(1, 2),
             None if self._sinks is None else self._sinks[layer],
             step.out[part],
         )
+        if shared is None or shape.window:
+            attend_pages(shape, rows, *operands)
+        else:
+            attend_shared(shape, rows, shared, *operands)
 
     def _metadata_of(self, batch: StepBatch) -> "StepMetadata":
         if self._metadata is None or self._metadata.batch is not batch:

@@ -14,13 +14,14 @@ from torch import Tensor
 from services.engine.model.attention.paged_tiles import (
     MAX_SPLITS,
     MIN_SPAN,
+    Tile,
     count_splits,
     decode_tile,
     power_of_two,
     prefill_tile,
 )
 
-__all__ = ["PagedRows", "PagedShape", "attend_pages"]
+__all__ = ["PagedRows", "PagedShape", "attend_pages", "attend_shared"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,63 +84,163 @@ def attend_pages(
         tile = prefill_tile(group, shape.head_dim)
     # A sequence's last tile may be partial, so its tiles begin at a bound of those before it.
     tiles = sequences if is_decode else rows // tile.queries + sequences
-    heads = shape.kv_heads * -(-group // tile.heads)
+    programs = tiles * shape.kv_heads * -(-group // tile.heads)
     tokens = batch.most_tokens or batch.tables.shape[1] * shape.page
     if shape.window:
         tokens = min(tokens, shape.window + tile.queries)
-    splits = count_splits(tiles * heads, rows, shape.heads, shape.head_dim, tokens, evens=is_decode)
-    parts, sums = out, None
-    if splits > 1:
-        parts = out.new_empty((rows, shape.heads, splits, shape.head_dim), dtype=torch.float32)
-        sums = out.new_empty((rows, shape.heads, splits), dtype=torch.float32)
-    width = max(16, power_of_two(shape.head_dim))
-    _attend[(tiles, heads, splits)](
-        parts,
-        sums,
-        queries,
-        keys,
-        values,
-        batch.tables,
-        batch.starts,
-        batch.lengths,
-        batch.ends,
-        sinks,
-        sequences,
-        queries.stride(0),
-        batch.tables.stride(0),
-        scale=shape.scale,
-        cap=shape.cap,
-        window=shape.window,
-        kv_heads=shape.kv_heads,
-        group=group,
-        head_dim=shape.head_dim,
-        page_size=shape.page,
-        min_span=MIN_SPAN,
-        is_decode=is_decode,
-        tile_rows=tile.rows,
-        tile_heads=tile.heads,
-        tile_keys=tile.keys,
-        padded_dim=width,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    splits = count_splits(programs, rows, shape.heads, shape.head_dim, tokens, evens=is_decode)
+    operands = _Operands(shape, batch, queries, keys, values)
+    if splits == 1:
+        operands.attend(tile, tiles, 1, sinks, out)
+        return
+    parts = _Parts.allocate(out, shape, splits)
+    operands.attend(tile, tiles, splits, sinks, parts)
+    parts.merge_into(out)
+
+
+def attend_shared(
+    shape: PagedShape,
+    batch: PagedRows,
+    shared: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Do the same for decodes whose contexts begin with the same pages, and read these once.
+
+    shared: int32 [1], tokens of these pages; the shape has no window. The queries of all sequences
+    attend to the shared pages as if they were rows of one sequence, and then each to the rest of
+    its own context (Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
+    """
+    rows, group = len(queries), shape.heads // shape.kv_heads
+    together, alone = prefill_tile(group, shape.head_dim), decode_tile(group, shape.head_dim)
+    tiles = -(-rows // together.queries)
+    # each kind of parts gets half of the scratch memory and of the parts that can be merged
+    tokens = min(batch.tables.shape[1] * shape.page, MAX_SPLITS // 2 * MIN_SPAN)
+    shared_parts, own_parts = (
+        count_splits(
+            count * shape.kv_heads * -(-group // tile.heads),
+            2 * rows,
+            shape.heads,
+            shape.head_dim,
+            tokens,
+            evens=False,
+        )
+        for count, tile in ((tiles, together), (rows, alone))
     )
-    if sums is not None:
-        _merge[(rows * shape.heads,)](
+    operands = _Operands(shape, batch, queries, keys, values)
+    parts = _Parts.allocate(out, shape, shared_parts + own_parts)
+    operands.attend(together, tiles, shared_parts, sinks, parts, shared, is_together=True)
+    operands.attend(alone, rows, own_parts, None, parts, shared, first_part=shared_parts)
+    parts.merge_into(out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Attention of each row over parts of its context."""
+
+    outputs: Tensor
+    """float32 [rows, heads, parts, head_dim]"""
+    sums: Tensor
+    """float32 [rows, heads, parts], logarithms of softmax sums, to base 2"""
+
+    @staticmethod
+    def allocate(out: Tensor, shape: PagedShape, parts: int) -> "_Parts":
+        """Allocate parts of `out`."""
+        counts = (len(out), shape.heads, parts)
+        return _Parts(
+            out.new_empty((*counts, shape.head_dim), dtype=torch.float32),
+            out.new_empty(counts, dtype=torch.float32),
+        )
+
+    def merge_into(self, out: Tensor) -> None:
+        """Merge the parts of each row and head."""
+        rows, heads, parts, head_dim = self.outputs.shape
+        width = max(16, power_of_two(head_dim))
+        _merge[(rows * heads,)](
             out,
+            self.outputs,
+            self.sums,
             parts,
-            sums,
-            splits,
-            head_dim=shape.head_dim,
+            head_dim=head_dim,
             max_splits=MAX_SPLITS,
             padded_dim=width,
             num_warps=8 if width > 128 else 4,
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """What a launch reads."""
+
+    shape: PagedShape
+    batch: PagedRows
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def attend(
+        self,
+        tile: Tile,
+        tiles: int,
+        splits: int,
+        sinks: Tensor | None,
+        out: Tensor | _Parts,
+        shared: Tensor | None = None,
+        *,
+        first_part: int = 0,
+        is_together: bool = False,
+    ) -> None:
+        """Launch the kernel for `tiles` tiles of queries, and `splits` parts of their contexts.
+
+        out: what the attention is written to; parts from `first_part` on. shared: as for
+        `attend_shared`; is_together: attend to the shared pages, instead of what follows them.
+        """
+        shape, batch = self.shape, self.batch
+        group = shape.heads // shape.kv_heads
+        parts = out if isinstance(out, _Parts) else None
+        _attend[(tiles, shape.kv_heads * -(-group // tile.heads), splits)](
+            out if parts is None else parts.outputs,
+            None if parts is None else parts.sums,
+            self.queries,
+            self.keys,
+            self.values,
+            batch.tables,
+            batch.starts,
+            batch.lengths,
+            batch.ends,
+            sinks,
+            shared,
+            len(batch.lengths),
+            self.queries.stride(0),
+            batch.tables.stride(0),
+            1 if parts is None else parts.sums.shape[2],
+            first_part,
+            scale=shape.scale,
+            cap=shape.cap,
+            window=shape.window,
+            kv_heads=shape.kv_heads,
+            group=group,
+            head_dim=shape.head_dim,
+            page_size=shape.page,
+            min_span=MIN_SPAN,
+            is_decode=batch.longest == 1 and not is_together,
+            is_together=is_together,
+            tile_rows=tile.rows,
+            tile_heads=tile.heads,
+            tile_keys=tile.keys,
+            padded_dim=max(16, power_of_two(shape.head_dim)),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
 # Fields of the staging buffer begin at any multiple of 4 bytes: without alignment in its key, a
 # kernel is compiled once and not again in the middle of a run.
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["starts", "lengths", "ends", "sequences"]
+    do_not_specialize=["starts", "lengths", "ends", "shared", "sequences", "parts", "first_part"]
 )
 def _attend(
     out: tl.tensor,
@@ -152,9 +253,12 @@ def _attend(
     lengths: tl.tensor,
     ends: tl.tensor,
     sinks: tl.tensor,
+    shared: tl.tensor,
     sequences: tl.tensor,
     query_stride: tl.tensor,
     table_stride: tl.tensor,
+    parts: tl.tensor,
+    first_part: tl.tensor,
     scale: tl.constexpr,
     cap: tl.constexpr,
     window: tl.constexpr,
@@ -164,6 +268,7 @@ def _attend(
     page_size: tl.constexpr,
     min_span: tl.constexpr,
     is_decode: tl.constexpr,
+    is_together: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_heads: tl.constexpr,
     tile_keys: tl.constexpr,
@@ -172,7 +277,9 @@ def _attend(
     """Attend for a tile of one sequence's queries and one key head, over a part of its context.
 
     A tile's rows are its queries × its heads of the group, heads innermost, and unused ones. With
-    `sums`, `out` is the parts and `sums` the logarithms of their softmax sums, to base 2.
+    `sums`, `out` is the parts and `sums` the logarithms of their softmax sums, to base 2. With
+    `shared`, the context is what lies behind the pages that all sequences share, or these pages if
+    `is_together`: then each row is the query of one sequence.
     """
     log2_e: tl.constexpr = 1.4426950408889634
     tile_queries: tl.constexpr = tile_rows // tile_heads
@@ -186,6 +293,11 @@ def _attend(
         first_query = 0
         start = tile
         count = 1
+    elif is_together:
+        sequence = 0
+        first_query = tile * tile_queries
+        start = 0
+        count = sequences
     else:
         # The last sequence whose tiles begin at or before this one.
         base = tl.load(starts)
@@ -200,7 +312,7 @@ def _attend(
         count = tl.load(starts + sequence + 1) - start
         start -= base
         first_query = (tile - start // tile_queries - sequence) * tile_queries
-    context = tl.load(lengths + sequence)
+    context = tl.load(shared) if is_together else tl.load(lengths + sequence)
 
     slots = tl.arange(0, tile_rows)
     in_head = head_part * tile_heads + slots % tile_heads
@@ -209,7 +321,12 @@ def _attend(
     row = (start + query).to(tl.int64)
     head = kv_head * group + in_head
     position = context - count + query
-    end = position + 1 if ends is None else tl.load(ends + row, mask=is_row, other=0)
+    if is_together:
+        end = tl.zeros_like(position) + context
+    elif ends is None:
+        end = position + 1
+    else:
+        end = tl.load(ends + row, mask=is_row, other=0)
     end = tl.where(is_row, tl.minimum(end, context), 0)
 
     width = tl.arange(0, padded_dim)
@@ -230,12 +347,16 @@ def _attend(
 
     # Not the greatest of `end`: a part whose bounds come from a reduction is not pipelined.
     behind_queries = tl.minimum(first_query + tile_queries, count)
-    if ends is None:
+    if is_together:
+        last = context
+    elif ends is None:
         last = tl.where(first_query < count, context - count + behind_queries, 0)
     else:
         last = tl.load(ends + start + behind_queries - 1, mask=first_query < count, other=0)
         last = tl.minimum(last, context)
     first = 0
+    if is_decode and shared is not None:
+        first = tl.load(shared)
     if window > 0:
         first = tl.maximum(context - count + first_query - window + 1, 0) // tile_keys * tile_keys
     if sums is not None:
@@ -285,7 +406,7 @@ def _attend(
     attended = attended / divisor[:, None]
     cell = row * (kv_heads * group) + head
     if sums is not None:
-        cell = cell * tl.num_programs(2) + tl.program_id(2)
+        cell = cell * parts + first_part + tl.program_id(2)
         logarithm = tl.where(is_empty, float("-inf"), highest + tl.log2(divisor))
         tl.store(sums + cell, logarithm, mask=is_row)
     cells = cell[:, None] * head_dim + width[None, :]

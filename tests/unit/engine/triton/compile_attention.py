@@ -15,7 +15,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from services.engine.model.attention.paged_kernels import PagedRows, PagedShape, attend_pages
+from services.engine.model.attention.paged_kernels import (
+    PagedRows,
+    PagedShape,
+    attend_pages,
+    attend_shared,
+)
 
 SHAPES = {
     # heads, key heads, head dimension, soft cap, window, sinks, images that see ahead
@@ -51,8 +56,10 @@ def main() -> None:
     for capability in map(int, sys.argv[1:]):
         triton.runtime.driver.set_active(_Driver(capability))
         for family, shape in SHAPES.items():
-            for rows in (1, 300):
-                _attend(rows, *shape)
+            for rows, together in ((1, False), (300, False), (40, True)):
+                if together and shape[4]:
+                    continue  # windows share nothing
+                _attend(rows, *shape, together=together)
                 for kernel in compiled:
                     used = _resources(kernel.asm["ptx"], capability)
                     print(
@@ -82,25 +89,35 @@ def _attend(
     window: int,
     has_sinks: bool,
     sees_ahead: bool,
+    *,
+    together: bool,
 ) -> None:
-    """Attend for one sequence's last rows over tables for 16,384 tokens."""
+    """Attend for one sequence's last rows over tables for 16,384 tokens.
+
+    together: for one row of each of `rows` sequences, whose contexts begin with the same pages.
+    """
     dtype = torch.bfloat16
     pages = torch.empty(2, 64, kv_heads, head_dim, dtype=dtype)
-    attend_pages(
-        PagedShape(heads, kv_heads, head_dim, 64, head_dim**-0.5, cap, window),
-        PagedRows(
-            starts=torch.empty(2, dtype=torch.int32),
-            lengths=torch.empty(1, dtype=torch.int32),
-            tables=torch.empty(1, 256, dtype=torch.int32),
-            ends=torch.empty(rows, dtype=torch.int32) if sees_ahead else None,
-            longest=rows,
-        ),
+    sequences = rows if together else 1
+    shape = PagedShape(heads, kv_heads, head_dim, 64, head_dim**-0.5, cap, window)
+    batch = PagedRows(
+        starts=torch.empty(sequences + 1, dtype=torch.int32),
+        lengths=torch.empty(sequences, dtype=torch.int32),
+        tables=torch.empty(sequences, 256, dtype=torch.int32),
+        ends=torch.empty(rows, dtype=torch.int32) if sees_ahead else None,
+        longest=1 if together else rows,
+    )
+    operands = (
         torch.empty(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)[:, :heads],
         pages,
         pages,
         torch.empty(heads) if has_sinks else None,
         torch.empty(rows, heads * head_dim, dtype=dtype),
     )
+    if together:
+        attend_shared(shape, batch, torch.empty(1, dtype=torch.int32), *operands)
+    else:
+        attend_pages(shape, batch, *operands)
 
 
 def _resources(ptx: str, capability: int) -> dict[str, int]:

@@ -85,14 +85,21 @@ class Layer:
         self.sinks = torch.linspace(-2, 3, case.heads) if case.has_sinks else None
 
     def run(
-        self, spans: tuple[tuple[int, int], ...], images: bool = False, overflow: bool = False
+        self,
+        spans: tuple[tuple[int, int], ...],
+        images: bool = False,
+        overflow: bool = False,
+        shared: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the kernel's output, and the torch backend's in float32.
 
         images: let some tokens of each chunk see each other. overflow: let a value of the first
-        sequence be infinite, and one of its keys.
+        sequence be infinite, and one of its keys. shared: let all contexts begin with so many
+        pages, and the kernel read them once.
         """
         batch = make_batch(spans, self.case.width)
+        if shared is not None:
+            batch.block_tables[:, :shared] = batch.block_tables[0, :shared].clone()
         if images:
             batch = dataclasses.replace(batch, visible_ends=image_ends(spans))
         plain = TorchAttention(
@@ -117,29 +124,34 @@ class Layer:
             0, AttentionStep(queries.float(), none, none, batch, cache, expected, is_written=True)
         )
         out = torch.full((rows, case.heads * case.head_dim), torch.nan, dtype=self.dtype)
-        kernels.attend_pages(
-            kernels.PagedShape(
-                case.heads,
-                case.kv_heads,
-                case.head_dim,
-                PAGE,
-                self.spec.attention_scale,
-                case.cap,
-                case.window,
-            ),
-            kernels.PagedRows(
-                batch.query_starts,
-                batch.context_lengths,
-                batch.block_tables,
-                batch.visible_ends,
-                max(n for n, _ in spans),
-            ),
+        shape = kernels.PagedShape(
+            case.heads,
+            case.kv_heads,
+            case.head_dim,
+            PAGE,
+            self.spec.attention_scale,
+            case.cap,
+            case.window,
+        )
+        paged = kernels.PagedRows(
+            batch.query_starts,
+            batch.context_lengths,
+            batch.block_tables,
+            batch.visible_ends,
+            max(n for n, _ in spans),
+        )
+        operands = (
             queries,
             cache.keys[0].transpose(1, 2).to(self.dtype).contiguous(),
             cache.values[0].transpose(1, 2).to(self.dtype).contiguous(),
             self.sinks,
             out,
         )
+        if shared is None:
+            kernels.attend_pages(shape, paged, *operands)
+        else:
+            tokens = torch.tensor([PAGE * shared], dtype=torch.int32)
+            kernels.attend_shared(shape, paged, tokens, *operands)
         return out, expected
 
 
@@ -180,6 +192,17 @@ def test_rows_equal_the_torch_backend(
 ) -> None:
     """Chunks with and without a cached prefix in one call."""
     out, expected = Layer(base, case, torch.float32).run(spans)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.window], ids=str)
+@pytest.mark.parametrize("shared", [0, 1, 3])
+def test_shared_pages_are_read_once(base: ModelSpec, case: Case, shared: int) -> None:
+    """Agents' contexts begin with the same instructions; some have little behind them."""
+    contexts = (1, 300, 65, 2, 128, 129, 64)
+    spans = tuple((1, PAGE * shared + context) for context in contexts)
+    layer = Layer(base, dataclasses.replace(case, width=16), torch.float32)
+    out, expected = layer.run(spans, shared=shared)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
