@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 
@@ -91,7 +91,6 @@ class Check:
         self._results = results
         self._end = time.monotonic() + 60 * minutes
         self._loads = loads
-        self._memory = 0.0
         self._rates: dict[str, float] = {}
         is_cuda = device.type == "cuda"
         self.report = Report(
@@ -166,13 +165,16 @@ class Check:
         for name in models:
             yield _Step(f"peers, {name}", partial(self._peers, name), 60)
 
+    @cached_property
+    def _memory(self) -> float:
+        """Bytes per second that a copy reads and writes."""
+        return bandwidth(self._device, (4 << 30) if self._device.type == "cuda" else (64 << 20))
+
     def _measure_memory(self) -> Iterator[dict[str, Figure]]:
-        size = (4 << 30) if self._device.type == "cuda" else (64 << 20)
-        self._memory = bandwidth(self._device, size)
         yield {"GB/s of a copy, read and written": self._memory / 1e9}
 
     def _speed(self, name: str, weights: str = "full") -> Iterator[dict[str, Figure]]:
-        loads, device = self._loads, self._device
+        loads, device, memory = self._loads, self._device, self._memory
         path = make_checkpoint(self._checkpoints / name, LLAMAS[name], device, small=False)
         release()
         began = time.monotonic()
@@ -180,7 +182,6 @@ class Check:
         room = most * (loads.prompt + loads.output + 64) + 2 * loads.long_prompt
         with MeasuredEngine(path, "auto", room, weights=weights, device=device.type) as engine:
             yield {"what": "start", "seconds": time.monotonic() - began}
-            memory = self._memory or 1e12
             yield from measure_one_stream(engine, loads, device, memory)
             prompt_rate = rate = 0.0
             for row in measure_prompts(engine, loads, device):

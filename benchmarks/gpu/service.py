@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from benchmarks.gpu.report import Figure
 from benchmarks.processes import free_port
@@ -38,14 +39,16 @@ def measure_service(
         command += ["--kv-memory", "64MiB"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     began = time.monotonic()
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    # a file: a service whose log nobody reads stops once a pipe is full
+    with (
+        TemporaryFile("w+") as log,
+        subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT) as process,
+    ):
         try:
             if not asyncio.run(_until_serving(f"127.0.0.1:{port}", process)):
                 process.kill()
-                said = process.stdout.read() if process.stdout is not None else ""
-                raise RuntimeError(f"the engine did not start: {said[-400:]}")
+                log.seek(0)
+                raise RuntimeError(f"the engine did not start: {log.read()[-400:]}")
             yield {"what": "start of the service", "seconds": time.monotonic() - began}
             for count in streams:
                 rate = 0.0
@@ -57,7 +60,7 @@ def measure_service(
             process.terminate()
 
 
-async def _until_serving(target: str, process: subprocess.Popen[str]) -> bool:
+async def _until_serving(target: str, process: subprocess.Popen[bytes]) -> bool:
     end = time.monotonic() + _START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         if await is_serving(target):
