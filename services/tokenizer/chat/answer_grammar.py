@@ -70,12 +70,15 @@ def build_answer_grammar(
     has_content = request.HasField("grammar") and not is_forced
     is_strict = any(tool.strict for _, tool in tools)
     reasoning = form.reasoning if state is not ReasoningState.NONE else None
-    if not (is_forced or is_strict or (has_content and (tools or reasoning))):
+    frame = ("", "")
+    if form.reasoning is not None and not request.continue_last_message:
+        frame = form.reasoning.frame  # a message that goes on is behind the first mark
+    if not (is_forced or is_strict or (has_content and (tools or reasoning or any(frame)))):
         return None
     single = choice.WhichOneof("choice") == "name" or (
         request.HasField("parallel_tool_calls") and not request.parallel_tool_calls
     )
-    grammar = MessageGrammar(form.calls, form.token_ids)
+    grammar = MessageGrammar(form.calls, form.token_ids, frame)
     if is_forced:
         message = grammar.forced_calls(tools, single=single)
     elif not has_content:

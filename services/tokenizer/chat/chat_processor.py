@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
-from services.tokenizer.chat.answer.call_readers import Parameters
+from services.tokenizer.chat.answer.call_parts import Parameters
 from services.tokenizer.chat.answer.content_tokens import ContentTokens
 from services.tokenizer.chat.answer.message import ChatMessage
 from services.tokenizer.chat.answer_grammar import build_answer_grammar, forces_calls

@@ -11,8 +11,9 @@ import grpc
 from services.common.contract import MAX_TEMPLATE_JSON, REASONING_EFFORTS
 from services.common.json_values import Json
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
-from services.tokenizer.chat.answer.call_readers import Parameters
-from services.tokenizer.chat.answer.message_parser import MessageParser, PlainText
+from services.tokenizer.chat.answer.call_parts import Parameters
+from services.tokenizer.chat.answer.harmony_parser import HarmonyParser
+from services.tokenizer.chat.answer.message_parser import MessageParser, PlainText, SegmentKind
 from services.tokenizer.chat.answer.response_parser import ResponseParser
 from services.tokenizer.chat.answer.tool_formats import detect_reasoning_format, detect_tool_format
 from services.tokenizer.chat.answer_grammar import AnswerFormat
@@ -41,6 +42,12 @@ _LOG = logging.getLogger("chat")
 _INLINE_SIZE = 4_096  # bytes or characters; larger inputs are processed in a thread
 _MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation, like the limit of rendered text
 _ARGUMENTS = "template_arguments_json"
+_THINKING_SWITCHES = ("enable_thinking", "thinking")  # Qwen, GLM; DeepSeek, Granite
+_WITHIN = {
+    ReasoningState.NONE: SegmentKind.CONTENT,
+    ReasoningState.OPEN: SegmentKind.REASONING,
+    ReasoningState.POSSIBLE: None,
+}
 _RESERVED_VARIABLES = frozenset({  # which requests can't set as template arguments
     "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "messages",
     "return_assistant_tokens_mask", "tools",
@@ -79,7 +86,8 @@ class ChatPrompt:
                     f"reasoning_effort is {effort}, but the template arguments have another: "
                     "leave out one of them.",
                 )
-            variables.setdefault("enable_thinking", effort != "none")
+            for switch in _THINKING_SWITCHES:
+                variables.setdefault(switch, effort != "none")
         return variables
 
 
@@ -118,13 +126,15 @@ class ChatTemplates:
         templates = vocabulary.chat_templates.values()
         calls = detect_tool_format(tool_format, templates)
         reasoning = detect_reasoning_format(reasoning_format, templates)
-        marks = [*calls.marks, *([reasoning.opens, reasoning.closes] if reasoning else [])]
+        marks = [*calls.marks, *(reasoning.marks if reasoning else ())]
         token_ids = {mark: vocabulary.ids[mark] for mark in marks if _is_control(mark, vocabulary)}
         self.answers = AnswerFormat(calls, reasoning, token_ids)
         self.table = vocabulary.table_with(marks)
         """Texts of generated tokens, with the marks of calls and reasoning"""
         self._probing: asyncio.Future[None] | None = None
-        self.turn_end_ids: frozenset[int] = frozenset()
+        self.turn_end_ids = frozenset(
+            vocabulary.ids[mark] for mark in calls.ends if mark in vocabulary.control_tokens
+        )
         """Ids that end a message of the assistant"""
 
     @property
@@ -246,8 +256,12 @@ class ChatTemplates:
         self, state: ReasoningState, tools: Parameters, *, is_forced: bool = False
     ) -> MessageParser:
         """Return the parser of an answer; `is_forced`: a grammar forces calls of `tools`."""
-        reasoning = None if state is ReasoningState.NONE else self.answers.reasoning
-        if reasoning is None and not tools:
+        form = self.answers.reasoning
+        if form is not None and form.name == "harmony":
+            return HarmonyParser(tools, _WITHIN[state], is_forced=is_forced)
+        reasoning = None if state is ReasoningState.NONE else form
+        frame = tuple(filter(None, form.frame)) if form is not None else ()
+        if reasoning is None and not tools and not frame:
             return PlainText()
         return ResponseParser(
             reasoning,
@@ -255,6 +269,7 @@ class ChatTemplates:
             tools,
             is_reasoning=state is ReasoningState.OPEN,
             is_forced=is_forced,
+            frame=frame,
         )
 
     async def _probe(self) -> None:
@@ -266,8 +281,14 @@ class ChatTemplates:
                 facts = TemplateFacts()
             self._facts[name] = facts
             end = await find_turn_end(self._renderer, name, facts)
+            form = self.answers.reasoning
+            within = form.closes if form is not None else ""  # a part's end need not end the turn
             special = self._vocabulary.special_tokens.items()
-            self.turn_end_ids |= {token for token, text in special if text and end.startswith(text)}
+            self.turn_end_ids |= {
+                token
+                for token, text in special
+                if text not in ("", within) and end.startswith(text)
+            }
 
     def _inputs(self, prompt: ChatPrompt) -> tuple[list[Any], MarkedText, str]:
         """Return messages, tools and variables of the template, with control tokens marked.

@@ -12,7 +12,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from services.common.annotations import ENCODINGS, ENFORCED_FORMATS
-from services.tokenizer.chat.answer.call_readers import (
+from services.tokenizer.chat.answer.argument_schemas import (
     json_types,
     named_values,
     object_of,
@@ -48,10 +48,14 @@ class ReasoningState(Enum):
 class MessageGrammar:
     """Builder of the grammar of one message."""
 
-    def __init__(self, calls: ToolFormat, token_ids: Mapping[str, int]) -> None:
-        """`token_ids` are the ids of marks that no text can spell."""
+    def __init__(
+        self, calls: ToolFormat, token_ids: Mapping[str, int], frame: tuple[str, str] = ("", "")
+    ) -> None:
+        """Take the form of calls, the ids of marks that no text can spell, marks around content."""
         self._format = calls
         self._token_ids = token_ids
+        self._tokens = re.compile(f"({'|'.join(map(re.escape, token_ids))})")
+        self._frame = frame
         self._rules = ["TEXT: /(?s:.*)/"]
         self._parts: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
@@ -75,13 +79,19 @@ class MessageGrammar:
             leads = re.escape(form.leads)
             self._rules.append(f"OTHER: /\\s*[^{leads}\\s](?s:.*)/")
             return self.rule("message", f"{inner} | OTHER |")
-        begin = self._through("begin", form.opens[0])
+        if any(self._frame):
+            call = f"{self._opening()} {inner}"
+            return self.rule("message", f"{call} | {self.framed('TEXT')}")
+        begin = self.through("begin", form.opens[0])
         return self.rule(
             "message", f"{begin} {inner} | TEXT" if single else f"({begin} {inner})* TEXT"
         )
 
     def content(self, grammar: types_pb2.GrammarSpec) -> str:
         """Return the rule of content by the request's grammar. Raises INVALID_ARGUMENT."""
+        return self.framed(self._content(grammar))
+
+    def _content(self, grammar: types_pb2.GrammarSpec) -> str:
         kind = grammar.WhichOneof("spec")
         if kind == "json_schema":
             return self._part(
@@ -112,12 +122,19 @@ class MessageGrammar:
             return self.rule("content", _regex(grammar.regex))
         return self.rule("content", " | ".join(map(_literal, grammar.choice.choices)))
 
+    def framed(self, content: str) -> str:
+        """Return the rule of content between its marks."""
+        return " ".join(
+            filter(None, (self.mark(self._frame[0]), content, self.mark(self._frame[1])))
+        )
+
     def reasoned(self, form: ReasoningFormat, state: ReasoningState, message: str) -> str:
         """Return the rule of a message after its reasoning."""
-        thought = self._through("thought", form.closes)
+        thought = self.through("thought", form.closes)
+        between = self.mark(form.resumes) or r"/\n{0,2}/"
         if state is ReasoningState.POSSIBLE:
-            return f"({self.mark(form.opens)} {thought} /\\n{{0,2}}/)? {message}"
-        return f"{thought} /\\n{{0,2}}/ {message}"
+            return f"({self.mark(form.opens)} {thought} {between})? {message}"
+        return f"{thought} {between} {message}"
 
     def finish(self, start: str) -> types_pb2.GrammarSpec:
         """Return the grammar that starts with the rule `start`."""
@@ -126,9 +143,13 @@ class MessageGrammar:
         return types_pb2.GrammarSpec(llguidance=json.dumps({"grammars": grammars}))
 
     def mark(self, text: str) -> str:
-        """Return a mark as its token, or spelled if it has none."""
-        token = self._token_ids.get(text)
-        return _literal(text) if token is None else f"<[{token}]>"
+        """Return a mark with its tokens, all else spelled."""
+        pieces = self._tokens.split(text) if self._token_ids else [text]
+        return " ".join(
+            _literal(piece) if (token := self._token_ids.get(piece)) is None else f"<[{token}]>"
+            for piece in pieces
+            if piece
+        )
 
     def schema(self, name: str, schema: Mapping[str, Any], place: str) -> str:
         """Add a rule of JSON by a schema from `place` of the request; return its reference."""
@@ -142,10 +163,10 @@ class MessageGrammar:
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
-    def _through(self, name: str, mark: str) -> str:
+    def through(self, name: str, mark: str) -> str:
         """Add a rule of text that ends with a mark; return its name."""
         # a mark without a token could also be part of the text: a lazy rule ends at the first one
-        options = "" if mark in self._token_ids else "[lazy]"
+        options = "" if mark.startswith(tuple(self._token_ids)) else "[lazy]"
         return self.rule(name + options, f"TEXT {self.mark(mark)}")
 
     def _part(self, name: str, grammar: Mapping[str, Any], place: str) -> str:
@@ -154,13 +175,21 @@ class MessageGrammar:
         return f"@{name}"
 
 
-def _json_call(grammar: MessageGrammar, key: str, tools: Sequence[IndexedTool]) -> str:
-    """Return the rule of {"name": …, key: {…}}, with the spaces of templates."""
+def _json_call(
+    grammar: MessageGrammar,
+    key: str,
+    tools: Sequence[IndexedTool],
+    head: str = "",
+) -> str:
+    """Return the rule of {"name": …, key: {…}}, with the spaces of templates.
+
+    head: rule of what stands before the name.
+    """
     options = []
+    head = head or _literal('{"name": "')
     for index, tool in tools:
-        schema = grammar.schema(f"arguments_{index}", *_arguments(index, tool))
-        head = _literal(f'{{"name": "{tool.name}", "{key}": ')
-        options.append(f'{head} {schema} "}}"')
+        named = _literal(f'{tool.name}", "{key}": ')
+        options.append(f'{head} {named} {_schema(grammar, index, tool)} "}}"')
     return grammar.rule("call", " | ".join(options))
 
 
@@ -178,15 +207,69 @@ def _bare(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -
 
 
 def _mistral(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
-    options = []
-    for index, tool in tools:
-        schema = grammar.schema(f"arguments_{index}", *_arguments(index, tool))
-        options.append(f"{_literal(tool.name)} {grammar.mark('[ARGS]')} {schema}")
-    return " | ".join(options)
+    return _between_names(grammar, tools, "", "[ARGS]", "")
 
 
 def _mistral_array(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
     return _array(_json_call(grammar, "arguments", tools), single)
+
+
+def _phi4(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
+    return f"{_mistral_array(grammar, tools, single)} {grammar.mark('<|/tool_call|>')}"
+
+
+def _command(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
+    number, begin = grammar.rule("number", "/[0-9]+/"), _literal('{"tool_call_id": "')
+    head = " ".join((begin, number, _literal('", "tool_name": "')))
+    call = _json_call(grammar, "parameters", tools, head)
+    calls = _repeated(call, _literal(",\n    "), single)
+    return rf'"[\n    " {calls} "\n]" {grammar.mark("<|END_ACTION|>")}'
+
+
+def _minimax(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
+    calls = _repeated(_json_call(grammar, "arguments", tools), _literal("\n"), single)
+    return rf'"\n" {calls} "\n" {grammar.mark("</tool_calls>")}'
+
+
+def _harmony(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
+    return _between_names(grammar, tools, "", " <|constrain|>json<|message|>", "")
+
+
+def _deepseek_v3(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
+    begin = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
+    call = _between_names(grammar, tools, begin, "\n```json\n", "\n```<｜tool▁call▁end｜>")
+    calls = _repeated(call, _literal("\n"), single)
+    return f"{calls} {grammar.mark('<｜tool▁calls▁end｜>')}"
+
+
+def _deepseek_v31(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
+    marks = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    calls = _repeated(_between_names(grammar, tools, *marks), "", single)
+    return f"{calls} {grammar.mark('<｜tool▁calls▁end｜>')}"
+
+
+def _kimi_k2(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
+    marks = "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    begin, middle, end = map(grammar.mark, marks)
+    number = grammar.rule("number", "/[0-9]+/")
+    options = []
+    for index, tool in tools:
+        head = f"{begin} {_literal(tool.name + ':')} {number} {middle}"
+        options.append(f"{head} {_schema(grammar, index, tool)} {end}")
+    calls = _repeated(grammar.rule("call", " | ".join(options)), "", single)
+    return f"{calls} {grammar.mark('<|tool_calls_section_end|>')}"
+
+
+def _between_names(
+    grammar: MessageGrammar, tools: Sequence[IndexedTool], begin: str, middle: str, end: str
+) -> str:
+    """Return the rule of a name and its arguments, with marks before, between and behind them."""
+    first, then, last = map(grammar.mark, (begin, middle, end))
+    options = [
+        f"{first} {_literal(tool.name)} {then} {_schema(grammar, index, tool)} {last}"
+        for index, tool in tools
+    ]
+    return grammar.rule("call", " | ".join(options))
 
 
 def _pythonic(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
@@ -204,37 +287,90 @@ def _pythonic(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: boo
 
 
 def _array(call: str, single: bool) -> str:
-    return f'"[" {call} "]"' if single else f'"[" {call} (", " {call})* "]"'
+    return f'"[" {_repeated(call, _literal(", "), single)} "]"'
+
+
+def _repeated(call: str, between: str, single: bool) -> str:
+    return call if single else f"{call} ({between} {call})*"
 
 
 def _xml(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
-    options = []
-    grammar.rule("string[lazy]", 'TEXT "\\n</parameter>\\n"')
-    for index, tool in tools:
-        members: list[tuple[str, bool]] = []
-        for name, schema, place, required in _properties(index, tool):
-            value = _xml_value(grammar, f"value_{index}_{len(members)}", schema, place)
-            members.append((f'{_literal(f"<parameter={name}>")} "\\n" {value}', required))
-        listed = _chosen(grammar, f"list_{index}", members, "")
-        options.append(f'{_literal(f"<function={tool.name}>")} "\\n" {listed} "</function>\\n"')
-    call = grammar.rule("call", " | ".join(options))
+    tags = ("<parameter=", ">\n", "\n</parameter>\n")
+    call = _tagged(grammar, tools, ("<function=", ">\n", "</function>\n"), tags)
     return f'"\\n" {call} {grammar.mark("</tool_call>")}'
 
 
+def _glm45(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
+    tags = ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+    return _tagged(grammar, tools, ("", "\n", "</tool_call>"), tags)
+
+
+def _minimax_m2(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: bool) -> str:
+    tags = ('<parameter name="', '">', "</parameter>\n")
+    call = _tagged(grammar, tools, ('<invoke name="', '">\n', "</invoke>\n"), tags)
+    calls = _repeated(call, "", single)
+    return f'"\\n" {calls} {grammar.mark("</minimax:tool_call>")}'
+
+
+def _tagged(
+    grammar: MessageGrammar,
+    tools: Sequence[IndexedTool],
+    call: tuple[str, str, str],
+    tags: tuple[str, str, str],
+) -> str:
+    """Return the rule of a call whose arguments stand between tags.
+
+    call: marks before the name, behind it, and behind the arguments; tags: marks before a key,
+    behind it, and behind its value.
+    """
+    options = []
+    before, behind, last = map(grammar.mark, call)
+    key_begin, key_end, _ = map(grammar.mark, tags)
+    text = grammar.through("string", tags[2])
+    for index, tool in tools:
+        members: list[tuple[str, bool]] = []
+        for name, schema, place, required in _properties(index, tool):
+            rule = f"value_{index}_{len(members)}"
+            value = _tagged_value(grammar, rule, schema, place, (text, grammar.mark(tags[2])))
+            members.append((f"{key_begin} {_literal(name)} {key_end} {value}", required))
+        listed = _chosen(grammar, f"list_{index}", members, "")
+        options.append(f"{before} {_literal(tool.name)} {behind} {listed} {last}")
+    return grammar.rule("call", " | ".join(options))
+
+
 _INNER: Mapping[str, Callable[[MessageGrammar, Sequence[IndexedTool], bool], str]] = {
+    "command": _command,
+    "deepseek_v3": _deepseek_v3,
+    "deepseek_v31": _deepseek_v31,
+    "glm45": _glm45,
+    "granite": _mistral_array,
+    "harmony": _harmony,
     "hermes": _hermes,
     "json": _bare,
+    "kimi_k2": _kimi_k2,
     "llama3_json": _llama3,
+    "minimax": _minimax,
+    "minimax_m2": _minimax_m2,
     "mistral": _mistral,
     "mistral_array": _mistral_array,
+    "phi4": _phi4,
     "pythonic": _pythonic,
     "qwen3_coder": _xml,
 }
 
 
-def _xml_value(grammar: MessageGrammar, name: str, schema: Mapping[str, Any], place: str) -> str:
-    """Return the rule of a value and the end of its parameter: a bare string, or JSON."""
-    end = '"\\n</parameter>\\n"'
+def _tagged_value(
+    grammar: MessageGrammar,
+    name: str,
+    schema: Mapping[str, Any],
+    place: str,
+    ends: tuple[str, str],
+) -> str:
+    """Return the rule of a value and the mark behind it: a bare string, or JSON.
+
+    ends: the rule of any text with that mark, and of the mark.
+    """
+    text, end = ends
     kinds = json_types(schema, schema)
     if "string" not in kinds:
         return f"{grammar.schema(name, schema, place)} {end}"
@@ -251,7 +387,7 @@ def _xml_value(grammar: MessageGrammar, name: str, schema: Mapping[str, Any], pl
             "This model writes strings without quotes, so they can't be constrained by "
             f"{', '.join(sorted(unknown))}.",
         )
-    return "string"
+    return text
 
 
 def _chosen(
@@ -273,6 +409,11 @@ def _chosen(
         tail = grammar.rule(f"{name}_{place}", body)
     optional = "" if any(required for _, required in members) else " |"
     return grammar.rule(name, " | ".join(heads) + optional)
+
+
+def _schema(grammar: MessageGrammar, index: int, tool: completion_pb2.Tool) -> str:
+    """Return the reference to the grammar of a tool's arguments."""
+    return grammar.schema(f"arguments_{index}", *_arguments(index, tool))
 
 
 def _arguments(index: int, tool: completion_pb2.Tool) -> tuple[dict[str, Any], str]:

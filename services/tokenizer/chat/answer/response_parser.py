@@ -2,9 +2,9 @@
 
 from collections.abc import Generator, Sequence
 
-from services.tokenizer.chat.answer.call_readers import Parameters
+from services.tokenizer.chat.answer.call_parts import Parameters
 from services.tokenizer.chat.answer.message_parser import Segment, SegmentKind
-from services.tokenizer.chat.answer.text_reader import Reading, TextReader
+from services.tokenizer.chat.answer.text_reader import Reading, TextReader, is_half
 from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
 
 __all__ = ["ResponseParser"]
@@ -21,17 +21,20 @@ class ResponseParser:
         *,
         is_reasoning: bool,
         is_forced: bool = False,
+        frame: Sequence[str] = (),
     ) -> None:
         """Take the model's forms; None for a message without reasoning or without calls.
 
         is_reasoning: whether the prompt ends inside reasoning.
         is_forced: whether a grammar forces calls, so that all other text is markup.
+        frame: marks around content, which belong to no part.
         """
         self._reader = TextReader()
         self._reasoning = reasoning
         self._calls = calls
         self._tools = tools
         self._is_reasoning = is_reasoning
+        self._frame = frame
         self._beside_calls = SegmentKind.MARKUP if is_forced else SegmentKind.CONTENT
         self._run = self._read()
         next(self._run, None)
@@ -50,20 +53,21 @@ class ResponseParser:
     def _read(self) -> Generator[None, None, None]:
         reader, calls = self._reader, self._calls
         if (yield from self._read_reasoning()):
-            yield from self._skip_space()
-        if calls is None:
+            yield from reader.skip_space()
+        if calls is None and not self._frame:
             while (yield from reader.more()):
                 reader.settle(SegmentKind.CONTENT, len(reader.text))
             return
-        if (yield from self._read_leading_calls(calls)):
-            yield from self._skip_space()
+        if calls is not None and (yield from self._read_leading_calls(calls)):
+            yield from reader.skip_space()
         reader.at = 0
-        while (yield from self._read_text(self._beside_calls, calls.opens)):
+        marks = (*self._frame, *(calls.opens if calls is not None else ()))
+        while (yield from reader.text_until(self._beside_calls, marks)):
             mark_at = reader.at
-            if (yield from self._read_calls(calls)):
-                yield from self._skip_space()
+            if self._skip_frame() or (calls is not None and (yield from self._read_calls(calls))):
+                yield from reader.skip_space()
             else:  # the mark begins no call; a later one may
-                self._settle(self._beside_calls, mark_at + 1)
+                reader.settle_as(self._beside_calls, mark_at + 1)
 
     def _read_reasoning(self) -> Reading:
         """Read reasoning; return whether there was any."""
@@ -74,16 +78,25 @@ class ResponseParser:
             yield from reader.space()
             if not (yield from reader.literal(self._reasoning.opens)):
                 begun = reader.text[reader.at :]
-                if reader.is_interrupted and _is_half(begun, (self._reasoning.opens,)):
-                    self._settle(SegmentKind.MARKUP, len(reader.text))
+                if reader.is_interrupted and is_half(begun, (self._reasoning.opens,)):
+                    reader.settle_as(SegmentKind.MARKUP, len(reader.text))
                 reader.at = 0
                 return False
             reader.settle(SegmentKind.MARKUP, reader.at, "")
-        yield from self._skip_space()
+        yield from reader.skip_space()
         closes = self._reasoning.closes
-        if (yield from self._read_text(SegmentKind.REASONING, (closes,))):
+        if (yield from reader.text_until(SegmentKind.REASONING, (closes,))):
             reader.settle(SegmentKind.MARKUP, reader.at + len(closes), "")
         return True
+
+    def _skip_frame(self) -> bool:
+        """Settle a mark around content as markup; return whether it is there."""
+        reader = self._reader
+        for mark in self._frame:
+            if reader.text.startswith(mark, reader.at):
+                reader.settle(SegmentKind.MARKUP, reader.at + len(mark), "")
+                return True
+        return False
 
     def _read_leading_calls(self, calls: ToolFormat) -> Reading:
         """Read calls without a mark at the start of the message."""
@@ -99,52 +112,6 @@ class ResponseParser:
         reader.ran_out = False
         found = yield from calls.read(reader, self._tools)
         if reader.ran_out and reader.is_interrupted:
-            self._settle(SegmentKind.MARKUP, len(reader.text))
+            reader.settle_as(SegmentKind.MARKUP, len(reader.text))
             return True
         return found
-
-    def _read_text(self, kind: SegmentKind, marks: Sequence[str]) -> Reading:
-        """Settle text up to a mark and the whitespace before it; return false without a mark."""
-        reader, is_empty = self._reader, True
-        while True:
-            places = [place for mark in marks if (place := reader.text.find(mark)) >= 0]
-            if places:
-                kept = len(reader.text[: min(places)].rstrip())
-                self._settle(kind, kept)
-                reader.at = min(places) - kept
-                return True
-            if is_empty and reader.is_interrupted and _is_half(reader.text.strip(), marks):
-                kind = SegmentKind.MARKUP
-            held = 0 if reader.is_ended else _held(reader.text, marks)
-            is_empty = is_empty and held == len(reader.text)
-            self._settle(kind, len(reader.text) - held)
-            if reader.is_ended:
-                return False
-            yield
-
-    def _settle(self, kind: SegmentKind, upto: int) -> None:
-        self._reader.settle(kind, upto, "" if kind is SegmentKind.MARKUP else None)
-
-    def _skip_space(self) -> Generator[None, None, None]:
-        reader = self._reader
-        reader.at = 0
-        yield from reader.space()
-        reader.settle(SegmentKind.MARKUP, reader.at, "")
-
-
-def _is_half(text: str, marks: Sequence[str]) -> bool:
-    return bool(text) and any(mark.startswith(text) for mark in marks)
-
-
-def _held(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the end that may belong to a mark or to whitespace before one."""
-    longest = min(max(map(len, marks), default=1) - 1, len(text))
-    partial = next(
-        (
-            size
-            for size in range(longest, 0, -1)
-            if any(mark.startswith(text[-size:]) for mark in marks)
-        ),
-        0,
-    )
-    return len(text) - len(text[: len(text) - partial].rstrip())

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from services.tokenizer.chat.answer.message_parser import Segment, SegmentKind
 
-__all__ = ["Reading", "TextReader"]
+__all__ = ["Reading", "TextReader", "is_half"]
 
 Reading: TypeAlias = Generator[None, None, bool]
 """A read that yields whenever it needs more text, and returns whether it found its object"""
@@ -83,3 +83,55 @@ class TextReader:
             yield
         self.at = place
         return True
+
+    def text_until(self, kind: SegmentKind, marks: Sequence[str]) -> Reading:
+        """Settle text up to a mark and the whitespace before it; return false without a mark.
+
+        `at` is then at the mark, behind that whitespace. Text that an interruption leaves with only
+        the beginning of a mark is markup.
+        """
+        is_empty = True
+        while True:
+            places = [place for mark in marks if (place := self.text.find(mark)) >= 0]
+            if places:
+                kept = len(self.text[: min(places)].rstrip())
+                self.settle_as(kind, kept)
+                self.at = min(places) - kept
+                return True
+            if is_empty and self.is_interrupted and is_half(self.text.strip(), marks):
+                kind = SegmentKind.MARKUP
+            held = 0 if self.is_ended else _held(self.text, marks)
+            is_empty = is_empty and held == len(self.text)
+            self.settle_as(kind, len(self.text) - held)
+            if self.is_ended:
+                return False
+            yield
+
+    def settle_as(self, kind: SegmentKind, upto: int) -> None:
+        """Make the text before `upto` a segment, which has no text if it is markup."""
+        self.settle(kind, upto, "" if kind is SegmentKind.MARKUP else None)
+
+    def skip_space(self) -> Generator[None, None, None]:
+        """Settle whitespace as markup."""
+        self.at = 0
+        yield from self.space()
+        self.settle(SegmentKind.MARKUP, self.at, "")
+
+
+def is_half(text: str, marks: Sequence[str]) -> bool:
+    """Return whether the text is the beginning of a mark."""
+    return bool(text) and any(mark.startswith(text) for mark in marks)
+
+
+def _held(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the end that may belong to a mark or to whitespace before one."""
+    longest = min(max(map(len, marks), default=1) - 1, len(text))
+    partial = next(
+        (
+            size
+            for size in range(longest, 0, -1)
+            if any(mark.startswith(text[-size:]) for mark in marks)
+        ),
+        0,
+    )
+    return len(text) - len(text[: len(text) - partial].rstrip())

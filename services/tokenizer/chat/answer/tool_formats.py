@@ -3,13 +3,22 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from services.tokenizer.chat.answer.call_parts import CallReader
 from services.tokenizer.chat.answer.call_readers import (
-    CallReader,
     read_json_calls,
     read_mistral_calls,
     read_pythonic_calls,
     read_tagged_json_call,
     read_xml_call,
+)
+from services.tokenizer.chat.answer.section_readers import (
+    read_command_calls,
+    read_deepseek_calls,
+    read_glm_call,
+    read_invocations,
+    read_json_lines,
+    read_kimi_calls,
+    read_listed_calls,
 )
 
 __all__ = [
@@ -42,6 +51,8 @@ class ToolFormat:
     """True if each of several calls has its own mark"""
     between: str = ""
     """Text between such calls"""
+    ends: Sequence[str] = ()
+    """Control tokens with which the model ends a message, though the template may not"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +62,124 @@ class ReasoningFormat:
     name: str
     opens: str
     closes: str
+    resumes: str = ""
+    """Text between reasoning and what follows it; "" for up to two line breaks"""
+    frame: tuple[str, str] = ("", "")
+    """Marks around content"""
+    tokens: Sequence[str] = ()
+    """Control tokens in all of these; () = each is a token"""
+    signs: Sequence[str] = ()
+    """Strings that a chat template with this form contains; () = the end mark"""
+
+    @property
+    def marks(self) -> Sequence[str]:
+        """Control tokens in the text of an answer, which the decoded text keeps."""
+        return self.tokens or tuple(filter(None, (self.opens, self.closes, *self.frame)))
 
 
+_HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>")
+_DEEPSEEK_TOKENS = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)  # fmt: skip
 # the order matters: a template of an earlier form may contain the signs of a later one
 TOOL_FORMATS: Sequence[ToolFormat] = (
+    ToolFormat(
+        "harmony",  # gpt-oss; `HarmonyParser` reads its messages as a whole
+        opens=("<|channel|>commentary to=functions.",),
+        leads="",
+        signs=("<|channel|>", "<|start|>"),
+        marks=_HARMONY_TOKENS,
+        read=read_json_calls,
+        ends=("<|call|>", "<|return|>"),
+    ),
+    ToolFormat(
+        "deepseek_v3",  # and R1
+        opens=("<｜tool▁calls▁begin｜>",),
+        leads="",
+        signs=("<｜tool▁calls▁begin｜>", "```json"),
+        marks=_DEEPSEEK_TOKENS,
+        read=read_deepseek_calls,
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        opens=("<｜tool▁calls▁begin｜>",),
+        leads="",
+        signs=("<｜tool▁calls▁begin｜>",),
+        marks=_DEEPSEEK_TOKENS,
+        read=read_deepseek_calls,
+    ),
+    ToolFormat(
+        "kimi_k2",
+        opens=("<|tool_calls_section_begin|>",),
+        leads="",
+        signs=("<|tool_calls_section_begin|>",),
+        marks=(
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
+        ),
+        read=read_kimi_calls,
+    ),
+    ToolFormat(
+        "glm45",
+        opens=("<tool_call>",),
+        leads="",
+        signs=("<tool_call>", "<arg_key>"),
+        marks=(
+            "<tool_call>",
+            "</tool_call>",
+            "<arg_key>",
+            "</arg_key>",
+            "<arg_value>",
+            "</arg_value>",
+        ),
+        read=read_glm_call,
+        repeats=True,
+        between="\n",
+    ),
+    ToolFormat(
+        "minimax_m2",
+        opens=("<minimax:tool_call>",),
+        leads="",
+        signs=("<minimax:tool_call>",),
+        marks=("<minimax:tool_call>", "</minimax:tool_call>"),
+        read=read_invocations,
+    ),
+    ToolFormat(
+        "minimax",  # M1
+        opens=("<tool_calls>",),
+        leads="",
+        signs=("<tool_calls>",),
+        marks=("<tool_calls>", "</tool_calls>"),
+        read=read_json_lines,
+    ),
+    ToolFormat(
+        "command",  # Command A and R7B
+        opens=("<|START_ACTION|>",),
+        leads="",
+        signs=("<|START_ACTION|>",),
+        marks=("<|START_ACTION|>", "<|END_ACTION|>"),
+        read=read_command_calls,
+    ),
+    ToolFormat(
+        "phi4",  # mini
+        opens=("<|tool_call|>",),
+        leads="",
+        signs=("<|tool|>", "<|/tool|>"),
+        marks=("<|tool_call|>", "<|/tool_call|>"),
+        read=read_listed_calls,
+    ),
+    ToolFormat(
+        "granite",  # 3; later ones have the form of Hermes
+        opens=("<|tool_call|>",),
+        leads="",
+        signs=("<|tool_call|>",),
+        marks=("<|tool_call|>",),
+        read=read_listed_calls,
+    ),
     ToolFormat(
         "qwen3_coder",
         opens=("<tool_call>", "<function="),
@@ -112,6 +237,22 @@ TOOL_FORMATS: Sequence[ToolFormat] = (
 # the form that a grammar forces if the template has none
 JSON_FORMAT = ToolFormat("json", opens=(), leads="{", signs=(), marks=(), read=read_json_calls)
 REASONING_FORMATS: Sequence[ReasoningFormat] = (
+    ReasoningFormat(
+        "harmony",
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        resumes="<|start|>assistant",
+        frame=("<|channel|>final<|message|>", ""),
+        tokens=_HARMONY_TOKENS,
+        signs=("<|channel|>", "<|start|>"),
+    ),
+    ReasoningFormat(
+        "command",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        frame=("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ),
+    ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
     ReasoningFormat("think", "<think>", "</think>"),  # DeepSeek R1, Qwen 3 and most others
     ReasoningFormat("magistral", "[THINK]", "[/THINK]"),
 )
@@ -120,7 +261,7 @@ REASONING_FORMATS: Sequence[ReasoningFormat] = (
 def answer_marks() -> frozenset[str]:
     """Return the marks of every format."""
     calls = (mark for form in TOOL_FORMATS for mark in form.marks)
-    reasoning = (mark for form in REASONING_FORMATS for mark in (form.opens, form.closes))
+    reasoning = (mark for form in REASONING_FORMATS for mark in form.marks)
     return frozenset((*calls, *reasoning))
 
 
@@ -136,10 +277,14 @@ def detect_tool_format(setting: str, templates: Collection[str]) -> ToolFormat:
 
 
 def detect_reasoning_format(setting: str, templates: Collection[str]) -> ReasoningFormat | None:
-    """Return the format of that name; for "auto", the first whose end mark a template contains."""
+    """Return the format of that name; for "auto", the first whose signs a template has, or None."""
     for form in REASONING_FORMATS:
         if form.name == setting or (
-            setting == "auto" and any(form.closes in template for template in templates)
+            setting == "auto"
+            and any(
+                all(sign in template for sign in form.signs or (form.closes,))
+                for template in templates
+            )
         ):
             return form
     return None

@@ -28,6 +28,9 @@ class TemplateFacts:
 
     knows_developer: bool = False
     """True if there is a role for developers, who are "system" otherwise"""
+    names_thinking: bool = False
+    """True if reasoning is "thinking" instead of "reasoning_content": gpt-oss's template, which
+    takes it instead of the content beside calls"""
     takes_parts: bool = False
     """True if a content is a list of parts instead of a string"""
     takes_image_parts: bool = False
@@ -122,7 +125,12 @@ def _written(
     written: dict[str, Json] = {"role": role, "content": _content(message, facts, image_text)}
     if message.name:
         written["name"] = message.name
-    if message.reasoning:
+    if message.reasoning and facts.names_thinking:
+        written["thinking"] = message.reasoning
+        if message.tool_calls and written["content"]:
+            written["thinking"] = f"{message.reasoning}\n{written['content']}"
+            written["content"] = facts.empty_content
+    elif message.reasoning:
         written["reasoning_content"] = message.reasoning
     if role == "tool":
         written["tool_call_id"] = _call_id(message.tool_call_id, facts)

@@ -1,5 +1,6 @@
 """Detection of a chat template's expectations, by rendering small conversations."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -14,6 +15,7 @@ __all__ = ["find_turn_end", "probe_template"]
 
 _WORD = "quetzal"  # no template contains it, nor `_ANSWER`
 _ANSWER = "axolotl"
+_THINKING = re.compile(r"""message\.thinking|message\[['"]thinking['"]\]""")
 _TOOL = {
     "type": "function",
     "function": {
@@ -31,7 +33,10 @@ async def probe_template(
 
     image_mark: the text that the model's processor replaces by an image; "" for text-only models.
     """
-    facts = TemplateFacts(knows_developer="developer" in source)
+    facts = TemplateFacts(
+        knows_developer="developer" in source,
+        names_thinking=bool(_THINKING.search(source)) and "reasoning_content" not in source,
+    )
     question = [_message(completion_pb2.ROLE_USER, _WORD)]
     plain = await _render(renderer, name, question, facts)
     if _WORD not in plain:

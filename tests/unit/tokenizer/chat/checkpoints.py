@@ -123,6 +123,142 @@ _PYTHONIC = _LLAMA.replace(
 {%- endfor %}
 {{- ']' }}""",
 )
+_HARMONY = """{%- set effort = reasoning_effort or 'medium' %}
+{{- '<|start|>system<|message|>Reasoning: ' + effort + '<|end|>' }}
+{%- set caller = namespace(name='') %}
+{%- for message in messages %}
+{%- if message.content and '<|channel|>' in message.content %}
+{{- raise_exception('channels belong in the field thinking') }}
+{%- endif %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- if message.content and message.thinking %}{{ raise_exception('one of both') }}{% endif %}
+{%- set thought = message.thinking or message.content %}
+{%- if thought %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + thought + '<|end|>' }}
+{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{%- set caller.name = call.name %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson + '<|call|>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+{%- elif message.role == 'tool' %}
+{{- '<|start|>functions.' + caller.name + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- message.content | tojson + '<|end|>' }}
+{%- else %}
+{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+_DEEPSEEK = """{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{{- '<｜User｜>' + message.content }}
+{%- elif message.role == 'assistant' and message.tool_calls %}
+{{- '<｜Assistant｜>' + (message.content or '') + '<｜tool▁calls▁begin｜>' }}
+{%- for call in message.tool_calls %}
+CALL
+{%- endfor %}
+{{- '<｜tool▁calls▁end｜>' + eos_token }}
+{%- elif message.role == 'assistant' %}
+{{- '<｜Assistant｜>' + message.content + eos_token }}
+{%- else %}
+{{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"""
+_DEEPSEEK_V3 = _DEEPSEEK.replace(
+    "CALL",
+    """{{- '\\n' if not loop.first }}
+{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+{{- call.function.arguments | tojson + '\\n```<｜tool▁call▁end｜>' }}""",
+)
+_DEEPSEEK_V31 = _DEEPSEEK.replace(
+    "CALL",
+    """{{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' }}
+{{- call.function.arguments | tojson + '<｜tool▁call▁end｜>' }}""",
+)
+_KIMI = _TURNS.replace(
+    "CALLS",
+    """{%- if message.tool_calls %}
+{{- '<|tool_calls_section_begin|>' }}
+{%- for call in message.tool_calls %}
+{{- '<|tool_call_begin|>functions.' + call.function.name + ':' + loop.index0 | string }}
+{{- '<|tool_call_argument_begin|>' + call.function.arguments | tojson + '<|tool_call_end|>' }}
+{%- endfor %}
+{{- '<|tool_calls_section_end|>' }}
+{%- endif %}""",
+)
+_GLM = _TURNS.replace(
+    "CALLS",
+    """{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>' + call.function.name + '\\n' }}
+{%- for key, value in call.function.arguments | items %}
+{{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+{{- (value if value is string else value | tojson) + '</arg_value>\\n' }}
+{%- endfor %}
+{{- '</tool_call>' }}
+{%- endfor %}""",
+)
+_MINIMAX_M2 = _TURNS.replace(
+    "CALLS",
+    """{%- if message.tool_calls %}
+{{- '\\n<minimax:tool_call>' }}
+{%- for call in message.tool_calls %}
+{{- '\\n<invoke name="' + call.function.name + '">' }}
+{%- for key, value in call.function.arguments | items %}
+{{- '\\n<parameter name="' + key + '">' }}
+{{- (value if value is string else value | tojson) + '</parameter>' }}
+{%- endfor %}
+{{- '\\n</invoke>' }}
+{%- endfor %}
+{{- '\\n</minimax:tool_call>' }}
+{%- endif %}""",
+)
+_MINIMAX = _TURNS.replace(
+    "CALLS",
+    """{%- if message.tool_calls %}
+{{- '\\n<tool_calls>\\n' }}
+{%- for call in message.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}\\n' }}
+{%- endfor %}
+{{- '</tool_calls>' }}
+{%- endif %}""",
+)
+_COMMAND = """{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_ACTION|>[' }}
+{%- for call in message.tool_calls %}
+{{- '\\n    {"tool_call_id": "' + loop.index0 | string + '", "tool_name": "' + call.function.name }}
+{{- '", "parameters": ' + call.function.arguments | tojson + '}' + (',' if not loop.last else '') }}
+{%- endfor %}
+{{- '\\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>' + message.content }}
+{{- '<|END_RESPONSE|><|END_OF_TURN_TOKEN|>' }}
+{%- else %}
+{{- '<|START_OF_TURN_TOKEN|>' + message.content + '<|END_OF_TURN_TOKEN|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}
+{%- if reasoning is defined and not reasoning %}
+{{- '<|START_THINKING|><|END_THINKING|>' }}
+{%- endif %}
+{%- endif %}"""
+_LISTED = _TURNS.replace(
+    "CALLS",
+    """{%- if message.tool_calls %}
+{{- '<|tool_call|>[' }}
+{%- for call in message.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson + '}' }}{% if not loop.last %}{{ ', ' }}{% endif %}
+{%- endfor %}
+{{- ']' }}CLOSE
+{%- endif %}""",
+)
 _PARTS = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- for part in message.content %}{{ part.text }}{% endfor %}
@@ -139,14 +275,35 @@ TEMPLATES: Mapping[str, str] = {
     "thinking": _THINKING,
     "json": _TURNS.replace("CALLS", ""),
     "parts": _PARTS,
+    "harmony": _HARMONY,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v31": _DEEPSEEK_V31,
+    "kimi_k2": _KIMI,
+    "glm45": _GLM,
+    "minimax_m2": _MINIMAX_M2,
+    "minimax": _MINIMAX,
+    "command": _COMMAND,
+    "phi4": "{#- <|tool|>…<|/tool|> -#}" + _LISTED.replace("CLOSE", "{{- '<|/tool_call|>' }}"),
+    "granite": _LISTED.replace("CLOSE", ""),
 }
 """Templates by the name of their format of calls, if they have one."""
 
 _SPECIAL = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>", "<|python_tag|>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]",
+    "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>",
+    "<｜User｜>", "<｜Assistant｜>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
+    "<|CHATBOT_TOKEN|>", "<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>",
+    "<|END_RESPONSE|>", "<|START_THINKING|>", "<|END_THINKING|>", "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+    "<|tool_calls_section_end|>",
 )  # fmt: skip
-_PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_PLAIN = (
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>", "<|tool_call|>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)  # fmt: skip
 
 
 def chat_vocabulary(directory: Path, template: str | list[dict[str, str]]) -> Vocabulary:

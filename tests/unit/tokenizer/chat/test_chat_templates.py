@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from services.common.settings import StartupError
@@ -181,7 +182,7 @@ async def test_calls_that_a_template_writes_are_parsed(family: _Family) -> None:
     if form in ("json", "thinking"):
         assert templates.answers.calls.name == "json"
         return
-    calls = _CALLS[:1] if form == "llama3_json" else _CALLS
+    calls = _CALLS[:1] if form in ("harmony", "llama3_json") else _CALLS
     assert templates.answers.calls.name == form
     message = _says(
         "assistant",
@@ -197,9 +198,9 @@ async def test_calls_that_a_template_writes_are_parsed(family: _Family) -> None:
     )
     assert after.text.startswith(before.text)
     answer = after.text.removeprefix(before.text)
-    for end in ("<|im_end|>", "<|eot_id|>", "</s>"):
+    for end in ("<|im_end|>", "<|eot_id|>", "</s>", "<|call|>", "<|END_OF_TURN_TOKEN|>"):
         answer = answer.partition(end)[0]
-    parser = templates.parser(ReasoningState.NONE, arguments_schemas(_TOOLS))
+    parser = templates.parser(templates.reasoning_state(before.text), arguments_schemas(_TOOLS))
     segments = [*parser.feed(answer), *parser.finish(is_cut=False)]
     assert not [part for part in segments if part.kind is SegmentKind.CONTENT]
     names = [part.text for part in segments if part.kind is SegmentKind.CALL]
@@ -234,6 +235,34 @@ async def test_every_template_writes_a_broken_call(family: _Family) -> None:
         "pythonic": 'get_weather(city="São Tomé", days=3, x="")',
     }
     assert expected.get(family.form, "") in rendered.text
+
+
+async def test_harmony_keeps_its_reasoning_and_its_ends(tmp_path: Path) -> None:
+    """gpt-oss thinks between calls, and goes on behind the end of a part."""
+    async with _started(tmp_path, TEMPLATES["harmony"]) as templates:
+        call = completion.ToolCall(id="a", name="get_weather", arguments_json="{}")
+        asked = _says("assistant", "Look:", reasoning="I need it.", tool_calls=[call])
+        prompt = _prompt(
+            _says("user", "q"),
+            asked,
+            _says("tool", "21", tool_call_id="a"),
+            reasoning_effort="high",
+        )
+        rendered = await templates.render(prompt)
+        assert "Reasoning: high" in rendered.text
+        assert "<|channel|>analysis<|message|>I need it.\nLook:<|end|>" in rendered.text
+        assert rendered.text.endswith("<|start|>assistant")
+        id_of = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id
+        assert templates.turn_end_ids == {id_of("<|call|>"), id_of("<|return|>")}
+        assert templates.reasoning_state(rendered.text) is ReasoningState.POSSIBLE
+        unfinished = _prompt(
+            _says("user", "q"), _says("assistant", "So"), continue_last_message=True
+        )
+        continued = await templates.render(unfinished)
+        assert continued.text.endswith("<|channel|>final<|message|>So")
+        state = templates.reasoning_state(continued.text, behind="q")
+        segments = templates.parser(state, {}).feed(" it is.")
+        assert [(part.kind, part.text) for part in segments] == [(SegmentKind.CONTENT, " it is.")]
 
 
 async def test_template_gets_contents_as_parts_if_it_needs_them(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from services.tokenizer.chat.answer.tool_formats import (
 )
 
 _FORMATS = {form.name: form for form in (*TOOL_FORMATS, JSON_FORMAT)}
-_THINK = REASONING_FORMATS[0]
+_THINK = next(form for form in REASONING_FORMATS if form.name == "think")
 _TOOLS = {
     "get_weather": {
         "type": "object",
@@ -201,6 +201,89 @@ _CASES: list[tuple[str, str, str, list[tuple[str, dict[str, object]]]]] = [
         "I think",
         [("get", {"x": [True, {"a": None}, -1.5, [")", '"']]})],
     ),
+    (
+        "deepseek_v3",
+        "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        '```json\n{"city": "São Tomé", "days": 3}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\n```json\n{}\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "Let me see.",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "São Tomé", "days": 3}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>unknown<｜tool▁sep｜>{}",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>unknown<｜tool▁sep｜>{}",
+        [],
+    ),
+    (
+        "kimi_k2",
+        "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+        '<|tool_call_argument_begin|>{"city": "São Tomé", "days": 3}<|tool_call_end|>'
+        "<|tool_call_begin|>functions.get_time:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "Hm.",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "glm45",
+        "\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>São Tomé</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
+        "<tool_call>get_time\n</tool_call>",
+        "",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "glm45",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>\n a</b> \n</arg_value>"
+        "</tool_call>",
+        "",
+        [("get_weather", {"city": "\n a</b> \n"})],
+    ),
+    ("glm45", "<tool_call>get_tim\n</tool_call>", "<tool_call>get_tim\n</tool_call>", []),
+    (
+        "minimax_m2",
+        'So:\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">São Tomé'
+        '</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n<invoke name="get_time">\n'
+        "</invoke>\n</minimax:tool_call>",
+        "So:",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "minimax",
+        '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "São Tomé", "days": 3}}\n'
+        '{"name": "get_time", "arguments": {}}\n</tool_calls>',
+        "",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "command",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+        '{"city": "São Tomé", "days": 3}},\n    {"tool_call_id": "1", "tool_name": "get_time", '
+        '"parameters": {}}\n]<|END_ACTION|>',
+        "",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "granite",
+        'Yes. <|tool_call|>[{"name": "get_weather", "arguments": {"city": "São Tomé", "days": 3}}]',
+        "Yes.",
+        [_WEATHER],
+    ),
+    (
+        "phi4",
+        '<|tool_call|>[{"name": "get_time", "arguments": {}}]<|/tool_call|>',
+        "",
+        [_TIME],
+    ),
     ("pythonic", "[get_time(), 3]", ", 3]", [_TIME]),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "[get(x=open('f'))]", "[get(x=open('f'))]", []),
@@ -319,6 +402,29 @@ def test_reasoning_is_separated_from_content(
     for pieces in ([text], list(text)):
         message = _read(_parser(None, _THINK, is_reasoning=is_reasoning), pieces)
         assert (message.reasoning, message.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (
+            "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+            "Hm.",
+            "Yes.",
+        ),
+        ("<|START_RESPONSE|>Yes.\n<|END_RESPONSE|>", "", "Yes."),
+        ("Yes.", "", "Yes."),
+    ],
+)
+def test_marks_around_content_are_left_out(text: str, reasoning: str, content: str) -> None:
+    form = next(form for form in REASONING_FORMATS if form.name == "command")
+    for calls in (None, _FORMATS["command"]):
+        for pieces in ([text], list(text)):
+            parser = ResponseParser(
+                form, calls, _TOOLS if calls else {}, is_reasoning=False, frame=form.frame
+            )
+            message = _read(parser, pieces)
+            assert (message.reasoning, message.content) == (reasoning, content)
 
 
 @pytest.mark.parametrize("value", ["[1, 2]", '"a"', "12 ", "null"])
