@@ -1,15 +1,18 @@
-"""CPU memory in huge pages, which make a pass over the weights 10 to 30 % faster."""
+"""CPU memory: huge pages, which make a pass over the weights 10 to 30 % faster, and its return."""
 
 import contextlib
+import ctypes
 import mmap
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "allocate", "touch"]
+__all__ = ["Arena", "allocate", "give_back_files", "give_back_freed", "touch"]
 
 _SLAB_BYTES = 64 << 20
 _TOUCHED_AT_ONCE = 8
@@ -45,6 +48,29 @@ def touch(tensors: Iterable[Tensor]) -> None:
 def _touch(tensor: Tensor) -> None:
     # One byte of each page. numpy, because torch would start more threads in each pool thread.
     tensor.view(-1).view(torch.uint8).numpy()[:: mmap.PAGESIZE] = 0
+
+
+def give_back_files(files: Iterable[Path]) -> None:
+    """Give the pages of mapped files back to the system. Views that use them read them again.
+
+    Writes to private mappings of these files are lost.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    names = {str(file.resolve()) for file in files}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, _, *name = line.split(maxsplit=5)
+        if name and name[0] in names:
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            length = ctypes.c_size_t(end - begin)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), length, mmap.MADV_DONTNEED)
+
+
+def give_back_freed() -> None:
+    """Give memory that was freed, but that the allocator keeps, back to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
+    if trim is not None:
+        trim(0)
 
 
 class Arena:

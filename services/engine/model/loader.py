@@ -10,6 +10,7 @@ import torch
 from services.common.gguf.checkpoint_files import PARTS
 from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, native
+from services.engine.kernels.memory import give_back_freed
 from services.engine.model.adapters.adapters import Adapters
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
@@ -150,6 +151,7 @@ def load_model(
             loaded = reader.read(manifest)
         finally:
             bar.finish()
+    give_back_freed()
     tiled = isinstance(operators, TiledOperators)
     attention = choose_backend(
         spec, dtype, device, loaded.sinks, tiled=tiled, with_xformers=with_xformers

@@ -13,6 +13,7 @@ from typing import Self
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from services.engine.kernels.memory import give_back_files
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.quantized import QuantizedWeight, StoredRows
 
@@ -148,6 +149,8 @@ class Checkpoint(TensorFiles):
         return self
 
     def __exit__(self, *failure: object) -> None:
+        """Let go of the files' pages; views that outlive this read them again."""
+        give_back_files(self._open)
         self._open.clear()
         self._stack.close()
 
