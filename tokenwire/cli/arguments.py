@@ -20,10 +20,12 @@ __all__ = [
     "Commands",
     "add_command",
     "add_json",
+    "add_key",
     "add_target",
     "add_tls",
     "amount_of_memory",
     "connected",
+    "key_of",
     "number",
     "read_text",
     "tls_of",
@@ -66,6 +68,11 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help=f"Tokenizer service; the variable {_VARIABLE} sets it too (default: %(default)s).",
     )
     add_tls(parser)
+    add_key(parser)
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """Add --key-file, beside the variable of the environment, and --plaintext."""
     parser.add_argument(
         "--key-file",
         type=Path,
@@ -83,11 +90,14 @@ def connected(options: argparse.Namespace) -> "Client":
     """Return a client of the target. Raises TlsError, and TokenError for an unusable key."""
     from tokenwire.client import Client
 
+    return Client(options.target, tls_of(options), key_of(options), plaintext=options.plaintext)
+
+
+def key_of(options: argparse.Namespace) -> str:
+    """Return the API key of the options or the environment; "" without one. Raises TokenError."""
     if options.key_file is not None:
-        key = TokenFile(options.key_file).first
-    else:
-        key = os.environ.get(_KEY_VARIABLE, "")
-    return Client(options.target, tls_of(options), key, plaintext=options.plaintext)
+        return TokenFile(options.key_file).first
+    return os.environ.get(_KEY_VARIABLE, "")
 
 
 def add_tls(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from tokenwire.cli import generation, health, keys, pull, serve, shell_completion, text
+from tokenwire.cli import batch, generation, health, keys, pull, serve, shell_completion, text
 from tokenwire.cli.arguments import tls_of
 from tokenwire.cli.output import discard_output, print_error
 from tokenwire.errors import ServiceError
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tokenwire')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for group in (serve, pull, generation, text, keys, health):
+    for group in (serve, pull, generation, batch, text, keys, health):
         group.add_commands(commands)
     shell_completion.add_commands(commands, parser)
     return parser

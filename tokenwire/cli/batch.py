@@ -1,0 +1,115 @@
+"""The command `batch`: runs a file of requests, in the lines of OpenAI's batch API."""
+
+import argparse
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tokenwire.cli.arguments import Commands, add_command, add_key, add_tls, key_of, tls_of
+from tokenwire.cli.arguments import whole_number as whole
+from tokenwire.cli.output import print_error
+from tokenwire.loopback import is_loopback
+
+__all__ = ["add_commands"]
+
+_URL = "http://127.0.0.1:8000"
+_LOWEST = 2**31 - 1
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the command."""
+    batch = add_command(
+        commands,
+        "batch",
+        _batch,
+        "Run the requests of a JSONL file, and write the answers to another.",
+        "batch input.jsonl output.jsonl",
+        "batch input.jsonl output.jsonl --url https://models.example.org --ca ca.pem",
+    )
+    batch.add_argument(
+        "input",
+        type=Path,
+        help='Lines such as {"custom_id": "1", "url": "/v1/completions", "body": {…}}.',
+    )
+    batch.add_argument(
+        "output",
+        type=Path,
+        help="Answers, in the order in which they come. Requests that it has answers to are not "
+        "run again.",
+    )
+    batch.add_argument(
+        "--url",
+        type=_url,
+        default=os.environ.get("TOKENWIRE_URL") or _URL,
+        help="HTTP server; the variable TOKENWIRE_URL sets it too (default: %(default)s).",
+    )
+    batch.add_argument(
+        "--concurrency",
+        type=whole(1, 1024),
+        default=64,
+        metavar="N",
+        help="Requests in progress at once (default: %(default)s).",
+    )
+    batch.add_argument(
+        "--priority",
+        type=whole(0, _LOWEST),
+        default=1000,
+        metavar="N",
+        help="Priority of requests that have none, lower first; interactive ones have 0. "
+        "0 = send none (default: %(default)s).",
+    )
+    batch.add_argument(
+        "--patience",
+        type=whole(0, 86_400),
+        default=600,
+        metavar="SECONDS",
+        help="Time for which a request is repeated while the server is full or away "
+        "(default: %(default)s).",
+    )
+    add_tls(batch)
+    add_key(batch)
+
+
+async def _batch(options: argparse.Namespace) -> int:
+    # imported here: the other commands need no HTTP client
+    from tokenwire.cli.batch_run import BatchRun, InputError
+
+    key, tls = key_of(options), tls_of(options)
+    parts = urlsplit(options.url)
+    if (
+        key
+        and parts.scheme == "http"
+        and not (options.plaintext or is_loopback(parts.hostname or ""))
+    ):
+        print_error(
+            f"{options.url} would get the API key in clear text: use https, or --plaintext."
+        )
+        return 2
+    try:
+        run = BatchRun(
+            options.input,
+            options.output,
+            url=options.url.rstrip("/"),
+            tls=None if tls is None else tls.context(),
+            key=key,
+            concurrency=options.concurrency,
+            priority=options.priority,
+            patience=options.patience,
+        )
+        summary = await run.run()
+    except InputError as error:
+        print_error(str(error))
+        return 2
+    print_error(summary.text)
+    return 0 if summary.failed == 0 else 1
+
+
+def _url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise argparse.ArgumentTypeError(f"must be an http(s):// URL, got {text!r}")
+    return text
