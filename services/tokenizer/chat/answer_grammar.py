@@ -11,6 +11,7 @@ from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
+_MOST_IGNORED = 100  # paths
 __all__ = ["AnswerFormat", "AnswerGrammar", "build_answer_grammar", "forces_calls"]
 
 
@@ -100,5 +101,6 @@ def build_answer_grammar(
     ignored = [
         *(unenforced_in(request.grammar, "grammar") if has_content else ()),
         *unenforced_in_tools(tools),
+        *grammar.ignored[:_MOST_IGNORED],
     ]
     return AnswerGrammar(grammar.finish(message), grammar.places, field, ignored)

@@ -5,9 +5,9 @@ They are Lark grammars in llguidance's dialect, with a further grammar for each 
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.json_format import MessageToDict
 
@@ -29,8 +29,8 @@ __all__ = ["MessageGrammar", "ReasoningState"]
 _ROOT = "#/$defs/root"  # place of the whole schema inside the schema of one argument
 # keywords of JSON Schema that constrain nothing
 _ANNOTATIONS = ENCODINGS | {
-    "$comment", "default", "deprecated", "description", "examples", "readOnly", "title",
-    "writeOnly",
+    "$comment", "$id", "$schema", "default", "deprecated", "description", "examples", "readOnly",
+    "title", "writeOnly",
 }  # fmt: skip
 _OBJECT_KEYWORDS = frozenset({
     "$defs", "$ref", "additionalProperties", "definitions", "properties", "required", "type",
@@ -60,6 +60,8 @@ class MessageGrammar:
         self._parts: list[dict[str, Any]] = []
         self.places: dict[str, str] = {}
         """Fields of the request, by the places of the grammar built from them"""
+        self.ignored: list[str] = []
+        """Paths of schema keywords that the form of calls can't enforce"""
 
     def forced_calls(self, tools: Sequence[IndexedTool], *, single: bool) -> str:
         """Return the rule of one call or, unless `single`, more."""
@@ -135,6 +137,17 @@ class MessageGrammar:
         if state is ReasoningState.POSSIBLE:
             return f"({self.mark(form.opens)} {thought} {between})? {message}"
         return f"{thought} {between} {message}"
+
+    def leave_out(
+        self, keywords: Collection[str], tool: completion_pb2.Tool, place: str, path: str, why: str
+    ) -> None:
+        """Note keywords of the schema at `path` that the form of calls can't enforce.
+
+        Raises INVALID_ARGUMENT with the reason for the tool at `place` if it is strict.
+        """
+        if keywords and tool.strict:
+            raise invalid(place, f"{why} {', '.join(sorted(keywords))}.")
+        self.ignored += (f"{path}.{keyword}" for keyword in sorted(keywords))
 
     def finish(self, start: str) -> types_pb2.GrammarSpec:
         """Return the grammar that starts with the rule `start`."""
@@ -276,7 +289,7 @@ def _pythonic(grammar: MessageGrammar, tools: Sequence[IndexedTool], single: boo
     options = []
     for index, tool in tools:
         members: list[tuple[str, bool]] = []
-        for name, schema, place, required in _properties(index, tool):
+        for name, schema, place, required in _properties(grammar, index, tool):
             if not name.isidentifier():
                 raise invalid(place, f"This model's calls can't have a parameter named {name!r}.")
             value = grammar.schema(f"value_{index}_{len(members)}", schema, place)
@@ -329,9 +342,10 @@ def _tagged(
     text = grammar.through("string", tags[2])
     for index, tool in tools:
         members: list[tuple[str, bool]] = []
-        for name, schema, place, required in _properties(index, tool):
+        for name, schema, place, required in _properties(grammar, index, tool):
             rule = f"value_{index}_{len(members)}"
-            value = _tagged_value(grammar, rule, schema, place, (text, grammar.mark(tags[2])))
+            parameter = _Parameter(tool, name, schema, place)
+            value = _tagged_value(grammar, rule, parameter, (text, grammar.mark(tags[2])))
             members.append((f"{key_begin} {_literal(name)} {key_end} {value}", required))
         listed = _chosen(grammar, f"list_{index}", members, "")
         options.append(f"{before} {_literal(tool.name)} {behind} {listed} {last}")
@@ -359,18 +373,25 @@ _INNER: Mapping[str, Callable[[MessageGrammar, Sequence[IndexedTool], bool], str
 }
 
 
+class _Parameter(NamedTuple):
+    """A parameter of a tool."""
+
+    tool: completion_pb2.Tool
+    name: str
+    schema: Mapping[str, Any]
+    place: str
+    """Field of the request with the tool's schema"""
+
+
 def _tagged_value(
-    grammar: MessageGrammar,
-    name: str,
-    schema: Mapping[str, Any],
-    place: str,
-    ends: tuple[str, str],
+    grammar: MessageGrammar, name: str, parameter: _Parameter, ends: tuple[str, str]
 ) -> str:
     """Return the rule of a value and the mark behind it: a bare string, or JSON.
 
     ends: the rule of any text with that mark, and of the mark.
     """
     text, end = ends
+    schema, place = parameter.schema, parameter.place
     kinds = json_types(schema, schema)
     if "string" not in kinds:
         return f"{grammar.schema(name, schema, place)} {end}"
@@ -381,12 +402,13 @@ def _tagged_value(
     kind = schema.get("format")
     if isinstance(kind, str) and kind not in ENFORCED_FORMATS:
         unknown.discard("format")
-    if unknown:
-        raise invalid(
-            place,
-            "This model writes strings without quotes, so they can't be constrained by "
-            f"{', '.join(sorted(unknown))}.",
-        )
+    grammar.leave_out(
+        unknown,
+        parameter.tool,
+        place,
+        f"{place}.properties.{parameter.name}",
+        "This model writes strings without quotes, so they can't be constrained by",
+    )
     return text
 
 
@@ -422,21 +444,22 @@ def _arguments(index: int, tool: completion_pb2.Tool) -> tuple[dict[str, Any], s
 
 
 def _properties(
-    index: int, tool: completion_pb2.Tool
+    grammar: MessageGrammar, index: int, tool: completion_pb2.Tool
 ) -> Iterable[tuple[str, dict[str, Any], str, bool]]:
     """Yield each parameter of a tool: name, schema, place in the request, whether required."""
     root, place = _arguments(index, tool)
     described = object_of(root)
     required = described.get("required")
     unknown = (root.keys() | described.keys()) - _ANNOTATIONS - _OBJECT_KEYWORDS
-    if isinstance(required, list):
-        unknown |= {f'"required" of {name}' for name in required if name not in properties_of(root)}
-    if unknown:
-        raise invalid(
-            place,
-            "This model writes arguments one by one, so the whole object can't be constrained by "
-            f"{', '.join(sorted(unknown))}.",
-        )
+    if isinstance(required, list) and any(name not in properties_of(root) for name in required):
+        unknown |= {"required"}
+    grammar.leave_out(
+        unknown,
+        tool,
+        place,
+        place,
+        "This model writes arguments one by one, so the whole object can't be constrained by",
+    )
     for name, schema in properties_of(root).items():
         own = schema if isinstance(schema, dict) else {}
         if "$ref" in json.dumps(own):

@@ -159,6 +159,50 @@ def test_forced_calls_fit_their_schemas(model: _Model) -> None:
     assert (len(counts) > 1) == several
 
 
+_PARAMETERS: dict[str, dict[str, Any]] = {
+    "path": {"type": "string", "minLength": 1, "maxLength": 4096, "description": "A path. " * 40},
+    "day": {"type": "string", "pattern": r"^\d{4}-\d{2}-\d{2}$", "description": "A day. " * 40},
+    "url": {"type": "string", "format": "uri", "description": "What to fetch. " * 20},
+    "timeout": {"type": "integer", "exclusiveMinimum": 0, "maximum": 9007199254740991},
+    "todos": {
+        "type": "array",
+        "maxItems": 64,
+        "items": {
+            "type": "object",
+            "properties": {
+                "content": {"type": "string", "minLength": 1},
+                "status": {"type": "string", "enum": ["pending", "in_progress", "completed"]},
+                "id": {"type": "string", "format": "uuid"},
+            },
+            "required": ["content", "status", "id"],
+            "additionalProperties": False,
+        },
+    },
+    "label": {"anyOf": [{"type": "string", "maxLength": 200}, {"type": "null"}]},
+    "mode": {"type": "string", "enum": ["content", "count"], "default": "count"},
+}
+_AGENT_SCHEMA: Json = {
+    "$schema": "http://json-schema.org/draft-07/schema#",
+    "type": "object",
+    "properties": _PARAMETERS,
+    "required": ["path", "timeout"],
+    "additionalProperties": False,
+}
+
+
+def test_tool_set_of_an_agent_makes_a_grammar(model: _Model) -> None:
+    """Coding agents send 100 kB of tools, with keywords that some forms can't enforce."""
+    text = json.dumps(_AGENT_SCHEMA)
+    count = 100_000 // len(text) + 1
+    tools = [
+        completion.Tool(name=f"mcp__server__{number}", parameters_json=text)
+        for number in range(count)
+    ]
+    grammar = model.grammar(tools=tools, tool_choice=_REQUIRED)
+    assert grammar is not None
+    model.matcher(grammar)
+
+
 def test_named_tool_is_the_only_one_called(model: _Model) -> None:
     grammar = model.grammar(tools=_tools(), tool_choice=completion.ToolChoice(name="get_any"))
     assert grammar is not None
@@ -240,16 +284,27 @@ def test_every_kind_of_grammar_constrains_content(
 
 
 def test_schema_that_a_form_can_not_enforce_is_refused_by_its_field(tmp_path: Path) -> None:
+    """Of a strict tool. Of others it is named, since tools of agents have such keywords."""
     schema: Json = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}
-    tools = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
+    tools = [completion.Tool(name="f", parameters_json=json.dumps(schema), strict=True)]
     model = _Model(tmp_path / "xml", TEMPLATES["qwen3_coder"])
     with pytest.raises(ServiceError) as caught:
         model.grammar(tools=tools, tool_choice=_REQUIRED)
     assert caught.value.field == "tools[0].parameters_json"
-    schema = {"properties": {"a": {}}, "required": ["a"], "minProperties": 2}
-    together = [completion.Tool(name="f", parameters_json=json.dumps(schema))]
+    schema = {"properties": {"a": {}}, "required": ["a", "b"], "minProperties": 2}
+    together = [completion.Tool(name="f", parameters_json=json.dumps(schema), strict=True)]
     with pytest.raises(ServiceError, match="minProperties"):
         model.grammar(tools=together, tool_choice=_REQUIRED)
+    for kept in (tools, together):
+        kept[0].strict = False
+    first, second = (model.grammar(tools=kept, tool_choice=_REQUIRED) for kept in (tools, together))
+    assert first is not None
+    assert second is not None
+    assert first.ignored == ["tools[0].parameters_json.properties.a.pattern"]
+    assert second.ignored == [
+        "tools[0].parameters_json.minProperties",
+        "tools[0].parameters_json.required",
+    ]
     bare = _Model(tmp_path / "json", TEMPLATES["json"])
     with pytest.raises(ServiceError) as caught:
         bare.grammar(tools=tools, grammar=types.GrammarSpec(regex="a"))
@@ -270,7 +325,8 @@ def test_bare_strings_may_have_keywords_that_are_never_enforced(tmp_path: Path) 
     secret |= {"contentEncoding": "x"}
     for schema, is_taken in ((secret, True), ({"format": "date"}, False), ({"format": []}, False)):
         properties = {"properties": {"a": {"type": "string"} | schema}}
-        tools = [completion.Tool(name="f", parameters_json=json.dumps(properties))]
+        text = json.dumps(properties)
+        tools = [completion.Tool(name="f", parameters_json=text, strict=True)]
         with contextlib.nullcontext() if is_taken else pytest.raises(ServiceError, match="format"):
             grammar = model.grammar(tools=tools, tool_choice=_REQUIRED)
             assert grammar is not None
