@@ -62,6 +62,7 @@ class XformersAttention(PagedAttention):
         self._has_split_k = (
             self._is_supported and spec.has_plain_attention and spec.head_dim in _HEAD_DIMS
         )
+        self.reads_shared_once = self._is_supported and not self._has_split_k
         self._bias: tuple[StepBatch, object] | None = None
         """Of the present step"""
 

@@ -1,7 +1,7 @@
 """Mixtures of experts on a GPU: grouped products in Triton, whose launches depend on no content.
 
 Rows are sorted by expert into blocks, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841): all
-rows of a block belong to one expert. Not yet run on a GPU.
+rows of a block belong to one expert.
 """
 
 from collections.abc import Iterable, Sequence

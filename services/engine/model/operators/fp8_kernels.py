@@ -1,7 +1,4 @@
-"""Triton kernels of FP8 products: rounding of activations, and products with scales of groups.
-
-Not yet run on a GPU.
-"""
+"""Triton kernels of FP8 products: rounding of activations, and products with scales of groups."""
 
 from dataclasses import dataclass
 
