@@ -65,7 +65,12 @@ def test_block_runs_as_pasted(stack: Stack, tmp_path: Path, language: str, text:
         text = text.replace(documented, actual)
     shell = ["bash", "-euo", "pipefail", "-c", runnable(text)]
     scripts = f"{sys.prefix}/bin:{os.environ['PATH']}"
-    of_reader = {"TOKENWIRE_TARGET": stack.tokenizer, "KEY": "none", "CURL_HOME": str(tmp_path)}
+    of_reader = {
+        "TOKENWIRE_TARGET": stack.tokenizer,
+        "TOKENWIRE_URL": stack.url,
+        "KEY": "none",
+        "CURL_HOME": str(tmp_path),
+    }
     ran = subprocess.run(
         shell if language == "sh" else [sys.executable, "-c", text],
         cwd=tmp_path,
