@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.stack import MortalEngine, free_ports, metrics_of, mortal_engine, running_service
+from tests.stack import (
+    MortalEngine,
+    free_ports,
+    metrics_of,
+    mortal_engine,
+    running_service,
+    watch_load,
+)
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
 from tests.unit.engine.vision_checkpoints import png
 from tests.vision import write_whole
@@ -248,6 +255,8 @@ async def test_full_engine_leaves_a_request_to_another(
                 assert (await anext(aiter(stream))).token_ids
             for _ in range(2):  # these wait
                 await begin()
+            for engine in (one, two):
+                await watch_load(engine.target, until=lambda load: load.waiting_sequences == 1)
             with pytest.raises(ServiceError) as refused:
                 await client.complete("import", max_tokens=4)
             assert refused.value.reason == "QUEUE_FULL"

@@ -16,12 +16,16 @@ from services.engine.model.attention import cache_kernel
 from services.engine.model.operators import fused_kernels
 
 SIZES = dict.fromkeys(
-    ("row_stride", "out_stride", "columns", "token_stride", "num_queries", "half"), "i32"
+    ("row_stride", "out_stride", "columns", "token_stride", "num_heads", "num_queries", "half"),
+    "i32",
 )
 NUMBERS = dict.fromkeys(("epsilon", "alpha", "limit"), "fp32")
 KERNELS = [
     *((fused_kernels._norm, {"adds": adds, "width": 4096}) for adds in (False, True)),
-    *((fused_kernels._rotate, {"has_norms": norms, "width": 64}) for norms in (False, True)),
+    *(
+        (fused_kernels._rotate, {"has_norms": norms, "tile_heads": 4, "width": 64})
+        for norms in (False, True)
+    ),
     *(
         (fused_kernels._activate, {"kind": kind, "gated": gated, "width": 1024})
         for kind in range(4)
