@@ -37,12 +37,6 @@ HEADS = [(4, 2), (3, 3), (8, 1)]
 """Query heads, key heads"""
 
 
-@pytest.fixture(params=[paged.PagedAttention, xformers.XformersAttention], autouse=True)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests each backend."""
-    monkeypatch.setattr(Case, "kind", request.param, raising=False)
-
-
 @pytest.fixture
 def spec(tmp_path: Path) -> ModelSpec:
     make_checkpoint(tmp_path, CONFIGS["llama"])
@@ -58,7 +52,7 @@ def with_heads(spec: ModelSpec, heads: int, kv_heads: int, window: int = 0) -> M
 class Case:
     """A step over random keys and values, in the caches of two backends."""
 
-    kind: type[TorchAttention]
+    kind: type[TorchAttention] = paged.PagedAttention
     """The tested one"""
 
     def __init__(self, spec: ModelSpec, num_decodes: int, spans: Sequence[tuple[int, int]]) -> None:
@@ -115,12 +109,19 @@ class Case:
         torch.testing.assert_close(self.attend(0), self.attend(1), atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("kind", [paged.PagedAttention, xformers.XformersAttention])
 @pytest.mark.parametrize("window", [0, 70])
 @pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
 def test_decode_equals_the_torch_backend(
-    spec: ModelSpec, heads: int, kv_heads: int, window: int
+    spec: ModelSpec,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    kind: type[TorchAttention],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Five sequences, which xformers' backend pads to eight rows."""
+    monkeypatch.setattr(Case, "kind", kind)
     spans = [(1, context) for context in (1, 63, 64, 65, 700)]
     Case(with_heads(spec, heads, kv_heads, window), 5, spans).check()
 
