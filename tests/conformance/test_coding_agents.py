@@ -64,7 +64,7 @@ def events(stream: str) -> list[str]:
 
 
 def test_codex_is_answered(small_prompts: Stack) -> None:
-    """What it asks for without effect is named: tools that OpenAI runs, encrypted reasoning."""
+    """Tools that OpenAI runs and encrypted reasoning have no effect, and are named."""
     request = recorded("codex", max_output_tokens=8)
     answer = httpx.post(f"{small_prompts.url}/v1/responses", json=request, timeout=60)
     assert answer.status_code == 200, answer.text

@@ -137,16 +137,35 @@ async def test_server_that_is_away_is_awaited(stack: Stack, tmp_path: Path) -> N
 
 
 def test_output_that_is_something_else_stays(stack: Stack, tmp_path: Path) -> None:
+    """Notes, or the requests of a user who exchanges the two files, or names one twice."""
     source = write(tmp_path / "in.jsonl", [completion(stack, "a")])
-    target = tmp_path / "notes.txt"
-    target.write_text("my notes\n")
+    notes = write(tmp_path / "notes.txt", ["my notes"])
+    whole = {file: file.read_text() for file in (source, notes)}
+    for first, second in ((source, notes), (notes, source), (source, source)):
+        done = subprocess.run(
+            command(first, second, stack.url), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert {file: file.read_text() for file in tmp_path.iterdir()} == whole
+
+
+def test_missing_input_is_one_sentence(tmp_path: Path) -> None:
+    files = tmp_path / "no-such.jsonl", tmp_path / "out.jsonl"
     done = subprocess.run(
-        command(source, target, stack.url), capture_output=True, text=True, check=False
+        command(*files, "http://127.0.0.1:1"), capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert target.read_text() == "my notes\n"
-    assert {file.name for file in tmp_path.iterdir()} == {"in.jsonl", "notes.txt"}
+    assert done.stderr == f"tokenwire: {files[0]}: No such file or directory.\n"
+
+
+def test_text_that_utf8_can_not_express_stops_no_other_line(stack: Stack, tmp_path: Path) -> None:
+    half = r'{"custom_id": "\ud800", "url": "/v1/completions", "body": {"prompt": "\ud800"}}'
+    source = write(tmp_path / "in.jsonl", [half, completion(stack, "a")])
+    code, _, answers = run(source, tmp_path / "out.jsonl", stack.url)
+    assert code == 1
+    assert answers["\ud800"]["response"]["status_code"] == 400
+    assert answers["a"]["response"]["status_code"] == 200
 
 
 def test_key_is_not_sent_in_clear_text(tmp_path: Path) -> None:

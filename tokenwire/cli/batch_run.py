@@ -35,7 +35,7 @@ class InputError(Exception):
 
 @dataclass(slots=True)
 class BatchSummary:
-    """What came of a batch."""
+    """Counts of a batch."""
 
     total: int
     skipped: int = 0
@@ -63,7 +63,8 @@ class BatchSummary:
 class _Request:
     custom_id: str | None
     url: str = ""
-    body: Any = None
+    content: bytes = b""
+    """The body as JSON"""
     problem: str = ""
     """Why the line can't be sent; empty if it can"""
 
@@ -98,14 +99,13 @@ class BatchRun:
     async def run(self) -> BatchSummary:
         """Run all requests. Raises InputError."""
         done = self._keep_answers()
-        try:
-            with self._source.open(encoding="utf-8") as lines:
+        with _opened(self._source, "r") as lines, _opened(self._target, "a") as output:
+            try:
                 self._summary = BatchSummary(sum(1 for line in lines if line.strip()))
-                lines.seek(0)
-                with self._target.open("a", encoding="utf-8") as output:
-                    await self._run(self._requests(lines, done), output)
-        except UnicodeDecodeError:
-            raise InputError(f"{self._source} is not UTF-8.") from None
+            except UnicodeDecodeError:
+                raise InputError(f"{self._source} is not UTF-8.") from None
+            lines.seek(0)
+            await self._run(self._requests(lines, done), output)
         return self._summary
 
     def _keep_answers(self) -> set[str]:
@@ -114,14 +114,14 @@ class BatchRun:
         if not self._target.is_file():
             return done
         part = self._target.with_name(f"{self._target.name}.part")
-        with self._target.open(encoding="utf-8") as lines, part.open("w", encoding="utf-8") as kept:
-            for line in lines:
-                if custom_id := _answered(line):
-                    done.add(custom_id)
-                    kept.write(line)
-                elif line.strip() and not line.startswith(_BEGIN):
-                    part.unlink()
-                    raise InputError(f"{self._target} has lines that are no answers of a batch.")
+        with _opened(self._target, "r") as lines, _opened(part, "w") as kept:
+            try:
+                for line in lines:
+                    if _is_answered(line, done):
+                        kept.write(line)
+            except ValueError:  # not UTF-8, or no line of a batch
+                part.unlink()
+                raise InputError(f"{self._target} has lines that no batch wrote.") from None
         os.replace(part, self._target)
         return done
 
@@ -147,14 +147,14 @@ class BatchRun:
         async with own as pool:
             for request in requests:
                 answer = await self._answer(pool, request)
-                output.write(json.dumps(answer, ensure_ascii=False) + "\n")
+                output.write(json.dumps(answer) + "\n")
                 output.flush()
 
     def _requests(self, lines: TextIO, done: set[str]) -> Iterator[_Request]:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            request = _parse(line, number)
+            request = _parse(line, number, self._priority)
             if request.custom_id is not None:
                 if request.custom_id in done:
                     self._summary.skipped += 1
@@ -194,8 +194,6 @@ class BatchRun:
         headers = [("content-type", "application/json"), ("accept", "application/json")]
         if self._key:
             headers.append(("authorization", f"Bearer {self._key}"))
-        body = {"priority": self._priority, **request.body} if self._priority else request.body
-        content = json.dumps(body, ensure_ascii=False).encode()
         timeouts = {"timeout": {"connect": _CONNECT_SECONDS}}
         end, pause = time.monotonic() + self._patience, 0.5
         while True:
@@ -206,7 +204,7 @@ class BatchRun:
                     "POST",
                     self._url + request.url,
                     headers=headers,
-                    content=content,
+                    content=request.content,
                     extensions=timeouts,
                 )
             except (
@@ -239,8 +237,8 @@ class BatchRun:
             await asyncio.sleep(_PROGRESS_SECONDS)
 
 
-def _parse(line: str, number: int) -> _Request:
-    """Read a line of the input."""
+def _parse(line: str, number: int, priority: int) -> _Request:
+    """Read a line of the input. priority: that of a body without one; 0 = none."""
 
     def invalid(why: str, custom_id: str | None = None) -> _Request:
         return _Request(custom_id, problem=f"Line {number}: {why}.")
@@ -265,7 +263,12 @@ def _parse(line: str, number: int) -> _Request:
         return invalid("body must be an object", custom_id)
     if body.get("stream"):
         return invalid("body.stream must be false", custom_id)
-    return _Request(custom_id, url, body)
+    if priority:
+        body.setdefault("priority", priority)
+    try:
+        return _Request(custom_id, url, json.dumps(body).encode())
+    except RecursionError:
+        return invalid("body is nested too deeply", custom_id)
 
 
 def _result(response: httpcore.Response) -> dict[str, Any]:
@@ -296,12 +299,26 @@ def _generated(body: Any) -> int:
     return number if isinstance(number, int) else 0
 
 
-def _answered(line: str) -> str | None:
-    """Return the custom_id of an answer that needs no other; None for any other line."""
+def _is_answered(line: str, done: set[str]) -> bool:
+    """Return whether a line of the output is a good answer, and add its custom_id to `done`.
+
+    Raises ValueError for what no run writes. A killed run may leave half of its last line.
+    """
+    if not line.endswith("\n") and line.startswith(_BEGIN[: len(line)]):
+        return False
+    answer = json.loads(line)
+    if not isinstance(answer, dict) or answer.keys() != {"custom_id", "response", "error"}:
+        raise ValueError("no answer")
+    response = answer["response"]
+    if not isinstance(response, dict) or response.get("status_code") != _OK:
+        return False
+    done.add(str(answer["custom_id"]))
+    return True
+
+
+def _opened(path: Path, mode: str) -> TextIO:
     try:
-        answer = json.loads(line)
-        is_answer = line.endswith("\n") and answer["response"]["status_code"] == _OK
-        custom_id = answer["custom_id"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    return custom_id if is_answer and isinstance(custom_id, str) else None
+        file: TextIO = path.open(mode, encoding="utf-8")  # type: ignore[assignment]
+    except OSError as error:
+        raise InputError(f"{path}: {os.strerror(error.errno or 0)}.") from None
+    return file

@@ -24,6 +24,11 @@ class AnswerFormat:
     token_ids: Mapping[str, int]
     """Ids of the marks of both that are control tokens, which no text can spell"""
 
+    @property
+    def has_channels(self) -> bool:
+        """True if messages are in gpt-oss's form, whichever of the two names it."""
+        return "harmony" in (self.calls.name, self.reasoning.name if self.reasoning else "")
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:

@@ -257,8 +257,9 @@ class ChatTemplates:
     ) -> MessageParser:
         """Return the parser of an answer; `is_forced`: a grammar forces calls of `tools`."""
         form = self.answers.reasoning
-        if form is not None and form.name == "harmony":
-            return HarmonyParser(tools, _WITHIN[state], is_forced=is_forced)
+        if self.answers.has_channels:
+            within = None if form is None else _WITHIN[state]
+            return HarmonyParser(tools, within, is_forced=is_forced)
         reasoning = None if state is ReasoningState.NONE else form
         frame = tuple(filter(None, form.frame)) if form is not None else ()
         if reasoning is None and not tools and not frame:

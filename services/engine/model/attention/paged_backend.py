@@ -178,7 +178,7 @@ class StepMetadata:
 
     @cached_property
     def chunk_starts(self) -> Tensor:
-        """Where each chunk begins among the rows of all chunks, int32 [chunks + 1]."""
+        """First row of each chunk among the rows of all chunks, int32 [chunks + 1]."""
         starts = self.batch.query_starts[self.batch.num_decodes :]
         return starts - starts[0] if self.batch.num_decodes else starts
 

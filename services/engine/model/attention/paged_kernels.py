@@ -173,7 +173,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """What a launch reads."""
+    """Operands of a launch."""
 
     shape: PagedShape
     batch: PagedRows

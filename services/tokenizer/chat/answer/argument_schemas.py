@@ -1,4 +1,4 @@
-"""What the schema of a tool's arguments says about their types."""
+"""Types of a tool's arguments by their schema."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -11,8 +11,8 @@ import re
 from collections.abc import Generator, Sequence
 
 from services.tokenizer.chat.answer.call_parts import Parameters, arguments_object
-from services.tokenizer.chat.answer.message_parser import Segment, SegmentKind
-from services.tokenizer.chat.answer.text_reader import Reading, TextReader, is_half
+from services.tokenizer.chat.answer.message_parser import SegmentKind
+from services.tokenizer.chat.answer.text_reader import Reading, ReadingParser, is_half
 
 __all__ = ["HarmonyParser"]
 
@@ -26,7 +26,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 
-class HarmonyParser:
+class HarmonyParser(ReadingParser):
     """Parser of one message. Whitespace between its parts belongs to none of them."""
 
     def __init__(
@@ -37,29 +37,17 @@ class HarmonyParser:
         within: what the prompt ends in the middle of; None: it ends in front of a header.
         is_forced: whether a grammar forces calls, so that all other text is markup.
         """
-        self._reader = TextReader()
         self._tools = tools
+        self._within = within
         self._content = SegmentKind.MARKUP if is_forced else SegmentKind.CONTENT
         self._written: set[SegmentKind] = set()
-        self._run = self._read(within)
-        next(self._run, None)
+        super().__init__()
 
-    def feed(self, text: str) -> Sequence[Segment]:
-        self._reader.text += text
-        next(self._run, None)
-        return self._reader.take()
-
-    def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
-        self._reader.is_ended, self._reader.is_cut = True, is_cut
-        self._reader.is_interrupted = is_cut or is_stopped
-        next(self._run, None)
-        return self._reader.take()
-
-    def _read(self, within: SegmentKind | None) -> Generator[None, None, None]:
+    def _read(self) -> Generator[None, None, None]:
         reader = self._reader
-        if within is not None:
-            self._written.add(within)
-            yield from self._read_body(within)
+        if self._within is not None:
+            self._written.add(self._within)
+            yield from self._read_body(self._within)
         while True:
             reader.at = 0
             if not (yield from reader.more()):

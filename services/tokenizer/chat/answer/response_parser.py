@@ -3,14 +3,14 @@
 from collections.abc import Generator, Sequence
 
 from services.tokenizer.chat.answer.call_parts import Parameters
-from services.tokenizer.chat.answer.message_parser import Segment, SegmentKind
-from services.tokenizer.chat.answer.text_reader import Reading, TextReader, is_half
+from services.tokenizer.chat.answer.message_parser import SegmentKind
+from services.tokenizer.chat.answer.text_reader import Reading, ReadingParser, is_half
 from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
 
 __all__ = ["ResponseParser"]
 
 
-class ResponseParser:
+class ResponseParser(ReadingParser):
     """Parser of one message. Whitespace between its parts belongs to none of them."""
 
     def __init__(
@@ -29,26 +29,13 @@ class ResponseParser:
         is_forced: whether a grammar forces calls, so that all other text is markup.
         frame: marks around content, which belong to no part.
         """
-        self._reader = TextReader()
         self._reasoning = reasoning
         self._calls = calls
         self._tools = tools
         self._is_reasoning = is_reasoning
         self._frame = frame
         self._beside_calls = SegmentKind.MARKUP if is_forced else SegmentKind.CONTENT
-        self._run = self._read()
-        next(self._run, None)
-
-    def feed(self, text: str) -> Sequence[Segment]:
-        self._reader.text += text
-        next(self._run, None)
-        return self._reader.take()
-
-    def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
-        self._reader.is_ended, self._reader.is_cut = True, is_cut
-        self._reader.is_interrupted = is_cut or is_stopped
-        next(self._run, None)
-        return self._reader.take()
+        super().__init__()
 
     def _read(self) -> Generator[None, None, None]:
         reader, calls = self._reader, self._calls
@@ -109,6 +96,7 @@ class ResponseParser:
     def _read_calls(self, calls: ToolFormat) -> Reading:
         """Read calls from `at` on; an interrupted answer leaves out an unfinished call or mark."""
         reader = self._reader
+        assert calls.read is not None
         reader.ran_out = False
         found = yield from calls.read(reader, self._tools)
         if reader.ran_out and reader.is_interrupted:

@@ -1,11 +1,12 @@
 """Reader of generated text: it reads ahead, then settles segments or goes back."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from typing import TypeAlias
 
 from services.tokenizer.chat.answer.message_parser import Segment, SegmentKind
 
-__all__ = ["Reading", "TextReader", "is_half"]
+__all__ = ["Reading", "ReadingParser", "TextReader", "is_half"]
 
 Reading: TypeAlias = Generator[None, None, bool]
 """A read that yields whenever it needs more text, and returns whether it found its object"""
@@ -116,6 +117,33 @@ class TextReader:
         self.at = 0
         yield from self.space()
         self.settle(SegmentKind.MARKUP, self.at, "")
+
+
+class ReadingParser(ABC):
+    """Parser of one message by a reader, which waits in `_read` for more text."""
+
+    def __init__(self) -> None:
+        """Begin to read: a subclass calls this last."""
+        self._reader = TextReader()
+        self._run = self._read()
+        next(self._run, None)
+
+    def feed(self, text: str) -> Sequence[Segment]:
+        """Add text; return the segments that are certain now."""
+        self._reader.text += text
+        next(self._run, None)
+        return self._reader.take()
+
+    def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
+        """End the text, as `MessageParser` says; return the remaining segments."""
+        self._reader.is_ended, self._reader.is_cut = True, is_cut
+        self._reader.is_interrupted = is_cut or is_stopped
+        next(self._run, None)
+        return self._reader.take()
+
+    @abstractmethod
+    def _read(self) -> Generator[None, None, None]:
+        """Settle all text. Yield whenever that needs more of it."""
 
 
 def is_half(text: str, marks: Sequence[str]) -> bool:

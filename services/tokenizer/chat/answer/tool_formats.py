@@ -46,7 +46,8 @@ class ToolFormat:
     """Strings that a chat template of this family contains, all of them"""
     marks: Sequence[str]
     """Control tokens in calls, which the decoded text keeps"""
-    read: CallReader
+    read: CallReader | None
+    """None: `HarmonyParser` reads messages of this form as a whole"""
     repeats: bool = False
     """True if each of several calls has its own mark"""
     between: str = ""
@@ -85,12 +86,12 @@ _DEEPSEEK_TOKENS = (
 # the order matters: a template of an earlier form may contain the signs of a later one
 TOOL_FORMATS: Sequence[ToolFormat] = (
     ToolFormat(
-        "harmony",  # gpt-oss; `HarmonyParser` reads its messages as a whole
+        "harmony",  # gpt-oss
         opens=("<|channel|>commentary to=functions.",),
         leads="",
         signs=("<|channel|>", "<|start|>"),
         marks=_HARMONY_TOKENS,
-        read=read_json_calls,
+        read=None,
         ends=("<|call|>", "<|return|>"),
     ),
     ToolFormat(

@@ -265,6 +265,19 @@ async def test_harmony_keeps_its_reasoning_and_its_ends(tmp_path: Path) -> None:
         assert [(part.kind, part.text) for part in segments] == [(SegmentKind.CONTENT, " it is.")]
 
 
+def test_channels_are_read_whichever_format_names_them(tmp_path: Path) -> None:
+    """An operator may set one of the two flags."""
+    vocabulary = chat_vocabulary(tmp_path, TEMPLATES["harmony"])
+    for calls, reasoning in (("auto", "none"), ("hermes", "auto")):
+        templates = ChatTemplates(vocabulary, "m", tool_format=calls, reasoning_format=reasoning)
+        parser = templates.parser(templates.reasoning_state("<|start|>assistant"), {})
+        thought = "<|channel|>analysis<|message|>Hm.<|end|>"
+        text = f"{thought}<|start|>assistant<|channel|>final<|message|>Yes"
+        parts = [*parser.feed(text), *parser.finish(is_cut=False)]
+        content = [part.text for part in parts if part.kind is SegmentKind.CONTENT]
+        assert "".join(content) == "Yes"
+
+
 async def test_template_gets_contents_as_parts_if_it_needs_them(tmp_path: Path) -> None:
     """A string would be written letter by letter, or not at all."""
     async with _started(tmp_path, TEMPLATES["parts"]) as templates:
