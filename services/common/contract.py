@@ -15,6 +15,8 @@ MAX_STOP_LENGTH = 1_000
 """Code points of a stop string"""
 MAX_TOP_K = 128
 """Largest top_k"""
+MAX_LENGTH_PENALTY = 10
+"""Largest length_penalty of a beam search, and the least one below 0"""
 MAX_DRY_BREAKERS = 32
 """DRY sequence breakers of a request"""
 MAX_DRY_BREAKER_LENGTH = 64
@@ -29,6 +31,9 @@ MAX_BAD_IDS = 16_384
 """Token ids of these spellings together"""
 MAX_CHAT_LOGPROBS = 20
 """Candidates of each token of a chat"""
+
+MAX_EMBEDDED_TEXTS = 2_048
+"""Texts, or pairs of texts, of a request for vectors"""
 
 MAX_IMAGES = 16
 """Images of a request"""

@@ -23,12 +23,14 @@ __all__ = [
     "Account",
     "Bucket",
     "GenerationRequest",
+    "VectorRequest",
     "cap_output",
     "estimated_tokens",
     "sequence_count",
 ]
 
 GenerationRequest: TypeAlias = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
+VectorRequest: TypeAlias = completion_pb2.EmbedRequest | completion_pb2.ScoreRequest
 _USUAL_ANSWER = 1_024  # tokens that a chat's choice without max_tokens is expected to have
 _BYTES_PER_TOKEN = 4
 _USUAL_IMAGE = 1_024  # tokens that an image is expected to have
@@ -177,42 +179,59 @@ class Account:
         return headers
 
 
-def estimated_tokens(request: GenerationRequest) -> int:
+def estimated_tokens(request: GenerationRequest | VectorRequest) -> int:
     """Return the most tokens that a request uses: exact for ids, else a token per 4 bytes of text.
 
     An image counts as 1,024 tokens, and a chat without max_tokens as 1,024 of output for each
     choice.
     """
+    if isinstance(request, completion_pb2.ScoreRequest):
+        pairs = len(request.second) // max(1, len(request.first))
+        texts = [*request.first, *request.second, *request.first[:1] * (pairs - 1)]
+        return math.ceil(sum(len(text.encode()) for text in texts) / _BYTES_PER_TOKEN)
+    if isinstance(request, completion_pb2.EmbedRequest):
+        return _estimated_input(request.inputs)
     choices = request.n if request.HasField("n") else 1
     output = _output(request)
     if isinstance(request, completion_pb2.ChatRequest):
         size = sum(part.ByteSize() for part in (*request.messages, *request.tools))
         parts = (part for message in request.messages for part in message.parts)
-        images = [len(part.image) for part in parts if part.HasField("image")]
-        text_size = max(0, size - sum(images))
-        input_tokens = math.ceil(text_size / _BYTES_PER_TOKEN) + len(images) * _USUAL_IMAGE
+        sizes = [len(part.image) for part in parts if part.HasField("image")]
+        text_size = max(0, size - sum(sizes))
+        input_tokens = math.ceil(text_size / _BYTES_PER_TOKEN) + len(sizes) * _USUAL_IMAGE
         return input_tokens + choices * (_USUAL_ANSWER if output is None else output)
     assert output is not None
-    text_bytes = len(request.suffix.encode()) * len(request.prompts)
-    ids = len(request.images) * _USUAL_IMAGE
-    for prompt in request.prompts:
+    suffix_bytes = len(request.suffix.encode()) * len(request.prompts)
+    images = len(request.images) * _USUAL_IMAGE
+    input_tokens = _estimated_input(request.prompts, suffix_bytes) + images
+    return input_tokens + output * sequence_count(request)
+
+
+def _estimated_input(prompts: Iterable[completion_pb2.Prompt], text_bytes: int = 0) -> int:
+    """Return the tokens of prompts, and of `text_bytes` more bytes of text."""
+    ids = 0
+    for prompt in prompts:
         if prompt.HasField("token_ids"):
             ids += len(prompt.token_ids.ids)
         else:
             text_bytes += len(prompt.text.encode())
-    return ids + math.ceil(text_bytes / _BYTES_PER_TOKEN) + output * sequence_count(request)
+    return ids + math.ceil(text_bytes / _BYTES_PER_TOKEN)
 
 
-def sequence_count(request: GenerationRequest) -> int:
-    """Return the number of sequences that the engine runs for a request."""
+def sequence_count(request: GenerationRequest | VectorRequest) -> int:
+    """Return the number of sequences that the engine runs for a request; vectors count as one."""
+    if isinstance(request, VectorRequest):
+        return 1
     choices = request.n if request.HasField("n") else 1
     if isinstance(request, completion_pb2.ChatRequest):
         return choices
     return max(choices, request.best_of) * len(request.prompts)
 
 
-def cap_output(request: GenerationRequest, limits: Iterable[int | None]) -> None:
+def cap_output(request: GenerationRequest | VectorRequest, limits: Iterable[int | None]) -> None:
     """Lower max_tokens, or its default, to the least of the limits; None = no limit."""
+    if isinstance(request, VectorRequest):
+        return
     limit = min((limit for limit in limits if limit is not None), default=None)
     asked, stopping = _output(request), request.stopping
     if limit is not None and (asked is None or limit < asked):

@@ -47,6 +47,10 @@ class Keyring:
             key = None
         return self._accounts[_require_valid(key).id]
 
+    def account_by_id(self, identity: str) -> Account:
+        """Return the account of a key by its id. Raises UNAUTHENTICATED if the key is gone."""
+        return self._accounts[_require_valid(self._keys.get(identity)).id]
+
     def require_valid(self, account: Account) -> None:
         """Raise UNAUTHENTICATED if the key of an account was revoked or removed."""
         _require_valid(self._keys.get(account.id))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from services.common.accounts.account import (
     Account,
     GenerationRequest,
+    VectorRequest,
     cap_output,
     estimated_tokens,
     sequence_count,
@@ -46,9 +47,11 @@ class Charge:
 
 
 class Meter:
-    """One completion or chat of a key's holder, from its arrival to its end."""
+    """One request of a key's holder, from its arrival to its end."""
 
-    def __init__(self, caller: Identity, request: GenerationRequest, model: str) -> None:
+    def __init__(
+        self, caller: Identity, request: GenerationRequest | VectorRequest, model: str
+    ) -> None:
         """model: canonical id of the model that would serve the request."""
         assert caller.account is not None
         self._caller = caller

@@ -12,6 +12,7 @@ __all__ = [
     "LLAMA3",
     "NUMBER",
     "QWEN2",
+    "SPACE",
     "TEKKEN",
     "AddedToken",
     "PieceKind",
@@ -20,9 +21,11 @@ __all__ = [
     "byte_level",
     "byte_texts",
     "sentencepiece_bpe",
+    "sentencepiece_decoder",
+    "tokenizer_definition",
 ]
 
-_SPACE = "▁"
+SPACE = "▁"
 """Stands for a space in the pieces of sentencepiece"""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -119,7 +122,7 @@ def byte_level(
         "trim_offsets": False,
         "use_regex": False,
     }
-    return _tokenizer(
+    return tokenizer_definition(
         added,
         normalizer={"type": "NFC"} if composes else None,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [*pieces, plain]},
@@ -133,11 +136,11 @@ def sentencepiece_bpe(pieces: Pieces, unknown: str | None) -> dict[str, Json]:
 
     Bytes of unknown characters are tokens of their own. unknown: the text of the unknown token.
     """
-    return _tokenizer(
+    return tokenizer_definition(
         pieces.added,
         normalizer=_normalizer(pieces.adds_space),
         pre_tokenizer=None,
-        decoder=_decoder(pieces.adds_space),
+        decoder=sentencepiece_decoder(pieces.adds_space),
         model=_bpe(
             pieces.texts,
             _best_merges(pieces),
@@ -176,13 +179,14 @@ def _best_merges(pieces: Pieces) -> Iterator[tuple[str, str]]:
 
 
 def _normalizer(adds_space: bool) -> Json:
-    prefix: list[Json] = [{"type": "Prepend", "prepend": _SPACE}] if adds_space else []
-    spaces: Json = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prefix: list[Json] = [{"type": "Prepend", "prepend": SPACE}] if adds_space else []
+    spaces: Json = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     return {"type": "Sequence", "normalizers": [*prefix, spaces]}
 
 
-def _decoder(adds_space: bool) -> Json:
-    spaces: Json = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+def sentencepiece_decoder(adds_space: bool) -> Json:
+    """Return what makes text of sentencepiece's pieces and bytes."""
+    spaces: Json = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     strip: list[Json] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
     decoders: list[Json] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]
     return {"type": "Sequence", "decoders": [*decoders, *(strip if adds_space else [])]}
@@ -215,7 +219,7 @@ def _bpe(
     }
 
 
-def _tokenizer(
+def tokenizer_definition(
     added: Iterable[AddedToken],
     *,
     normalizer: Json,
@@ -223,6 +227,7 @@ def _tokenizer(
     decoder: Json,
     model: Json,
 ) -> dict[str, Json]:
+    """Return the content of tokenizer.json."""
     tokens: list[Json] = [
         {
             "id": token.id,

@@ -19,11 +19,15 @@ from services.common.tokenizer_files.definition import (
     byte_texts,
     sentencepiece_bpe,
 )
+from services.common.tokenizer_files.unigram import Normalization, sentencepiece_unigram
 
 __all__ = ["find_other_tokenizer", "read_other_tokenizer"]
 
-_BPE = 2
-"""sentencepiece's number of this kind of model"""
+_UNIGRAM, _BPE = 1, 2
+"""sentencepiece's numbers of these kinds of models"""
+_IDENTITY = "identity"
+_COMPOSING = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")
+"""sentencepiece's names of normalisations by NFKC"""
 
 
 def find_other_tokenizer(directory: Path) -> Path | None:
@@ -61,10 +65,10 @@ def _sentencepiece(file: Path) -> tuple[dict[str, Json], dict[str, Json]]:
     except DecodeError:
         raise TokenizerError("it is damaged, or no model of sentencepiece") from None
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
-    if trainer.model_type != _BPE:
-        raise TokenizerError("it is no BPE, the only kind of sentencepiece that is read")
-    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
-        raise TokenizerError(f"it normalises texts by {normalizer.name}, and only identity is read")
+    if trainer.model_type not in (_UNIGRAM, _BPE):
+        raise TokenizerError(
+            "it is no BPE and no Unigram, the kinds of sentencepiece that are read"
+        )
     pieces = Pieces(
         [piece.piece for piece in model.pieces],
         [piece.score for piece in model.pieces],
@@ -81,8 +85,28 @@ def _sentencepiece(file: Path) -> tuple[dict[str, Json], dict[str, Json]]:
         )
         if 0 <= number < len(pieces.texts)
     }
-    made = sentencepiece_bpe(pieces, named.get("unk_token"))
+    if trainer.model_type == _UNIGRAM:
+        made = sentencepiece_unigram(pieces, _normalization(model), trainer.unk_id)
+    elif normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:
+        raise TokenizerError(
+            f"it is BPE that normalises texts by {normalizer.name}, and only identity is read"
+        )
+    else:
+        made = sentencepiece_bpe(pieces, named.get("unk_token"))
     return made, {**named, "add_bos_token": "bos_token" in named, "add_eos_token": False}
+
+
+def _normalization(model: Any) -> Normalization:
+    """Return how a Unigram model normalises texts. Raises TokenizerError for rules of its own."""
+    rules = model.normalizer_spec
+    if rules.precompiled_charsmap and rules.name not in _COMPOSING:
+        raise TokenizerError(
+            f"it normalises texts by {rules.name or 'rules without a name'}. Read are "
+            f"{_IDENTITY}, {', '.join(_COMPOSING)}"
+        )
+    if model.trainer_spec.treat_whitespace_as_suffix or not rules.escape_whitespaces:
+        raise TokenizerError("its words have no space before them, the only form that is read")
+    return Normalization(rules.precompiled_charsmap, rules.remove_extra_whitespaces)
 
 
 def _tekken(file: Path) -> tuple[dict[str, Json], dict[str, Json]]:
