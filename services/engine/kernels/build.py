@@ -67,9 +67,10 @@ _X86_64 = (
     _Unit("amx_linear.cpp", _AMX),
     _Unit("amx_linear_decoded.cpp", _AMX),
     _Unit("tiled_groups.cpp", (*_AVX512_BF16, *_VNNI)),
+    _Unit("tiled_bytes.cpp", (*_AVX512_BF16, *_VNNI)),
     _Unit("tiled_attention.cpp", _AVX512_BF16, "TW_ATTEND=avx512_attend"),
     _Unit("tiled_attention.cpp", _AMX, "TW_ATTEND=amx_attend"),
-    _Unit("tiled_rms_norm.cpp", _AVX512_BF16),
+    _Unit("tiled_norms.cpp", _AVX512_BF16),
     _Unit("tiled.cpp"),
     _Unit("replay.cpp"),
 )

@@ -25,6 +25,7 @@ __all__ = [
     "InstructionSet",
     "KeepCall",
     "Kernel",
+    "LayerNormCall",
     "LinearCall",
     "LowRankCall",
     "Native",
@@ -64,6 +65,10 @@ class Epilogue(IntEnum):
     GATE = 2
     STORE_FLOAT32 = 3
     ARGMAX = 4
+    GELU = 5
+    GELU_TANH = 6
+    GATE_GELU = 7
+    GATE_GELU_TANH = 8
 
 
 class Numbers(IntEnum):
@@ -167,6 +172,21 @@ class NormCall(ctypes.Structure):
         ("num_rows", c_int64),
         ("width", c_int64),
         ("epsilon", c_float),
+    ]
+
+
+class LayerNormCall(ctypes.Structure):
+    """struct tw_layer_norm"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("tiles", c_void_p),
+        ("num_rows", c_int64),
+        ("width", c_int64),
+        ("epsilon", c_float),
+        ("replaces", c_int32),
     ]
 
 
@@ -395,6 +415,7 @@ class Native:
         self.instruction_set = function("tw_instruction_set", c_int32)
         self.limit_instruction_set = function("tw_limit_instruction_set", c_int32, c_int32)
         self.use_pool = function("tw_use_pool", None, size)
+        self.layer_norm = function("tw_tiled_layer_norm", None, POINTER(LayerNormCall))
         self.rotate = function("tw_rotate", None, POINTER(RotationCall))
         self.draw_tokens = function("tw_draw_tokens", None, POINTER(DrawCall), size, size)
         self.score_tokens = function("tw_score_tokens", None, POINTER(ScoreCall), size, size, size)

@@ -296,6 +296,7 @@ void avx512_linear(const tw_linear *linear) {
     case TW_INT8: return multiply(*linear, Int8Part());
     case TW_CODED: return multiply(*linear, CodedPart(exceptions_after(*linear)));
     case TW_GROUPS: return avx512_groups_linear(linear);
+    case TW_BYTES: return avx512_bytes_linear(linear);
     default: return multiply(*linear, Bfloat16Part());
   }
 }

@@ -82,7 +82,8 @@ class Codes {
         group_(static_cast<uint32_t>(a.groups->group)),
         bits_(a.groups->bits),
         numbers_(a.groups->numbers),
-        has_offsets_(a.groups->has_offsets) {}
+        has_offsets_(a.groups->has_offsets),
+        ahead_(tw_instruction_set() < TW_AMX ? kFarAhead : kAhead) {}
 
   int32_t bits() const { return bits_; }
   bool has_halves() const { return group_ < kTileInner; }
@@ -109,9 +110,9 @@ class Codes {
             numbers + number_bytes_ + (at % group_) * kBits};
   }
 
-  // Asks for a line that comes `kAhead` bytes later; past the strips' end, for one of the next panel.
+  // Asks for a line that comes `ahead_` bytes later; past the strips' end, for one of the next panel.
   void fetch(const Strips &strips, int64_t place) const {
-    place += kAhead;
+    place += ahead_;
     if (place >= strip_bytes_) place += (kPanelStrips - 1) * strip_bytes_;
     _mm_prefetch(strips.first + place, _MM_HINT_T0);
     _mm_prefetch(strips.second + place, _MM_HINT_T0);
@@ -120,8 +121,8 @@ class Codes {
   // Asks for what `fetch` leaves out: the beginning of the first panel.
   void begin(int64_t panel) const {
     for (int64_t tile = 0; tile < 2; tile++)
-      for (int64_t at = 0; at < smaller(kAhead, strip_bytes_); at += kLine)
-        fetch(strips(panel, tile), at - kAhead);
+      for (int64_t at = 0; at < smaller(ahead_, strip_bytes_); at += kLine)
+        fetch(strips(panel, tile), at - ahead_);
   }
 
   template <int kBits>
@@ -134,7 +135,10 @@ class Codes {
   }
 
  private:
+  // Bytes of a strip between those read and those prefetched, as measured: on Sapphire Rapids, and on
+  // Zen 5, where 1,024 reach half of the memory's speed.
   static constexpr int64_t kAhead = 1024;
+  static constexpr int64_t kFarAhead = 4096;
 
   TW_ALWAYS_INLINE __m512 load(const Strips &strips, int64_t at, int64_t factors) const {
     const uint8_t *first = strips.first, *second = strips.second;
@@ -148,6 +152,7 @@ class Codes {
   int64_t strip_bytes_, each_bytes_, number_bytes_, factor_bytes_;
   uint32_t group_;
   int32_t bits_, numbers_, has_offsets_;
+  int64_t ahead_;
 };
 
 }  // namespace

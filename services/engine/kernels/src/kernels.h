@@ -248,6 +248,19 @@ struct tw_norm {
 };
 void tw_tiled_rms_norm(const tw_norm *norm);
 
+// LayerNorm of rows [num_rows, width] into tiles, and in place too if `replaces`.
+struct tw_layer_norm {
+  void *rows;
+  const void *weight;  // [width]
+  const void *bias;    // [width]
+  void *tiles;
+  int64_t num_rows;
+  int64_t width;
+  float epsilon;
+  int32_t replaces;
+};
+void tw_tiled_layer_norm(const tw_layer_norm *norm);
+
 // Weights are packed in tiles of 16 outputs by 32 inputs in TDPBF16PS's layout (pairs of inputs
 // interleaved). A panel is two columns of tiles side by side: 32 neighbouring outputs.
 int64_t tw_tiled_packed_elements(int64_t outputs, int64_t inputs);
@@ -278,6 +291,10 @@ enum tw_epilogue : int32_t {
   TW_STORE_FLOAT32 = 3,  // out is float32
   TW_ARGMAX = 4,         // out is int64 [num_rows]: each row's largest column, the first of equals;
                          // -1 if none is above minus infinity
+  TW_GELU = 5,           // out = gelu(product), in tiles
+  TW_GELU_TANH = 6,      // the same with tanh in place of erf
+  TW_GATE_GELU = 7,      // out = gelu(even tiles) * odd tiles, in tiles
+  TW_GATE_GELU_TANH = 8,
 };
 
 enum tw_format : int32_t {
@@ -285,7 +302,7 @@ enum tw_format : int32_t {
   TW_INT8 = 1,    // by tw_tiled_pack_int8, with scales
   TW_CODED = 2,   // by tw_tiled_code
   TW_GROUPS = 3,  // by tw_grouped_pack, with zeros after the last output to a whole panel
-  TW_BYTES = 4,   // by tw_tiled_pack_bytes, with scales: rows are rounded to int8 too; TW_AMX only
+  TW_BYTES = 4,   // by tw_tiled_pack_bytes, with scales: rows are rounded to int8 too
 };
 
 struct tw_linear {
@@ -294,10 +311,10 @@ struct tw_linear {
   const float *scales;       // one per packed column for TW_INT8 and TW_BYTES, otherwise null
   const float *bias;         // one per packed column, or null
   const tw_grouped *groups;  // description of the weights for TW_GROUPS
-  void *out;                 // [num_rows, out_stride]; half as many columns after TW_GATE
+  void *out;                 // [num_rows, out_stride]; half as many columns after a gate
   int64_t num_rows;
   int64_t inputs;
-  int64_t outputs;     // columns of the product, before TW_GATE halves them
+  int64_t outputs;     // columns of the product, before a gate halves them
   int64_t out_stride;  // elements between two rows of out, if it is not in tiles
   int32_t epilogue;
   int32_t format;

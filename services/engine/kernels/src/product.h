@@ -49,6 +49,15 @@ inline bool passes_caches(const tw_linear &a) {
   return a.epilogue == TW_STORE && whole_lines && a.num_rows * a.outputs * 2 > kMostCached;
 }
 
+inline bool is_gate(int32_t epilogue) {
+  return epilogue == TW_GATE || epilogue == TW_GATE_GELU || epilogue == TW_GATE_GELU_TANH;
+}
+
+inline __m512 activate(__m512 values, int32_t epilogue) {
+  if (epilogue == TW_GATE) return silu(values);
+  return epilogue == TW_GELU || epilogue == TW_GATE_GELU ? gelu(values) : gelu_tanh(values);
+}
+
 // Applies the epilogue to rows `from` to `to` - 1, as far as they exist.
 inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t from, int64_t to) {
   to = smaller(to, finished.count);
@@ -81,12 +90,14 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
       low = _mm512_add_ps(low, _mm512_loadu_ps(bias));
       high = _mm512_add_ps(high, _mm512_loadu_ps(bias + kTileRows));
     }
-    if (epilogue == TW_GATE) {
-      __m512 one = _mm512_set1_ps(1.0f);
-      __m512 decay = exp2(_mm512_mul_ps(low, _mm512_set1_ps(-kLog2E)));
-      __m512 gated = _mm512_mul_ps(_mm512_div_ps(low, _mm512_add_ps(one, decay)), high);
+    if (is_gate(epilogue)) {
+      __m512 gated = _mm512_mul_ps(activate(low, epilogue), high);
       auto *out = static_cast<uint16_t *>(all) + tiled(row, column / 2, outputs / 2);
       _mm256_store_si256(reinterpret_cast<__m256i *>(out), to_bfloat16(gated));
+    } else if (epilogue == TW_GELU || epilogue == TW_GELU_TANH) {
+      auto *out = static_cast<uint16_t *>(all) + tiled(row, column, outputs);
+      __m512bh line = _mm512_cvtne2ps_pbh(activate(high, epilogue), activate(low, epilogue));
+      _mm512_store_si512(reinterpret_cast<__m512i *>(out), reinterpret_cast<__m512i>(line));
     } else if (epilogue == TW_ARGMAX) {
       search(found[row], column, low, high, mask);
     } else if (epilogue == TW_STORE_FLOAT32) {
@@ -112,7 +123,7 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
 
 // Prefetches the scattered lines that finish_rows will write.
 inline void prefetch_out(const tw_linear &a, int64_t row, int64_t end, int64_t panel) {
-  if (a.epilogue == TW_GATE || a.epilogue == TW_ARGMAX) return;
+  if (is_gate(a.epilogue) || a.epilogue >= TW_ARGMAX) return;
   int64_t size = a.epilogue == TW_STORE_FLOAT32 ? 4 : 2, stride = a.out_stride * size;
   const char *out = static_cast<const char *>(a.out) + panel * kPair * size;
   for (; row < end; row++) _mm_prefetch(out + row * stride, _MM_HINT_T1);

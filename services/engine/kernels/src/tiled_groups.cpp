@@ -1,5 +1,6 @@
 // Linear layers with weights in groups, on rows in tiles, on AVX-512 VNNI. Rows are rounded to 8 bits
 // on the way in, so that a product of codes is one of bytes.
+#include "byte_products.h"
 #include "grouped_codes.h"
 #include "product.h"
 #include "rounded_rows.h"
@@ -10,7 +11,8 @@ namespace {
 constexpr int64_t kPartSteps = 16;                      // steps whose codes stay in the L1 cache
 constexpr int64_t kMostElements = 1 << 20;              // of the rows that stay in the L2 cache
 constexpr int64_t kStepCodes = kTileRows * kTileInner;  // of a tile
-constexpr int64_t kRowsAtOnce = 8;
+constexpr int64_t kFewRows = 8;
+constexpr int64_t kRowsAtOnce = 4;  // of many
 
 // Steps of a tile's 16 outputs, a byte for each code.
 struct alignas(64) TilePart {
@@ -21,8 +23,9 @@ struct alignas(64) TilePart {
 
 // Reads steps of a tile.
 template <int kBits>
-void read_part(const Codes &codes, const Strips &strips, int64_t step, int64_t steps,
-               TilePart &part) {
+void read_part(const Codes &all, const Strips &both, int64_t step, int64_t steps, TilePart &part) {
+  const Codes codes = all;  // copies, because for the compiler a store to `part` may change them
+  const Strips strips = both;
   for (int64_t half = 0; half < 2 * steps; half++) {
     const Codes::Place at = codes.place<kBits>(step * kTileInner + half * kHalf);
     for (int64_t line = 0; line < kHalf * kBits; line += kLine)
@@ -78,17 +81,6 @@ TW_ALWAYS_INLINE inline void add_unit(const StripRows &rows, int64_t unit,
   }
 }
 
-// Adds to each row's sums the products with four inputs of 16 outputs, whose codes have no sign.
-template <int kRows>
-TW_ALWAYS_INLINE inline void multiply_four(const int8_t *rows, __m512i weights, __m512i *sums) {
-#pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++) {
-    int32_t inputs;
-    memcpy(&inputs, rows + r * kTileInner, sizeof inputs);
-    sums[r] = _mm512_dpbusd_epi32(sums[r], weights, _mm512_set1_epi32(inputs));
-  }
-}
-
 // Sets sums of codes to what makes those without a sign equal to those with one.
 template <int kRows, bool kOffsets>
 TW_ALWAYS_INLINE inline void begin_sums(const StripRows &rows, int64_t unit, __m512i *sums) {
@@ -117,7 +109,8 @@ void multiply_few(const Codes &codes, const Strips &strips, const StripRows &row
       expand<kBits>(strips.first + at.codes + half * kHalf * kBits,
                     strips.second + at.codes + half * kHalf * kBits,
                     [&](int four, __m512i weights) TW_ALWAYS_INLINE {
-                      multiply_four<kRows>(inputs + half * kHalf + 4 * four, weights, sums);
+                      multiply_four<kRows, kTileInner>(inputs + half * kHalf + 4 * four, weights,
+                                                       sums);
                     });
     add_unit<kRows, kHalves, kOffsets>(
         rows, unit, codes.numbers<kBits>(strips, at),
@@ -132,40 +125,53 @@ inline TileNumbers numbers_of(const TilePart &part, int64_t unit) {
           _mm512_load_ps(part.offsets + unit * kTileRows)};
 }
 
-
+// Multiplies rows by the steps of two tiles, and adds the products to `sums`: [kRows] with kPair
+// columns.
 template <int kRows, int kHalves, bool kOffsets>
-void multiply_part(const StripRows &rows, const TilePart &part, int64_t steps, float *sums) {
+void multiply_parts(const StripRows &rows, const TilePart *parts, int64_t steps, float *sums) {
   constexpr int64_t kUnitCodes = kStepCodes / kHalves, kUnit = kTileInner / kHalves;
-  __m512 totals[kRows];
+  __m512 totals[2 * kRows];
+#pragma GCC unroll 2
+  for (int tile = 0; tile < 2; tile++)
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++) totals[r] = _mm512_load_ps(sums + r * kPair);
+    for (int r = 0; r < kRows; r++)
+      totals[tile * kRows + r] = _mm512_load_ps(sums + r * kPair + tile * kTileRows);
   for (int64_t unit = 0; unit < steps * kHalves; unit++) {
     const int8_t *inputs = rows.codes_of<kHalves>(unit);
-    const uint8_t *codes = part.codes + unit * kUnitCodes;
-    __m512i whole[kRows];
-    begin_sums<kRows, kOffsets>(rows, unit, whole);
+    const uint8_t *left = parts[0].codes + unit * kUnitCodes;
+    const uint8_t *right = parts[1].codes + unit * kUnitCodes;
+    __m512i whole[2 * kRows];
+#pragma GCC unroll 2
+    for (int tile = 0; tile < 2; tile++)
+      begin_sums<kRows, kOffsets>(rows, unit, whole + tile * kRows);
 #pragma GCC unroll 8
     for (int four = 0; four < kUnit / 4; four++)
-      multiply_four<kRows>(inputs + 4 * four, _mm512_load_si512(codes + four * kLine), whole);
-    add_unit<kRows, kHalves, kOffsets>(
-        rows, unit, numbers_of(part, unit), [&](int r) TW_ALWAYS_INLINE { return whole[r]; },
-        totals);
+      multiply_four<kRows, kTileInner>(inputs + 4 * four, _mm512_load_si512(left + four * kLine),
+                                       _mm512_load_si512(right + four * kLine), whole);
+#pragma GCC unroll 2
+    for (int tile = 0; tile < 2; tile++)
+      add_unit<kRows, kHalves, kOffsets>(
+          rows, unit, numbers_of(parts[tile], unit),
+          [&](int r) TW_ALWAYS_INLINE { return whole[tile * kRows + r]; }, totals + tile * kRows);
   }
+#pragma GCC unroll 2
+  for (int tile = 0; tile < 2; tile++)
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; r++) _mm512_store_ps(sums + r * kPair, totals[r]);
+    for (int r = 0; r < kRows; r++)
+      _mm512_store_ps(sums + r * kPair + tile * kTileRows, totals[tile * kRows + r]);
 }
 
 // The kernels for one format.
 struct Kernels {
   decltype(&read_part<4>) read;
-  decltype(&multiply_part<1, 1, false>) part;
+  decltype(&multiply_parts<1, 1, false>) parts;
   decltype(&multiply_few<1, 4, 1, false>) few[4];  // of 1, 2, 4 and 8 rows
 };
 
 template <int kBits, int kHalves, bool kOffsets>
 Kernels kernels() {
   return {read_part<kBits>,
-          multiply_part<kRowsAtOnce, kHalves, kOffsets>,
+          multiply_parts<kRowsAtOnce, kHalves, kOffsets>,
           {multiply_few<1, kBits, kHalves, kOffsets>, multiply_few<2, kBits, kHalves, kOffsets>,
            multiply_few<4, kBits, kHalves, kOffsets>, multiply_few<8, kBits, kHalves, kOffsets>}};
 }
@@ -211,8 +217,7 @@ void many_rows(const tw_linear &a, const Codes &codes, const Kernels &kernels,
         kernels.read(codes, codes.strips(panel, tile), step, steps, parts[tile]);
       for (int64_t row = 0; row < count; row += kRowsAtOnce) {
         const StripRows strip(rows, share.start + row, step, depth);
-        for (int64_t tile = 0; tile < 2; tile++)
-          kernels.part(strip, parts[tile], steps, products + row * kPair + tile * kTileRows);
+        kernels.parts(strip, parts, steps, products + row * kPair);
       }
     }
     for (int64_t row = 0; row < count; row += kPair)
@@ -230,7 +235,7 @@ void avx512_groups_linear(const tw_linear *linear) {
   const RoundedRows rows = round_rows(a, codes.has_halves());
   const Limits limits{kPartSteps, kMostElements, a.outputs};
   distribute(a, limits, [&](const Share &share, const Order &, float *products) {
-    const bool few = share.end - share.start <= kRowsAtOnce;
+    const bool few = share.end - share.start <= kFewRows;
     (few ? few_rows : many_rows)(a, codes, kernels, rows, share, products);
   });
 }

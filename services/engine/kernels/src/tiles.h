@@ -67,6 +67,37 @@ inline __m512 tanh(__m512 x) {
   return _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(power, one)));
 }
 
+// Returns x * (1 + erf(x / sqrt(2))) / 2, with erf to 1.5e-7 (Abramowitz and Stegun 7.1.26).
+inline __m512 gelu(__m512 x) {
+  const __m512 one = _mm512_set1_ps(1.0f);
+  __m512 size = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(0.70710678118654752f));
+  __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(size, _mm512_set1_ps(0.3275911f), one));
+  __m512 p = _mm512_set1_ps(1.061405429f);
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
+  __m512 power = exp2(_mm512_mul_ps(_mm512_mul_ps(size, size), _mm512_set1_ps(-kLog2E)));
+  __m512 tail = _mm512_mul_ps(_mm512_mul_ps(p, t), power);  // 1 - erf(size)
+  __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+  __m512 sum = _mm512_mask_mov_ps(_mm512_sub_ps(_mm512_set1_ps(2.0f), tail), negative, tail);
+  return _mm512_mul_ps(_mm512_mul_ps(x, _mm512_set1_ps(0.5f)), sum);
+}
+
+// Returns x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))) / 2.
+inline __m512 gelu_tanh(__m512 x) {
+  const __m512 half = _mm512_set1_ps(0.5f);
+  __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(0.044715f * 0.7978845608f),
+                                 _mm512_set1_ps(0.7978845608f));
+  __m512 curve = tanh(_mm512_mul_ps(x, cubic));
+  return _mm512_mul_ps(x, _mm512_fmadd_ps(curve, half, half));
+}
+
+inline __m512 silu(__m512 x) {
+  __m512 decay = exp2(_mm512_mul_ps(x, _mm512_set1_ps(-kLog2E)));
+  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), decay));
+}
+
 inline float power_of_two(float x) { return _mm512_cvtss_f32(exp2(_mm512_set1_ps(x))); }
 
 }  // namespace
