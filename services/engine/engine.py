@@ -9,11 +9,12 @@ should first call `limit_thread_spinning` of `frontend.child_process`.
 
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TypedDict, Unpack
 
+import grpc
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from services.engine.messages import (
     AddRequest,
     CancelRequest,
     CheckedRequest,
+    Embedded,
     FinishCause,
     Finished,
     FlushCache,
@@ -42,7 +44,7 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.settings import EngineSettings
-from tokenwire.errors import invalid
+from tokenwire.errors import ServiceError, invalid
 
 __all__ = ["Engine", "GenerateOptions", "Generation"]
 
@@ -146,6 +148,38 @@ class Engine:
                     case RequestDone() if output.handle == handle:
                         return generation
 
+    def embed(
+        self,
+        prompts: Sequence[Sequence[int]],
+        second_texts: Mapping[int, int] | None = None,
+        instructions: Mapping[int, int] | None = None,
+    ) -> Tensor:
+        """Return the vectors of prompts, embeddings or scores: float32 [prompts, width].
+
+        second_texts: by index of a prompt, where the second text of a pair begins. instructions:
+        likewise, tokens at its beginning that pooling may leave out. Outputs of other requests that
+        run meanwhile are lost. Raises ServiceError.
+        """
+        model = self.model
+        if model.pooled is None:
+            message = "The model makes no embeddings; start it with --pooling."
+            raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "NO_EMBEDDINGS", message)
+        for prompt in prompts:
+            self._check(prompt)
+        checked = CheckedRequest.of_texts(
+            prompts, model.pooled, model.context_length, second_texts, instructions
+        )
+        handle = self._enter(checked)
+        vectors: dict[int, Tensor] = {}
+        while True:
+            for output in self.step():
+                match output:
+                    case Embedded() if output.handle == handle:
+                        buffer = bytearray(output.vector)
+                        vectors[output.prompt] = torch.frombuffer(buffer, dtype=torch.float32)
+                    case RequestDone() if output.handle == handle:
+                        return torch.stack([vectors[index] for index in range(len(prompts))])
+
     def submit(self, prompt: Sequence[int], **options: Unpack[GenerateOptions]) -> int:
         """Queue a request; return the handle that its outputs carry.
 
@@ -167,7 +201,6 @@ class Engine:
             context_length=self.model.context_length,
             stop_token_ids=frozenset(options.get("stop_token_ids", ())),
         )
-        self._handles += 1
         checked = CheckedRequest(
             prompts=[prompt],
             n=1,
@@ -179,6 +212,10 @@ class Engine:
             constrained=False,
             images={0: images} if (images := options.get("images")) else {},
         )
+        return self._enter(checked)
+
+    def _enter(self, checked: CheckedRequest) -> int:
+        self._handles += 1
         request = AddRequest(
             handle=self._handles,
             checked=checked,

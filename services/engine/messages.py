@@ -15,6 +15,7 @@ __all__ = [
     "AdapterLoaded",
     "AddRequest",
     "Admitted",
+    "BeamSettings",
     "CacheChange",
     "CacheFlushed",
     "CancelRequest",
@@ -22,6 +23,8 @@ __all__ = [
     "Command",
     "DraftTokens",
     "DrySettings",
+    "EarlyStopping",
+    "Embedded",
     "FinishCause",
     "Finished",
     "FlushCache",
@@ -38,6 +41,7 @@ __all__ = [
     "ModelDescription",
     "Output",
     "PlacedImage",
+    "Pooled",
     "Refused",
     "RequestDone",
     "RequestOutput",
@@ -133,6 +137,22 @@ class SamplingSettings:
         )
 
 
+class EarlyStopping(Enum):
+    """End of a beam search, once as many sequences have ended as there are beams."""
+
+    ESTIMATE = "the best beam, as if it ended now, ranks below them"
+    FIRST = "at once"
+    NEVER = "no beam can rank above one of them"
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSettings:
+    """BeamSearch with every default applied."""
+
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.ESTIMATE
+
+
 @dataclass(frozen=True, slots=True)
 class StoppingSettings:
     """StoppingParams with every default applied."""
@@ -170,9 +190,19 @@ class PlacedImage:
     """Rows and columns in which the ids lie, for multimodal RoPE; None = they lie in a line"""
 
 
+class Pooled(Enum):
+    """Tokens whose hidden states make the vector of a prompt."""
+
+    LAST = "the last token"
+    ALL = "all tokens: none may come from the prefix cache"
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A valid GenerateRequest with every default applied: prompts x n sequences."""
+    """A valid GenerateRequest with every default applied: prompts x n sequences.
+
+    Or a valid EmbedRequest, whose prompts are `pooled` and generate nothing.
+    """
 
     prompts: Sequence[Sequence[int]]
     n: int
@@ -187,6 +217,37 @@ class CheckedRequest:
     """Sequence i draws through the masks of matcher (handle, i)"""
     images: Mapping[int, Sequence[PlacedImage]] = field(default_factory=dict)
     """By prompt index, its images in order"""
+    instructions: Mapping[int, int] = field(default_factory=dict)
+    """By prompt index, number of tokens at its beginning that are an instruction"""
+    pooled: Pooled | None = None
+    """None = the request generates"""
+    second_texts: Mapping[int, int] = field(default_factory=dict)
+    """By prompt index, where the second text of a pair begins"""
+    beams: BeamSettings | None = None
+    """The n sequences of a prompt are the beams of a search; None = tokens are drawn"""
+
+    @staticmethod
+    def of_texts(
+        prompts: Sequence[Sequence[int]],
+        pooled: Pooled,
+        context_length: int,
+        second_texts: Mapping[int, int] | None = None,
+        instructions: Mapping[int, int] | None = None,
+    ) -> "CheckedRequest":
+        """Return a request for the vectors of prompts."""
+        return CheckedRequest(
+            prompts=prompts,
+            n=1,
+            sampling=SamplingSettings(temperature=0, top_p=1, top_k=0, min_p=0, seed=0),
+            stopping=StoppingSettings(0, 0, True, context_length, frozenset()),
+            logprobs=None,
+            prompt_logprobs=None,
+            resume=(),
+            constrained=False,
+            pooled=pooled,
+            second_texts=second_texts or {},
+            instructions=instructions or {},
+        )
 
     @property
     def image_bytes(self) -> int:
@@ -398,6 +459,16 @@ class ScoredPrompt:
     scores: Sequence[Score]
 
 
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The vector of a prompt: an embedding, or scores."""
+
+    handle: int
+    prompt: int
+    vector: bytes
+    """float32, in the machine's byte order"""
+
+
 class Token(NamedTuple):
     """One generated token. A tuple costs half as much to make and send as a dataclass."""
 
@@ -461,7 +532,9 @@ class DraftTokens(NamedTuple):
     ids: list[int]
 
 
-RequestOutput = Admitted | Refused | ScoredPrompt | Token | DraftTokens | Finished | RequestDone
+RequestOutput = (
+    Admitted | Refused | ScoredPrompt | Embedded | Token | DraftTokens | Finished | RequestDone
+)
 Output = RequestOutput | CacheFlushed | AdapterLoaded
 
 
@@ -540,7 +613,18 @@ class ModelDescription:
     kernels: str
     """Instruction set of the CPU kernels; "cuda" on a GPU, "none" if torch computes on a CPU"""
     takes_adapters: bool = True
-    """False if the model is shared by several ranks"""
+    """False if the model is an encoder, or in a GGUF file"""
+    generates: bool = True
+    """False if it only makes vectors"""
+    pooled: Pooled | None = None
+    """Tokens whose hidden states make vectors; None = it makes none"""
+    vector_width: int = 0
+    """Numbers of a vector"""
+    has_scores: bool = False
+    """Its vectors are scores of texts, or of pairs of texts, rather than embeddings"""
+    vectors_are_normalized: bool = False
+    takes_pairs: bool = False
+    """It tells the two texts of a pair apart"""
     images_are_consecutive: bool = False
     """True if the tokens of an image must have no others between them"""
 

@@ -34,7 +34,7 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
         "full",
         "Format of the weights in memory; full = the checkpoint's own where this machine computes "
         "with it, else --dtype; decoded = --dtype; int4 and int8 (CPU) and fp8 (GPU) = rounded; "
-        "w8a8 (AMX) = int8, with the inputs of products in int8 too.",
+        "w8a8 (AMX, AVX-512 BF16) = int8, with the inputs of products in int8 too.",
         choices=("full", "decoded", "int4", "int8", "w8a8", "fp8"),
     )
     generation_config: bool = setting(
@@ -47,6 +47,12 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
         "model.",
     )
     max_adapters: int = setting(32, "Adapters in memory, at most; 0 = none.", most=4096)
+    pooling: str = setting(
+        "auto",
+        "Pooling of embeddings; auto = as modules.json says. With another value any decoder makes "
+        "embeddings: the mean of its hidden states, or that of the last token.",
+        choices=("auto", "cls", "mean", "last"),
+    )
     device: str = setting(
         "auto",
         "Device of the computation; auto = a GPU if there is one.",

@@ -67,6 +67,8 @@ class StepBatch:
     rotary_positions: Tensor | None = None
     """int64 [3, tokens], time, row and column of each token in multimodal RoPE; None = `positions`
     are all three"""
+    token_types: Tensor | None = None
+    """int64 [tokens], 1 for tokens of the second text of a pair; None = there are none"""
     visible_ends: Tensor | None = None
     """int32 [tokens], index after the last key that each token sees, where the tokens of an image
     see each other; None = each token sees those up to itself"""

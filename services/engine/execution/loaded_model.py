@@ -17,11 +17,12 @@ from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, resolve_dtype
+from services.engine.model.pooler import Pooler, load_pooler
 from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
 
-__all__ = ["LoadedModel", "graph_capacity", "load"]
+__all__ = ["LoadedModel", "graph_capacity", "load", "step_tokens"]
 
 _LOG = logging.getLogger("loop")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -44,6 +45,8 @@ class LoadedModel:
     """Bytes of the KV cache, over all ranks"""
     weight_bytes: int
     """Bytes of the weights, over all ranks"""
+    pooler: Pooler | None = None
+    """Makes vectors of prompts; None: the model only generates"""
 
 
 def load(settings: EngineSettings) -> LoadedModel:
@@ -67,6 +70,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         with_xformers=settings.attention == "xformers",
         ranks=ranks,
     )
+    pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
     _reserve(settings, decoder, ranks)
     fingerprint = weights_fingerprint(settings.model, settings.weights)
     ranks.require_agreement(
@@ -78,11 +82,13 @@ def load(settings: EngineSettings) -> LoadedModel:
         }
     )
     per_block = KVCache.bytes_per_block(decoder.spec, decoder.block_size, decoder.dtype)
+    if decoder.computes_whole_prompts:
+        per_block //= decoder.spec.num_layers  # which share the cache of one
     step_bytes = 0
     if device.type == "cuda":
         capacity = graph_capacity(settings, decoder)
         step_bytes = measure_steps(
-            decoder, settings.max_step_tokens, settings.max_running, capacity
+            decoder, step_tokens(settings, decoder), settings.max_running, capacity
         )
     num_blocks = _choose_num_blocks(settings, decoder, ranks, per_block, step_bytes)
     return LoadedModel(
@@ -93,13 +99,20 @@ def load(settings: EngineSettings) -> LoadedModel:
         fingerprint,
         kv_bytes=ranks.total(num_blocks * per_block),
         weight_bytes=ranks.total(decoder.weight_bytes),
+        pooler=pooler,
     )
+
+
+def step_tokens(settings: EngineSettings, decoder: Decoder) -> int:
+    """Return the most prompt tokens of a step; a whole text where the model can't divide it."""
+    least = decoder.spec.context_length if decoder.computes_whole_prompts else 0
+    return max(settings.max_step_tokens, least)
 
 
 def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> None:
     """Allocate the buffers of the largest step, or raise StartupError."""
-    tokens = settings.max_step_tokens + settings.max_running
-    rows = max_logit_rows(settings.max_running)
+    tokens = step_tokens(settings, decoder) + settings.max_running
+    rows = max_logit_rows(settings.max_running) if decoder.computes_logits else 0
     require_memory(
         decoder.bytes_to_reserve(tokens, rows),
         f"A step of --max-step-tokens {settings.max_step_tokens} and "
@@ -122,6 +135,8 @@ def _choose_num_blocks(
     step_bytes: what the steps of this rank take beside the cache.
     """
     least = -(-decoder.spec.context_length // decoder.block_size)
+    if decoder.computes_whole_prompts:
+        return step_tokens(settings, decoder) // decoder.block_size + settings.max_running
     return ranks.minimum(
         choose_num_blocks(
             settings.kv_memory,
@@ -140,7 +155,7 @@ def graph_capacity(settings: EngineSettings, decoder: Decoder) -> StepCapacity |
     if decoder.device.type != "cuda" or not decoder.is_capturable:
         return None
     blocks = -(-decoder.spec.context_length // decoder.block_size)
-    tokens = settings.max_step_tokens + settings.max_running
+    tokens = step_tokens(settings, decoder) + settings.max_running
     return StepCapacity(tokens, settings.max_running, blocks)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,15 @@ from services.engine.batch.buckets import TOKEN_BUCKETS, row_bucket
 from services.engine.batch.staging import HostFields, Staging
 from services.engine.batch.step_batch import OutputRows, StepBatch
 from services.engine.batch.transfer import to_device
+from services.engine.execution.adapter_files import convert_adapter
 from services.engine.execution.decode_graphs import DecodeGraphs
-from services.engine.execution.memory_budget import require_memory
 from services.engine.execution.piece_graphs import PieceGraphs
 from services.engine.execution.start_progress import StartProgress
 from services.engine.execution.step_images import NO_IMAGES, StepImages
-from services.engine.model.adapters.peft_files import PeftAdapter
+from services.engine.model.adapters.adapters import AdapterChange
+from services.engine.model.adapters.reading import AdapterReading
 from services.engine.model.attention import KVCache
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.scheduling.sequence import Sequence
 from services.engine.scheduling.step_plan import StepPlan
@@ -76,6 +79,7 @@ class ModelRunner:
         self._spare = [cache.num_blocks - 1]
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
+        self._reading = AdapterReading(partial(convert_adapter, decoder))
         self._images = StepImages(decoder.spec, decoder.dtype, decoder.device)
         self.device = decoder.device
         if graph_capacity is not None:
@@ -102,6 +106,11 @@ class ModelRunner:
             return self._pieces.run(batch)
         padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
         return self._graphs.run(self._batch(plan, drawn, padding))
+
+    def copy_blocks(self, copies: Items[tuple[int, int]]) -> None:
+        """Copy blocks of the cache: source and target each, after all launched steps."""
+        if copies:
+            self._decoder.copy_blocks(self._cache, copies)
 
     def capture_graphs(
         self,
@@ -144,25 +153,51 @@ class ModelRunner:
         """
         return self._decoder.logits(_rows_of(hidden, rows))
 
+    def states(self, hidden: Tensor, rows: Items[int]) -> Tensor:
+        """Return the final hidden states of some rows of `forward`'s result, as float32.
+
+        rows: in rising order. Returns [len(rows), hidden_size].
+        """
+        return self._decoder.states(_rows_of(hidden, rows))
+
     @property
     def takes_adapters(self) -> bool:
-        """True if `load_adapter` works with this model."""
+        """True if `read_adapter` works with this model."""
         return self._decoder.adapters is not None
 
-    def load_adapter(self, number: int, directory: Path) -> int:
-        """Keep the weights of an adapter; return their bytes.
+    @property
+    def reads_adapters(self) -> bool:
+        """True while adapters are read, or wait for `insert_adapter`."""
+        return bool(self._reading)
 
-        Raises CheckpointError, and StartupError if memory is missing.
+    def read_adapter(self, number: int, directory: Path) -> None:
+        """Begin to read an adapter, beside the steps."""
+        self._decoder.announce_adapter(AdapterChange.READ, number, str(directory))
+        self._reading.start(number, directory)
+
+    def ready_adapters(self) -> Items[int]:
+        """Return the numbers of the adapters that were read."""
+        return self._reading.ready()
+
+    def insert_adapter(self, number: int) -> int:
+        """Keep the weights of an adapter that was read; return their bytes.
+
+        Raises CheckpointError if it could not be read.
         """
         assert self._decoder.adapters is not None
-        adapter = PeftAdapter.read(directory)
-        needed = adapter.num_elements * self._decoder.dtype.itemsize
-        require_memory(needed, f"The adapter {directory}", self.device)
-        return self._decoder.adapters.load(number, adapter)
+        self._decoder.announce_adapter(AdapterChange.INSERT, number)
+        adapter, failure = self._reading.take(number)
+        mine = 0 if adapter is None else adapter.num_bytes
+        failure, num_bytes = self._decoder.agree_on_adapter(failure, mine)
+        if adapter is None or failure:
+            raise CheckpointError(failure)
+        self._decoder.adapters.insert(number, adapter)
+        return num_bytes
 
     def unload_adapter(self, number: int) -> None:
         """Drop the weights of an adapter that no sequence has."""
         assert self._decoder.adapters is not None
+        self._decoder.announce_adapter(AdapterChange.DROP, number)
         self._decoder.adapters.unload(number)
 
     @property
@@ -242,9 +277,22 @@ class ModelRunner:
             adapters_host=_adapters(plan),
             output_rows=output_rows,
             images=images.rows,
+            token_types=self._token_types(plan, counts),
             rotary_positions=images.rotary_positions,
             visible_ends=images.visible_ends,
         )
+
+    def _token_types(self, plan: StepPlan, counts: list[int]) -> Tensor | None:
+        """Return which tokens belong to the second text of a pair; None = there are no pairs."""
+        if all(chunk.sequence.second_text is None for chunk in plan.chunks):
+            return None
+        types = np.zeros(sum(counts), dtype=np.int64)
+        end = sum(counts[: len(counts) - len(plan.chunks)])
+        for chunk in plan.chunks:
+            end += chunk.count
+            if (second := chunk.sequence.second_text) is not None and second < chunk.end:
+                types[end - chunk.end + max(second, chunk.start) : end] = 1
+        return to_device(torch.from_numpy(types), self.device)
 
     def _shared_blocks(self, fields: HostFields, decodes: int) -> int:
         """Return how many blocks all decodes' contexts begin with, or 0 if nothing is gained."""
@@ -310,8 +358,10 @@ def _fill_output_rows(fields: HostFields, outputs: list[int]) -> None:
     np.add(np.arange(len(shifts)), shifts, out=fields.output_rows[: len(shifts)])
 
 
-def _rows_of(hidden: Tensor, rows: list[int]) -> Tensor:
-    if rows[-1] == len(rows) - 1:
+def _rows_of(hidden: Tensor, rows: Items[int]) -> Tensor:
+    if isinstance(rows, range):
+        return hidden[rows.start : rows.stop]
+    if not rows or rows[-1] == len(rows) - 1:
         return hidden[: len(rows)]
     index = to_device(torch.tensor(rows, dtype=torch.int64), hidden.device)
     return hidden.index_select(0, index)

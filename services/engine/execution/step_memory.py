@@ -110,11 +110,16 @@ def _measure_largest(decoder: Decoder, cache: KVCache, tokens: int, rows: int) -
     free_before = _release()
     torch.cuda.reset_peak_memory_stats()
     hidden = decoder.compute(largest_step(decoder, cache, tokens, rows), cache)
-    logits = decoder.compute_logits(hidden[: max_logit_rows(rows)])
+    copies = 0
+    if decoder.computes_logits:
+        logits = decoder.compute_logits(hidden[: max_logit_rows(rows)])
+        copies = _DRAW_COPIES * logits.nbytes
+    else:
+        decoder.states(hidden)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     outside = free_before - _release()  # workspaces of libraries, and loaded kernels
-    return peak + max(outside, 0) + _DRAW_COPIES * logits.nbytes
+    return peak + max(outside, 0) + copies
 
 
 def _measure_graphs(decoder: Decoder, cache: KVCache, capacity: StepCapacity) -> int:

@@ -2,8 +2,10 @@
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -14,6 +16,7 @@ from tokenwire.errors import ServiceError, invalid
 
 __all__ = ["Adapter", "AdapterRegistry", "parse_adapters"]
 
+_LOG = logging.getLogger("engine")
 _MOST_CHARACTERS = 200
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -45,7 +48,7 @@ class AdapterRegistry:
         self._used: dict[int, Adapter] = {}
         """By number, also those that are loading, or that are unloaded but have requests"""
         self._loading: dict[int, asyncio.Future[AdapterLoaded]] = {}
-        self._names_loading: set[str] = set()
+        self._loads: dict[str, asyncio.Task[Adapter]] = {}
         self._changed = asyncio.Event()
 
     def __iter__(self) -> Iterator[Adapter]:
@@ -70,16 +73,25 @@ class AdapterRegistry:
     async def load(self, name: str, path: str) -> Adapter:
         """Load an adapter, unless it is there already. Raises ServiceError.
 
-        path: its directory, on the engine's machine.
+        path: its directory, on the engine's machine. The load goes on if the caller leaves.
         """
         self._check_name(name)
-        if name in self._names_loading:
+        if name in self._loads:
             raise _exists(f"The adapter {name!r} is being loaded.")
-        self._names_loading.add(name)
-        try:
-            return await self._load(name, path)
-        finally:
-            self._names_loading.discard(name)
+        if len(self._loads) == self.most:
+            raise self._full()
+        load = self._loads[name] = asyncio.create_task(self._load(name, path))
+        load.add_done_callback(partial(self._on_load_end, name))
+        return await asyncio.shield(load)
+
+    def _on_load_end(self, name: str, load: asyncio.Task[Adapter]) -> None:
+        del self._loads[name]
+        if load.cancelled():  # the engine ends
+            return
+        if (error := load.exception()) is not None:
+            _LOG.warning("adapter %s not loaded: %s", name, error)
+        else:
+            self._notify()
 
     async def _load(self, name: str, path: str) -> Adapter:
         if not path:
@@ -94,21 +106,17 @@ class AdapterRegistry:
             raise _exists(f"Another adapter is loaded as {name!r}; unload it first.")
         number = next((i for i in range(1, self.most + 1) if i not in self._used), 0)
         if not number:
-            raise ServiceError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                "TOO_MANY_ADAPTERS",
-                f"{self.most} adapters are in memory already; unload one, or raise --max-adapters.",
-            )
+            raise self._full()
         adapter = self._used[number] = Adapter(name, path, fingerprint, number)
         loaded: asyncio.Future[AdapterLoaded] = asyncio.get_running_loop().create_future()
         self._loading[number] = loaded
         self._send(LoadAdapter(number, path))
-        answer = await asyncio.shield(loaded)  # the loop loads it even if the caller leaves
+        answer = await loaded
         if answer.failure:
             raise invalid("path", answer.failure)
         adapter.num_bytes = answer.num_bytes
         self._named[name] = adapter
-        self._notify()
+        _LOG.info("adapter %s: %d bytes from %s", name, adapter.num_bytes, path)
         return adapter
 
     def on_loaded(self, answer: AdapterLoaded) -> None:
@@ -116,7 +124,7 @@ class AdapterRegistry:
         if answer.failure:
             del self._used[answer.number]
         waiter = self._loading.pop(answer.number)
-        if not waiter.done():
+        if not waiter.done():  # the engine may be ending
             waiter.set_result(answer)
 
     def unload(self, name: str) -> None:
@@ -156,6 +164,13 @@ class AdapterRegistry:
         if not adapter.users and self._named.get(adapter.name) is not adapter:
             del self._used[adapter.number]
             self._send(UnloadAdapter(adapter.number))
+
+    def _full(self) -> ServiceError:
+        return ServiceError(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "TOO_MANY_ADAPTERS",
+            f"{self.most} adapters are loaded or loading; unload one, or raise --max-adapters.",
+        )
 
     def _check_name(self, name: str) -> None:
         if not name or len(name) > _MOST_CHARACTERS or not name.isprintable():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from services.common.beam_search import check_beam_search
 from services.common.contract import (
     DEFAULT_MAX_TOKENS,
     DRY_ALLOWED_LENGTH,
@@ -20,8 +21,10 @@ from services.common.contract import (
     MAX_TOP_K,
 )
 from services.engine.messages import (
+    BeamSettings,
     CheckedRequest,
     DrySettings,
+    EarlyStopping,
     GenerationDefaults,
     LogitBias,
     MirostatSettings,
@@ -32,7 +35,13 @@ from services.engine.messages import (
     bitmask,
 )
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest, ResumedSequence
+from tokenwire.pb.engine.v1.engine_pb2 import (
+    EmbeddedPrompt,
+    EmbedRequest,
+    GenerateRequest,
+    ResumedSequence,
+)
+from tokenwire.pb.types.v1 import types_pb2
 from tokenwire.pb.types.v1.types_pb2 import (
     DryParams,
     MirostatParams,
@@ -45,6 +54,12 @@ __all__ = ["Admission"]
 
 _MAX_STOP_TOKENS = MAX_STOP_TOKEN_IDS + 16
 """Ids that a client may name, and 16 that infill may add"""
+_EARLY_STOPPING = {
+    types_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ESTIMATE,
+    types_pb2.EARLY_STOPPING_ESTIMATE: EarlyStopping.ESTIMATE,
+    types_pb2.EARLY_STOPPING_FIRST: EarlyStopping.FIRST,
+    types_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +83,72 @@ class Admission:
 
         adapters: names that `model` may have beside the model's own.
         """
-        if request.model not in ("", self.model_id) and request.model not in adapters:
+        self._check_model(request.model, adapters)
+        if not self.model.generates:
+            message = f"{self.model_id} only makes vectors of texts: use Embed."
             raise ServiceError(
-                grpc.StatusCode.NOT_FOUND,
-                "MODEL_NOT_FOUND",
-                f"This engine serves {self.model_id!r}, not {request.model!r}.",
-                field="model",
+                grpc.StatusCode.FAILED_PRECONDITION, "ONLY_EMBEDS", message, field="model"
             )
         n = request.n if request.HasField("n") else 1
         if not 1 <= n <= self.max_sequences:
             raise invalid("n", f"n must be between 1 and {self.max_sequences}, got {n}.")
         stopping = self._stopping(request.stopping)
         self._check_images(request)
+        beams = _beams(request)
         return CheckedRequest(
             prompts=self._prompts(request.prompts, n, stopping),
             n=n,
-            sampling=self._sampling(request.sampling),
+            sampling=self._sampling(request.sampling, draws=beams is None),
             stopping=stopping,
+            beams=beams,
             logprobs=self._width("logprobs", request),
             prompt_logprobs=self._width("prompt_logprobs", request),
             resume=self._resume(request, n),
             constrained=self._constrained(request),
         )
 
+    def check_embed(self, request: EmbedRequest, adapters: Container[str] = ()) -> CheckedRequest:
+        """Return the request for vectors. Raises ServiceError that names the bad field."""
+        self._check_model(request.model, adapters)
+        if self.model.pooled is None:
+            message = (
+                f"{self.model_id} makes no embeddings: its checkpoint names no pooling. Start the "
+                "engine with --pooling to embed with it."
+            )
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION, "NO_EMBEDDINGS", message, field="model"
+            )
+        length = self.model.context_length
+        stopping = StoppingSettings(0, 0, True, length, frozenset())
+        seconds: dict[int, int] = {}
+        for i, prompt in enumerate(request.prompts):
+            if prompt.HasField("second_text"):
+                field = f"prompts[{i}].second_text"
+                if not self.model.takes_pairs:
+                    message = f"{self.model_id} does not tell the texts of a pair apart."
+                    raise invalid(field, message)
+                if not 0 < prompt.second_text < len(prompt.ids):
+                    raise invalid(field, "second_text must be the index of an id, above 0.")
+                seconds[i] = prompt.second_text
+            if prompt.instruction_length > len(prompt.ids):
+                field = f"prompts[{i}].instruction_length"
+                raise invalid(field, "An instruction must not have more ids than its prompt.")
+        instructions = {i: each.instruction_length for i, each in enumerate(request.prompts)}
+        prompts = self._prompts(request.prompts, 1, stopping)
+        pooled = self.model.pooled
+        return CheckedRequest.of_texts(prompts, pooled, length, seconds, instructions)
+
+    def _check_model(self, model: str, adapters: Container[str]) -> None:
+        if model not in ("", self.model_id) and model not in adapters:
+            raise ServiceError(
+                grpc.StatusCode.NOT_FOUND,
+                "MODEL_NOT_FOUND",
+                f"This engine serves {self.model_id!r}, not {model!r}.",
+                field="model",
+            )
+
     def _prompts(
-        self, prompts: Sequence[TokenIds], n: int, stopping: StoppingSettings
+        self, prompts: Sequence[TokenIds | EmbeddedPrompt], n: int, stopping: StoppingSettings
     ) -> Sequence[Sequence[int]]:
         if not prompts:
             raise invalid("prompts", "The request needs at least one prompt.")
@@ -168,9 +224,10 @@ class Admission:
             max_tokens, params.min_tokens, params.ignore_eos, context_length, stop_token_ids
         )
 
-    def _sampling(self, params: SamplingParams) -> SamplingSettings:
-        # what mirostat replaces must not come from a recommendation
-        defaults = GenerationDefaults() if params.HasField("mirostat") else self.defaults
+    def _sampling(self, params: SamplingParams, *, draws: bool) -> SamplingSettings:
+        # what mirostat or a beam search replaces must not come from a recommendation
+        is_plain = params.HasField("mirostat") or not draws
+        defaults = GenerationDefaults() if is_plain else self.defaults
         temperature = _number(
             params,
             "temperature",
@@ -350,6 +407,17 @@ class Admission:
             message = "ignore_eos contradicts a grammar, which decides where the output ends."
             raise invalid("stopping.ignore_eos", message)
         return True
+
+
+def _beams(request: GenerateRequest) -> BeamSettings | None:
+    """Return the settings of a beam search. Raises for what it can't be combined with."""
+    if not request.HasField("beam_search"):
+        return None
+    others = {"grammar": request.HasField("grammar"), "resume": bool(request.resume)}
+    beams = request.beam_search
+    check_beam_search(beams, request.sampling, others)
+    penalty = beams.length_penalty if beams.HasField("length_penalty") else 1.0
+    return BeamSettings(penalty, _EARLY_STOPPING[beams.early_stopping])
 
 
 def _penalty(params: SamplingParams, field: str) -> float:

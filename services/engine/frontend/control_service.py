@@ -33,6 +33,7 @@ _CAPABILITIES = (
     Capability.CAPABILITY_RESUME,
     Capability.CAPABILITY_PREFIX_CACHE,
     Capability.CAPABILITY_TOKEN_LIMITS,
+    Capability.CAPABILITY_BEAM_SEARCH,
 )
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -65,7 +66,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             eos_token_ids=model.eos_token_ids,
             bos_token_id=model.bos_token_id,
             recommended_sampling=SamplingParams(**asdict(model.recommended)),
-            capabilities=(*_CAPABILITIES, *grammar, *images),
+            capabilities=(*_CAPABILITIES, *grammar, *images) if model.generates else (),
             max_logprobs=settings.max_logprobs,
             max_sequences_per_request=self._frontend.admission.max_sequences,
             max_running_sequences=settings.max_running,
@@ -79,6 +80,11 @@ class EngineControlServicer(EngineControlServiceServicer):
             kernels=model.kernels,
             adapters=map(_adapter, self._frontend.adapters),
             max_adapters=self._frontend.adapters.most if model.takes_adapters else 0,
+            vector_width=model.vector_width,
+            vectors_are_scores=model.has_scores,
+            vectors_are_normalized=model.vectors_are_normalized,
+            takes_pairs=model.takes_pairs,
+            only_embeds=not model.generates,
         )
 
     async def GetLoad(

@@ -16,10 +16,13 @@ from services.engine.frontend.event_queue import EventQueue
 from services.engine.frontend.frontend import Caller, Frontend
 from services.engine.frontend.session import Session
 from services.engine.frontend.sink import Sink
+from services.engine.messages import Embedded
 from services.engine.settings import EngineSettings
 from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2 import (
+    EmbedRequest,
+    EmbedResponse,
     GenerateRequest,
     GenerateResponse,
     SessionRequest,
@@ -28,6 +31,8 @@ from tokenwire.pb.engine.v1.engine_pb2 import (
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceServicer
 
 __all__ = ["EngineServicer"]
+
+_FLOAT_BYTES = 4
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -63,6 +68,19 @@ class EngineServicer(EngineServiceServicer):
                 raise call.error
         finally:
             watching.cancel()
+            call.events.close()
+            self._frontend.drop(handle)
+
+    async def Embed(self, request: EmbedRequest, context: Context) -> EmbedResponse:
+        call = _EmbedCall(len(request.prompts))
+        try:
+            handle = await self._frontend.submit(request, _caller(context), None, call)
+        except asyncio.CancelledError:
+            request_accounting.count_request("cancelled")
+            raise
+        try:
+            return await call.response
+        finally:
             call.events.close()
             self._frontend.drop(handle)
 
@@ -116,6 +134,36 @@ class _Call(Sink[GenerateResponse]):
         self.error = error
         self.ended = True
         self.events.wake()
+
+
+class _EmbedCall(Sink[GenerateResponse]):
+    """The sink of an Embed call, which has one response."""
+
+    def __init__(self, prompts: int) -> None:
+        super().__init__(EventQueue(), GenerateResponse)
+        self.response: asyncio.Future[EmbedResponse] = asyncio.get_running_loop().create_future()
+        self._vectors = [b""] * prompts
+
+    def on_accepted(self, accepted: engine_pb2.Accepted) -> None:
+        pass
+
+    def on_embedded(self, embedded: Embedded) -> None:
+        self._vectors[embedded.prompt] = embedded.vector
+
+    def on_finished(self, finished: engine_pb2.SequenceFinished) -> None:
+        pass
+
+    def on_completed(self, completed: engine_pb2.Completed) -> None:
+        if not self.response.done():
+            width = len(self._vectors[0]) // _FLOAT_BYTES
+            vectors = b"".join(self._vectors)
+            self.response.set_result(
+                EmbedResponse(width=width, vectors=vectors, usage=completed.usage)
+            )
+
+    def on_error(self, error: ServiceError) -> None:
+        if not self.response.done():
+            self.response.set_exception(error)
 
 
 async def _cut_when_stalled(

@@ -40,6 +40,7 @@ from services.engine.messages import (
     CancelRequest,
     CheckedRequest,
     DraftTokens,
+    Embedded,
     Finished,
     FlushCache,
     FollowCache,
@@ -59,7 +60,7 @@ from services.engine.messages import (
 from services.engine.model.checkpoint.fingerprint import tokenizer_fingerprint
 from services.engine.settings import EngineSettings, parse_bytes
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest
+from tokenwire.pb.engine.v1.engine_pb2 import EmbedRequest, GenerateRequest
 from tokenwire.serving.checkpoint_folder import served_name
 
 __all__ = ["Caller", "Frontend"]
@@ -236,7 +237,11 @@ class Frontend:
     # Requests of clients.
 
     async def submit(
-        self, request: GenerateRequest, caller: Caller, credit: int | None, sink: Sink[Any]
+        self,
+        request: GenerateRequest | EmbedRequest,
+        caller: Caller,
+        credit: int | None,
+        sink: Sink[Any],
     ) -> int:
         """Check a request, prepare its grammar and images, and hand it to the loop.
 
@@ -321,14 +326,15 @@ class Frontend:
         """Load an adapter. Raises ServiceError."""
         takes_some = self.model.takes_adapters
         if not (takes_some and self.adapters.most):
-            why = "--max-adapters is 0" if takes_some else "its model has several ranks"
+            why = (
+                "--max-adapters is 0" if takes_some else "its model is an encoder or in a GGUF file"
+            )
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "NO_ADAPTERS",
                 f"This engine takes no adapters: {why}.",
             )
         adapter = await self.adapters.load(name, path)
-        _LOG.info("adapter %s: %d bytes from %s", name, adapter.num_bytes, path)
         self.notify()
         return adapter
 
@@ -346,11 +352,13 @@ class Frontend:
         return await flushed
 
     async def _check(
-        self, request: GenerateRequest, caller: Caller
+        self, request: GenerateRequest | EmbedRequest, caller: Caller
     ) -> tuple[CompiledGrammar | None, CheckedRequest]:
         """Check a request and prepare it, as `_prepare` returns it. Raises ServiceError."""
         try:
             self._require_room()
+            if isinstance(request, EmbedRequest):
+                return None, self.admission.check_embed(request, self.adapters.named)
             checked = self.admission.check(request, self.adapters.named)
             if not (checked.constrained or request.images):
                 return None, checked
@@ -361,7 +369,8 @@ class Frontend:
             )
             self._require_image_memory(checked)
         except ServiceError as error:
-            sequences = max(1, len(request.prompts)) * max(1, request.n)  # not checked yet
+            n = 1 if isinstance(request, EmbedRequest) else request.n
+            sequences = max(1, len(request.prompts)) * max(1, n)  # not checked yet
             self._set_retry(error, min(sequences, MAX_SEQUENCES))
             request_accounting.count_error(error.reason)
             raise
@@ -453,6 +462,8 @@ class Frontend:
                     live.latency.observe(item.sequence, now)
                 case ScoredPrompt():
                     live.sink.on_prompt_scores(events.prompt_scores(item))
+                case Embedded():
+                    live.sink.on_embedded(item)
                 case Finished():
                     self._close_matchers(item.handle, live, (item.sequence,))
                     request_accounting.count_finished(item.cause)

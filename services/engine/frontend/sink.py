@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from services.engine.frontend.event_queue import EventQueue
-from services.engine.messages import Token
+from services.engine.messages import Embedded, Token
 from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1.engine_pb2 import (
     Accepted,
@@ -35,6 +35,10 @@ class Sink(ABC, Generic[E]):
 
     def on_prompt_scores(self, scores: PromptScores) -> None:
         self.events.put(self._add(prompt_scores=scores))
+
+    def on_embedded(self, embedded: Embedded) -> None:
+        """Take the vector of a prompt. Only requests for vectors have some."""
+        raise NotImplementedError
 
     def on_token(self, token: Token) -> None:
         self.events.put_token(self._handle, token, self._add)

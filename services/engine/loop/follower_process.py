@@ -4,12 +4,14 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from typing import NoReturn
 
 from services.common import logging as service_logging
 from services.common.checkpoint import opened
 from services.common.settings import StartupError
 from services.engine.batch.buckets import row_bucket
+from services.engine.execution.adapter_files import convert_adapter
 from services.engine.execution.decode_graphs import DecodeGraphs
 from services.engine.execution.loaded_model import LoadedModel, graph_capacity, load
 from services.engine.model.checkpoint.config import CheckpointError
@@ -50,12 +52,13 @@ def _follower(settings: EngineSettings, model: LoadedModel) -> Follower:
     """Return a follower that runs decode steps as CUDA graphs if rank 0 does."""
     decoder, cache, ranks = model.decoder, model.cache, model.ranks
     capacity = graph_capacity(settings, decoder)
+    read_adapter = partial(convert_adapter, decoder)
     if capacity is None:
-        return Follower(decoder, cache, ranks)
+        return Follower(decoder, cache, ranks, read_adapter=read_adapter)
     rows = row_bucket(capacity.sequences)
     tokens = max(capacity.tokens, rows)
     decoder.reserve(tokens, rows)
     graphs = DecodeGraphs(decoder, cache)
-    follower = Follower(decoder, cache, ranks, graphs.run, graphs.capture)
+    follower = Follower(decoder, cache, ranks, graphs.run, graphs.capture, read_adapter)
     follower.reserve(tokens, rows, capacity.blocks)
     return follower

@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 
 from services.engine.batch.buckets import decode_sizes
-from services.engine.execution.loaded_model import LoadedModel, graph_capacity, load
+from services.engine.execution.loaded_model import LoadedModel, graph_capacity, load, step_tokens
 from services.engine.execution.model_runner import ModelRunner, max_logit_rows
 from services.engine.execution.start_progress import StartProgress
 from services.engine.execution.step_memory import usable_kernels
 from services.engine.kernels.library import instruction_set
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
-from services.engine.messages import ModelDescription
+from services.engine.messages import ModelDescription, Pooled
 from services.engine.model.checkpoint.generation import load_generation_defaults
+from services.engine.model.checkpoint.sentence_modules import Pooling
 from services.engine.model.decoder import Decoder
 from services.engine.sampling.warm_up import warm_up
 from services.engine.scheduling.block_pool import BlockPool
@@ -36,15 +37,17 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     """Load the model and make its loop. Raises CheckpointError or StartupError."""
     model = load(settings)
     decoder, cache, spec = model.decoder, model.cache, model.decoder.spec
+    pooler = model.pooler
     pool = BlockPool(model.num_blocks)
     scheduler = Scheduler(
         SchedulerLimits(
             max_running=settings.max_running,
-            max_step_tokens=settings.max_step_tokens,
+            max_step_tokens=step_tokens(settings, decoder),
             mixed_step_factor=settings.mixed_step_factor,
             block_size=cache.block_size,
             rows_at_once=decoder.rows_at_once,
             speculate=settings.speculate == "ngram",
+            keeps_prompts_whole=decoder.computes_whole_prompts,
             keeps_images_whole=spec.family.images_see_ahead,
             max_logit_rows=max_logit_rows(settings.max_running),
             prompts_have_fixed_cost=decoder.device.type == "cuda",
@@ -73,17 +76,30 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         kernels=_kernels(decoder),
         takes_adapters=decoder.adapters is not None,
         images_are_consecutive=spec.has_grid_positions or spec.family.images_see_ahead,
+        generates=not spec.is_encoder and spec.family.has_logits,
+        pooled=_pooled(model),
+        vector_width=0 if pooler is None else pooler.width,
+        has_scores=pooler is not None and pooler.scores,
+        vectors_are_normalized=pooler is not None and pooler.normalizes,
+        takes_pairs=spec.num_token_types > 1,
     )
     runner = ModelRunner(decoder, cache, graph_capacity(settings, decoder))
     model.ranks.watch()  # a rank may end while the graphs are captured
     _capture_graphs(runner, settings, model)
     overlaps = decoder.device.type == "cuda"
-    if overlaps:
+    if overlaps and description.generates:
         with usable_kernels():
             warm_up(spec.vocab_size, decoder.device)
     alone = model.ranks.rank.is_alone
-    steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone)
+    steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone, pooler=pooler)
     return LoadedLoop(steps, pool, model, description)
+
+
+def _pooled(model: LoadedModel) -> Pooled | None:
+    if model.pooler is None:
+        return None
+    is_last = model.pooler.pooling is Pooling.LAST and not model.decoder.computes_whole_prompts
+    return Pooled.LAST if is_last else Pooled.ALL
 
 
 def _capture_graphs(runner: ModelRunner, settings: EngineSettings, model: LoadedModel) -> None:

@@ -30,6 +30,8 @@ _LOG = logging.getLogger("loop")
 _RECEIVE_SECONDS = 0.005
 """Time to take commands before each step. The rest of a flood waits for the next step, because
 running streams must not wait for the flood"""
+_READING_SECONDS = 0.01
+"""Time between two looks at adapters that are read while there is no step"""
 _LEAST_SHARE = 0.1
 """Turn of the image encoder, at least, as a multiple of a step's time"""
 
@@ -83,6 +85,8 @@ def _run(loop: StepLoop, messages: "_MessageSocket", turns: EncoderTurns | None)
             turns.give(time.monotonic() - began, had_prompts=loop.had_prompts)
         # without progress, all requests wait for credit or masks: wake up to cut starved ones
         timeout = 0.0 if loop.progressed else None if loop.is_idle else 1.0
+        if loop.reads_adapters and not loop.progressed:
+            timeout = _READING_SECONDS
 
 
 class _MessageSocket:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from services.common.block_hash import prompt_salt
 from services.engine.loop import refusals
+from services.engine.loop.delivery import Delivery
 from services.engine.messages import (
     AddRequest,
     Admitted,
@@ -30,12 +31,16 @@ from services.engine.messages import (
     StoppingSettings,
     Token,
 )
+from services.engine.scheduling.beam_search import BeamSearch
 from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence, SequenceState
 from services.engine.scheduling.token_ids import Prompt
 
 __all__ = ["LoopLimits", "RequestTable"]
+
+_DELIVERED_TOKENS = 4_096
+"""Most tokens of search results in the outputs of one step"""
 
 _LOG = logging.getLogger("loop")
 
@@ -64,6 +69,10 @@ class RequestTable:
         """By handle"""
         self._starved: dict[Sequence, None] = {}
         """Sequences without credit, ordered by the time when it ran out"""
+        self._deliveries: dict[Sequence, Delivery] = {}
+        """By sequence of a beam search, until its end is reported"""
+        self._delivering: dict[Sequence, None] = {}
+        """Sequences of which some result may be sent, in this order"""
         self._outputs: list[Output] = []
 
     def __len__(self) -> int:
@@ -128,6 +137,11 @@ class RequestTable:
         """Enter a request with its sequences."""
         checked, size = command.checked, self._scheduler.limits.block_size
         request = Request(command, self._last_ids(checked.stopping))
+        if checked.beams is not None and checked.stopping.max_tokens:
+            causes = {token: _end_cause(token, checked.stopping) for token in request.last_ids}
+            request.searches = [
+                BeamSearch(checked.beams, checked.n, most, causes) for most in max_tokens
+            ]
         resumed = {resume.sequence: resume for resume in checked.resume}
         prompts = [
             Prompt(
@@ -143,6 +157,8 @@ class RequestTable:
             request.sequences.append(
                 Sequence(request, index, prompts[prompt], resumed.get(index), max_tokens[prompt])
             )
+        if request.searches:
+            self._deliveries |= {each: Delivery(command.credit) for each in request.sequences}
         request.unfinished = len(request.sequences)
         self._requests[command.handle] = request
         return request
@@ -181,13 +197,22 @@ class RequestTable:
         if request is None:
             return
         for index in command.sequences or range(len(request.sequences)):
-            if request.sequences[index].state is not SequenceState.FINISHED:
-                self.finish(request.sequences[index], FinishCause.CANCELLED)
+            sequence = request.sequences[index]
+            if sequence in self._deliveries:
+                self._cancel_result(sequence)
+            elif sequence.state is not SequenceState.FINISHED:
+                self.finish(sequence, FinishCause.CANCELLED)
 
     def _grant(self, command: GrantCredit) -> None:
         request = self._requests.get(command.handle)
         for sequence in request.sequences if request else ():
-            if sequence.credit is not None:
+            delivery = self._deliveries.get(sequence)
+            if delivery is not None and delivery.credit is not None:
+                delivery.credit += command.tokens
+                sequence.starved_since = None
+                self._starved.pop(sequence, None)
+                self._deliver(sequence)
+            elif sequence.credit is not None:
                 sequence.credit += command.tokens
                 sequence.starved_since = None
                 self._starved.pop(sequence, None)
@@ -259,13 +284,78 @@ class RequestTable:
     def finish(self, sequence: Sequence, cause: FinishCause, token: int | None = None) -> None:
         """End a sequence, and with the last one its request."""
         self._scheduler.remove(sequence)
+        self._report_end(sequence, cause, token, sequence.position)
+
+    def _report_end(
+        self, sequence: Sequence, cause: FinishCause, token: int | None, completion_tokens: int
+    ) -> None:
         self._starved.pop(sequence, None)
         request, handle = sequence.request, sequence.request.command.handle
-        self.report(Finished(handle, sequence.index, cause, token, sequence.position))
+        self.report(Finished(handle, sequence.index, cause, token, completion_tokens))
         request.unfinished -= 1
         if request.unfinished == 0:
             del self._requests[handle]
             self.report(self._done(request))
+
+    # Beam searches.
+
+    def append_to_beam(self, sequence: Sequence, token: int) -> None:
+        """Append a token to a beam. The client receives it only if it is part of a result."""
+        if sequence.request.first_token is None:
+            sequence.request.first_token = self._clock()
+        sequence.append(token)
+
+    def end_search(self, sequences: Items[Sequence], search: BeamSearch) -> None:
+        """Free what the beams hold, and deliver the results to them in this order, best first."""
+        for sequence, result in zip(sequences, search.results, strict=True):
+            self._scheduler.remove(sequence)
+            self._deliveries[sequence].begin(result)
+            self._deliver(sequence)
+
+    def _deliver(self, sequence: Sequence) -> None:
+        """Let `take_outputs` send a result, if there is one."""
+        has_ended = sequence.state is SequenceState.FINISHED
+        if has_ended and self._deliveries[sequence].cause is not None:
+            self._delivering[sequence] = None
+
+    def _send_results(self) -> None:
+        """Send what credit allows of some results, and their ends after their last tokens.
+
+        Results come in parts, so that those of long searches neither stop the steps nor exceed a
+        message.
+        """
+        left = _DELIVERED_TOKENS
+        while self._delivering and left:
+            sequence = next(iter(self._delivering))
+            delivery, handle = self._deliveries[sequence], sequence.request.command.handle
+            before = delivery.sent
+            for position, token, score in delivery.take(left):
+                self._outputs.append(Token(handle, sequence.index, position, token, score))
+            left -= delivery.sent - before
+            if delivery.is_complete:
+                assert delivery.cause is not None
+                del self._delivering[sequence], self._deliveries[sequence]
+                sequence.request.delivered += delivery.sent
+                self._report_end(sequence, delivery.cause, delivery.end_id, delivery.sent)
+            elif delivery.credit == 0:
+                del self._delivering[sequence]
+                self._starve(sequence, self._clock())
+
+    @property
+    def is_delivering(self) -> bool:
+        """True if `take_outputs` has left some result for the next time."""
+        return bool(self._delivering)
+
+    def _cancel_result(self, sequence: Sequence) -> None:
+        """Send no more of a result; end the search if nobody wants its results any more."""
+        self._deliveries[sequence].is_cancelled = True
+        beams = [s for s in sequence.request.sequences if s.search is sequence.search]
+        if sequence.state is SequenceState.FINISHED:
+            self._deliver(sequence)
+        elif all(self._deliveries[beam].is_cancelled for beam in beams):
+            for beam in beams:
+                self._scheduler.remove(beam)
+                self._deliver(beam)
 
     def cut_starved(self) -> None:
         """Abort requests that have had no credit for too long: their clients read nothing."""
@@ -284,6 +374,8 @@ class RequestTable:
             return
         for sequence in request.sequences:
             self._starved.pop(sequence, None)
+            self._deliveries.pop(sequence, None)
+            self._delivering.pop(sequence, None)
             if sequence.state is not SequenceState.FINISHED:
                 self._scheduler.remove(sequence)
         self.report(refusal)
@@ -295,9 +387,7 @@ class RequestTable:
     def _end_if_done(self, sequence: Sequence, token: int) -> None:
         request = sequence.request
         if token in request.last_ids:
-            is_stop_token = token in request.command.checked.stopping.stop_token_ids
-            cause = FinishCause.STOP_TOKEN if is_stop_token else FinishCause.EOS
-            self.finish(sequence, cause, token)
+            self.finish(sequence, _end_cause(token, request.command.checked.stopping), token)
         elif sequence.position >= sequence.max_tokens:
             self.finish(sequence, FinishCause.LENGTH)
         elif sequence.is_at_end:
@@ -313,7 +403,7 @@ class RequestTable:
         return RequestDone(
             handle=command.handle,
             prompt_tokens=sum(len(prompt) for prompt in command.checked.prompts),
-            completion_tokens=sum(s.position for s in request.sequences),
+            completion_tokens=_completion_tokens(request),
             cached_tokens=sum(s.cached_tokens or 0 for s in firsts),
             queue_seconds=started - command.arrival,
             prefill_seconds=first - started,
@@ -328,5 +418,18 @@ class RequestTable:
 
     def take_outputs(self) -> list[Output]:
         """Return the outputs since the last call."""
+        self._send_results()
         outputs, self._outputs = self._outputs, []
         return outputs
+
+
+def _end_cause(token: int, stopping: StoppingSettings) -> FinishCause:
+    """Return why a sequence ends with an id that ends it."""
+    return FinishCause.STOP_TOKEN if token in stopping.stop_token_ids else FinishCause.EOS
+
+
+def _completion_tokens(request: Request) -> int:
+    """Return the generated tokens; of a search, those of its results."""
+    if request.searches:
+        return request.delivered
+    return sum(sequence.position for sequence in request.sequences)

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.common.settings import StartupError
 from services.engine.batch.transfer import Mark, copy_rows, rows_of
 from services.engine.execution.model_runner import DeviceTokens, ModelRunner
 from services.engine.loop import refusals
+from services.engine.loop.beam_draws import BeamDraws
+from services.engine.loop.prompt_pooling import PromptPooling
 from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.loop.step_sampler import (
     Draw,
@@ -35,6 +36,7 @@ from services.engine.messages import (
     UnloadAdapter,
 )
 from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.pooler import Pooler
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Sequence, SequenceState
 from services.engine.scheduling.step_plan import StepPlan
@@ -103,12 +105,15 @@ class StepLoop:
         *,
         overlaps: bool = False,
         isolates: bool = True,
+        pooler: Pooler | None = None,
     ) -> None:
         """overlaps: launch a step before the tokens of the previous one are on the host. Has no
         effect with speculation, whose draft tokens depend on them.
 
         isolates: repeat a step that raises sequence by sequence, and fail only the requests that
         raise again. Impossible with several ranks: the others wait in the middle of the step.
+
+        pooler: makes vectors of prompts; None = no request asks for them.
         """
         self._scheduler = scheduler
         self._runner = runner
@@ -117,8 +122,13 @@ class StepLoop:
         self._isolates = isolates
         self._requests = RequestTable(scheduler, limits, clock)
         self._sampler = StepSampler(
-            runner, self._requests, limits.eos_token_ids, needs_logits=self._overlaps
+            runner,
+            self._requests,
+            limits.eos_token_ids,
+            needs_logits=self._overlaps,
+            pooling=None if pooler is None else PromptPooling(pooler, runner),
         )
+        self._beams = BeamDraws(scheduler, runner, self._requests, self._sampler)
         self._in_flight: _InFlightStep | None = None
         """The present step, if it stays in flight"""
         self._previous: _InFlightStep | None = None
@@ -130,7 +140,7 @@ class StepLoop:
         self._decode_seconds = 0.0
         """Duration of the last step without prompts"""
         self._steps = 0
-        self.progressed = False
+        self._progressed = False
         """True if the last step computed anything"""
         self.had_prompts = False
         """True if the last step computed prompts"""
@@ -140,6 +150,16 @@ class StepLoop:
     @property
     def is_idle(self) -> bool:
         return not self._requests
+
+    @property
+    def progressed(self) -> bool:
+        """True if the last step computed anything, or left results to send."""
+        return self._progressed or self._requests.is_delivering
+
+    @property
+    def reads_adapters(self) -> bool:
+        """True while adapters are read beside the steps."""
+        return self._runner.reads_adapters
 
     @property
     def spare_seconds(self) -> float:
@@ -161,6 +181,8 @@ class StepLoop:
         and again while the step runs, because masks come meanwhile.
         """
         self.apply(receive())
+        for number in self._runner.ready_adapters():
+            self._requests.report(self._insert_adapter(number))
         self._requests.cut_starved()
         began = self._clock()
         if self._overlaps:
@@ -169,10 +191,10 @@ class StepLoop:
         self.had_prompts = bool(plan.chunks)
         if plan.is_empty and self._in_flight is not None and not self._in_flight.has_results:
             self._in_flight.plan = None  # it waits for masks, which takes longer than it does
-            self.progressed = False
+            self._progressed = False
             return self.take_output()
         self._previous, self._in_flight = self._in_flight, None
-        self.progressed = not plan.is_empty or self._previous is not None
+        self._progressed = not plan.is_empty or self._previous is not None
         if not plan.is_empty:
             self._requests.note_started(chunk.sequence for chunk in plan.chunks)
             self._run_isolated(plan, began, receive)
@@ -189,19 +211,17 @@ class StepLoop:
                 case SetEncoding():
                     self.encoder_works = command.encodes
                 case LoadAdapter():
-                    self._requests.report(self._load_adapter(command))
+                    self._runner.read_adapter(command.number, Path(command.path))
                 case UnloadAdapter():
                     self._runner.unload_adapter(command.number)
                 case _:
                     self._requests.carry_out(command)
 
-    def _load_adapter(self, command: LoadAdapter) -> AdapterLoaded:
-        """Load an adapter between two steps, which wait for it."""
+    def _insert_adapter(self, number: int) -> AdapterLoaded:
         try:
-            num_bytes = self._runner.load_adapter(command.number, Path(command.path))
-        except (CheckpointError, StartupError) as error:
-            return AdapterLoaded(command.number, 0, str(error))
-        return AdapterLoaded(command.number, num_bytes)
+            return AdapterLoaded(number, self._runner.insert_adapter(number))
+        except CheckpointError as error:
+            return AdapterLoaded(number, 0, str(error))
 
     def take_output(self) -> StepOutput:
         """Return the outputs since the last call, and the load."""
@@ -265,8 +285,10 @@ class StepLoop:
                 self._scheduler.accept(chunk.sequence, chunk.draft)
 
     def _draw_held(self) -> None:
-        """Draw for sequences whose mask or credit came after their step."""
+        """Draw for sequences whose mask or credit came after their step, and for beams."""
+        self._draw_beams()
         ready = self._sampler.take_ready()
+        self._sampler.shrink_held()
         if not ready:
             return
         try:
@@ -276,6 +298,24 @@ class StepLoop:
                 raise
             self._draw_held_isolated(ready, error)
         self._accept_drafts(ready)
+
+    def _draw_beams(self) -> None:
+        """Advance the searches of which all beams have logits. The host waits for the device."""
+        searches = self._sampler.take_beams()
+        if searches and self._in_flight is not None:
+            # the scores of its prompts come before the end of a search
+            step, self._in_flight = self._in_flight, None
+            self._complete(step, [], [])
+        for beams in searches:
+            if not all(held.is_valid for held in beams):
+                continue  # another search of the request has failed
+            try:
+                self._beams.advance(beams)
+            except Exception as error:
+                if not self._isolates:
+                    raise
+                sequence = beams[0].sequence
+                self._fail(sequence, sequence.num_computed, error)
 
     def _accept_drafts(self, drawn: Iterable[HeldLogits]) -> None:
         """Accept draft tokens that held logits have verified."""
@@ -331,6 +371,7 @@ class StepLoop:
 
     def _launch_held(self, began: float) -> None:
         """Launch the draws whose mask, credit or preceding token has come since their step."""
+        self._draw_beams()
         ready = self._sampler.take_ready()
         self._sampler.shrink_held()
         if not ready:
@@ -346,7 +387,7 @@ class StepLoop:
         self._count_in_flight(launched)
         if self._in_flight is None:
             end = Mark(self._runner.device)
-            self._in_flight = _InFlightStep(None, began, end, PromptResults([], []), [])
+            self._in_flight = _InFlightStep(None, began, end, PromptResults([], [], []), [])
         self._in_flight.launched += launched
 
     def _count_in_flight(self, launched: Iterable[LaunchedDraws]) -> None:

@@ -6,14 +6,16 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.engine.batch.transfer import copy_rows, rows_of, to_device
 from services.engine.execution.model_runner import SCORED_ROWS, ModelRunner
 from services.engine.loop import refusals
+from services.engine.loop.prompt_pooling import PendingVectors, PromptPooling
 from services.engine.loop.request_table import RequestTable
-from services.engine.messages import AddRequest, FinishCause, Score, ScoredPrompt
+from services.engine.messages import AddRequest, Embedded, FinishCause, Score, ScoredPrompt
 from services.engine.sampling.bad_words import intersect_masks
 from services.engine.sampling.pending_tokens import PendingTokens
 from services.engine.sampling.row import NOTHING_ALLOWED, Row
@@ -106,7 +108,8 @@ class PromptResults(NamedTuple):
 
     scores: list["_PromptScores"]
     scored: list[Sequence]
-    """Sequences that end with these scores"""
+    """Sequences that end with these scores and vectors"""
+    vectors: list[PendingVectors]
 
 
 class _PromptScores(NamedTuple):
@@ -129,17 +132,29 @@ class StepSampler:
         eos_token_ids: frozenset[int],
         *,
         needs_logits: bool,
+        pooling: PromptPooling | None = None,
     ) -> None:
-        """needs_logits: compute logits even where the most likely token would do."""
+        """needs_logits: compute logits even where the most likely token would do.
+
+        pooling: makes the vectors of prompts; None = no request asks for them.
+        """
         self._runner = runner
         self._requests = requests
         self._eos_token_ids = eos_token_ids
         self._searches = runner.finds_most_likely and not needs_logits
         self._held: list[HeldLogits] = []
-        self._results = PromptResults([], [])
+        self._pooling = pooling
+        self._results = PromptResults([], [], [])
 
     def score_prompts(self, plan: StepPlan, hidden: Tensor) -> None:
-        """Score the prompt tokens whose predecessors the step computed, for `take_results`."""
+        """Score the prompt tokens whose predecessors the step computed, for `take_results`.
+
+        Make the vectors of prompts that the step completes, too.
+        """
+        if self._pooling is not None:
+            vectors = self._pooling.pool(plan, hidden)
+            if vectors is not None:
+                self._results.vectors.append(vectors)
         end_row = len(plan.decodes)
         for chunk in plan.chunks:
             end_row += chunk.num_outputs
@@ -162,7 +177,7 @@ class StepSampler:
 
     def take_results(self) -> PromptResults:
         """Return the results of prompts since the last call."""
-        results, self._results = self._results, PromptResults([], [])
+        results, self._results = self._results, PromptResults([], [], [])
         return results
 
     def report_results(self, results: PromptResults) -> None:
@@ -180,9 +195,23 @@ class StepSampler:
             scored = ScoredPrompt(handle, prompt, first, ids[known:], scores[known:])
             self._requests.report(scored)
             sequence.scored = start + len(ids)
+        for vectors in results.vectors:
+            self._report_vectors(vectors)
         for sequence in results.scored:
             if sequence.state is not SequenceState.FINISHED:
                 self._requests.finish(sequence, FinishCause.LENGTH)
+
+    def _report_vectors(self, pending: PendingVectors) -> None:
+        vectors = pending.vectors.wait().numpy()
+        finite = np.isfinite(vectors).all(axis=1)
+        for sequence, vector, is_finite in zip(pending.sequences, vectors, finite, strict=True):
+            handle = sequence.request.command.handle
+            if sequence.state is SequenceState.FINISHED:
+                continue
+            if is_finite:
+                self._requests.report(Embedded(handle, sequence.prompt_index, vector.tobytes()))
+            else:
+                self._requests.abort(refusals.not_finite(handle))
 
     def draws(self, plan: StepPlan) -> list[Draw]:
         """Return the draws that a step makes possible; note the sequences that only score."""
@@ -265,6 +294,22 @@ class StepSampler:
         held = [each for each in self._held if each.is_valid]
         self._held = [each for each in held if not each.sequence.may_draw]
         return [each for each in held if each.sequence.may_draw]
+
+    def take_beams(self) -> list[list[HeldLogits]]:
+        """Remove and return the held logits of searches that may go on: those of all beams."""
+        groups: dict[int, list[HeldLogits]] = {}
+        for held in self._held:
+            if held.is_valid and held.sequence.search is not None:
+                groups.setdefault(id(held.sequence.search), []).append(held)
+        ready = [
+            sorted(beams, key=lambda held: held.sequence.index)
+            for beams in groups.values()
+            if len(beams) == beams[0].sequence.request.command.checked.n
+        ]
+        taken = {id(held.logits) for beams in ready for held in beams}
+        if taken:
+            self._held = [held for held in self._held if id(held.logits) not in taken]
+        return ready
 
     @property
     def awaits_masks(self) -> bool:

@@ -1,6 +1,6 @@
 """The decoder's forward pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.memory import touch
-from services.engine.model.adapters.adapters import Adapters
+from services.engine.model.adapters.adapters import AdapterChange, Adapters
 from services.engine.model.architecture.rotary import Rotary, Rotation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
@@ -17,7 +17,7 @@ from services.engine.model.embedding import Embedding
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators.interface import Operators, Projection
 
-__all__ = ["Decoder", "DecoderLayer", "DecoderWeights"]
+__all__ = ["Activations", "Decoder", "DecoderLayer", "DecoderWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,15 @@ class DecoderWeights:
     positions: Tensor | None
     """[context_length, hidden_size], added to the embedding; None: the layers use RoPE"""
     layers: tuple[DecoderLayer, ...]
-    final_norm: Tensor
-    output: Projection
-    """hidden_size → vocab_size"""
+    final_norm: Tensor | None
+    """None: an encoder's hidden states need none"""
+    output: Projection | None
+    """hidden_size → vocab_size; None: the model computes no logits"""
     sinks: tuple[Tensor, ...] | None
     """float32 [num_heads] for each layer, for the attention backend; None: no attention sinks"""
     step_bytes: int
     """Upper bound of the weight bytes that a step reads: all but the embeddings"""
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class _Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class _Activations:
+class Activations:
     """Buffers of the forward pass, [tokens, width] each; all layers and steps share them."""
 
     hidden: Tensor
@@ -84,8 +86,8 @@ class _Activations:
         """All buffers but the rotations."""
         return self.hidden, self.normed, self.qkv, self.attended, self.inner
 
-    def first(self, tokens: int) -> "_Activations":
-        return _Activations(
+    def first(self, tokens: int) -> "Activations":
+        return Activations(
             self.hidden[:tokens],
             self.normed[:tokens],
             self.qkv[:tokens],
@@ -99,6 +101,9 @@ class _Activations:
 class Decoder:
     """A decoder-only transformer. Not thread-safe: passes share buffers."""
 
+    computes_whole_prompts = False
+    """True if a step must compute all tokens of a prompt, and the cache keeps none of them"""
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -109,7 +114,7 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self.dtype = dtype
-        self.device = weights.final_norm.device
+        self.device = weights.device
         self.weight_bytes = weights.step_bytes
         self.block_size = attention.block_size
         self.rows_at_once = operators.rows_at_once
@@ -135,6 +140,11 @@ class Decoder:
         # Else the host reads the experts that the router chose, which a graph can't.
         has_fixed_launches = self.spec.experts is None or self._operators.groups_experts
         return self._attention.is_capturable and has_fixed_launches
+
+    @property
+    def computes_logits(self) -> bool:
+        """True if `logits` works."""
+        return self._weights.output is not None
 
     @property
     def reads_shared_once(self) -> bool:
@@ -184,6 +194,13 @@ class Decoder:
 
         as_graph: they run it as a CUDA graph; captures: they capture that graph.
         """
+
+    def announce_adapter(self, change: AdapterChange, number: int, directory: str = "") -> None:
+        """Have all other ranks read, insert or drop an adapter, if there are several ranks."""
+
+    def agree_on_adapter(self, failure: str, num_bytes: int) -> tuple[str, int]:
+        """Return the first failure among the ranks to read an adapter, and the bytes of all."""
+        return failure, num_bytes
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
@@ -237,6 +254,15 @@ class Decoder:
         self._after_attention(self.spec.num_layers - 1, kept)
         return kept.hidden
 
+    @torch.inference_mode()
+    def copy_blocks(self, cache: KVCache, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of the cache: source and target each, and no target is a source."""
+        self.announce_copies(copies)
+        cache.copy_blocks(copies)
+
+    def announce_copies(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Have all other ranks copy the same blocks, if there are several ranks."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 [rows, vocab_size] for rows of `forward`'s result.
 
@@ -251,6 +277,7 @@ class Decoder:
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Do `logits` on this rank alone, while the other ranks do it too."""
+        assert self._weights.output is not None
         normed = self._final_norm(hidden)
         logits = self._logits_buffer(hidden.shape[0])
         self._weights.output.into(normed, logits)
@@ -263,8 +290,9 @@ class Decoder:
     @property
     def has_argmax(self) -> bool:
         """True if `argmax` is supported."""
-        spec = self.spec
-        return self._weights.output.has_argmax and spec.logit_scale == 1 and not spec.logit_cap
+        spec, output = self.spec, self._weights.output
+        has_argmax = output is not None and output.has_argmax
+        return has_argmax and spec.logit_scale == 1 and not spec.logit_cap
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor) -> Tensor:
@@ -272,10 +300,16 @@ class Decoder:
 
         Of equal logits it is the lowest id; of a row of NaN it is -1.
         """
+        assert self._weights.output is not None
         normed = self._final_norm(hidden)
         ids = torch.empty(len(hidden), dtype=torch.int64)
         self._weights.output.argmax(normed, ids)
         return ids
+
+    @torch.inference_mode()
+    def states(self, hidden: Tensor) -> Tensor:
+        """Return float32 [rows, hidden_size], the final norms of rows of `forward`'s result."""
+        return self._operators.plain(self._final_norm(hidden)).float()
 
     def _final_norm(self, hidden: Tensor) -> Tensor:
         hidden = hidden.contiguous()
@@ -293,7 +327,7 @@ class Decoder:
             self.adapters.end()
 
     def _run_layers(
-        self, batch: StepBatch, cache: KVCache, buffers: _Activations, kept: _Activations
+        self, batch: StepBatch, cache: KVCache, buffers: Activations, kept: Activations
     ) -> None:
         """Run everything between the embedding and the final norm.
 
@@ -311,10 +345,15 @@ class Decoder:
                 if index + 1 < len(image.embeddings):
                     rest.hidden.index_add_(0, image.indices, image.embeddings[index + 1])
 
-    def _before_attention(self, index: int, buffers: _Activations) -> None:
+    def _before_attention(self, index: int, buffers: Activations) -> None:
         """Compute a layer's queries, keys and values from the residual."""
         layer = self._weights.layers[index]
         self._norm(buffers.hidden, layer.attention_norm, buffers.normed)
+        self._project(index, buffers)
+
+    def _project(self, index: int, buffers: Activations) -> None:
+        """Compute a layer's queries, keys and values from what it reads."""
+        layer = self._weights.layers[index]
         layer.qkv.into(buffers.normed, buffers.qkv)
         if (rotary := self._rotary_of_layer[index]) is not None:
             self._operators.rotate(
@@ -327,7 +366,7 @@ class Decoder:
             )
 
     def _attend(
-        self, index: int, step: AttentionStep, buffers: _Activations, kept: _Activations
+        self, index: int, step: AttentionStep, buffers: Activations, kept: Activations
     ) -> None:
         """Compute a layer's attention; the last layer's for the rows that are kept."""
         if index == self.spec.num_layers - 1:
@@ -340,21 +379,21 @@ class Decoder:
             )
         self._attention.attend(index, step)
 
-    def _after_attention(self, index: int, buffers: _Activations) -> None:
+    def _after_attention(self, index: int, buffers: Activations) -> None:
         """Add a layer's attention and feed-forward layer to the residual."""
         layer = self._weights.layers[index]
         layer.output.add_to(buffers.attended, buffers.hidden)
         self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
         layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner)
 
-    def _begin(self, batch: StepBatch, buffers: _Activations) -> None:
+    def _begin(self, batch: StepBatch, buffers: Activations) -> None:
         """Compute what all layers share: the embeddings and the rotations."""
         self._embed(batch, buffers.hidden)
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
         for rotary, rotation in zip(self._rotaries, buffers.rotations, strict=True):
             rotary.compute(positions, rotation)
 
-    def _kept(self, batch: StepBatch, buffers: _Activations) -> _Activations:
+    def _kept(self, batch: StepBatch, buffers: Activations) -> Activations:
         """Return the buffers of the rows that the step returns."""
         outputs = batch.output_rows
         return buffers if outputs is None else self._activations.first(len(outputs.indices))
@@ -366,7 +405,7 @@ class Decoder:
         for image in batch.images:
             hidden[image.indices] = image.embeddings[0]
         if self._weights.positions is not None:
-            hidden += self._weights.positions[batch.positions]
+            hidden += self._weights.positions[batch.positions + self.spec.position_offset]
 
     def _norm(self, rows: Tensor, weight: Tensor | None, out: Tensor) -> None:
         if weight is None:
@@ -374,7 +413,7 @@ class Decoder:
         else:
             self._operators.rms_norm(rows, weight, self.spec.norm_epsilon, out)
 
-    def _buffers(self, tokens: int) -> _Activations:
+    def _buffers(self, tokens: int) -> Activations:
         if tokens > self._activations.hidden.shape[0]:
             self._activations = self._step_activations = self._allocate(tokens)
             if self._recording is not None:
@@ -389,13 +428,13 @@ class Decoder:
             self._logits = torch.empty((rows, self.spec.vocab_size), device=self.device)
         return self._logits[:rows]
 
-    def _allocate(self, tokens: int) -> _Activations:
+    def _allocate(self, tokens: int) -> Activations:
         spec, empty = self.spec, self._operators.empty
         qkv = empty(tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
         heads = qkv.view(tokens, -1, spec.head_dim)
         rotated, values = heads.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
         queries, keys = rotated.tensor_split((spec.num_heads,), dim=1)
-        return _Activations(
+        return Activations(
             hidden=empty(tokens, spec.hidden_size),
             normed=empty(tokens, spec.hidden_size),
             qkv=qkv,
@@ -407,7 +446,7 @@ class Decoder:
 
 
 def _step(
-    buffers: _Activations, batch: StepBatch, cache: KVCache, is_written: bool = False
+    buffers: Activations, batch: StepBatch, cache: KVCache, is_written: bool = False
 ) -> AttentionStep:
     """Return the attention of all tokens in `buffers`, which are at least those of the batch."""
     heads = buffers.heads

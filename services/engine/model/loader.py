@@ -22,6 +22,8 @@ from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.quantized_tensors import QuantizedTensors
 from services.engine.model.checkpoint.tensors import Checkpoint, TensorFiles
 from services.engine.model.decoder import Decoder
+from services.engine.model.encoder import Encoder
+from services.engine.model.encoder_reader import EncoderReader
 from services.engine.model.lockstep import LeadingDecoder
 from services.engine.model.manifest import Manifest
 from services.engine.model.operators.fp8_weights import Fp8Rounding
@@ -121,6 +123,8 @@ def load_model(
     """
     directory = Path(path)
     whole = load_spec(directory)
+    if whole.is_encoder:
+        return _load_encoder(directory, whole, dtype, progress, device, weights, ranks)
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
     operators = _choose_operators(spec, dtype, device, weights)
@@ -135,16 +139,19 @@ def load_model(
                 "it, or with a checkpoint that is not quantized."
             )
         if checkpoint.is_quantized and spec.fp8 is None and not operators.keeps_groups:
-            _LOG.warning("decoding the quantized weights of %s to %s", directory, named)
+            packs = operators.groups_experts and checkpoint.has_mxfp4_experts
+            but = ", except experts in MXFP4" if packs else ""
+            _LOG.warning("decoding the quantized weights of %s to %s%s", directory, named, but)
         names = whole.family.names
         held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
         root = next(held, next(iter(names.roots)))
         manifest = Manifest.of(whole, root)
-        head = (f"{names.roots[root]}.weight",) if spec.tied_embeddings else ()
+        head = [f"{names.roots[root]}.weight"] if spec.tied_embeddings else []
+        head += [f"{stage.name}.*" for stage in spec.family.head]
         total = checkpoint.require(manifest.tensors(), (*names.ignored, *head))
         bar = LoadProgress(total, shown=progress)
-        adapters = None
-        if ranks.rank.is_alone:
+        adapters: Adapters | None = None
+        if not isinstance(checkpoint, GgufTensors):  # PEFT's names are those of safetensors
             adapters = Adapters(operators, dtype, device, names.roots)
         try:
             reader = WeightReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
@@ -166,6 +173,30 @@ def load_model(
     return decoder
 
 
+def _load_encoder(
+    directory: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    progress: bool,
+    device: torch.device,
+    weights: str,
+    ranks: RankGroup,
+) -> Encoder:
+    """Do `load_model` for an encoder."""
+    if not ranks.rank.is_alone:
+        raise StartupError("An encoder can't be shared by several ranks. Start without them.")
+    if spec.fp8 is not None or spec.scheme is not None:
+        raise StartupError(f"{directory}: quantized encoders are not supported.")
+    operators = _choose_operators(spec, dtype, device, weights)
+    tiled = isinstance(operators, TiledOperators)
+    with Checkpoint(directory) as checkpoint:
+        reader = EncoderReader(checkpoint, spec, dtype, device, operators, shows_progress=progress)
+        loaded = reader.read()
+    give_back_freed()
+    attention = choose_backend(spec, dtype, device, bias=loaded.attention_bias, tiled=tiled)
+    return Encoder(spec, dtype, loaded, operators, attention)
+
+
 def _open_tensors(directory: Path, spec: ModelSpec) -> TensorFiles:
     if (directory / PARTS).is_dir():
         return GgufTensors(directory)
@@ -180,12 +211,11 @@ def _choose_operators(
     """Return the fastest operators for this machine, dtype and shape."""
     groups = native is not None and device.type == "cpu" and dtype in _GROUPED
     tiles = runs_in_tiles(spec, dtype, device)
-    has_amx = native is not None and native.instruction_set() == InstructionSet.AMX
     if weights == "w8a8":
-        if native is None or not (has_amx and tiles):
+        if native is None or not tiles:
             raise StartupError(
-                "--weights w8a8 needs a CPU with AMX, --dtype bfloat16 and widths of multiples "
-                "of 32. Start with --weights int8."
+                "--weights w8a8 needs a CPU with AMX or AVX-512 BF16, --dtype bfloat16 and widths "
+                "of multiples of 32. Start with --weights int8."
             )
         return ByteOperators(native, rounds=True)
     if weights in ("int8", "int4"):
@@ -216,7 +246,7 @@ def _choose_operators(
         return TritonOperators(dtype, device)
     if native is None or not groups:
         return TorchOperators(dtype, device)
-    if tiles and has_amx and weights == "full" and spec.scheme and spec.scheme.rounds_rows:
+    if tiles and weights == "full" and spec.scheme and spec.scheme.rounds_rows:
         return ByteOperators(native, rounds=False)
     if tiles:
         return TiledOperators(native, keeps_groups=weights == "full")

@@ -5,14 +5,18 @@ a GPU, tensors travel from device to device, so that no device waits for a host.
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from services.engine.batch.buckets import table_width
 from services.engine.batch.step_batch import OutputRows, StepBatch
+from services.engine.model.adapters.adapters import AdapterChange, ConvertedAdapter
+from services.engine.model.adapters.reading import AdapterReading
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.decoder import Decoder, DecoderWeights
@@ -30,8 +34,9 @@ class _Task(IntEnum):
     """First number of an order; its comment names the others."""
 
     PASS = 0
-    """Tokens, width of the block tables, decodes, 1 if there are output rows, and of each sequence:
-    query lengths, context lengths and, if there are output rows, their lengths"""
+    """Tokens, width of the block tables, decodes, 1 if there are output rows, 1 if there are
+    adapters, and of each sequence: query length, context length; with output rows, the number of
+    these; with adapters, the adapter's number"""
     GRAPH = 1
     """The same, for a padded decode step that runs as a CUDA graph"""
     LOGITS = 2
@@ -40,6 +45,10 @@ class _Task(IntEnum):
     """Number of rows, which travel along"""
     CAPTURE = 4
     """As GRAPH, for a step whose graph is captured"""
+    COPY = 5
+    """Blocks of the cache to copy: source and target each"""
+    ADAPTER = 6
+    """An AdapterChange and the adapter's number; its directory travels along if it is read"""
 
 
 class LeadingDecoder(Decoder):
@@ -64,10 +73,12 @@ class LeadingDecoder(Decoder):
         task = _Task.CAPTURE if captures else _Task.GRAPH if as_graph else _Task.PASS
         order = array("q", (task, len(batch.token_ids)))
         order.extend((batch.block_tables.shape[1], batch.num_decodes, outputs is not None))
+        order.append(bool(batch.adapters_host))
         order.extend(batch.query_lengths_host)
         order.extend(batch.context_lengths_host)
         if outputs is not None:
             order.extend(outputs.lengths_host)
+        order.extend(batch.adapters_host)
         self._send(order, self._pack(batch))
 
     @torch.inference_mode()
@@ -79,12 +90,22 @@ class LeadingDecoder(Decoder):
         else:  # all ranks have the same hidden states
             self._send(array("q", (_Task.LOGITS, rows.start, rows.stop)))
 
+    def announce_copies(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._send(array("q", (_Task.COPY, *chain.from_iterable(copies))))
+
+    def announce_adapter(self, change: AdapterChange, number: int, directory: str = "") -> None:
+        order = array("q", (_Task.ADAPTER, change, number))
+        self._ranks.send(_plan(order) + directory.encode())
+
+    def agree_on_adapter(self, failure: str, num_bytes: int) -> tuple[str, int]:
+        return self._ranks.first_of(failure), self._ranks.total(num_bytes)
+
     @property
     def has_argmax(self) -> bool:
         return False  # each rank has logits of a part of the vocabulary
 
     def _send(self, order: "array[int]", tensor: Tensor | None = None) -> None:
-        plan = array("q", (len(order),)).tobytes() + order.tobytes()
+        plan = _plan(order)
         if tensor is None:
             self._ranks.send(plan)
         elif self.device.type == "cpu":
@@ -120,14 +141,16 @@ class Follower:
         ranks: RankGroup,
         run_graph: Callable[[StepBatch], Tensor] | None = None,
         capture: Callable[[StepBatch], None] | None = None,
+        read_adapter: Callable[[Path], ConvertedAdapter] | None = None,
     ) -> None:
         """run_graph: runs a padded decode step as a graph and returns its hidden states; capture:
-        captures the graph of its size."""
+        captures the graph of its size; read_adapter: runs in a thread; None = there are none."""
         self._decoder = decoder
         self._cache = cache
         self._ranks = ranks
         self._run_graph = run_graph
         self._capture = capture
+        self._reading = None if read_adapter is None else AdapterReading(read_adapter)
         self._memory = self._allocate(0)
         """Tensors of the present batch"""
 
@@ -154,6 +177,10 @@ class Follower:
                         device=decoder.device,
                     )
                     decoder.compute_logits(self._receive(rows, tensors))
+                case _Task.COPY:
+                    self._cache.copy_blocks(list(zip(order[1::2], order[2::2], strict=True)))
+                case _Task.ADAPTER:
+                    self._change_adapters(AdapterChange(order[1]), order[2], bytes(tensors))
                 case _Task.CAPTURE if self._capture is not None:
                     self._capture(self._batch(order, tensors))
                 case _Task.GRAPH if self._run_graph is not None:
@@ -161,10 +188,27 @@ class Follower:
                 case _:
                     hidden = decoder.compute(self._batch(order, tensors), self._cache)
 
+    def _change_adapters(self, change: AdapterChange, number: int, directory: bytes) -> None:
+        adapters = self._decoder.adapters
+        assert adapters is not None
+        assert self._reading is not None
+        match change:
+            case AdapterChange.READ:
+                self._reading.start(number, Path(directory.decode()))
+            case AdapterChange.INSERT:
+                adapter, failure = self._reading.take(number)
+                failure = self._ranks.first_of(failure)
+                self._ranks.total(0 if adapter is None else adapter.num_bytes)
+                if adapter is not None and not failure:
+                    adapters.insert(number, adapter)
+            case AdapterChange.DROP:
+                adapters.unload(number)
+
     def _batch(self, order: list[int], tensors: memoryview) -> StepBatch:
-        tokens, width, num_decodes, keeps_some, *lengths = order[1:]
-        count = len(lengths) // (3 if keeps_some else 2)
+        tokens, width, num_decodes, keeps_some, is_adapted, *lengths = order[1:]
+        count = len(lengths) // (2 + keeps_some + is_adapted)
         queries, contexts, kept = (tuple(lengths[i * count : (i + 1) * count]) for i in range(3))
+        adapters = tuple(lengths[-count:]) if is_adapted else ()
         sizes = _sizes(tokens, count, width, sum(kept) if keeps_some else None)
         aligned = _aligned(sizes)
         if sum(aligned) > len(self._memory):
@@ -184,6 +228,7 @@ class Follower:
             num_decodes=num_decodes,
             query_lengths_host=queries,
             context_lengths_host=contexts,
+            adapters_host=adapters,
             output_rows=OutputRows(outputs[0].view(torch.int64), outputs[1], kept)
             if keeps_some
             else None,
@@ -211,6 +256,11 @@ def _sizes(tokens: int, sequences: int, width: int, rows: int | None) -> list[in
 
 def _aligned(sizes: list[int]) -> list[int]:
     return [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+
+
+def _plan(order: "array[int]") -> bytes:
+    """Return the beginning of a plan, which its tensors follow."""
+    return array("q", (len(order),)).tobytes() + order.tobytes()
 
 
 def _split(plan: bytearray) -> tuple[list[int], memoryview]:

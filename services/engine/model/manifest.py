@@ -13,6 +13,7 @@ from services.engine.model.checkpoint.tensors import StoredTensor
 __all__ = [
     "Manifest",
     "StackedExperts",
+    "StoredExperts",
     "StoredFeedForward",
     "StoredLayer",
     "StoredLinear",
@@ -57,6 +58,8 @@ class StackedExperts:
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
+    prefix: str
+    """Beginning of the names in this layer"""
     router: StoredLinear
     experts: tuple[StoredFeedForward, ...] | StackedExperts
 
@@ -183,12 +186,12 @@ class _LayerNamer:
             (names.router,), (spec.experts.count,), spec.hidden_size, spec.mlp_bias
         )
         if names.are_stacked:
-            return StoredExperts(router, self._stacked_experts(names))
+            return StoredExperts(self._prefix, router, self._stacked_experts(names))
         experts = []
         for number in range(spec.experts.count):
             gate = tuple(name.format(number) for name in names.gate)
             experts.append(self._feed_forward(gate, names.down.format(number), spec.experts.width))
-        return StoredExperts(router, tuple(experts))
+        return StoredExperts(self._prefix, router, tuple(experts))
 
     def _stacked_experts(self, names: ExpertTensorNames) -> StackedExperts:
         experts, hidden = self._spec.experts, self._spec.hidden_size

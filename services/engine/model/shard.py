@@ -14,12 +14,7 @@ from torch import Tensor
 
 from services.common.settings import StartupError
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.checkpoint.quantized import (
-    QuantizedWeight,
-    Weight,
-    decoded,
-    split,
-)
+from services.engine.model.checkpoint.quantized import Weight, decoded, split
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.ranks.all_reduce import AllReduce
@@ -78,7 +73,7 @@ class Shard:
 
     def columns(self, weight: Weight) -> Weight:
         """View this part of the inputs of `weight` [outputs, inputs]; decoded if a group is cut."""
-        if isinstance(weight, QuantizedWeight):
+        if not isinstance(weight, Tensor):
             part = weight.columns(self.number, self.count)
             if part is not None:
                 return part

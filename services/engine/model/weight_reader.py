@@ -13,13 +13,14 @@ With tensor parallelism it takes this rank's shard of each weight.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from services.engine.model.adapters.adapters import Adapters, Site, SiteModule
+from services.engine.model.adapters.adapters import Adapters, Site, SiteModule, StackedPart
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.families import QkNorm
@@ -38,6 +39,7 @@ from services.engine.model.feed_forward import Dense, Experts, FeedForward
 from services.engine.model.manifest import (
     Manifest,
     StackedExperts,
+    StoredExperts,
     StoredFeedForward,
     StoredLayer,
     StoredLinear,
@@ -103,6 +105,7 @@ class WeightReader:
             final_norm=self._norm_weight(self._tensor(manifest.final_norm.weight)),
             output=self._shard.gathered(output, self._operators),
             sinks=sinks or None,
+            device=self._device,
             step_bytes=self._step_bytes,
         )
 
@@ -133,7 +136,8 @@ class WeightReader:
         spec, shard = self._spec, self._shard
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         parts = self._linear(layer.qkv, layer.attention_norm)
-        queries, *others = _split(parts, [count * spec.head_dim for count in heads])
+        widths = [count * spec.head_dim for count in heads]
+        queries, *others = _split(parts, widths)
         keys = shard.of_heads(spec.num_kv_heads)
         local = [_rows(queries, shard), *(_rows(part, keys) for part in others)]
         rotated = local[0][0].shape[0] + local[1][0].shape[0]
@@ -143,7 +147,10 @@ class WeightReader:
         biases = [bias for _, bias in local if bias is not None]
         bias = torch.cat(biases)[order] if biases else None
         product = self._projection(weights, bias, self._operators_of(layer.qkv))
-        return self._adapted(product, self._site(layer.qkv, layer.attention_norm, order))
+        stored = torch.arange(sum(widths)).split_with_sizes(widths)
+        shards = (shard, keys, keys)
+        mine = torch.cat([part.rows(each) for part, each in zip(shards, stored, strict=True)])
+        return self._adapted(product, self._site(layer.qkv, layer.attention_norm, mine[order]))
 
     def _feed_forward(self, layer: StoredLayer) -> FeedForward:
         spec, content = self._spec, layer.feed_forward
@@ -151,7 +158,9 @@ class WeightReader:
         if isinstance(content, StoredFeedForward):
             gate = self._gate(self._linear(content.gate, norm), self._operators_of(content.gate))
             if self._adapters is not None:
-                gate.adapt(self._adapters.delta(self._site(content.gate, norm)))
+                products = 2 if spec.activation.gated else 1
+                order = self._order_of_gate(spec.intermediate_size, products)
+                gate.adapt(self._adapters.delta(self._site(content.gate, norm, order)))
             return Dense(gate, self._residual_projection(content.down, post_norm))
         assert spec.experts is not None
         if isinstance(content.experts, StackedExperts):
@@ -160,15 +169,21 @@ class WeightReader:
             parts = ((expert.gate, expert.down) for expert in content.experts)
             operators = self._operators_of(*chain.from_iterable(parts))
             experts = (
-                self._expert(self._linear(expert.gate, norm), *self._partial(expert.down))
+                self._expert(
+                    self._linear(expert.gate, norm, of_expert=True),
+                    *self._partial(expert.down, of_expert=True),
+                )
                 for expert in content.experts
             )
         mixture = operators.mixture(
             experts, spec.experts.count, spec.experts.per_token, spec.activation
         )
+        if self._adapters is not None:
+            mixture.adapt(self._adapters.experts(self._expert_sites(content, norm)))
         ((weight, bias),) = self._linear(content.router, norm)
         router = self._operators.exact_projection(decoded(weight), bias)
         self._step_bytes += mixture.weight_bytes + router.weight_bytes
+        router = self._adapted(router, self._router_site(content, norm))
         layer_experts = Experts(
             router=router,
             mixture=mixture,
@@ -186,9 +201,9 @@ class WeightReader:
             gates, gate_biases, downs, down_biases, strict=True
         ):
             yield ExpertWeights(
-                gate=self._alternate_rows(gate, 0),
-                up=self._alternate_rows(gate, 1),
-                down=self._columns(down),
+                gate=self._shard.outputs(_every_second(gate, 0)),
+                up=self._shard.outputs(_every_second(gate, 1)),
+                down=self._shard.columns(down),
                 gate_bias=self._shard.rows(gate_bias[0::2]),
                 up_bias=self._shard.rows(gate_bias[1::2]),
                 down_bias=self._shard.first_rank_only(down_bias),
@@ -202,29 +217,11 @@ class WeightReader:
             blocks, scales = map(self._tensor, content)
             yield from map(Mxfp4Weight, blocks, scales)
 
-    def _alternate_rows(self, weight: Tensor | Mxfp4Weight, first: int) -> Tensor | Mxfp4Weight:
-        """View this rank's part of every second output."""
-        if isinstance(weight, Tensor):
-            return self._shard.rows(weight[first::2])
-        parts = (weight.blocks[first::2], weight.scales[first::2])
-        return Mxfp4Weight(*map(self._shard.rows, parts))
-
-    def _columns(self, weight: Tensor | Mxfp4Weight) -> Weight | Mxfp4Weight:
-        """View this rank's part of the inputs; decoded if ranks share a group."""
-        if isinstance(weight, Tensor):
-            return self._shard.columns(weight)
-        if weight.scales.shape[1] % self._shard.count:
-            return self._shard.columns(weight.decode())
-        return Mxfp4Weight(*map(self._part_of_groups, (weight.blocks, weight.scales)))
-
-    def _part_of_groups(self, groups: Tensor) -> Tensor:
-        return groups.chunk(self._shard.count, dim=1)[self._shard.number]
-
     def _expert(
         self, parts: list[WeightAndBias], down: Weight, down_bias: Tensor | None
     ) -> ExpertWeights:
         (gate, gate_bias), (up, up_bias) = self._gate_parts(parts, 2)
-        if not (isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight)):
+        if type(gate) is not type(up):
             gate, up = decoded(gate), decoded(up)
         return ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
 
@@ -233,7 +230,7 @@ class WeightReader:
         activation = self._spec.activation
         (gate, gate_bias), *second = self._gate_parts(parts, 2 if activation.gated else 1)
         up, up_bias = second[0] if second else (None, None)
-        if isinstance(gate, QuantizedWeight) and not isinstance(up, Tensor):
+        if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight | None):
             made = operators.grouped_gate(gate, up, gate_bias, up_bias, activation)
         else:
             factor = None if up is None else decoded(up)
@@ -260,7 +257,7 @@ class WeightReader:
         """Make this rank's summand of a projection that is added to the residual."""
         weight, bias = self._partial(linear)
         product = self._projection([weight], bias, self._operators_of(linear))
-        return self._adapted(product, self._site(linear, fold=self._fold_residual))
+        return self._adapted(product, self._residual_site(linear))
 
     def _adapted(self, product: Projection, site: Site) -> Projection:
         if self._adapters is None:
@@ -285,17 +282,73 @@ class WeightReader:
         bias = None
         if norm is not None and norm.bias is not None:
             bias = self._checkpoint.tensor(norm.bias).float()
-        return Site(tuple(modules), linear.weights[0].shape[1 - place], order, bias, fold)
+        inputs = linear.weights[0].shape[1 - place]
+        return Site(tuple(modules), inputs, order, norm_bias=bias, fold=fold)
 
-    def _partial(self, linear: StoredLinear) -> WeightAndBias:
+    def _residual_site(self, linear: StoredLinear) -> Site:
+        site = self._site(linear, fold=self._fold_residual)
+        return replace(site, columns=self._columns_of(site.inputs))
+
+    def _columns_of(self, inputs: int) -> slice | None:
+        """Return this rank's part of the inputs of a product that is summed over the ranks."""
+        if self._shard.count == 1:
+            return None
+        width = inputs // self._shard.count
+        return slice(self._shard.number * width, (self._shard.number + 1) * width)
+
+    def _order_of_gate(
+        self, width: int, products: int, *, alternates: bool = False
+    ) -> Tensor | None:
+        """Return the stored outputs that this rank has; None = all, in their order.
+
+        alternates: outputs of gate and up do.
+        """
+        if self._shard.count == 1 and not alternates:
+            return None
+        stored = torch.arange(products * width)
+        parts = stored.view(width, products).T if alternates else stored.view(products, width)
+        return torch.cat([self._shard.rows(part) for part in parts])
+
+    def _router_site(self, content: StoredExperts, norm: StoredNorm | None) -> Site:
+        assert self._spec.family.names.experts is not None
+        name = f"{content.prefix}{self._spec.family.names.experts.router_module}"
+        site = self._site(content.router, norm)
+        (module,) = site.modules
+        return replace(site, modules=(replace(module, alias=name.removeprefix(self._root)),))
+
+    def _expert_sites(
+        self, content: StoredExperts, norm: StoredNorm | None
+    ) -> Iterator[tuple[Site, Site]]:
+        """Describe gate and down of each expert for adapters."""
+        spec, fold = self._spec, self._fold_residual
+        assert spec.experts is not None
+        assert spec.family.names.experts is not None
+        count, width, hidden = spec.experts.count, spec.experts.width, spec.hidden_size
+        module = f"{content.prefix}{spec.family.names.experts.module}.experts"
+        module = module.removeprefix(self._root)
+        alternates = isinstance(content.experts, StackedExperts)
+        order = self._order_of_gate(width, 2, alternates=alternates)
+        for number in range(count):
+            if isinstance(content.experts, StackedExperts):
+                gate = Site((), hidden, order)
+                down = Site((), width, columns=self._columns_of(width), fold=fold)
+            else:
+                stored = content.experts[number]
+                gate = self._site(stored.gate, norm, order)
+                down = self._residual_site(stored.down)
+            both = StackedPart(f"{module}.gate_up_proj", 2 * width, number, count)
+            outputs = StackedPart(f"{module}.down_proj", hidden, number, count)
+            yield replace(gate, stacked=both), replace(down, stacked=outputs)
+
+    def _partial(self, linear: StoredLinear, *, of_expert: bool = False) -> WeightAndBias:
         """Read this rank's summand of a layer whose output is added to the residual."""
-        ((weight, bias),) = self._linear(linear, None)
+        ((weight, bias),) = self._linear(linear, None, of_expert=of_expert)
         bias = self._shard.first_rank_only(bias)
-        part = self._shard.columns(weight)
+        part, scale = self._shard.columns(weight), self._spec.residual_scale
         if isinstance(part, QuantizedWeight):
-            part = part.times(self._spec.residual_scale)
-        else:
-            part = self._fold_residual(part)
+            part = part.times(scale)
+        elif isinstance(part, Tensor) or scale != 1:
+            part = self._fold_residual(decoded(part))
         return part, None if bias is None else self._fold_residual(bias)
 
     def _fold_residual(self, outputs: Tensor) -> Tensor:
@@ -324,30 +377,37 @@ class WeightReader:
             return self._operators.without_fp8()
         return self._operators
 
-    def _linear(self, linear: StoredLinear, norm: StoredNorm | None) -> list[WeightAndBias]:
+    def _linear(
+        self, linear: StoredLinear, norm: StoredNorm | None, *, of_expert: bool = False
+    ) -> list[WeightAndBias]:
         """Read weights [outputs, inputs] and biases, with the bias of `norm` folded in."""
-        weights = [self._weight(weight, norm) for weight in linear.weights]
+        weights = [self._weight(weight, norm, of_expert=of_expert) for weight in linear.weights]
         biases = map(self._tensor, linear.biases)
         return [
             (weight, self._with_norm_bias(weight, next(biases, None), norm)) for weight in weights
         ]
 
-    def _weight(self, stored: StoredTensor, norm: StoredNorm | None) -> Weight:
+    def _weight(
+        self, stored: StoredTensor, norm: StoredNorm | None, *, of_expert: bool = False
+    ) -> Weight:
         """Read a weight [outputs, inputs] of a layer that reads `norm`."""
-        quantized = self._quantized(stored, norm)
+        quantized = self._quantized(stored, norm, of_expert=of_expert)
         if quantized is not None:
             self._bar.add(self._checkpoint.num_bytes(stored))
             return quantized
         weight = self._tensor(stored)
         return weight.T if self._spec.family.transposed else weight
 
-    def _quantized(self, stored: StoredTensor, norm: StoredNorm | None) -> QuantizedWeight | None:
+    def _quantized(
+        self, stored: StoredTensor, norm: StoredNorm | None, *, of_expert: bool = False
+    ) -> QuantizedWeight | Mxfp4Weight | None:
         """Return the codes of a weight; None if it has none, or nothing may be folded into them."""
         family = self._spec.family
-        folds = family.layer_norm or family.transposed or (norm is not None and norm.bias)
-        if folds or not self._operators.keeps_groups:
+        if family.layer_norm or family.transposed or (norm is not None and norm.bias):
             return None
-        return self._checkpoint.quantized(stored)
+        if of_expert and self._operators.groups_experts:
+            return self._checkpoint.mxfp4(stored, self._device)
+        return self._checkpoint.quantized(stored) if self._operators.keeps_groups else None
 
     def _with_norm_bias(
         self, weight: Weight, bias: Tensor | None, norm: StoredNorm | None
@@ -427,6 +487,12 @@ def _split(parts: list[WeightAndBias], outputs: Sequence[int]) -> list[WeightAnd
     ((weight, bias),) = parts
     biases = [None] * len(outputs) if bias is None else bias.split_with_sizes(outputs)
     return list(zip(split(weight, outputs), biases, strict=True))
+
+
+def _every_second(weight: Tensor | Mxfp4Weight, first: int) -> Weight:
+    """View every second output."""
+    outputs = slice(first, None, 2)
+    return weight[outputs] if isinstance(weight, Tensor) else weight.rows(outputs)
 
 
 def _rows(part: WeightAndBias, shard: Shard) -> WeightAndBias:

@@ -104,6 +104,10 @@ class RankGroup:
         """Return the sum of the ranks' numbers."""
         return sum(self._gather(number))
 
+    def first_of(self, text: str) -> str:
+        """Return the first of the ranks' texts that is not empty, or an empty one."""
+        return next(filter(None, self._gather(text)), "")
+
     def send(self, plan: bytes) -> None:
         """Send a plan from rank 0 to the hosts of all other ranks. Raises RankLostError."""
         if self._plans is not None:

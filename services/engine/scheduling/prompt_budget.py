@@ -30,6 +30,13 @@ class Backlog:
     count: int
     tokens: int
     """Uncomputed tokens of all these prompts"""
+    pooled: int = 0
+    """Of `count`, those that only make vectors: no stream gains if they come first"""
+
+    @property
+    def joining(self) -> int:
+        """Prompts that will decode beside the streams."""
+        return max(self.count - self.pooled, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class PromptBudget:
 
     def _precedes_streams(self, backlog: Backlog, streams: int, decode_tokens: int) -> bool:
         """Return whether a few streams wait for many short prompts, to decode together sooner."""
-        is_few = 1 < backlog.count >= streams / _STREAMS_PER_PROMPT
+        is_few = 1 < backlog.joining >= streams / _STREAMS_PER_PROMPT
         return is_few and self._is_short(backlog, decode_tokens)
 
     def _is_short(self, backlog: Backlog, decode_tokens: int) -> bool:
@@ -86,9 +93,9 @@ class PromptBudget:
         The step may take longer by the factor, or by more while many prompts wait.
         """
         if self._is_short(backlog, decode_tokens):
-            weight = _SHORT_PROMPT_WEIGHT * (backlog.count - 1)
+            weight = _SHORT_PROMPT_WEIGHT * (backlog.joining - 1)
         else:
-            weight = _LONG_PROMPT_WEIGHT * max(0, backlog.count - _FEW_LONG)
+            weight = _LONG_PROMPT_WEIGHT * max(0, backlog.joining - _FEW_LONG)
         factor = self._factor * max(1.0, weight / streams)
         budget = self._cost.prompt_tokens(decode_tokens, factor) or 0
         # Round down to full tiles, but leave prompts at least one: none waits forever.

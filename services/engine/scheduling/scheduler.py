@@ -49,6 +49,8 @@ class Scheduler:
         self.tenants = Tenants()
         self.queued_tokens = 0
         """Uncached tokens of the waiting sequences"""
+        self._queued_pooled = 0
+        """Waiting sequences that only make vectors"""
         self.preemptions = 0
         """Preemptions since the start"""
         self._cost = StepCost(
@@ -57,6 +59,8 @@ class Scheduler:
         self._budget = PromptBudget(self._cost, limits)
         self._preemption = Preemption(self.running, pool, limits)
         self._drafter = Drafter(self.running, limits)
+        self._searching: dict[tuple[int, int], int] = {}
+        """Beams of the searches under way, by `search_key`"""
 
     def add(self, sequence: Sequence) -> int:
         """Queue a sequence. Return how many of its tokens the prefix cache holds now."""
@@ -64,6 +68,7 @@ class Scheduler:
         command, queued = sequence.request.command, sequence.queued
         queued.tokens = sequence.length - found
         self.queued_tokens += queued.tokens
+        self._queued_pooled += sequence.pooled is not None
         sequence.tenant = self.tenants.enter(command.cache_salt)
         sequence.tenant.waiting += 1
         prompt_seconds = self._cost.prompt_seconds(queued.tokens)
@@ -78,6 +83,10 @@ class Scheduler:
         elif sequence.state is SequenceState.RUNNING:
             self._leave_place(sequence)
         self.tenants.leave(sequence.tenant)
+        if sequence.search is not None and sequence.search_key in self._searching:
+            self._searching[sequence.search_key] -= 1
+            if not self._searching[sequence.search_key]:
+                del self._searching[sequence.search_key]
         sequence.blocks = []
         sequence.held_logits = None
         sequence.state = SequenceState.FINISHED
@@ -111,12 +120,17 @@ class Scheduler:
             prefills += self._plan_prefills(candidates, allowance, backlog)
         if len(self.tenants) > 1:
             _charge_tenants(decodes, drafts, prefills)
-        return StepPlan(
+        plan = StepPlan(
             decodes=decodes,
             chunks=[*drafts, *prefills],
             decode_tokens=decode_tokens,
             prompt_tokens=sum(chunk.count for chunk in prefills),
         )
+        if self._searching and len(self.waiting):
+            lacking = self._preempt_held_beams(every=plan.is_empty)
+            if lacking and plan.is_empty:
+                return self.plan(now)
+        return plan
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Update the cost model with the time of a step."""
@@ -134,6 +148,38 @@ class Scheduler:
     def report_drafts(self) -> Iterator[tuple[Sequence, Items[int]]]:
         """Propose draft tokens for constrained sequences, whose masks must be requested first."""
         return self._drafter.report()
+
+    def fork(self, beams: Items[Sequence], parents: Items[int]) -> list[tuple[int, int]]:
+        """Let beams continue others: each one whose parent is not itself gets the parent's tokens.
+
+        beams: the sequences of a search, all of whose tokens are computed; parents: by beam, the
+        index of the beam that it continues; that beam continues itself. Full blocks are shared.
+        Returns the blocks to copy before the next step, as source and target. A beam without room
+        waits, and computes its tokens again.
+        """
+        moved = [
+            (beam, beams[p]) for beam, p in zip(beams, parents, strict=True) if beam is not beams[p]
+        ]
+        for beam, _ in moved:
+            if beam.state is SequenceState.RUNNING:
+                self.pool.release(beam.blocks)
+                beam.blocks = []
+        copies: list[tuple[int, int]] = []
+        for beam, parent in moved:
+            beam.continue_from(parent)
+            if beam.state is not SequenceState.RUNNING:
+                continue
+            full, rest = divmod(parent.length, self._block_size)
+            if parent.state is SequenceState.RUNNING and self.pool.num_free >= bool(rest):
+                shared = parent.blocks[:full]
+                self.pool.hold(shared)
+                beam.blocks = shared + self.pool.allocate(bool(rest))
+                beam.num_computed = parent.num_computed
+                if rest:
+                    copies.append((parent.blocks[full], beam.blocks[full]))
+            else:
+                self._preempt(beam)
+        return copies
 
     def settle(self, sequence: Sequence) -> None:
         """Cache the block of a token that was in flight and is now appended, once it is full."""
@@ -207,7 +253,10 @@ class Scheduler:
         arrives many times at once is computed once.
         """
         left = allowance.tokens
-        pending = self._pending_hashes() if len(self.waiting) else set()
+        whole = (
+            self.limits.keeps_prompts_whole
+        )  # nothing is cached, so nothing is worth to wait for
+        pending = self._pending_hashes() if len(self.waiting) and not whole else set()
         for sequence in candidates:
             if left <= 0:
                 return
@@ -218,6 +267,8 @@ class Scheduler:
                 if sequence.in_flight:  # preempted by this plan: its newest token is not here yet
                     candidates.skip_waiting()
                     continue
+                if sequence.awaits_beams or not self._may_search(sequence):
+                    continue
                 if sequence.queued.awaited_block in pending:
                     continue
                 found = self._find_prefix(sequence)
@@ -227,11 +278,16 @@ class Scheduler:
                     candidates.skip_waiting()
                     continue
             count = _share(sequence.uncomputed, left, allowance.slack, backlog)
+            if whole:
+                if count < sequence.uncomputed and left < allowance.tokens:
+                    return  # it is the first of the next step
+                count = sequence.uncomputed
             if sequence.images is not None and self.limits.keeps_images_whole:
                 count = _whole_images(sequence.images, sequence.num_computed, count)
             left -= count
             yield self._prefill(sequence, count)
-            pending.update(self._uncomputed_hashes(sequence))
+            if not whole:
+                pending.update(self._uncomputed_hashes(sequence))
 
     def _prefill(self, sequence: Sequence, count: int) -> Chunk:
         start = sequence.num_computed
@@ -246,7 +302,8 @@ class Scheduler:
         tokens = sum(sequence.uncomputed for sequence in prompts)
         if places:
             tokens += self.queued_tokens * places // len(self.waiting)
-        return Backlog(len(prompts) + places, tokens)
+        pooled = sum(sequence.pooled is not None for sequence in prompts)
+        return Backlog(len(prompts) + places, tokens, pooled + min(self._queued_pooled, places))
 
     def _order(self, now: float, prompts: Items[Sequence]) -> PromptOrder:
         priorities = [sequence.request.command.priority for sequence in prompts]
@@ -257,7 +314,12 @@ class Scheduler:
     def _preempt_for_newcomer(self, now: float) -> None:
         """Start one of the first waiting sequences by preempting others, if these should yield."""
         order = self._order(now, ())
-        for newcomer in islice(self.waiting.in_order(order), _NEWCOMERS):
+        waiting = (
+            each
+            for each in self.waiting.in_order(order)
+            if not each.awaits_beams and self._may_search(each)
+        )
+        for newcomer in islice(waiting, _NEWCOMERS):
             found = self.pool.find(newcomer.reusable_hashes())
             missing = self._missing_blocks(newcomer, found) - self.pool.num_free
             if missing <= 0 < self.free_places:
@@ -268,6 +330,40 @@ class Scheduler:
                     self._preempt(victim)
                 self._start(newcomer, found)
                 return
+
+    def _preempt_held_beams(self, *, every: bool) -> bool:
+        """Preempt beams that wait for others of their search, if these need blocks or places.
+
+        They keep their logits, so every search goes on, however few beams run at once. every: all
+        beams that wait for others. Return whether there were any.
+        """
+        held = [sequence for sequence in self.running if sequence.awaits_beams]
+        if not every:
+            lacking = {id(each.search): self._lacks_room(each) for each in held}
+            held = [sequence for sequence in held if lacking[id(sequence.search)]]
+        for sequence in held:
+            self._preempt(sequence)
+        return bool(held)
+
+    def _lacks_room(self, beam: Sequence) -> bool:
+        """Return whether another beam of the search has no place, or too few blocks."""
+        for other in beam.request.sequences:
+            if other.search is beam.search and other.state is SequenceState.WAITING:
+                if other.awaits_beams:
+                    continue
+                missing = self._missing_blocks(other, self.pool.find(other.reusable_hashes()))
+                return self.free_places <= 0 or missing > self.pool.num_free
+        return False
+
+    def _may_search(self, sequence: Sequence) -> bool:
+        """Return whether a sequence is no beam, or its search may run.
+
+        The beams of all searches under way must fit into the places: each may hold logits.
+        """
+        if sequence.search is None or sequence.search_key in self._searching:
+            return True
+        beams = sum(self._searching.values()) + sequence.request.command.checked.n
+        return not self._searching or beams <= self.limits.max_running
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Look a waiting sequence's blocks up, and note the first one that is not cached."""
@@ -295,6 +391,8 @@ class Scheduler:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_length)
         self._leave_queue(sequence)
+        if sequence.search is not None:
+            self._searching.setdefault(sequence.search_key, sequence.request.command.checked.n)
         sequence.state = SequenceState.RUNNING
         sequence.tenant.running += 1
         sequence.request.running += 1
@@ -304,6 +402,7 @@ class Scheduler:
     def _leave_queue(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
         self.queued_tokens -= sequence.queued.tokens
+        self._queued_pooled -= sequence.pooled is not None
         sequence.tenant.waiting -= 1
 
     def _leave_place(self, sequence: Sequence) -> None:
@@ -316,7 +415,8 @@ class Scheduler:
         self._leave_place(sequence)
         sequence.blocks = []
         sequence.num_computed = 0
-        sequence.held_logits = None
+        if not sequence.awaits_beams:
+            sequence.held_logits = None
         sequence.state = SequenceState.WAITING
         self.preemptions += 1
         self.add(sequence)
@@ -346,7 +446,9 @@ class Scheduler:
             self._cache_blocks(sequence, first)
 
     def _cache_blocks(self, sequence: Sequence, first: int) -> None:
-        """Cache the full blocks from index `first` on."""
+        """Cache the full blocks from index `first` on; of whole prompts, nothing stays."""
+        if self.limits.keeps_prompts_whole:
+            return
         known = min(sequence.num_computed, sequence.length)
         for index in range(first, known // self._block_size):
             self.pool.cache(sequence.blocks[index], sequence.block_hash(index))

@@ -7,10 +7,11 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.messages import AddRequest, Mask, Resume
+from services.engine.messages import AddRequest, Mask, Pooled, Resume
 from services.engine.sampling.bad_words import BadWords
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.penalties import Penalties
+from services.engine.scheduling.beam_search import BeamSearch
 from services.engine.scheduling.speculation import Speculation
 from services.engine.scheduling.tenants import Tenant
 from services.engine.scheduling.token_ids import Prompt, TokenIds
@@ -80,11 +81,22 @@ class Sequence:
         """Tokens that a running step has drawn and that have not reached the host"""
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at the first start; None = never started"""
+        self.pooled = checked.pooled
+        """Tokens that make the prompt's vector; None = the sequence generates"""
+        self.second_text = checked.second_texts.get(self.prompt_index)
+        """Where the second text of a pair begins; None = the prompt is no pair"""
+        self.instruction_length = checked.instructions.get(self.prompt_index, 0)
+        """Tokens at the beginning that pooling may leave out"""
+        self.partial_sum: object = None
+        """Sum of the hidden states so far, where their mean is the vector"""
         is_scored = checked.prompt_logprobs is not None and index % checked.n == 0
-        self.scored = 1 if is_scored else self.prompt_length
-        """Index of the first prompt token to score; only the first choice of a prompt scores it"""
+        needs_all = is_scored or checked.pooled is Pooled.ALL
+        self.scored = 1 if needs_all else self.prompt_length
+        """Index of the first prompt token to score; only the first choice of a prompt scores it.
+        A prompt of which all tokens are pooled counts as not scored"""
 
-        self.credit = command.credit
+        self.credit = command.credit if not request.searches else None
+        """Tokens that may be drawn; None = any number. A search delivers its results by credit"""
         self.starved_since: float | None = None
         """Time when credit ran out, in time.monotonic()"""
         self.mask: Mask | None = None
@@ -107,6 +119,17 @@ class Sequence:
     @property
     def prompt_index(self) -> int:
         return self.index // self.request.command.checked.n
+
+    @property
+    def search(self) -> BeamSearch | None:
+        """The search of which the sequence is a beam; None = its tokens are drawn."""
+        searches = self.request.searches
+        return searches[self.prompt_index] if searches else None
+
+    @property
+    def search_key(self) -> tuple[int, int]:
+        """Names the sequence's search."""
+        return self.request.command.handle, self.prompt_index
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -141,7 +164,12 @@ class Sequence:
         return self.may_draw_at(self.position)
 
     def may_draw_at(self, position: int) -> bool:
-        """Return whether credit and mask for the token at `position` are here."""
+        """Return whether credit and mask for the token at `position` are here.
+
+        A beam never draws: its search chooses the tokens of all beams together.
+        """
+        if self.request.searches:
+            return False
         if not self.has_credit or not self.request.command.checked.constrained:
             return self.has_credit
         return self.mask is not None and position <= self.mask.last
@@ -149,7 +177,13 @@ class Sequence:
     @property
     def awaits_mask(self) -> bool:
         """True if only the mask for the next token is missing."""
-        return self.has_credit and not self.may_draw
+        is_constrained = self.request.command.checked.constrained
+        return is_constrained and self.has_credit and not self.may_draw
+
+    @property
+    def awaits_beams(self) -> bool:
+        """True if the other beams must come as far before the search gives it a token."""
+        return bool(self.request.searches) and self.held_logits is not None
 
     @property
     def order(self) -> tuple[int, float, int, int]:
@@ -185,6 +219,11 @@ class Sequence:
         self.position += 1
         self.newest = token
 
+    def continue_from(self, other: "Sequence") -> None:
+        """Replace the tokens by those of another beam. Its blocks are the scheduler's."""
+        self._ids = other._ids.fork()
+        self.length, self.position, self.newest = other.length, other.position, other.newest
+
     def drop_draft_masks(self) -> None:
         """Drop the mask once a draft token was accepted: the grammar service sends a new one."""
         if self.mask is not None and self.position > self.mask.end:
@@ -213,6 +252,10 @@ class Request:
     last_ids: frozenset[int] = frozenset()
     """Ids that end a sequence"""
     sequences: list[Sequence] = field(default_factory=list)
+    searches: list[BeamSearch] = field(default_factory=list)
+    """By prompt, the search of which its sequences are the beams; empty = tokens are drawn"""
+    delivered: int = 0
+    """Tokens of search results that were sent"""
     unfinished: int = 0
     """Sequences that have not finished"""
     running: int = 0
@@ -224,8 +267,8 @@ class Request:
     bad_words: BadWords | None = field(init=False)
     draws_independently: bool = field(init=False)
     """True if a draw depends on its row of logits alone, not on the token before. Penalties,
-    mirostat and bad words of several tokens depend on it. So does a mask, but the grammar service
-    sends the masks that follow reported draft tokens"""
+    mirostat, bad words of several tokens and beams depend on it. So does a mask, but the grammar
+    service sends the masks that follow reported draft tokens"""
     is_plainly_greedy: bool = field(init=False)
     """True if each token is the most likely one, without adjustments"""
     needs_no_logits: bool = field(init=False)
@@ -238,12 +281,14 @@ class Request:
         checked, sampling = self.command.checked, self.command.checked.sampling
         self.bad_words = BadWords(sampling.bad_words) if sampling.bad_words else None
         self.draws_independently = (
-            not sampling.penalises
+            checked.beams is None
+            and not sampling.penalises
             and sampling.mirostat is None
             and not (self.bad_words is not None and self.bad_words.looks_back)
         )
         self.is_plainly_greedy = (
-            sampling.temperature == 0
+            checked.beams is None
+            and sampling.temperature == 0
             and sampling.logit_bias is None
             and not sampling.penalises
             and not sampling.limits_ids

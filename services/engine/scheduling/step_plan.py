@@ -25,6 +25,8 @@ class SchedulerLimits:
     """True if draft tokens are proposed"""
     keeps_images_whole: bool = False
     """True if a step computes all tokens of an image, because they see each other"""
+    keeps_prompts_whole: bool = False
+    """True if a step computes all tokens of a prompt, because they see each other"""
     max_logit_rows: int = 256
     """Rows of logits that a step has memory for"""
     prompts_have_fixed_cost: bool = False

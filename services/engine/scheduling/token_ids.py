@@ -79,6 +79,13 @@ class TokenIds:
         self._ids[self._length] = token
         self._length += 1
 
+    def fork(self) -> "TokenIds":
+        """Return a copy that grows by itself. The prompt stays shared."""
+        copy = TokenIds(self._prompt)
+        copy._ids, copy._length = self.array.copy(), self._length
+        copy._hashes = self._hashes.copy()
+        return copy
+
     def block_hash(self, index: int) -> bytes:
         prompt, size = self._prompt, self._prompt.block_size
         own = index - prompt.num_blocks

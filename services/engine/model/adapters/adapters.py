@@ -1,7 +1,9 @@
 """The adapters of a decoder, and which rows of a pass have one."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -10,10 +12,15 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.model.adapters.peft_files import LowRankPair, PeftAdapter
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.operators.interface import Delta, Operators
-from services.engine.model.operators.low_rank import LowRank, RowGroup, RowGroups
+from services.engine.model.operators.interface import Delta, ExpertDeltas, Operators
+from services.engine.model.operators.low_rank import (
+    LowRank,
+    LowRankProduct,
+    RowGroup,
+    RowGroups,
+)
 
-__all__ = ["Adapters", "Site", "SiteModule"]
+__all__ = ["AdapterChange", "Adapters", "ConvertedAdapter", "Site", "SiteModule", "StackedPart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +30,35 @@ class SiteModule:
     name: str
     """Without the prefix of the checkpoint's names"""
     outputs: int
+    alias: str = ""
+    """Its other name in adapters; empty: it has none"""
+
+
+@dataclass(frozen=True, slots=True)
+class StackedPart:
+    """One expert's part of a parameter that stacks all experts, as adapters have it."""
+
+    name: str
+    """Of the parameter, without the prefix of the checkpoint's names"""
+    outputs: int
+    expert: int
+    count: int
+    """Experts in the parameter"""
+
+    def of(self, pair: LowRankPair) -> LowRankPair:
+        """Return the expert's part of an adapter of the parameter.
+
+        Rows of `down` are by expert and rank, columns of `up` by rank and expert, as in PEFT's
+        ParamWrapper. Raises CheckpointError if they do not divide into the experts.
+        """
+        rank, rest = divmod(len(pair.down), self.count)
+        if rest:
+            raise CheckpointError(
+                f"the adapter of {self.name} has {len(pair.down)} rows in lora_A, which is not a "
+                f"multiple of the {self.count} experts."
+            )
+        down = pair.down[self.expert * rank : (self.expert + 1) * rank]
+        return LowRankPair(down, pair.up[:, self.expert :: self.count], pair.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +66,44 @@ class Site:
     """A product that adapters may change, and what the weight reader has folded into its weight."""
 
     modules: tuple[SiteModule, ...]
-    """In the order of the product's outputs"""
+    """In the order of the stored outputs; empty: the checkpoint stores it in a stack alone"""
     inputs: int
     order: Tensor | None = None
-    """int64 [outputs], the stored output at each place of the product; None = as stored"""
+    """int64 [outputs], the stored output at each place of the product; None = all as stored. Those
+    of a module follow one another, and a rank has a part of each"""
+    columns: slice | None = None
+    """Inputs that this rank has; None = all"""
     norm_bias: Tensor | None = None
     """[inputs], a bias of the inputs that the product's own bias contains; None = none"""
     fold: Callable[[Tensor], Tensor] | None = None
     """Applied to the weight [outputs, inputs] when it was read; None = nothing was"""
+    stacked: StackedPart | None = None
+    """All of the product's outputs, if it is an expert's"""
+
+    @property
+    def names(self) -> Iterator[str]:
+        """All names of its layers in adapters."""
+        for module in self.modules:
+            yield from filter(None, (module.name, module.alias))
+        if self.stacked is not None:
+            yield self.stacked.name
+
+
+class AdapterChange(IntEnum):
+    """Change of a decoder's adapters, in which all ranks take part."""
+
+    READ = 0
+    INSERT = 1
+    DROP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedAdapter:
+    """An adapter in the layout of a decoder's products."""
+
+    parts: Sequence[Sequence[LowRank]]
+    """Of each product of the decoder"""
+    num_bytes: int
 
 
 class Adapters:
@@ -62,28 +128,45 @@ class Adapters:
 
     def delta(self, site: Site) -> Delta:
         """Make what adapters add to a product."""
+        return self._delta(site)
+
+    def _delta(self, site: Site) -> "_SiteDelta":
         delta = _SiteDelta(self, site, self._operators)
         self._deltas.append(delta)
         return delta
 
-    def load(self, number: int, adapter: PeftAdapter) -> int:
-        """Keep an adapter's weights; return their bytes.
+    def experts(self, sites: Iterable[tuple[Site, Site]]) -> ExpertDeltas:
+        """Make what adapters add to a layer's experts. sites: gate and down of each expert."""
+        pairs = [(self._delta(gate), self._delta(down)) for gate, down in sites]
+        return _ExpertDeltas(self, [gate for gate, _ in pairs], [down for _, down in pairs])
 
-        Raises CheckpointError, and keeps nothing, if the adapter does not fit the model.
+    def load(self, number: int, adapter: PeftAdapter) -> int:
+        """Keep an adapter's weights; return their bytes. Raises CheckpointError as `convert`."""
+        converted = self.convert(adapter)
+        self.insert(number, converted)
+        return converted.num_bytes
+
+    def convert(self, adapter: PeftAdapter) -> ConvertedAdapter:
+        """Convert an adapter for `insert`. It may run beside a pass.
+
+        Raises CheckpointError if the adapter does not fit the model.
         """
         pairs = {_without_root(name, self._roots): pair for name, pair in adapter.pairs.items()}
-        known = {module.name for delta in self._deltas for module in delta.site.modules}
+        known = {name for delta in self._deltas for name in delta.site.names}
         if unknown := sorted(pairs.keys() - known):
             raise CheckpointError(
                 f"{unknown[0]} can't have an adapter. Supported are those of attention's "
-                "projections and of dense feed-forward layers, not of embeddings, the output "
-                "projection and experts."
+                "projections, feed-forward layers, experts and their routers, not of embeddings "
+                "and the output projection."
             )
-        made = [(delta, self._parts(delta.site, pairs)) for delta in self._deltas]
-        for delta, parts in made:
+        parts = [self._parts(delta.site, pairs) for delta in self._deltas]
+        return ConvertedAdapter(parts, sum(part.num_bytes for each in parts for part in each))
+
+    def insert(self, number: int, adapter: ConvertedAdapter) -> None:
+        """Keep an adapter's weights, between two passes."""
+        for delta, parts in zip(self._deltas, adapter.parts, strict=True):
             if parts:
                 delta.add(number, parts)
-        return sum(part.num_bytes for _, parts in made for part in parts)
 
     def layers(self) -> Iterator[tuple[str, int, int]]:
         """Yield the name, inputs and outputs of each linear layer that may have an adapter."""
@@ -111,10 +194,24 @@ class Adapters:
         """Compute without adapters again."""
         self.rows = self._kept = None
 
+    @contextmanager
+    def routed(self, index: Tensor) -> Iterator[None]:
+        """Go on with some of the present rows, int64 [n], until the context ends."""
+        rows = self.rows
+        assert rows is not None
+        self.rows = self._grouped(rows.owners[index.cpu()])
+        try:
+            yield
+        finally:
+            self.rows = rows
+
     def _groups(self, numbers: Sequence[int], lengths: Sequence[int]) -> RowGroups:
-        used = sorted(set(numbers) - {0})
         owners = torch.tensor(numbers, dtype=torch.int32)
-        owners = owners.repeat_interleave(torch.tensor(lengths))
+        return self._grouped(owners.repeat_interleave(torch.tensor(lengths)))
+
+    def _grouped(self, owners: Tensor) -> RowGroups:
+        numbers = set(owners.tolist())
+        used = sorted(numbers - {0})
         if len(used) == 1 and 0 not in numbers:
             return RowGroups((RowGroup(used[0], None),), owners)
         places = ((number, torch.where(owners == number)[0]) for number in used)
@@ -124,28 +221,39 @@ class Adapters:
     def _parts(self, site: Site, pairs: dict[str, LowRankPair]) -> list[LowRank]:
         parts, first = [], 0
         for module in site.modules:
-            if (pair := pairs.get(module.name)) is not None:
-                parts.append(self._part(site, module, pair, first))
+            if (pair := pairs.get(module.name) or pairs.get(module.alias)) is not None:
+                parts.append(self._part(site, module.name, module.outputs, pair, first))
             first += module.outputs
+        stacked = site.stacked
+        if stacked is not None and (pair := pairs.get(stacked.name)) is not None:
+            part = self._part(site, stacked.name, stacked.outputs, stacked.of(pair), 0)
+            parts.append(part)
         return parts
 
-    def _part(self, site: Site, module: SiteModule, pair: LowRankPair, first: int) -> LowRank:
+    def _part(self, site: Site, name: str, wanted: int, pair: LowRankPair, first: int) -> LowRank:
+        """Convert an adapter of `wanted` outputs from `first` on."""
         inputs, outputs = pair.down.shape[1], pair.up.shape[0]
-        if (inputs, outputs) != (site.inputs, module.outputs):
+        if (inputs, outputs) != (site.inputs, wanted):
             raise CheckpointError(
-                f"the adapter of {module.name} has {inputs} inputs and {outputs} outputs, the "
-                f"model {site.inputs} and {module.outputs}."
+                f"the adapter of {name} has {inputs} inputs and {outputs} outputs, the "
+                f"model {site.inputs} and {wanted}."
             )
         down, up = pair.down.float(), pair.up.float() * pair.scale
+        if site.columns is not None:
+            down = down[:, site.columns]
         if site.order is not None:
-            up = up[site.order[first : first + outputs] - first]
+            places = torch.where((site.order >= first) & (site.order < first + outputs))[0]
+            up = up[site.order[places] - first]
+            first = int(places[0])
         if site.fold is not None:
             up = site.fold(up)
         bias = None if site.norm_bias is None else self._own(down @ site.norm_bias.float())
         return LowRank(self._own(down), bias, self._own(up.float().T), first)
 
     def _own(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, self._dtype).contiguous()
+        """Copy a tensor, always: a view of the mapped file would change with the file."""
+        layout = torch.contiguous_format
+        return tensor.to(self._device, self._dtype, copy=True, memory_format=layout)
 
 
 class _SiteDelta(Delta):
@@ -157,25 +265,54 @@ class _SiteDelta(Delta):
         self.site = site
         self._parts: dict[int, Sequence[LowRank]] = {}
         """By number of the adapter; those that leave this product alone are missing"""
-        self._product = operators.low_rank({})
+        self._product: LowRankProduct | None = None
+        """Of the present parts; None = no pass has needed it"""
 
     def add(self, number: int, parts: Sequence[LowRank]) -> None:
         """Take an adapter's parts."""
         self._parts[number] = parts
-        self._product = self._operators.low_rank(dict(self._parts))
+        self._product = None
 
     def remove(self, number: int) -> None:
         """Drop an adapter's parts, if it has any."""
         if self._parts.pop(number, None) is not None:
-            self._product = self._operators.low_rank(dict(self._parts))
+            self._product = None
 
     @property
     def is_active(self) -> bool:
-        return self._adapters.rows is not None
+        return bool(self._parts) and self._adapters.rows is not None
+
+    def changes(self, rows: RowGroups) -> bool:
+        """Return whether any of these rows has an adapter of this product."""
+        return any(group.number in self._parts for group in rows.groups)
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        if self._parts and self._adapters.rows is not None:
-            self._product.add_to(rows, out, self._adapters.rows)
+        groups = self._adapters.rows
+        if groups is None or not self.changes(groups):
+            return
+        if self._product is None:
+            self._product = self._operators.low_rank(dict(self._parts))
+        self._product.add_to(rows, out, groups)
+
+
+class _ExpertDeltas(ExpertDeltas):
+    """Additions of the adapters to the products of a layer's experts."""
+
+    def __init__(
+        self, adapters: Adapters, gates: Sequence[_SiteDelta], downs: Sequence[_SiteDelta]
+    ) -> None:
+        self._adapters = adapters
+        self._all = (*gates, *downs)
+        self.gates = gates
+        self.downs = downs
+
+    @property
+    def is_active(self) -> bool:
+        rows = self._adapters.rows
+        return rows is not None and any(delta.changes(rows) for delta in self._all)
+
+    def routed(self, index: Tensor) -> AbstractContextManager[None]:
+        return self._adapters.routed(index)
 
 
 def _without_root(name: str, roots: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +17,16 @@ _CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+_WRAPPED = ".base_layer"
+"""Follows the name of a module for each further parameter of it that has an adapter"""
+_EXPERTS = ".experts"
+_STACKS = ("gate_up_proj", "down_proj")
+"""Parameters that stack the weights of all experts, in the order in which PEFT wraps them"""
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "lora_bias": "biases of adapters",
     "modules_to_save": "whole modules beside the adapter",
-    "target_parameters": "adapters of single parameters",
     "trainable_token_indices": "trained tokens",
     "layer_replication": "repeated layers",
     "alora_invocation_tokens": "activated LoRA",
@@ -49,7 +53,7 @@ class PeftAdapter:
     """The adapter of one directory."""
 
     pairs: Mapping[str, LowRankPair]
-    """By the name of the linear layer in the base model"""
+    """By the name of the linear layer in the base model, or of the parameter of all experts"""
 
     @property
     def num_elements(self) -> int:
@@ -64,11 +68,13 @@ class PeftAdapter:
         config = Config.read(directory / _CONFIG)
         _check(config)
         tensors = _tensors(directory / _TENSORS)
+        names = _Names(config, [name for name in tensors if name.endswith(_DOWN)])
         pairs = {}
         for name in sorted(tensors):
-            module = name.removeprefix(_PREFIX).removesuffix(_DOWN)
             if name.endswith(_DOWN):
-                pairs[module] = _pair(directory / _TENSORS, name, tensors, _scale(config, module))
+                layer, parameter = names.of(name)
+                scale = _scale(config, parameter)
+                pairs[layer] = _pair(directory / _TENSORS, name, tensors, scale)
             elif not name.endswith(_UP):
                 raise CheckpointError(
                     f"{directory / _TENSORS}: {name} is not a part of a LoRA adapter of linear "
@@ -80,6 +86,41 @@ class PeftAdapter:
         if not pairs:
             raise CheckpointError(f"{directory / _TENSORS} holds no adapter.")
         return PeftAdapter(pairs)
+
+
+class _Names:
+    """Names of layers and parameters, from the names of an adapter's tensors."""
+
+    def __init__(self, config: Config, tensors: Sequence[str]) -> None:
+        self._file = config.file
+        self._tensors = frozenset(tensors)
+        has_targets = config.has("target_parameters")
+        self._targets = config.texts("target_parameters") if has_targets else ()
+
+    def of(self, tensor: str) -> tuple[str, str]:
+        """Return the name of the layer, or of a stack, and that which patterns are matched with.
+
+        Raises CheckpointError if the parameter is no stack that is known.
+        """
+        layer = tensor.removesuffix(_DOWN)
+        module = re.sub(rf"({re.escape(_WRAPPED)})+$", "", layer)
+        name = module.removeprefix(_PREFIX)
+        if not module.endswith(_EXPERTS):
+            whole = f"{name}.weight"
+            return layer.removeprefix(_PREFIX), whole if self._is_target(whole) else name
+        stacks = [stack for stack in _STACKS if self._is_target(f"{name}.{stack}")]
+        wrappers = [f"{module}{_WRAPPED * depth}" for depth in reversed(range(len(stacks)))]
+        beyond = f"{module}{_WRAPPED * len(stacks)}{_DOWN}"
+        if layer not in wrappers or beyond in self._tensors:
+            raise CheckpointError(
+                f"{self._file}: of the parameters of {name}, target_parameters may name "
+                f"{' and '.join(_STACKS)} alone."
+            )
+        stack = f"{name}.{stacks[wrappers.index(layer)]}"
+        return stack, stack
+
+    def _is_target(self, parameter: str) -> bool:
+        return any(f".{parameter}".endswith(f".{target}") for target in self._targets)
 
 
 def _check(config: Config) -> None:
@@ -100,21 +141,21 @@ def _check(config: Config) -> None:
         )
 
 
-def _scale(config: Config, module: str) -> float:
-    """Return the factor on a layer's product."""
-    rank = _of_pattern(config, "rank_pattern", module, config.positive("r"))
-    alpha = _of_pattern(config, "alpha_pattern", module, config.number("lora_alpha"))
+def _scale(config: Config, name: str) -> float:
+    """Return the factor on the product of a layer or parameter."""
+    rank = _of_pattern(config, "rank_pattern", name, config.positive("r"))
+    alpha = _of_pattern(config, "alpha_pattern", name, config.number("lora_alpha"))
     return alpha / (math.sqrt(rank) if config.flag("use_rslora", False) else rank)
 
 
-def _of_pattern(config: Config, key: str, module: str, default: float) -> float:
+def _of_pattern(config: Config, key: str, name: str, default: float) -> float:
     """Return the layer's own number: a key is a regular expression for the end of its name."""
     patterns = config.values.get(key) or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{config.file}: {key} must be an object.")
     for pattern, value in patterns.items():
         try:
-            matches = re.match(rf"(.*\.)?({pattern})$", module)
+            matches = re.match(rf"(.*\.)?({pattern})$", name)
         except re.error:
             raise CheckpointError(
                 f"{config.file}: {pattern!r} in {key} is no regular expression."

@@ -10,6 +10,7 @@ from services.common.json_values import Json
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.encoder_families import ENCODERS, pooling_family
 from services.engine.model.checkpoint.families import FAMILIES, Family, WindowRule
 from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.gguf_families import gguf_family
@@ -37,7 +38,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shape and constants of a decoder: all that the forward pass needs besides weights."""
+    """Shape and constants of a model: all that the forward pass needs besides weights."""
 
     family: Family
     """Names and storage conventions of its tensors"""
@@ -70,7 +71,8 @@ class ModelSpec:
     """Factor on what attention and feed-forward layers add to the residual"""
     logit_scale: float
     windows: tuple[int, ...]
-    """Attention window of each layer in tokens, the current one included; 0: unlimited"""
+    """Attention window of each layer in tokens, the current one included; 0: unlimited. Tokens of
+    encoders see as many after them"""
     rotaries: tuple[RotarySpec | None, ...]
     """RoPE of each layer; None: the layer has none"""
     dtype: str
@@ -81,6 +83,22 @@ class ModelSpec:
     """Way in which quantized weights are stored; None: there are none"""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    position_offset: int = 0
+    """Number of the first learned position"""
+    num_token_types: int = 0
+    """Texts that an encoder tells apart in a pair; 0: none"""
+    num_labels: int = 0
+    """Scores of a text; 0: the checkpoint has no head that scores texts"""
+
+    @property
+    def is_encoder(self) -> bool:
+        """True if every token sees all tokens of its text."""
+        return self.family.encoder is not None
+
+    @property
+    def has_attention_bias(self) -> bool:
+        """True if scores have an addend that depends on the distance of two tokens."""
+        return self.family.encoder is not None and self.family.encoder.attention_bias is not None
 
     @property
     def architecture(self) -> str:
@@ -133,6 +151,12 @@ class ModelSpec:
         attention_bias = family.reads_attention_bias and config.flag("attention_bias", False)
         local = _local_layers(config, family.windows, num_layers)
         window = config.positive("sliding_window") if any(local) else 0
+        encoder = family.encoder
+        offset = 0
+        if encoder is not None:
+            window = window // 2 + 1
+            if encoder.positions_after_padding:
+                offset = config.integer("pad_token_id") + 1
 
         def multiplier(key: str) -> float:
             return config.positive_number(key, 1.0) if family.reads_multipliers else 1.0
@@ -144,7 +168,7 @@ class ModelSpec:
         return ModelSpec(
             family=family,
             vocab_size=config.positive("vocab_size"),
-            context_length=context_length,
+            context_length=context_length - offset,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
             num_layers=num_layers,
@@ -152,7 +176,7 @@ class ModelSpec:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
-            tied_embeddings=config.flag("tie_word_embeddings", False),
+            tied_embeddings=config.flag("tie_word_embeddings", False) or not family.has_logits,
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,
             mlp_bias=family.reads_mlp_bias and config.flag("mlp_bias", False),
@@ -173,6 +197,11 @@ class ModelSpec:
             scheme=stored_as if isinstance(stored_as, Scheme) else None,
             eos_token_ids=config.ids("eos_token_id"),
             bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+            position_offset=offset,
+            num_token_types=0
+            if encoder is None or encoder.token_types is None
+            else config.integer("type_vocab_size", 2),
+            num_labels=_num_labels(config) if family.head else 0,
         )
 
 
@@ -183,10 +212,12 @@ def _family(config: Config) -> Family:
             return FAMILIES[name]
         if name in VISION_LANGUAGE:
             return VISION_LANGUAGE[name].family(config)
+        if (family := pooling_family(name, config)) is not None:
+            return family
     named = ", ".join(architectures) or "none"
     raise CheckpointError(
         f"{config.file}: the architecture {named} is not supported. Supported: "
-        f"{', '.join((*FAMILIES, *VISION_LANGUAGE))}."
+        f"{', '.join((*FAMILIES, *VISION_LANGUAGE, *ENCODERS))}."
     )
 
 
@@ -251,6 +282,12 @@ def _experts(
     )
 
 
+def _num_labels(config: Config) -> int:
+    """Return the labels of a classifier, whose file names them or tells their number."""
+    names = config.section("id2label").values
+    return len(names) or config.positive("num_labels", 2)
+
+
 def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
     if config.flag("scale_attn_by_inverse_layer_idx", False):
         raise CheckpointError(f"{config.file}: scale_attn_by_inverse_layer_idx is not supported.")
@@ -270,6 +307,9 @@ def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bo
         return (True,) * num_layers
     if config.has("layer_types"):
         return _listed_layers(config, num_layers)
+    if rule is WindowRule.SPACED:
+        pattern = config.positive("sliding_window_pattern")
+        return tuple(layer % pattern != 0 for layer in range(num_layers))
     if rule is WindowRule.PATTERN:
         pattern = config.positive("sliding_window_pattern")
         return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))

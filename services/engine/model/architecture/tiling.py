@@ -24,4 +24,5 @@ def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     if spec.experts is not None:
         widths.append(spec.experts.width)
     fits = all(width % TILE == 0 for width in widths) and spec.head_dim <= _MAX_HEAD_DIM
+    fits = fits and not spec.has_attention_bias
     return device.type == "cpu" and dtype == torch.bfloat16 and fits

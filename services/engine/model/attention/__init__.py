@@ -11,6 +11,7 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.native_backend import NativeAttention, TiledAttention
+from services.engine.model.attention.text_backend import TextAttention
 from services.engine.model.attention.torch_backend import TorchAttention
 
 __all__ = ["AttentionBackend", "AttentionStep", "KVCache", "choose_backend"]
@@ -26,17 +27,23 @@ def choose_backend(
     device: torch.device,
     sinks: tuple[Tensor, ...] | None = None,
     *,
+    bias: Tensor | None = None,
     tiled: bool = True,
     with_xformers: bool = False,
 ) -> AttentionBackend:
     """Return the fastest backend for this machine, dtype and shape.
 
-    sinks: float32 [heads] for each layer, if the family has attention sinks. tiled: whether the
+    sinks: float32 [heads] for each layer, if the family has attention sinks. bias: addend to the
+    scores, as `EncoderWeights.attention_bias`; torch computes attention with it. tiled: whether the
     operators read and write tiles where the machine has the kernels. with_xformers: decode with
     xformers' kernel on a GPU; raises StartupError if it is not installed.
     """
+    if bias is not None:
+        return TextAttention(spec, dtype, device, bias)
     if device.type == "cuda":
         return _on_cuda(spec, dtype, device, sinks, with_xformers)
+    if spec.is_encoder and not (tiled and runs_in_tiles(spec, dtype, device)):
+        return TextAttention(spec, dtype, device)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchAttention(spec, dtype, device, sinks)
     if tiled and runs_in_tiles(spec, dtype, device):

@@ -1,13 +1,14 @@
 """Interface of attention backends: a paged KV cache and one call per layer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
+from services.engine.batch.transfer import to_device
 from services.engine.model.architecture.spec import ModelSpec
 
 __all__ = ["AttentionBackend", "AttentionStep", "KVCache"]
@@ -28,6 +29,13 @@ class KVCache:
     @property
     def num_blocks(self) -> int:
         return self.keys[0].shape[0]
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks within each tensor: source and target each, and no target is a source."""
+        device = self.keys[0].device
+        index = to_device(torch.tensor(copies, dtype=torch.int64), device)
+        for tensor in (*self.keys, *self.values):
+            tensor[index[:, 1]] = tensor[index[:, 0]]
 
     @staticmethod
     def allocate(num_layers: int, block_size: int, make: Callable[[], Tensor]) -> "KVCache":
@@ -78,8 +86,11 @@ class AttentionBackend(ABC):
     """True if `write` may run before `attend`, which then gets a step that `is_written`"""
 
     @abstractmethod
-    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate a zeroed cache. Raises ValueError for an unsupported block size."""
+    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
+        """Allocate a zeroed cache. Raises ValueError for an unsupported block size.
+
+        num_layers: layers that it has room for; 0 = the model's.
+        """
 
     @abstractmethod
     def attend(self, layer: int, step: AttentionStep) -> None:

@@ -58,12 +58,12 @@ class TiledAttention(AttentionBackend):
         self._spec = spec
         self._sinks = sinks
 
-    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
+    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
         if block_size % TILE:
             raise ValueError(f"the block size must be a multiple of {TILE}, got {block_size}")
         shape = (num_blocks, self._spec.num_kv_heads, block_size * self._spec.head_dim)
         make = partial(allocate, shape, torch.bfloat16)
-        return KVCache.allocate(self._spec.num_layers, block_size, make)
+        return KVCache.allocate(num_layers or self._spec.num_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         call = _call(self._spec, self._sinks, layer, step)

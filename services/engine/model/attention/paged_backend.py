@@ -60,7 +60,7 @@ class PagedAttention(TorchAttention):
         self.reads_shared_once = self._is_supported
         self._metadata: StepMetadata | None = None
 
-    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
+    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
         if block_size % _PAGE:
             raise ValueError(f"the block size must be a multiple of {_PAGE}, got {block_size}")
         shape = (num_blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim)
@@ -68,7 +68,7 @@ class PagedAttention(TorchAttention):
         def make() -> Tensor:
             return torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
 
-        return KVCache.allocate(self._spec.num_layers, block_size, make)
+        return KVCache.allocate(num_layers or self._spec.num_layers, block_size, make)
 
     def write(self, layer: int, step: AttentionStep) -> None:
         caches = tokens_of(step.cache.keys[layer]), tokens_of(step.cache.values[layer])

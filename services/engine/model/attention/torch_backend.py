@@ -37,10 +37,10 @@ class TorchAttention(AttentionBackend):
         self._dtype = dtype
         self._device = device
 
-    def allocate(self, num_blocks: int, block_size: int) -> KVCache:
+    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
         shape = (num_blocks, self._spec.num_kv_heads, block_size, self._spec.head_dim)
         make = partial(torch.zeros, shape, dtype=self._dtype, device=self._device)
-        return KVCache.allocate(self._spec.num_layers, block_size, make)
+        return KVCache.allocate(num_layers or self._spec.num_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         self._write_and_decode(layer, step)

@@ -6,7 +6,16 @@ from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
 
-__all__ = ["FAMILIES", "ExpertTensorNames", "Family", "QkNorm", "WindowRule"]
+__all__ = [
+    "FAMILIES",
+    "EncoderTraits",
+    "ExpertTensorNames",
+    "Family",
+    "HeadStage",
+    "QkNorm",
+    "TensorNames",
+    "WindowRule",
+]
 
 _HEAD = "lm_head"
 
@@ -18,6 +27,7 @@ class WindowRule(Enum):
     ALL = "every layer, when sliding_window is set and use_sliding_window not false"
     LISTED = "if use_sliding_window: as layer_types lists, or from layer max_window_layers on"
     PATTERN = "as layer_types lists, or all but every sliding_window_pattern-th"
+    SPACED = "as layer_types lists, or all but the first and every sliding_window_pattern-th after"
 
 
 class QkNorm(Enum):
@@ -36,10 +46,17 @@ class ExpertTensorNames:
     gate: tuple[str, ...]
     down: str
     """Without "{}", each tensor stacks all experts and `gate` interleaves its products' outputs"""
+    module: str = "mlp"
+    """Module of router and experts in transformers 5, whose names adapters have"""
 
     @property
     def are_stacked(self) -> bool:
         return "{}" not in self.down
+
+    @property
+    def router_module(self) -> str:
+        """The router's name in transformers 5."""
+        return f"{self.module}.{self.router.rpartition('.')[2]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +91,35 @@ class TensorNames:
     experts: ExpertTensorNames | None = None
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors that some files hold and the model does not need"""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStage:
+    """A part of the head that classifies pooled texts: a linear layer, or a LayerNorm."""
+
+    name: str
+    activation: str = "identity"
+    """What follows: "identity", "tanh", "gelu" or "relu" """
+    is_norm: bool = False
+    narrows: bool = False
+    """Its outputs are the labels"""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderTraits:
+    """What an encoder has that a decoder lacks: every token sees all tokens of its text."""
+
+    embedding_norm: str
+    token_types: str | None = None
+    """Embedding of the text of a pair that a token belongs to"""
+    positions_after_padding: bool = False
+    """Positions count from pad_token_id + 1"""
+    norms_first: bool = False
+    """Layers read norms of the residual rather than norm it after each addition"""
+    attention_bias: str | None = None
+    """Embedding of the distance of two tokens, a number for each head: their score's addend"""
+    head: tuple[HeadStage, ...] = ()
+    """Stages of ForSequenceClassification's head, whose names begin at the file's root"""
 
 
 class MultimodalAxes(Enum):
@@ -136,6 +182,12 @@ class Family:
     """The tokens of an image see each other, not only the tokens before them"""
     clamped_swiglu: bool = False
     """The activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
+    encoder: EncoderTraits | None = None
+    """None: it is a decoder"""
+    has_logits: bool = True
+    """The checkpoint can generate: it holds an output projection"""
+    head: tuple[HeadStage, ...] = ()
+    """Stages that turn a pooled text into scores; empty: the checkpoint has none"""
 
 
 _GEMMA = TensorNames(

@@ -15,6 +15,7 @@ from services.common.gguf.checkpoint_files import PARTS
 from services.common.gguf.gguf_file import GgufError, GgufFile, GgufTensor
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.gguf_groups import read_groups
+from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, StoredRows
 from services.engine.model.checkpoint.tensors import FoundTensor, StoredTensor, TensorFiles
 
@@ -88,6 +89,9 @@ class GgufTensors(TensorFiles):
             self._add(tensor, file.sizes[tensor.file])
 
         self.is_quantized = any(place.kind not in _PLAIN for place in self._places.values())
+        self.has_mxfp4_experts = any(
+            _EXPERTS in name and place.kind is _KIND.MXFP4 for name, place in self._places.items()
+        )
 
     def __exit__(self, *failure: object) -> None:
         """Let go of the files' pages, of which only the embedding's are read again."""
@@ -109,6 +113,13 @@ class GgufTensors(TensorFiles):
         if len(place.shape) != _MATRIX:
             return None
         return read_groups(data.reshape(-1, place.row_bytes), place.kind)
+
+    def mxfp4(self, stored: StoredTensor, device: torch.device) -> Mxfp4Weight | None:
+        place, data = self._stored(stored)
+        if place.kind is not _KIND.MXFP4:
+            return None
+        rows = torch.from_numpy(data.reshape(-1, place.row_bytes))
+        return Mxfp4Weight.from_gguf(rows.to(device))
 
     def rows(self, stored: StoredTensor) -> StoredRows | None:
         place, data = self._stored(stored)

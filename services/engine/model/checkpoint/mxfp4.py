@@ -26,6 +26,17 @@ class Mxfp4Weight:
     scales: Tensor
     """uint8 [outputs, groups], exponents of 2 plus 127"""
 
+    @staticmethod
+    def from_gguf(rows: Tensor) -> "Mxfp4Weight":
+        """Rearrange rows of GGUF blocks, uint8 [outputs, bytes], on their device.
+
+        A block is its scale and 16 bytes, whose lower halves hold the first 16 inputs.
+        """
+        blocks = rows.view(len(rows), -1, 1 + GROUP_SIZE // 2)
+        halves = blocks[:, :, 1:]
+        codes = torch.cat((halves & 15, halves >> 4), dim=2)
+        return Mxfp4Weight(codes[:, :, 0::2] | codes[:, :, 1::2] << 4, blocks[:, :, 0])
+
     @property
     def shape(self) -> tuple[int, int]:
         outputs, groups = self.scales.shape
@@ -35,12 +46,23 @@ class Mxfp4Weight:
         """Return the numbers in bfloat16, which holds all of them."""
         return decode(self.blocks, self.scales)
 
+    def rows(self, index: Tensor | slice) -> "Mxfp4Weight":
+        """Return some outputs."""
+        return Mxfp4Weight(self.blocks[index], self.scales[index])
+
+    def columns(self, number: int, count: int) -> "Mxfp4Weight | None":
+        """Return part `number` of `count` equal parts of the inputs; None if a group is cut."""
+        if self.scales.shape[1] % count:
+            return None
+        parts = (self.blocks, self.scales)
+        return Mxfp4Weight(*(part.chunk(count, dim=1)[number] for part in parts))
+
 
 def decode(blocks: Tensor, scales: Tensor) -> Tensor:
     """Decode uint8 blocks [outputs, groups, 16] and their uint8 scales [outputs, groups].
 
     Returns bfloat16 [outputs, groups * 32]. Decoding is exact: bfloat16 holds every value.
     """
-    values = _PAIRS[blocks.int()].flatten(2)
+    values = _PAIRS.to(blocks.device)[blocks.int()].flatten(2)
     exponents = scales.int() - _EXPONENT_BIAS
     return torch.ldexp(values.float(), exponents[:, :, None]).flatten(1).to(torch.bfloat16)

@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
+
 __all__ = [
     "BlockCodes",
     "BlockLayout",
@@ -199,7 +201,7 @@ class StoredRows(Protocol):
         """Return the rows `index` (int64 [n]), float32 [n, inputs]."""
 
 
-Weight: TypeAlias = Tensor | QuantizedWeight
+Weight: TypeAlias = Tensor | QuantizedWeight | Mxfp4Weight
 
 
 def decoded(weight: Weight) -> Tensor:

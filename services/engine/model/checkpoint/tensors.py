@@ -10,11 +10,13 @@ from math import prod
 from pathlib import Path
 from typing import Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.engine.kernels.memory import give_back_files
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, StoredRows
 
 __all__ = ["Checkpoint", "FoundTensor", "StoredTensor", "TensorFiles"]
@@ -48,6 +50,8 @@ class TensorFiles(ABC):
 
     is_quantized = False
     """True if weights, or some of them, are codes"""
+    has_mxfp4_experts = False
+    """True if `mxfp4` returns the weights of experts, or of some of them"""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -66,6 +70,10 @@ class TensorFiles(ABC):
 
     def quantized(self, stored: StoredTensor) -> QuantizedWeight | None:
         """Return a weight in groups of codes; None if it is stored otherwise."""
+        return None
+
+    def mxfp4(self, stored: StoredTensor, device: torch.device) -> Mxfp4Weight | None:
+        """Copy a weight in MXFP4 to `device`; None if it is stored otherwise."""
         return None
 
     def rows(self, stored: StoredTensor) -> StoredRows | None:

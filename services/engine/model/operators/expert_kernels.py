@@ -16,9 +16,9 @@ from torch.nn.functional import pad
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.checkpoint.mxfp4 import GROUP_SIZE, Mxfp4Weight
-from services.engine.model.checkpoint.quantized import QuantizedWeight
+from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight
 from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding
-from services.engine.model.operators.interface import ExpertWeights, Mixture
+from services.engine.model.operators.interface import Delta, ExpertDeltas, ExpertWeights, Mixture
 
 __all__ = ["GroupedMixture", "choose_experts"]
 
@@ -210,6 +210,7 @@ class GroupedMixture(Mixture):
         self._width = first.gate.shape[0]
         self._activation = activation
         self._count = count
+        self._deltas: ExpertDeltas | None = None
         row, out = (
             torch.zeros((1, width), dtype=dtype, device=device) for width in (inputs, outputs)
         )
@@ -217,6 +218,9 @@ class GroupedMixture(Mixture):
         # Else the first step of some size would wait for the compiler.
         for tile in _TILES:
             self._add_to(row, chosen, chosen.float(), out, tile)
+
+    def adapt(self, deltas: ExpertDeltas) -> None:
+        self._deltas = deltas
 
     def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
         tile = _choose_tile(chosen.numel(), self._count)
@@ -228,13 +232,40 @@ class GroupedMixture(Mixture):
         choices, per_row = chosen.numel(), chosen.shape[1]
         outputs = out.shape[1]
         blocks = _sort(chosen, self._count, tile)
-        hidden = rows.new_empty((choices, self._width))
-        _multiply_all(rows, self._gate, blocks, per_row, self._activation, hidden)
+        deltas = self._deltas if self._deltas is not None and self._deltas.is_active else None
         products = rows.new_empty((choices, outputs))
+        if deltas is None:
+            hidden = rows.new_empty((choices, self._width))
+            _multiply_all(rows, self._gate, blocks, per_row, self._activation, hidden)
+        else:
+            both = rows.new_empty((choices, 2 * self._width))
+            _multiply_all(rows, self._gate, blocks, per_row, None, both)
+            _adapt(deltas, deltas.gates, rows, chosen, both)
+            hidden = self._activation.apply(both)
         _multiply_all(hidden, self._down, blocks, 1, None, products)
+        if deltas is not None:
+            _adapt(deltas, deltas.downs, hidden, chosen, products)
         _add_sums[(len(rows), triton.cdiv(outputs, _COLUMNS))](
             out, products, factors, per_row=per_row, outputs=outputs, tile=_COLUMNS
         )
+
+
+def _adapt(
+    deltas: ExpertDeltas, parts: Sequence[Delta], rows: Tensor, chosen: Tensor, out: Tensor
+) -> None:
+    """Add to each choice's product what its row's adapter adds to its expert.
+
+    The host waits for the choices: steps with adapters run without CUDA graphs anyway. parts: one
+    for each expert; rows: of the step, or of its choices; out: [choices, outputs].
+    """
+    per_row, flat = chosen.shape[1], chosen.flatten()
+    for number in sorted(set(flat.tolist())):
+        choices = torch.where(flat == number)[0]
+        with deltas.routed(choices // per_row):
+            if parts[number].is_active:
+                product = out[choices]
+                parts[number].add_to(rows[choices * len(rows) // len(out)], product)
+                out[choices] = product
 
 
 def choose_experts(scores: Tensor, per_row: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
@@ -591,8 +622,6 @@ def _add_sums(
     tl.store(sums, total.to(out.dtype.element_ty), mask=is_column)
 
 
-def _plain(
-    *weights: Tensor | Mxfp4Weight | QuantizedWeight,
-) -> list[Tensor | Mxfp4Weight]:
+def _plain(*weights: Weight) -> list[Tensor | Mxfp4Weight]:
     """Decode what no kernel here reads."""
     return [each.decode() if isinstance(each, QuantizedWeight) else each for each in weights]

@@ -9,17 +9,21 @@ from torch import Tensor
 
 from services.engine.model.operators.fp8_weights import FP8, LARGEST, Fp8Weight
 
-__all__ = ["multiply_groups", "round_groups", "round_rows"]
+__all__ = ["multiply_groups", "multiply_row", "round_groups", "round_rows"]
 
 _COLUMNS = 1024
 """Columns that a program of `round_rows` reads at a time"""
 _GROUPS = 8
 """Groups that a program of `round_groups` rounds"""
+_ROW_OUTPUTS, _ROW_INPUTS = 4, 1024
+"""Weights that a program of `multiply_row` reads at a time"""
+_WIDE = 16384
+"""Outputs from which large tiles occupy a GPU"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one program multiplies at a time. A run on a GPU tunes these figures."""
+    """What one program multiplies at a time, tuned on an H200."""
 
     rows: int
     outputs: int
@@ -34,6 +38,12 @@ _TILES = (
     _Tile(rows=64, outputs=128, warps=8, stages=3),
     _Tile(rows=128, outputs=128, warps=8, stages=3),
 )
+_NARROW_TILES = (
+    _Tile(rows=16, outputs=16, warps=2, stages=6),
+    _Tile(rows=64, outputs=64, warps=4, stages=4),
+    _Tile(rows=128, outputs=128, warps=8, stages=3),
+)
+"""For weights with fewer than `_WIDE` outputs"""
 
 
 def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +98,8 @@ def multiply_groups(
     numbers, row_scales = rows
     count, inputs = numbers.shape
     groups, outputs = weight.scales.shape
-    tile = next((tile for tile in _TILES if tile.rows >= count), _TILES[-1])
+    tiles = _TILES if outputs >= _WIDE else _NARROW_TILES
+    tile = next((tile for tile in tiles if tile.rows >= count), tiles[-1])
     # Programs that read the same weights follow each other.
     _multiply_groups[(triton.cdiv(count, tile.rows), triton.cdiv(outputs, tile.outputs))](
         out,
@@ -107,6 +118,32 @@ def multiply_groups(
         tile_outputs=tile.outputs,
         num_warps=tile.warps,
         num_stages=tile.stages,
+    )
+
+
+def multiply_row(
+    row: Tensor, weight: Fp8Weight, bias: Tensor | None, group: int, out: Tensor, *, adds: bool
+) -> None:
+    """Write row @ weight.T + bias to `out` [1, outputs], or add it, as fast as weights are read.
+
+    row: [1, inputs], which is not rounded. group: inputs that share a scale in `weight`.
+    """
+    inputs = row.shape[1]
+    groups, outputs = weight.scales.shape
+    tile_inputs = _ROW_INPUTS if groups == 1 else group
+    _multiply_row[(triton.cdiv(outputs, _ROW_OUTPUTS),)](
+        out,
+        row,
+        weight.numbers,
+        weight.scales,
+        bias,
+        inputs=inputs,
+        outputs=outputs,
+        groups=groups,
+        adds=adds,
+        tile_outputs=_ROW_OUTPUTS,
+        tile_groups=_ROW_INPUTS // tile_inputs,
+        tile_inputs=tile_inputs,
     )
 
 
@@ -225,3 +262,46 @@ def _multiply_groups(
     if adds:
         product += tl.load(place, mask=is_place, other=0.0).to(tl.float32)
     tl.store(place, product.to(out.dtype.element_ty), mask=is_place)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply_row(
+    out: tl.tensor,
+    row: tl.tensor,
+    weight: tl.tensor,
+    scales: tl.tensor,
+    bias: tl.tensor,
+    inputs: tl.constexpr,
+    outputs: tl.constexpr,
+    groups: tl.constexpr,
+    adds: tl.constexpr,
+    tile_outputs: tl.constexpr,
+    tile_groups: tl.constexpr,
+    tile_inputs: tl.constexpr,
+) -> None:
+    """Multiply a row with some outputs, `tile_groups` times `tile_inputs` inputs at a time."""
+    output = tl.program_id(0) * tile_outputs + tl.arange(0, tile_outputs)
+    is_output = output < outputs
+    weight_rows = weight + output.to(tl.int64)[:, None, None] * inputs
+    product = tl.zeros((tile_outputs, tile_groups, tile_inputs), tl.float32)
+    for first in range(0, inputs, tile_groups * tile_inputs):
+        place = tl.arange(0, tile_groups)[:, None] * tile_inputs + tl.arange(0, tile_inputs)
+        column = (first + place)[None, :, :]
+        is_column = column < inputs
+        part = tl.load(row + column, mask=is_column, other=0.0).to(tl.float32)
+        if groups > 1:
+            number = first // tile_inputs + tl.arange(0, tile_groups)
+            is_scale = is_output[:, None] & (number < groups)[None, :]
+            place_of_scale = scales + number[None, :] * outputs + output[:, None]
+            part *= tl.load(place_of_scale, mask=is_scale, other=0.0)[:, :, None]
+        is_weight = is_output[:, None, None] & is_column
+        numbers = tl.load(weight_rows + column, mask=is_weight, other=0.0)
+        product += numbers.to(tl.float32) * part
+    total = tl.sum(tl.sum(product, axis=2), axis=1)
+    if groups == 1:
+        total *= tl.load(scales + output, mask=is_output, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)
+    if adds:
+        total += tl.load(out + output, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + output, total.to(out.dtype.element_ty), mask=is_output)

@@ -7,7 +7,12 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.operators.expert_kernels import GroupedMixture
-from services.engine.model.operators.fp8_kernels import multiply_groups, round_groups, round_rows
+from services.engine.model.operators.fp8_kernels import (
+    multiply_groups,
+    multiply_row,
+    round_groups,
+    round_rows,
+)
 from services.engine.model.operators.fp8_weights import Fp8Rounding, Fp8Weight
 from services.engine.model.operators.interface import (
     ExpertWeights,
@@ -26,7 +31,8 @@ _MULTIPLE = 16
 class Fp8Operators(TritonOperators):
     """TritonOperators with weights in FP8, half the bytes of bfloat16.
 
-    Products round their rows to FP8, too, with a scale for each row or group; experts don't.
+    Products of several rows round these to FP8, too, with a scale for each row or group. A single
+    row is not rounded, and neither are the rows of experts.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, rounding: Fp8Rounding) -> None:
@@ -70,13 +76,18 @@ class _RowScaledProjection(_ScaledProjection):
     """A scale for each row and each output: torch's own product."""
 
     def into(self, rows: Tensor, out: Tensor) -> None:
-        if out.dtype == rows.dtype:
+        if len(rows) == 1:
+            multiply_row(rows, self.weight, self._bias, rows.shape[1], out, adds=False)
+        elif out.dtype == rows.dtype:
             self._multiply(rows, out)
         else:
             out.copy_(self._product(rows, out))
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        out += self._product(rows, out)
+        if len(rows) == 1:
+            multiply_row(rows, self.weight, self._bias, rows.shape[1], out, adds=True)
+        else:
+            out += self._product(rows, out)
 
     def _product(self, rows: Tensor, out: Tensor) -> Tensor:
         product = torch.empty_like(out, dtype=rows.dtype)
@@ -111,5 +122,8 @@ class _GroupScaledProjection(_ScaledProjection):
         self._multiply(rows, out, adds=True)
 
     def _multiply(self, rows: Tensor, out: Tensor, *, adds: bool) -> None:
-        rounded = round_groups(rows, self._group)
-        multiply_groups(rounded, self.weight, self._bias, self._group, out, adds=adds)
+        if len(rows) == 1:
+            multiply_row(rows, self.weight, self._bias, self._group, out, adds=adds)
+        else:
+            rounded = round_groups(rows, self._group)
+            multiply_groups(rounded, self.weight, self._bias, self._group, out, adds=adds)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,7 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
-from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
-from services.engine.model.checkpoint.quantized import QuantizedWeight
+from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
 from services.engine.model.operators.low_rank import (
     LowRank,
     LowRankProduct,
@@ -21,8 +21,10 @@ from services.engine.model.operators.recording import Recording
 __all__ = [
     "AdaptedProjection",
     "Delta",
+    "ExpertDeltas",
     "ExpertWeights",
     "Gate",
+    "LayerNorm",
     "Mixture",
     "NormedProjection",
     "Operators",
@@ -70,6 +72,23 @@ class Delta(ABC):
         """Add to the product `out` [n, outputs] of `rows` [n, inputs], in the products' layout."""
 
 
+class ExpertDeltas(ABC):
+    """Additions of adapters to the products of a layer's experts."""
+
+    gates: Sequence[Delta]
+    """One for each expert, to gate and up side by side"""
+    downs: Sequence[Delta]
+
+    @property
+    @abstractmethod
+    def is_active(self) -> bool:
+        """True if the present step has rows with an adapter of these experts."""
+
+    @abstractmethod
+    def routed(self, index: Tensor) -> AbstractContextManager[None]:
+        """Have `gates` and `downs` add to these rows of the step alone: int64 [n]."""
+
+
 class AdaptedProjection(Projection):
     """A projection and what adapters add to it. Without a row of theirs it costs one test."""
 
@@ -114,12 +133,20 @@ class ExpertWeights:
     Both `gate` and `up` or neither are MXFP4, or quantized.
     """
 
-    gate: Tensor | Mxfp4Weight | QuantizedWeight
-    up: Tensor | Mxfp4Weight | QuantizedWeight
-    down: Tensor | Mxfp4Weight | QuantizedWeight
+    gate: Weight
+    up: Weight
+    down: Weight
     gate_bias: Tensor | None
     up_bias: Tensor | None
     down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Weight and bias of a LayerNorm (https://arxiv.org/abs/1607.06450), [width] each."""
+
+    weight: Tensor
+    bias: Tensor
 
 
 class Mixture(ABC):
@@ -127,6 +154,10 @@ class Mixture(ABC):
 
     weight_bytes: int
     """Bytes of weights that a product with all experts reads, in the stored layout"""
+
+    @abstractmethod
+    def adapt(self, deltas: ExpertDeltas) -> None:
+        """Have `deltas` add to the experts' products, before the activation and after it."""
 
     @abstractmethod
     def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
@@ -240,6 +271,20 @@ class Operators(ABC):
     def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         """Add the RMSNorm of each row to `out`. May overwrite `rows`, which are a product."""
 
+    def layer_norm(
+        self, rows: Tensor, norm: LayerNorm, epsilon: float, out: Tensor, *, replaces: bool = False
+    ) -> None:
+        """Write each row's LayerNorm in the layout of products.
+
+        replaces: write it to `rows` too, row by row.
+        """
+        normed = torch.nn.functional.layer_norm(
+            rows, rows.shape[1:], norm.weight, norm.bias, epsilon
+        )
+        if replaces:
+            rows.copy_(normed)
+        self.arrange(normed, out)
+
     @abstractmethod
     def gather(self, rows: Tensor, index: Tensor) -> Tensor:
         """Copy rows `index` (int64 [n]) of a product's input to a temporary."""
@@ -306,7 +351,7 @@ class _LoopedMixture(Mixture):
         self, experts: Iterable[ExpertWeights], activation: Activation, operators: Operators
     ) -> None:
         self._operators = operators
-        self._experts = [
+        self._experts: list[tuple[Gate, Projection, int]] = [
             (
                 _expert_gate(each, activation, operators),
                 _expert_down(each, operators),
@@ -317,8 +362,16 @@ class _LoopedMixture(Mixture):
         self.weight_bytes = sum(
             gate.weight_bytes + down.weight_bytes for gate, down, _ in self._experts
         )
+        self._deltas: ExpertDeltas | None = None
+
+    def adapt(self, deltas: ExpertDeltas) -> None:
+        self._deltas = deltas
+        for number, (gate, down, width) in enumerate(self._experts):
+            gate.adapt(deltas.gates[number])
+            self._experts[number] = (gate, AdaptedProjection(down, deltas.downs[number]), width)
 
     def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
+        deltas = self._deltas if self._deltas is not None and self._deltas.is_active else None
         total = torch.zeros(out.shape, device=out.device)
         # In the order of their numbers, so that a row's sum is independent of the batch.
         for number in sorted(set(chosen.flatten().tolist())):
@@ -327,8 +380,10 @@ class _LoopedMixture(Mixture):
             hidden = self._operators.temporary(len(index), width)
             output = self._operators.temporary(len(index), out.shape[1])
             has_all = len(index) == len(rows)
-            gate.into(rows if has_all else self._operators.gather(rows, index), hidden)
-            down.into(hidden, output)
+            some = rows if has_all else self._operators.gather(rows, index)
+            with nullcontext() if deltas is None else deltas.routed(index):
+                gate.into(some, hidden)
+                down.into(hidden, output)
             total[index] += output * factors[index, choice, None]
         out += total
 
@@ -337,14 +392,10 @@ def _expert_gate(expert: ExpertWeights, activation: Activation, operators: Opera
     gate, up, biases = expert.gate, expert.up, (expert.gate_bias, expert.up_bias)
     if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight):
         return operators.grouped_gate(gate, up, *biases, activation)
-    return operators.gate(_decoded(gate), _decoded(up), *biases, activation)
+    return operators.gate(decoded(gate), decoded(up), *biases, activation)
 
 
 def _expert_down(expert: ExpertWeights, operators: Operators) -> Projection:
     if isinstance(expert.down, QuantizedWeight):
         return operators.grouped_projection([expert.down], expert.down_bias)
-    return operators.projection(_decoded(expert.down), expert.down_bias)
-
-
-def _decoded(weight: Tensor | Mxfp4Weight | QuantizedWeight) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.decode()
+    return operators.projection(decoded(expert.down), expert.down_bias)

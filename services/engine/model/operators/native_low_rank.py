@@ -37,6 +37,11 @@ class NativeLowRankProduct(LowRankProduct):
 
     def add_to(self, rows: Tensor, out: Tensor, groups: RowGroups) -> None:
         plain = self._plain(rows)
+        if out.dtype != plain.dtype:  # the scores of a router
+            added = torch.zeros_like(out, dtype=plain.dtype)
+            self.add_to(rows, added, groups)
+            out += added
+            return
         call = AdaptCall(
             rows=plain.data_ptr(),
             out=out.data_ptr(),

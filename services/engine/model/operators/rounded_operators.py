@@ -92,7 +92,7 @@ class Int8Operators(TiledOperators):
 
 
 class ByteOperators(TiledOperators):
-    """TiledOperators on AMX that round rows to int8, with a scale each, for int8 weights.
+    """TiledOperators that round rows to int8, with a scale each, for int8 weights.
 
     These are a quantized checkpoint's with one scale for each output, and with `rounds` all others:
     whatever has a multiple of 64 inputs.

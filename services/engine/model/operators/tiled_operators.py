@@ -1,6 +1,7 @@
 """Operators on the tiled CPU kernels, with weights in bfloat16 or in groups of codes."""
 
 from collections.abc import Callable, Sequence
+from ctypes import byref
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from services.engine.kernels.library import (
     InstructionSet,
     KeepCall,
     Kernel,
+    LayerNormCall,
     Native,
     NormCall,
 )
@@ -18,11 +20,12 @@ from services.engine.kernels.memory import Arena, allocate
 from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once, to_tiles
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
-from services.engine.model.operators.interface import Gate, Projection
+from services.engine.model.operators.interface import Gate, LayerNorm, Projection
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.recording import Recording
 from services.engine.model.operators.stored_groups import StoredGroups, alike_runs, has_kernel
 from services.engine.model.operators.tiled_products import (
+    EPILOGUES,
     PANEL_OUTPUTS,
     TILE_OUTPUTS,
     Packed,
@@ -90,6 +93,20 @@ class TiledOperators(NativeOperators):
         )
         self.native.run(Kernel.NORM, call)
 
+    def layer_norm(
+        self, rows: Tensor, norm: LayerNorm, epsilon: float, out: Tensor, *, replaces: bool = False
+    ) -> None:
+        call = LayerNormCall(
+            rows.data_ptr(),
+            norm.weight.data_ptr(),
+            norm.bias.data_ptr(),
+            out.data_ptr(),
+            *rows.shape,
+            epsilon,
+            replaces,
+        )
+        self.native.layer_norm(byref(call))
+
     def keep(self, rows: Tensor, kept: Tensor | None) -> None:
         call = KeepCall(
             rows.data_ptr(),
@@ -120,12 +137,20 @@ class TiledOperators(NativeOperators):
         shape: tuple[int, ...],
         gate_bias: Tensor | None,
         up_bias: Tensor | None,
+        activation: Activation = SWIGLU,
     ) -> Gate:
-        """Make a SwiGLU of two weights of this shape, whose tiles alternate in `packed`."""
+        """Make a gate of two weights of this shape, whose tiles alternate in `packed`.
+
+        Without a second factor, of one weight.
+        """
         outputs, inputs = shape
-        bias = interleaved(gate_bias, up_bias, outputs)
-        weight = PackedWeight(self.native, packed, bias, inputs, 2 * outputs)
-        return TiledGate(weight, outputs, self)
+        if activation.gated:
+            bias = interleaved(gate_bias, up_bias, outputs)
+        else:
+            bias = None if gate_bias is None else padded(gate_bias)
+        columns = outputs * (2 if activation.gated else 1)
+        weight = PackedWeight(self.native, packed, bias, inputs, columns)
+        return TiledGate(weight, outputs, activation, self)
 
     def exact_projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return self.packed_projection(TiledOperators.pack(self, (weight,)), weight.shape, bias)
@@ -160,12 +185,12 @@ class TiledOperators(NativeOperators):
             return super().grouped_gate(gate, up, gate_bias, up_bias, activation)
         stored = [StoredGroups.of(weight) for weight in both]
         alike = len({weight.format for weight in stored}) == 1
-        if up is None or activation != SWIGLU or not alike:
+        if up is None or activation not in EPILOGUES or not alike:
             product = self.grouped_projection(both, join_biases(gate_bias, up_bias))
             return TorchGate(product, len(both), activation, self)
         columns = 2 * round_up(gate.shape[0], TILE_OUTPUTS)
         packed = self._pack_groups(stored, columns, alternate=True)
-        return self.packed_gate(packed, gate.shape, gate_bias, up_bias)
+        return self.packed_gate(packed, gate.shape, gate_bias, up_bias, activation)
 
     def gate(
         self,
@@ -175,10 +200,11 @@ class TiledOperators(NativeOperators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        if up is None or activation != SWIGLU:
+        if activation not in EPILOGUES:
             product = self.projection(*join(gate, up, gate_bias, up_bias))
             return TorchGate(product, 1 if up is None else 2, activation, self)
-        return self.packed_gate(self.pack((gate, up)), gate.shape, gate_bias, up_bias)
+        parts = (gate,) if up is None else (gate, up)
+        return self.packed_gate(self.pack(parts), gate.shape, gate_bias, up_bias, activation)
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Pack weights of one shape with their tiles interleaved."""

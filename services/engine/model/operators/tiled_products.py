@@ -1,6 +1,6 @@
 """Products with weights in tiles: the packed weights, and the calls that multiply by them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import pointer
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,10 +16,11 @@ from services.engine.kernels.library import (
     LinearCall,
     Native,
 )
-from services.engine.model.architecture.activation import SWIGLU
+from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
 from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
 
 __all__ = [
+    "EPILOGUES",
     "PANEL_OUTPUTS",
     "TILE_OUTPUTS",
     "Packed",
@@ -130,12 +131,25 @@ class PartedProjection(Projection):
             weight.multiply(rows, out, Epilogue.ADD, first)
 
 
-class TiledGate(Gate):
-    """A SwiGLU in one pass over the weights, whose tiles of gate and up alternate."""
+EPILOGUES: Mapping[Activation, Epilogue] = {
+    SWIGLU: Epilogue.GATE,
+    Activation(Nonlinearity.GELU): Epilogue.GATE_GELU,
+    Activation(Nonlinearity.GELU_TANH): Epilogue.GATE_GELU_TANH,
+    Activation(Nonlinearity.GELU, gated=False): Epilogue.GELU,
+    Activation(Nonlinearity.GELU_TANH, gated=False): Epilogue.GELU_TANH,
+}
+"""Activations that the kernels compute with the products"""
 
-    def __init__(self, weight: PackedWeight, outputs: int, operators: Operators) -> None:
+
+class TiledGate(Gate):
+    """A gate in one pass over the weights, whose tiles of gate and up alternate."""
+
+    def __init__(
+        self, weight: PackedWeight, outputs: int, activation: Activation, operators: Operators
+    ) -> None:
         self._weight = weight
         self._outputs = outputs
+        self._activation = activation
         self._operators = operators
         self._delta: Delta | None = None
         self.weight_bytes = weight.num_bytes
@@ -145,15 +159,16 @@ class TiledGate(Gate):
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         if self._delta is None or not self._delta.is_active:
-            self._weight.multiply(rows, out, Epilogue.GATE)
+            self._weight.multiply(rows, out, EPILOGUES[self._activation])
             return
-        columns = 2 * round_up(self._outputs, TILE_OUTPUTS)
+        products = 2 if self._activation.gated else 1
+        columns = products * round_up(self._outputs, TILE_OUTPUTS)
         product = self._operators.temporary(len(rows), columns)
         self._weight.multiply(rows, product, Epilogue.STORE)
-        tiles = product.view(len(rows), -1, 2, TILE_OUTPUTS).transpose(1, 2)
-        both = tiles.reshape(len(rows), 2, -1)[:, :, : self._outputs].flatten(1)
-        self._delta.add_to(rows, both)
-        self._operators.arrange(SWIGLU.apply(both), out)
+        tiles = product.view(len(rows), -1, products, TILE_OUTPUTS).transpose(1, 2)
+        all_ = tiles.reshape(len(rows), products, -1)[:, :, : self._outputs].flatten(1)
+        self._delta.add_to(rows, all_)
+        self._operators.arrange(self._activation.apply(all_), out)
 
 
 def padded(bias: Tensor) -> Tensor:

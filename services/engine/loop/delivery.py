@@ -1,0 +1,53 @@
+"""Delivery of a beam search's result: its tokens, as far as the client grants credit."""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from services.engine.messages import FinishCause, Score
+from services.engine.scheduling.beam_search import BeamResult
+
+__all__ = ["Delivery"]
+
+
+@dataclass(slots=True, eq=False)
+class Delivery:
+    """The result that one sequence of a search gets, and how much of it was sent."""
+
+    credit: int | None
+    """Tokens that may still be sent; None = any number"""
+    is_cancelled: bool = False
+    """True if the client wants no result for this sequence"""
+    sent: int = 0
+    _tokens: Items[tuple[int, Score | None]] = ()
+    _cause: FinishCause | None = None
+
+    def begin(self, result: BeamResult) -> None:
+        """Take over the result once the search is over."""
+        self._tokens, self._cause = result.tokens, result.cause
+
+    @property
+    def cause(self) -> FinishCause | None:
+        """Why the sequence ended; None while the search goes on."""
+        return FinishCause.CANCELLED if self.is_cancelled else self._cause
+
+    @property
+    def end_id(self) -> int | None:
+        """Id that ended the sequence, for EOS and STOP_TOKEN."""
+        is_ended_by_id = self.cause in (FinishCause.EOS, FinishCause.STOP_TOKEN)
+        return self._tokens[-1][0] if is_ended_by_id else None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing is left to send but the end."""
+        return self.is_cancelled or self.sent == len(self._tokens)
+
+    def take(self, most: int) -> Iterator[tuple[int, int, Score | None]]:
+        """Yield the next tokens for which there is credit, with their positions and scores."""
+        end = self.sent + most
+        while not self.is_complete and self.credit != 0 and self.sent < end:
+            position = self.sent
+            self.sent += 1
+            if self.credit is not None:
+                self.credit -= 1
+            yield position, *self._tokens[position]

@@ -1,0 +1,122 @@
+"""Vectors of prompts from the hidden states of a step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.engine.batch.transfer import HostCopy, to_device
+from services.engine.execution.model_runner import ModelRunner
+from services.engine.model.checkpoint.sentence_modules import Pooling
+from services.engine.model.pooler import Pooler
+from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.step_plan import StepPlan
+
+__all__ = ["PendingVectors", "PromptPooling"]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingVectors:
+    """Vectors of complete prompts, on their way to the host."""
+
+    sequences: list[Sequence]
+    vectors: HostCopy
+    """float32 [sequences, width]"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Rows of one prompt in a step."""
+
+    sequence: Sequence
+    start: int
+    """First row that is pooled"""
+    end: int
+    is_first: bool
+    """They begin the prompt"""
+    is_last: bool
+    """They end it"""
+
+
+class PromptPooling:
+    """Pools the hidden states of prompts, which may take several steps."""
+
+    def __init__(self, pooler: Pooler, runner: ModelRunner) -> None:
+        self._pooler = pooler
+        self._runner = runner
+
+    def pool(self, plan: StepPlan, hidden: Tensor) -> PendingVectors | None:
+        """Return the vectors of the prompts that the step completes; None without any.
+
+        hidden: the step's hidden states, a row for each kept token.
+        """
+        spans = self._spans(plan)
+        complete = [span for span in spans if span.is_last]
+        if self._pooler.pooling is Pooling.MEAN and spans:
+            pooled = self._means(spans, hidden)
+        elif complete:
+            is_last = self._pooler.pooling is Pooling.LAST
+            rows = [span.end - 1 if is_last else span.start for span in complete]
+            pooled = self._runner.states(hidden, rows)
+        if not complete:
+            return None
+        with torch.inference_mode():
+            vectors = self._pooler.finish(pooled)
+        return PendingVectors([span.sequence for span in complete], HostCopy(vectors))
+
+    @torch.inference_mode()
+    def _means(self, spans: list[_Span], hidden: Tensor) -> Tensor:
+        """Return the means of the complete prompts; keep the sums of the others."""
+        lengths = [span.end - span.start for span in spans]
+        whole = range(spans[0].start, spans[-1].end)
+        follow = sum(lengths) == len(whole)  # one another, without streams between them
+        rows = whole if follow else [row for each in spans for row in range(each.start, each.end)]
+        states = self._runner.states(hidden, rows)
+        owners = torch.arange(len(spans)).repeat_interleave(torch.tensor(lengths))
+        sums = torch.zeros((len(spans), states.shape[1]), device=states.device)
+        sums.index_add_(0, to_device(owners, states.device), states)
+        if not all(span.is_first and span.is_last for span in spans):
+            return self._continued(spans, sums)
+        counts = torch.tensor(lengths).clamp(min=1)
+        return sums / to_device(counts, sums.device)[:, None]
+
+    def _continued(self, spans: list[_Span], sums: Tensor) -> Tensor:
+        """Return the means of the prompts that end; keep the sums of the others."""
+        means = []
+        for span, total in zip(spans, sums, strict=True):
+            before = span.sequence.partial_sum
+            if not span.is_first and isinstance(before, Tensor):
+                total += before
+            if span.is_last:
+                skipped = self._skipped(span.sequence)
+                means.append(total / max(1, span.sequence.prompt_length - skipped))
+            else:
+                span.sequence.partial_sum = total
+        return torch.stack(means) if means else sums
+
+    def _spans(self, plan: StepPlan) -> list[_Span]:
+        spans, row = [], 0
+        for sequence in plan.decodes:
+            if sequence.pooled is not None:
+                spans.append(self._span(sequence, row, 1, sequence.num_computed))
+            row += 1
+        for chunk in plan.chunks:
+            if chunk.sequence.pooled is not None:
+                spans.append(self._span(chunk.sequence, row, chunk.num_outputs, chunk.end))
+            row += chunk.num_outputs
+        return spans
+
+    def _span(self, sequence: Sequence, row: int, count: int, end: int) -> _Span:
+        """Return `count` rows from `row` on, whose last one is the token before `end`."""
+        begin = end - count
+        skipped = min(count, max(0, self._skipped(sequence) - begin))
+        is_last = end == sequence.prompt_length
+        return _Span(sequence, row + skipped, row + count, begin == 0, is_last)
+
+    def _skipped(self, sequence: Sequence) -> int:
+        """Return how many tokens at the beginning of a prompt are not pooled."""
+        pooling, length = self._pooler.pooling, sequence.instruction_length
+        if not self._pooler.skips_instructions or pooling is Pooling.LAST:
+            return 0
+        is_all = pooling is Pooling.CLS and length >= sequence.prompt_length
+        return 0 if is_all else length

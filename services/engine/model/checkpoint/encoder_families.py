@@ -1,0 +1,255 @@
+"""Encoders, which make embeddings and scores of whole texts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from services.engine.model.checkpoint.config import Config, JsonObject
+from services.engine.model.checkpoint.families import (
+    FAMILIES,
+    EncoderTraits,
+    Family,
+    HeadStage,
+    TensorNames,
+    WindowRule,
+)
+
+__all__ = ["ENCODERS", "pooling_family"]
+
+_CLASSIFIER = "ForSequenceClassification"
+
+
+def _bert(architecture: str, root: str, traits: EncoderTraits, pad_token_id: int) -> Family:
+    names = TensorNames(
+        roots={"": "", root: ""},
+        embedding="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings",
+        layers="encoder.layer",
+        qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+        output="attention.output.dense",
+        attention_norm="attention.output.LayerNorm",
+        gate=("intermediate.dense",),
+        down="output.dense",
+        feed_forward_norm="output.LayerNorm",
+    )
+    defaults: JsonObject = {
+        "attention_bias": True,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "mlp_bias": True,
+        "pad_token_id": pad_token_id,
+    }
+    return Family(
+        architecture,
+        names=names,
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        defaults=defaults,
+        reads_attention_bias=True,
+        reads_mlp_bias=True,
+        layer_norm=True,
+        gated=False,
+        encoder=traits,
+        has_logits=False,
+    )
+
+
+_EMBEDDINGS = EncoderTraits(
+    embedding_norm="embeddings.LayerNorm", token_types="embeddings.token_type_embeddings"
+)
+_ROBERTA = replace(
+    _EMBEDDINGS,
+    positions_after_padding=True,
+    head=(
+        HeadStage("classifier.dense", "tanh"),
+        HeadStage("classifier.out_proj", narrows=True),
+    ),
+)
+_MPNET = Family(
+    "MPNetModel",
+    names=TensorNames(
+        roots={"": "", "mpnet.": ""},
+        embedding="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings",
+        layers="encoder.layer",
+        qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        output="attention.attn.o",
+        attention_norm="attention.LayerNorm",
+        gate=("intermediate.dense",),
+        down="output.dense",
+        feed_forward_norm="output.LayerNorm",
+    ),
+    # transformers' padding_idx is 1, whatever pad_token_id says
+    keys={"pad_token_id": "padding_idx", "rms_norm_eps": "layer_norm_eps"},
+    defaults={
+        "attention_bias": True,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "mlp_bias": True,
+        "padding_idx": 1,
+    },
+    reads_attention_bias=True,
+    reads_mlp_bias=True,
+    layer_norm=True,
+    gated=False,
+    encoder=replace(_ROBERTA, token_types=None, attention_bias="encoder.relative_attention_bias"),
+    has_logits=False,
+)
+_DISTILBERT = Family(
+    "DistilBertModel",
+    names=TensorNames(
+        roots={"": "", "distilbert.": ""},
+        embedding="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings",
+        layers="transformer.layer",
+        qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        output="attention.out_lin",
+        attention_norm="sa_layer_norm",
+        gate=("ffn.lin1",),
+        down="ffn.lin2",
+        feed_forward_norm="output_layer_norm",
+    ),
+    keys={
+        "hidden_act": "activation",
+        "hidden_size": "dim",
+        "intermediate_size": "hidden_dim",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    },
+    defaults={
+        "activation": "gelu",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rms_norm_eps": 1e-12,
+    },
+    reads_attention_bias=True,
+    reads_mlp_bias=True,
+    layer_norm=True,
+    gated=False,
+    encoder=EncoderTraits(
+        "embeddings.LayerNorm",
+        head=(HeadStage("pre_classifier", "relu"), HeadStage("classifier", narrows=True)),
+    ),
+    has_logits=False,
+)
+_NOMIC = Family(
+    "NomicBertModel",
+    names=TensorNames(
+        roots={"": "", "nomic_bert.": "", "bert.": ""},
+        embedding="embeddings.word_embeddings",
+        layers="encoder.layers",
+        qkv=("attn.Wqkv",),
+        output="attn.out_proj",
+        attention_norm="norm1",
+        gate=("mlp.fc12", "mlp.fc11"),
+        down="mlp.fc2",
+        feed_forward_norm="norm2",
+    ),
+    keys={"rms_norm_eps": "layer_norm_eps"},
+    defaults={"layer_norm_eps": 1e-12, "rope_theta": 1000.0},
+    layer_norm=True,
+    encoder=EncoderTraits("emb_ln", token_types="embeddings.token_type_embeddings"),
+    has_logits=False,
+)
+_NOMIC_FIRST = replace(
+    _NOMIC,
+    keys={
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "partial_rotary_factor": "rotary_emb_fraction",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "rope_theta": "rotary_emb_base",
+        "hidden_act": "hidden_activation",
+    },
+    defaults={"layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000.0},
+)
+"""With the keys of the checkpoint's first files"""
+
+ENCODERS: Mapping[str, Family] = {
+    family.architecture: family
+    for family in (
+        _bert(
+            "BertModel",
+            "bert.",
+            replace(
+                _EMBEDDINGS,
+                head=(
+                    HeadStage("bert.pooler.dense", "tanh"),
+                    HeadStage("classifier", narrows=True),
+                ),
+            ),
+            0,
+        ),
+        _bert("RobertaModel", "roberta.", _ROBERTA, 1),
+        _bert("XLMRobertaModel", "roberta.", _ROBERTA, 1),
+        Family(
+            "ModernBertModel",
+            names=TensorNames(
+                roots={"": "", "model.": ""},
+                embedding="embeddings.tok_embeddings",
+                attention_norm="attn_norm",
+                qkv=("attn.Wqkv",),
+                output="attn.Wo",
+                gate=("mlp.Wi",),
+                down="mlp.Wo",
+                feed_forward_norm="mlp_norm",
+                final_norm="final_norm",
+            ),
+            keys={
+                "hidden_act": "hidden_activation",
+                "rms_norm_eps": "norm_eps",
+                "rope_local_base_freq": "local_rope_theta",
+                "rope_theta": "global_rope_theta",
+                "sliding_window": "local_attention",
+                "sliding_window_pattern": "global_attn_every_n_layers",
+            },
+            defaults={
+                "global_attn_every_n_layers": 3,
+                "global_rope_theta": 160000.0,
+                "hidden_activation": "gelu",
+                "local_attention": 128,
+                "norm_eps": 1e-5,
+            },
+            reads_attention_bias=True,
+            reads_mlp_bias=True,
+            layer_norm=True,
+            windows=WindowRule.SPACED,
+            local_rotary=True,
+            encoder=EncoderTraits(
+                "embeddings.norm",
+                norms_first=True,
+                head=(
+                    HeadStage("head.dense", "gelu"),
+                    HeadStage("head.norm", is_norm=True),
+                    HeadStage("classifier", narrows=True),
+                ),
+            ),
+            has_logits=False,
+        ),
+        _NOMIC,
+        _MPNET,
+        _DISTILBERT,
+    )
+}
+"""Encoders by the architecture of the bare model."""
+
+
+def pooling_family(name: str, config: Config) -> Family | None:
+    """Return the family of a checkpoint that only makes embeddings or scores; None = it is none.
+
+    name: its architecture in config.json, such as BertForSequenceClassification or Qwen3Model.
+    """
+    classifies = name.endswith(_CLASSIFIER)
+    stem = name.removesuffix(_CLASSIFIER).removesuffix("ForMaskedLM").removesuffix("Model")
+    if (encoder := ENCODERS.get(f"{stem}Model")) is not None:
+        if encoder is _NOMIC and config.has("n_embd"):
+            encoder = _NOMIC_FIRST
+        assert encoder.encoder is not None
+        head = encoder.encoder.head if classifies else ()
+        return None if classifies and not head else replace(encoder, architecture=name, head=head)
+    decoder = FAMILIES.get(f"{stem}ForCausalLM")
+    if decoder is None or stem == name:
+        return None
+    head = (HeadStage("score", narrows=True),) if classifies else ()
+    return replace(decoder, architecture=name, has_logits=False, head=head)

@@ -1,0 +1,153 @@
+"""Vectors of whole texts from the hidden states of their tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, linear, normalize
+
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.families import HeadStage
+from services.engine.model.checkpoint.sentence_modules import (
+    DenseModule,
+    Pooling,
+    SentenceModules,
+)
+from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor
+
+__all__ = ["Pooler", "load_pooler"]
+
+Stage: TypeAlias = Callable[[Tensor], Tensor]
+
+_ACTIVATIONS: dict[str, Stage] = {
+    "identity": lambda rows: rows,
+    "tanh": torch.tanh,
+    "gelu": gelu,
+    "relu": torch.relu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pooler:
+    """Pooling, and the layers behind it, in float32."""
+
+    pooling: Pooling
+    stages: tuple[Stage, ...]
+    width: int
+    """Numbers of a vector"""
+    scores: bool
+    """The vector holds the scores of the checkpoint's labels rather than an embedding"""
+    normalizes: bool
+    """Vectors have length 1"""
+    skips_instructions: bool = False
+    """Pooling leaves out the instruction at the beginning of a text"""
+
+    def finish(self, pooled: Tensor) -> Tensor:
+        """Return float32 [n, width] for pooled hidden states, float32 [n, hidden_size]."""
+        for stage in self.stages:
+            pooled = stage(pooled)
+        return pooled
+
+
+def load_pooler(
+    directory: Path, spec: ModelSpec, device: torch.device, wanted: str = "auto"
+) -> Pooler | None:
+    """Read what makes vectors of this checkpoint's texts; None: it only generates.
+
+    wanted: "auto", or the pooling of a checkpoint that does not name its own. Raises
+    CheckpointError.
+    """
+    if spec.num_labels:
+        return _classifier(directory, spec, device)
+    modules = SentenceModules.read(directory)
+    if wanted != "auto":
+        dense = () if modules is None else modules.dense
+        skips = modules is not None and modules.skips_instructions
+        modules = SentenceModules(Pooling(wanted), dense, True, skips)
+    if modules is None and spec.is_encoder:
+        modules = SentenceModules(Pooling.MEAN)  # as sentence-transformers does
+    if modules is None:
+        return None
+    if modules.pooling is Pooling.CLS and not spec.is_encoder:
+        raise CheckpointError(f"{directory}: a decoder's first token sees no other: pooling cls.")
+    stages = [_dense(module, device) for module in modules.dense]
+    if modules.normalizes:
+        stages.append(normalize)
+    width = modules.dense[-1].outputs if modules.dense else spec.hidden_size
+    return Pooler(
+        modules.pooling,
+        tuple(stages),
+        width,
+        False,
+        modules.normalizes,
+        modules.skips_instructions,
+    )
+
+
+def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Pooler:
+    """Read the head of a checkpoint that scores texts, or pairs of texts."""
+    config = Config.read(directory / "config.json")
+    pooling = Pooling.LAST
+    if spec.is_encoder:
+        pooling = Pooling(config.text("classifier_pooling", "cls"))
+    with Checkpoint(directory) as checkpoint:
+        stages = [_stage(checkpoint, each, spec, device) for each in spec.family.head]
+    stages.append(_last_activation(config, spec.num_labels))
+    return Pooler(pooling, tuple(stages), spec.num_labels, scores=True, normalizes=False)
+
+
+def _last_activation(config: Config, num_labels: int) -> Stage:
+    """Return what sentence-transformers applies to the labels' logits."""
+    named = config.section("sentence_transformers")
+    default = "Sigmoid" if num_labels == 1 else "Identity"
+    older = config.text("sbert_ce_default_activation_function", default)
+    return _activation(named.text("activation_fn", older), config.file)
+
+
+def _activation(name: str, file: object) -> Stage:
+    stage = _ACTIVATIONS.get(name.rsplit(".", 1)[-1].lower())
+    if stage is None:
+        raise CheckpointError(
+            f"{file}: the activation {name} is not supported. Supported: {', '.join(_ACTIVATIONS)}."
+        )
+    return stage
+
+
+def _stage(
+    checkpoint: Checkpoint, stage: HeadStage, spec: ModelSpec, device: torch.device
+) -> Stage:
+    width, name = spec.hidden_size, stage.name
+    shape = (width,) if stage.is_norm else (spec.num_labels if stage.narrows else width, width)
+    weight = _read(checkpoint, f"{name}.weight", shape, device)
+    bias = None
+    if checkpoint.holds(f"{name}.bias"):
+        bias = _read(checkpoint, f"{name}.bias", shape[:1], device)
+    if stage.is_norm:
+        epsilon = spec.norm_epsilon
+        return lambda rows: layer_norm(rows, rows.shape[1:], weight, bias, epsilon)
+    activate = _ACTIVATIONS[stage.activation]
+    return lambda rows: activate(linear(rows, weight, bias))
+
+
+def _dense(module: DenseModule, device: torch.device) -> Stage:
+    with Checkpoint(module.directory) as checkpoint:
+        shape = (module.outputs, module.inputs)
+        weight = _read(checkpoint, "linear.weight", shape, device)
+        bias = None
+        if module.has_bias:
+            bias = _read(checkpoint, "linear.bias", shape[:1], device)
+    activate = _activation(module.activation, module.directory / "config.json")
+    return lambda rows: activate(linear(rows, weight, bias))
+
+
+def _read(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    stored = StoredTensor(name, shape)
+    checkpoint.require([stored], ("*",))
+    return checkpoint.tensor(stored).to(device, torch.float32, copy=True)
