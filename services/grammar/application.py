@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.checkpoint_kind import generates
 from services.common.server import Application
 from services.common.settings import (
     INSTANT,
@@ -56,6 +57,10 @@ class GrammarApplication(Application):
         model = settings.model
         self._model = settings.model_id or served_name(model)
         self._compiler = Compiler(model, settings.compile_timeout, settings.compile_concurrency)
+        self._servicer: GrammarServicer | None = None
+        """None: the checkpoint generates nothing, so its tokenizer may be of any kind"""
+        if not generates(model):
+            return
         self._servicer = GrammarServicer(
             load(model),
             self._compiler,
@@ -68,16 +73,20 @@ class GrammarApplication(Application):
         return self._model
 
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
-        add_GrammarServiceServicer_to_server(self._servicer, server)
+        if self._servicer is not None:
+            add_GrammarServiceServicer_to_server(self._servicer, server)
         return [grammar_pb2.DESCRIPTOR.services_by_name["GrammarService"].full_name]
 
     async def start(self) -> None:
-        await self._compiler.start()
+        if self._servicer is not None:
+            await self._compiler.start()
         describe_build("grammar")
         self.set_serving(True)
 
     async def drain(self) -> None:
-        await self._servicer.drain()
+        if self._servicer is not None:
+            await self._servicer.drain()
 
     async def stop(self) -> None:
-        await self._compiler.stop()
+        if self._servicer is not None:
+            await self._compiler.stop()

@@ -1,5 +1,6 @@
 """Settings and lifecycle of the tokenizer service."""
 
+import asyncio
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from services.tokenizer.chat.answer.tool_formats import (
 from services.tokenizer.chat.chat_templates import ChatTemplates
 from services.tokenizer.completion.completion_registry import CompletionRegistry
 from services.tokenizer.completion_service import CompletionServicer
+from services.tokenizer.embedding.embedding_calls import EmbeddingCalls
+from services.tokenizer.embedding.sentence_prompts import SentencePrompts
 from services.tokenizer.engines.engine_pool import EnginePool, PoolSettings
 from services.tokenizer.images.families import image_tokens, read_image_family
 from services.tokenizer.images.image_reader import ImageReader
@@ -150,9 +153,12 @@ class TokenizerApplication(Application):
             reasoning_format=settings.reasoning_format,
         )
         processors = ProcessorFactory(vocabulary, infill, self._templates, self._images)
+        prompts = SentencePrompts(directory, vocabulary)
+        self._embeddings = EmbeddingCalls(vocabulary, prompts, self._pool)
         self._completion_servicer = CompletionServicer(
             self._registry,
             processors,
+            self._embeddings,
             self._pool,
             model,
             int((directory / "tokenizer.json").stat().st_mtime),
@@ -196,7 +202,7 @@ class TokenizerApplication(Application):
     async def drain(self) -> None:
         """Refuse new completions; return when the running ones have ended."""
         self._orca_servicer.drain()
-        await self._registry.drain()
+        await asyncio.gather(self._registry.drain(), self._embeddings.drain())
 
     async def stop(self) -> None:
         """End the Sessions to the engines, the render process, and the threads for images."""

@@ -8,7 +8,7 @@ from typing import Any, Generic
 import grpc
 
 from services.common.accounts import identity
-from services.common.accounts.account import GenerationRequest
+from services.common.accounts.account import GenerationRequest, VectorRequest
 from services.common.accounts.identity import Identity
 from services.common.accounts.metering import Meter
 from services.common.errors import cut_stalled
@@ -107,7 +107,7 @@ class CompletionCall(Generic[Response]):
 
 def context_of_call(
     context: Context,
-    request: GenerationRequest,
+    request: GenerationRequest | VectorRequest,
     model: str,
     request_id: str,
     start_span: Callable[[], Span],
@@ -134,7 +134,9 @@ def context_of_call(
     )
 
 
-def meter_of(caller: Identity, request: GenerationRequest, model: str) -> Meter | None:
+def meter_of(
+    caller: Identity, request: GenerationRequest | VectorRequest, model: str
+) -> Meter | None:
     """Return what counts a request against the limits of its key; None without a key."""
     return Meter(caller, request, model) if caller.account is not None else None
 

@@ -26,6 +26,7 @@ from services.tokenizer.completion_call import (
     deadline_after,
     meter_of,
 )
+from services.tokenizer.embedding.embedding_calls import EmbeddingCalls
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.model_status import model_status
 from services.tokenizer.processor_factory import ProcessorFactory
@@ -40,6 +41,7 @@ __all__ = ["CompletionServicer"]
 
 Stream = CompletionStream[Any]
 Request = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
+VectorRequest = completion_pb2.EmbedRequest | completion_pb2.ScoreRequest
 _FULL_BYTES = 4 * 1024 * 1024  # size at which a message of a Session takes no more output
 _CHECK_EVERY = 8  # streams between two looks at the size, which their output rarely reaches
 
@@ -51,6 +53,7 @@ class CompletionServicer(CompletionServiceServicer):
         self,
         registry: CompletionRegistry,
         processors: ProcessorFactory,
+        embeddings: EmbeddingCalls,
         pool: EnginePool,
         model: str,
         created: int,
@@ -59,6 +62,7 @@ class CompletionServicer(CompletionServiceServicer):
         """`created` is the checkpoint's Unix time, for the list of models."""
         self._registry = registry
         self._processors = processors
+        self._embeddings = embeddings
         self._pool = pool
         self._model = model
         self._created = created
@@ -121,6 +125,18 @@ class CompletionServicer(CompletionServiceServicer):
             abandon()
             send_queue.close()
 
+    async def Embed(
+        self, request: completion_pb2.EmbedRequest, context: Context
+    ) -> completion_pb2.EmbedResponse:
+        call = _context_of_call(context, request, self._model)
+        return await self._embeddings.embed(request, call)
+
+    async def Score(
+        self, request: completion_pb2.ScoreRequest, context: Context
+    ) -> completion_pb2.ScoreResponse:
+        call = _context_of_call(context, request, self._model)
+        return await self._embeddings.score(request, call)
+
     async def ListModels(
         self, request: completion_pb2.ListModelsRequest, context: Context
     ) -> completion_pb2.ListModelsResponse:
@@ -135,8 +151,11 @@ class CompletionServicer(CompletionServiceServicer):
             infill=self._processors.infill is not None,
             grammar=engine_pb2.CAPABILITY_GRAMMAR in limits.capabilities,
             system_fingerprint=limits.system_fingerprint,
-            chat=self._processors.templates.is_available,
+            chat=self._processors.templates.is_available and not limits.only_embeds,
             max_chat_logprobs=limits.max_chat_logprobs,
+            embedding_width=0 if limits.vectors_are_scores else limits.vector_width,
+            scores_pairs=limits.vectors_are_scores and limits.vector_width == 1,
+            only_embeds=limits.only_embeds,
         )
         models = [model]
         for name in sorted(self._pool.adapters):
@@ -287,7 +306,7 @@ def _wake_writer(send_queue: SendQueue[Stream], reader: asyncio.Task[None]) -> N
     send_queue.wake()
 
 
-def _context_of_call(context: Context, request: Request, model: str) -> CallContext:
+def _context_of_call(context: Context, request: Request | VectorRequest, model: str) -> CallContext:
     start = partial(start_span, request, traceparent.get(), request_id.get())
     return context_of_call(context, request, model, request_id.get(), start)
 

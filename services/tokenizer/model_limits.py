@@ -25,5 +25,13 @@ class ModelLimits:
     max_stop_strings: int
     appends_suffix: bool
     """True if a suffix is appended, rather than refused, if the model can't infill"""
+    vector_width: int = 0
+    """Numbers of an embedding, or labels that a text is scored for; 0 = the model makes neither"""
+    vectors_are_scores: bool = False
+    vectors_are_normalized: bool = False
+    takes_pairs: bool = False
+    """True if the model tells the texts of a pair apart"""
+    only_embeds: bool = False
+    """True if the model does not generate"""
     adapter: str = ""
     """Fingerprint of the adapter; empty = the model alone"""

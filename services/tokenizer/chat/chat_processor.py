@@ -3,22 +3,31 @@
 import asyncio
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.call_parts import Parameters
 from services.tokenizer.chat.answer.content_tokens import ContentTokens
 from services.tokenizer.chat.answer.message import ChatMessage
+from services.tokenizer.chat.answer.reasoning_tokens import ReasoningTokens
 from services.tokenizer.chat.answer_grammar import build_answer_grammar, forces_calls
 from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates, RenderedChat
+from services.tokenizer.chat.dropped_messages import KeptMessages, shorter_conversations
 from services.tokenizer.completion.choice import ChoiceOutput
 from services.tokenizer.completion.complete_processor import is_large
 from services.tokenizer.completion.plan import CompletionPlan, context_length, plan_completion
 from services.tokenizer.completion.prompt_encoding import (
+    CONTEXT_LENGTH_EXCEEDED,
     check_cut,
     kept_tokens,
     prompt_too_long,
 )
-from services.tokenizer.completion.validation import check_complete, check_model, require
+from services.tokenizer.completion.validation import (
+    check_complete,
+    check_generates,
+    check_model,
+    require,
+)
 from services.tokenizer.images.image_expander import ImageExpander
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.request_images import RequestImage, take_message_images
@@ -71,11 +80,11 @@ class ChatProcessor:
         large.
         """
         if not is_large(self._request):
-            return self._plan(limits, await self._render(limits))
+            return self._plan(limits, *await self._render(limits, None))
         given = await asyncio.to_thread(self._check, limits)
         self._held = self._reader.held.hold(given)
         images = await self._reader.read(given)
-        rendered = await self._render(limits, images)
+        rendered, images = await self._render(limits, images)
         return await asyncio.to_thread(self._plan, limits, rendered, images)
 
     def close(self) -> None:
@@ -85,12 +94,18 @@ class ChatProcessor:
     def _check(self, limits: ModelLimits) -> Sequence[RequestImage]:
         """Validate the request; take and return its images."""
         check_model(self._request.model, limits.model)
+        check_generates(limits)
         images = self._take_images(limits)
         request = self._request
         self._templates.check(self._prompt())
         check_tools(request.tools, request.tool_choice)
         limits = replace(limits, max_logprobs=limits.max_chat_logprobs)
         check_complete(self._completion(limits.context_length), limits, None)
+        if request.drop_oldest_messages and request.HasField("truncate_prompt_tokens"):
+            raise invalid(
+                "drop_oldest_messages",
+                "drop_oldest_messages can't be combined with truncate_prompt_tokens.",
+            )
         return images
 
     def _take_images(self, limits: ModelLimits) -> Sequence[RequestImage]:
@@ -103,11 +118,52 @@ class ChatProcessor:
         return images
 
     async def _render(
-        self, limits: ModelLimits, images: ImageExpander | None = None
-    ) -> RenderedChat:
+        self, limits: ModelLimits, images: ImageExpander | None
+    ) -> tuple[RenderedChat, ImageExpander | None]:
+        """Return the prompt, and the images that it has."""
         context = context_length(self._request.stopping, limits)
+        if self._request.drop_oldest_messages:
+            return await self._render_what_fits(context, images)
         if self._kept_tokens(context) is not None:
-            return await self._templates.render(self._prompt(), images=images)
+            return await self._templates.render(self._prompt(), images=images), images
+        return await self._render_within(context, images), images
+
+    async def _render_what_fits(
+        self, context: int, images: ImageExpander | None
+    ) -> tuple[RenderedChat, ImageExpander | None]:
+        """Return the prompt without the oldest messages if it is too long, and its images."""
+        whole, stopping = self._request, self._request.stopping
+        least_room = stopping.max_tokens if stopping.HasField("max_tokens") else context // 8
+        most = kept_tokens(-1, context, max(1, least_room))
+        ways = shorter_conversations(whole.messages)
+        shown = images
+        low, high = 0, len(ways) - 1
+        place = low
+        found: tuple[completion_pb2.ChatRequest, RenderedChat, ImageExpander | None] | None = None
+        while low <= high:  # the whole first, then by halves
+            self._request, shown = _shortened(whole, images, ways[place])
+            try:
+                rendered = await self._render_within(context, shown)
+            except ServiceError as error:
+                if error.reason != CONTEXT_LENGTH_EXCEEDED:
+                    raise
+                fits = False
+            else:
+                fits = len(rendered.ids) <= most
+            if fits:
+                found = self._request, rendered, shown
+                high = place - 1
+            else:
+                low = place + 1
+            place = (low + high) // 2
+        if found is None:  # the shortest leaves less room, or is refused
+            self._request, shown = _shortened(whole, images, ways[-1])
+            return await self._render_within(context, shown), shown
+        self._request, rendered, shown = found
+        return rendered, shown
+
+    async def _render_within(self, context: int, images: ImageExpander | None) -> RenderedChat:
+        """Return the prompt. Raises OUT_OF_RANGE if its text alone exceeds the context."""
 
         def check_length(text: str) -> None:
             least = self._vocabulary.least_tokens(text, context - 1)
@@ -117,7 +173,7 @@ class ChatProcessor:
         return await self._templates.render(self._prompt(), check_length, images)
 
     def _plan(
-        self, limits: ModelLimits, rendered: RenderedChat, images: ImageExpander | None = None
+        self, limits: ModelLimits, rendered: RenderedChat, images: ImageExpander | None
     ) -> CompletionPlan:
         request, templates = self._request, self._templates
         if not rendered.ids:
@@ -154,7 +210,7 @@ class ChatProcessor:
         tools = arguments_schemas(() if self._hides_tools else request.tools)
         resumed = {choice.index for choice in request.resume.choices}
         self._messages = [
-            self._message(state, tools, hidden, "" if index in resumed else echo)
+            self._message(state, tools, hidden, table.pieces, "" if index in resumed else echo)
             for index in range(request.n if request.HasField("n") else 1)
         ]
         if grammar is not None:
@@ -174,17 +230,30 @@ class ChatProcessor:
         """Write output of one choice as parts of its message."""
         self._messages[output.index].write(output, add)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(message.reasoning_tokens for message in self._messages)
+
     def response_in(self, event: completion_pb2.SessionEvent) -> completion_pb2.ChatResponse:
         return event.chat
 
     def _message(
-        self, state: ReasoningState, tools: Parameters, hidden: Container[int] | None, echo: str
+        self,
+        state: ReasoningState,
+        tools: Parameters,
+        hidden: Container[int] | None,
+        pieces: Sequence[bytes],
+        echo: str,
     ) -> ChatMessage:
-        """Return the writer of an answer; `hidden` are ids without text, None if unscored."""
+        """Return the writer of an answer; `hidden` are ids without text, None if unscored.
+
+        pieces: bytes of the tokens, as far as the text has them.
+        """
         request, templates = self._request, self._templates
         return ChatMessage(
             templates.parser(state, tools, is_forced=forces_calls(request.tool_choice)),
             None if hidden is None else ContentTokens(self._vocabulary.full_table.pieces, hidden),
+            ReasoningTokens(pieces),
             turn_ends=templates.turn_end_ids.difference(request.stopping.stop_token_ids),
             single_call=request.HasField("parallel_tool_calls") and not request.parallel_tool_calls,
             is_forced=request.tool_choice.WhichOneof("choice") == "name",
@@ -245,6 +314,23 @@ class ChatProcessor:
         if not request.stopping.HasField("max_tokens"):
             completion.stopping.max_tokens = max_tokens
         return completion
+
+
+def _shortened(
+    request: completion_pb2.ChatRequest, images: ImageExpander | None, kept: KeptMessages
+) -> tuple[completion_pb2.ChatRequest, ImageExpander | None]:
+    """Return a request with the kept messages alone, and their images."""
+    indices = [*kept.indices(len(request.messages))]
+    short = completion_pb2.ChatRequest()
+    short.CopyFrom(request)
+    del short.messages[:]
+    short.messages.extend(request.messages[index] for index in indices)
+    if images is None:
+        return short, None
+    counts = [sum(part.HasField("image") for part in each.parts) for each in request.messages]
+    begins = [*accumulate(counts, initial=0)]
+    places = [place for i in indices for place in range(begins[i], begins[i + 1])]
+    return short, images.of(places) if places else None
 
 
 def _last_answer(request: completion_pb2.ChatRequest) -> str:

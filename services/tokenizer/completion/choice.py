@@ -193,15 +193,16 @@ class Choice:
                 grpc.StatusCode.INTERNAL, "TOKENS_LOST", "Tokens from the engine were lost."
             )
         ids: Sequence[int] = tokens.ids[known:] if known else tokens.ids
+        if known:
+            self._require_equal(tokens.ids, self.received[position:])
         if len(self.received) < len(self._skip):
-            self._require_skipped(ids)
+            self._require_equal(ids, self._skip[len(self.received) :])
         if self._plan.ranked:
             self._logprobs.extend(tokens.logprobs[known:])
         self._feed(ids, read_scores(tokens)[known:] if self._plan.scored else None)
 
-    def _require_skipped(self, ids: Sequence[int]) -> None:
-        """Raise INVALID_ARGUMENT if the engine generates other ids than the client received."""
-        expected = self._skip[len(self.received) :]
+    def _require_equal(self, ids: Sequence[int], expected: Sequence[int]) -> None:
+        """Raise INVALID_ARGUMENT if the engine generates other ids than it did before."""
         if any(token != before for token, before in zip(ids, expected, strict=False)):
             message = (
                 f"Choice {self.index} can't be resumed: the model does not generate these ids with "

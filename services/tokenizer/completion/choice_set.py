@@ -96,7 +96,8 @@ class ChoiceSet:
 
     def _next_whole(self) -> Choice | None:
         """Return the next choice in the order of index, if it has ended."""
-        choices = self._rank_candidates() if self._plan.choice.ranked else self._choices
+        has_candidates = self._plan.engine_request.n > self._plan.n
+        choices = self._select() if has_candidates else self._choices
         while self._whole_taken < len(choices) and choices[self._whole_taken].is_taken:
             self._whole_taken += 1
         if self._whole_taken == len(choices):
@@ -104,13 +105,16 @@ class ChoiceSet:
         choice = choices[self._whole_taken]
         return choice if choice.outcome is not None and choice.has_output else None
 
-    def _rank_candidates(self) -> Sequence[Choice]:
-        """Return the selected choices of all prompts whose candidates have ended."""
+    def _select(self) -> Sequence[Choice]:
+        """Return the best choices of all prompts whose candidates have ended."""
         n = self._plan.n
         while candidates := self.of_prompt(len(self._winners) // n):
             if any(choice.outcome is None for choice in candidates):
                 break
-            for place in rank([choice.kept_logprobs for choice in candidates])[:n]:
+            order: Sequence[int] = range(len(candidates))  # of beams: they come best first
+            if self._plan.choice.ranked:
+                order = rank([choice.kept_logprobs for choice in candidates])
+            for place in order[:n]:
                 candidates[place].index = len(self._winners)
                 self._winners.append(candidates[place])
         return self._winners

@@ -44,6 +44,10 @@ class RequestProcessor(Protocol[Response]):
     def write_choice(self, output: ChoiceOutput, add: Callable[[], Response]) -> None:
         """Write output of one choice, as responses from `add`."""
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning in all output that was written."""
+
     def response_in(self, event: completion_pb2.SessionEvent) -> Response:
         """Return the response that a Session's event carries for this rpc."""
 
@@ -125,6 +129,10 @@ class CompleteProcessor:
             delta.position = output.position + len(output.columns.ids)
         if output.outcome is not None:
             output.outcome.write(output.index, add().finished)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0
 
     def response_in(self, event: completion_pb2.SessionEvent) -> completion_pb2.CompleteResponse:
         return event.complete

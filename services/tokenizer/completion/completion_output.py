@@ -126,15 +126,21 @@ class CompletionOutput:
             if output.is_large and (self.plan.writes_one_large or is_full()):
                 return True
         if self._usage is not None and not self.is_written:
+            self._usage.reasoning_tokens = processor.reasoning_tokens
             add().completed.usage.CopyFrom(self._usage)
             self.is_written = True
         return False
 
     def remaining_request(self) -> engine_pb2.GenerateRequest:
-        """Return the engine request that continues the running choices, with the same seed."""
+        """Return the engine request that continues the running choices, with the same seed.
+
+        A beam search begins anew, and finds the same tokens.
+        """
         request = engine_pb2.GenerateRequest()
         request.CopyFrom(self.plan.engine_request)
         for sequence, choice in enumerate(self.choices):
+            if self.plan.searches:
+                break
             if choice.outcome is None and choice.received:
                 request.resume.add(
                     sequence=sequence,

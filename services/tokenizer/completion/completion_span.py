@@ -1,4 +1,7 @@
-"""Span of one completion or chat, from its arrival to its last token."""
+"""Span of one request, from its arrival to its last token."""
+
+from collections.abc import Mapping
+from typing import TypeAlias
 
 from services.common import tracing
 from services.common.span import Attributes, Span
@@ -8,17 +11,29 @@ from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["end_span", "start_span"]
 
+TextRequest: TypeAlias = (
+    completion_pb2.CompleteRequest
+    | completion_pb2.ChatRequest
+    | completion_pb2.EmbedRequest
+    | completion_pb2.ScoreRequest
+)
+_NAMES: Mapping[type[TextRequest], tuple[str, str]] = {
+    completion_pb2.CompleteRequest: ("Complete", "text_completion"),
+    completion_pb2.ChatRequest: ("Chat", "chat"),
+    completion_pb2.EmbedRequest: ("Embed", "embeddings"),
+    completion_pb2.ScoreRequest: ("Score", "score"),
+}
+"""Method, and operation in OpenTelemetry's terms, by type of the request"""
 _SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name
 
 
 def start_span(
-    request: completion_pb2.CompleteRequest | completion_pb2.ChatRequest,
+    request: TextRequest,
     parent: str,
     request_id: str,
 ) -> Span:
     """Start the span of a request, below the traceparent of its caller."""
-    is_chat = isinstance(request, completion_pb2.ChatRequest)
-    method, operation = ("Chat", "chat") if is_chat else ("Complete", "text_completion")
+    method, operation = _NAMES[type(request)]
     span = tracing.start(f"{_SERVICE}/{method}", parent, request_id)
     span.set({"gen_ai.operation.name": operation, "gen_ai.request.model": request.model})
     return span

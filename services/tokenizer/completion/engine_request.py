@@ -118,7 +118,7 @@ class EngineRequest:
     def resubmit(self, request: engine_pb2.GenerateRequest, output: CompletionOutput) -> None:
         """Open `request`, which continues the running choices. Raises as `submit`."""
         taken = min((len(choice.received) for choice in output.choices.running), default=0)
-        self._open(request, output.plan, taken)
+        self._open(request, output.plan, 0 if output.plan.searches else taken)
         if ended := output.choices.ended_sequences:
             self.cancel(ended)
 

@@ -47,7 +47,7 @@ class ChoicePlan:
     scored: bool
     """True if the client gets logprobs"""
     ranked: bool
-    """True if best_of needs logprobs"""
+    """True if the mean logprobs of all candidates decide which ones the client gets"""
     suffix: str
     """Text to append when the choice ends"""
     skip_special_tokens: bool = True
@@ -87,6 +87,11 @@ class CompletionPlan:
     """Images of each prompt; empty without any"""
     writes_one_large: bool = False
     """True if `write` ends after a large output, because parsing it takes long"""
+
+    @property
+    def searches(self) -> bool:
+        """True if the choices are the results of a beam search."""
+        return self.engine_request.HasField("beam_search")
 
     @property
     def ids_name_blocks(self) -> bool:
@@ -132,6 +137,7 @@ def plan_completion(
             context_length=policy.context_length,
         ),
         images=images.messages(placed) if images is not None else (),
+        beam_search=request.beam_search if request.HasField("beam_search") else None,
     )
     _request_logprobs(request, engine_request)
     calls = tool_call_grammar(request.tools, request.tool_choice)
@@ -158,7 +164,7 @@ def plan_completion(
         full_table=vocabulary.full_table,
         begins_text=False,
         resume=request.resume if request.HasField("resume") else None,
-        generates_again=request.sampling.HasField("mirostat"),
+        generates_again=request.sampling.HasField("mirostat") or request.HasField("beam_search"),
         images=images.places(placed, [each.ids for each in prompts]) if images else (),
     )
 
@@ -188,6 +194,11 @@ def _n(request: completion_pb2.CompleteRequest) -> int:
     return request.n if request.HasField("n") else 1
 
 
+def _is_ranked(request: completion_pb2.CompleteRequest) -> bool:
+    """Return whether the candidates of best_of must be ranked: beams come best first."""
+    return request.best_of > _n(request) and not request.HasField("beam_search")
+
+
 def _stop_ids(request: completion_pb2.CompleteRequest, infill: InfillTemplate | None) -> set[int]:
     stop_ids = set(request.stopping.stop_token_ids)
     if infill is not None and request.HasField("suffix") and not request.stopping.ignore_eos:
@@ -199,7 +210,7 @@ def _request_logprobs(
     request: completion_pb2.CompleteRequest, engine_request: engine_pb2.GenerateRequest
 ) -> None:
     """Request the logprobs that the client, an echo or best_of needs."""
-    if request.best_of > _n(request):
+    if _is_ranked(request):
         engine_request.logprobs = 0
     if request.HasField("logprobs"):
         engine_request.logprobs = request.logprobs
@@ -224,7 +235,7 @@ def _choice_plan(
         end_ids=() if request.include_stop_string and not skips else end_ids,
         min_tokens=request.stopping.min_tokens,
         scored=request.HasField("logprobs"),
-        ranked=request.best_of > _n(request),
+        ranked=_is_ranked(request),
         suffix=request.suffix if infill is None else "",
         skip_special_tokens=skips,
     )

@@ -14,6 +14,7 @@ from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
+    "CONTEXT_LENGTH_EXCEEDED",
     "EncodedPrompt",
     "PromptPolicy",
     "check_cut",
@@ -22,6 +23,9 @@ __all__ = [
     "prompt_too_long",
     "split_by_tokens",
 ]
+
+CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+"""Reason of errors for prompts that are too long"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +264,4 @@ def _cuts_image(field: str, length: int) -> ServiceError:
 
 
 def _too_long(field: str, message: str) -> ServiceError:
-    return ServiceError(
-        grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_LENGTH_EXCEEDED", message, field=field
-    )
+    return ServiceError(grpc.StatusCode.OUT_OF_RANGE, CONTEXT_LENGTH_EXCEEDED, message, field=field)

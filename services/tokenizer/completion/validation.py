@@ -6,6 +6,7 @@ from typing import Literal
 
 import grpc
 
+from services.common.beam_search import check_beam_search
 from services.common.contract import (
     DEFAULT_MAX_TOKENS,
     MAX_BAD_WORD_LENGTH,
@@ -26,7 +27,14 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["check_complete", "check_ids", "check_model", "check_text_size", "require"]
+__all__ = [
+    "check_complete",
+    "check_generates",
+    "check_ids",
+    "check_model",
+    "check_text_size",
+    "require",
+]
 
 _Penalty = Literal["frequency_penalty", "presence_penalty", "repetition_penalty"]
 _Scalar = _Penalty | Literal["temperature", "top_p", "min_p"]
@@ -45,6 +53,18 @@ def check_model(model: str, served: str, adapters: Container[str] = ()) -> None:
             grpc.StatusCode.NOT_FOUND,
             "MODEL_NOT_FOUND",
             f"The model {model!r} does not exist; this server has {served!r}.",
+            field="model",
+        )
+
+
+def check_generates(limits: ModelLimits) -> None:
+    """Raise FAILED_PRECONDITION if the model only makes vectors of texts."""
+    if limits.only_embeds:
+        does = "scores texts" if limits.vectors_are_scores else "makes embeddings"
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "ONLY_EMBEDS",
+            f"The model {limits.model} only {does}; it generates nothing.",
             field="model",
         )
 
@@ -68,6 +88,7 @@ def check_complete(
 ) -> None:
     """Raise the ServiceError of the first field that is wrong or not implemented."""
     check_model(request.model, limits.model)
+    check_generates(limits)
     _check_counts(request, limits)  # first, as it bounds the work on prompts
     _check_prompts(request, limits)
     _check_suffix(request, limits, infill)
@@ -83,6 +104,8 @@ def check_complete(
     if request.delivery not in completion_pb2.Delivery.values():
         raise invalid("delivery", "delivery must be one of the known values.")
     _check_tools(request, limits)
+    if request.HasField("beam_search"):
+        _check_beams(request, limits)
     if request.HasField("resume"):
         _check_resume(request, limits)
 
@@ -115,7 +138,8 @@ def _check_counts(request: completion_pb2.CompleteRequest, limits: ModelLimits) 
                 raise invalid(
                     "best_of", "best_of above n can't be streamed: it needs DELIVERY_WHOLE."
                 )
-            require(limits, engine_pb2.CAPABILITY_LOGPROBS, "best_of")
+            if not request.HasField("beam_search"):
+                require(limits, engine_pb2.CAPABILITY_LOGPROBS, "best_of")
     most = min(MAX_SEQUENCES, limits.max_sequences)
     draws = max(n, request.best_of)
     if len(request.prompts) * draws > most:
@@ -336,6 +360,13 @@ def _check_tools(request: completion_pb2.CompleteRequest, limits: ModelLimits) -
     if request.HasField("grammar"):
         raise invalid("grammar", "Tool calls are already constrained: leave out grammar.")
     require(limits, engine_pb2.CAPABILITY_GRAMMAR, "tools")
+
+
+def _check_beams(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
+    require(limits, engine_pb2.CAPABILITY_BEAM_SEARCH, "beam_search")
+    calls = tool_call_grammar(request.tools, request.tool_choice)
+    others = {"grammar": request.HasField("grammar"), "tools": calls is not None}
+    check_beam_search(request.beam_search, request.sampling, others)
 
 
 def _check_resume(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:

@@ -18,7 +18,7 @@ from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
-from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
+from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
 from tokenwire.serving.health import reports_serving
 from tokenwire.session import engine_session
 from tokenwire.tls import ClientTls
@@ -91,6 +91,7 @@ class EngineLink:
         self._load = engine_pb2.Load()
         self._channel = connect(target, lost_seconds, tls, server_name, shown(token))
         self._control = EngineControlServiceStub(self._channel)
+        self._engine = EngineServiceStub(self._channel)
         self._health = PeerHealth(self._channel, _SERVICE, f"the engine at {target}")
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_followed = False
@@ -231,6 +232,15 @@ class EngineLink:
         status.draining = load.draining
         status.block_size = model.block_size
         return status
+
+    async def embed(
+        self,
+        request: engine_pb2.EmbedRequest,
+        metadata: Sequence[tuple[str, str]],
+        seconds: float | None,
+    ) -> engine_pb2.EmbedResponse:
+        """Return the vectors of prompts. Raises ServiceError."""
+        return await self._ask(self._engine.Embed(request, metadata=metadata, timeout=seconds))
 
     async def flush_cache(self) -> int:
         """Evict the cached prefixes that no running sequence holds; return the number of blocks.

@@ -30,6 +30,15 @@ __all__ = ["EnginePool", "PoolSettings"]
 
 _LOG = logging.getLogger("engine_pool")
 _LEAVE_SECONDS = 0.25
+_AGREED = (
+    "weights_fingerprint",
+    "dtype",
+    "weights",
+    "architecture",
+    "vocabulary_size",
+    "vector_width",
+)
+"""Fields of GetModelResponse in which the engines of a model agree"""
 _SEQUENCE_TOKENS = 16
 """Prompt tokens that cost an engine about as much as one more sequence in its steps"""
 
@@ -401,6 +410,11 @@ class EnginePool:
             max_sequences=min(each.max_sequences_per_request for each in models),
             max_stop_strings=self._settings.max_stop_strings,
             appends_suffix=self._settings.appends_suffix,
+            vector_width=model.vector_width,
+            vectors_are_scores=model.vectors_are_scores,
+            vectors_are_normalized=model.vectors_are_normalized,
+            takes_pairs=model.takes_pairs,
+            only_embeds=model.only_embeds,
         )
 
 
@@ -427,7 +441,7 @@ def _cost(link: EngineLink, need: Need) -> float:
 
 def _difference(model: engine_pb2.GetModelResponse, other: engine_pb2.GetModelResponse) -> str:
     """Return in what an engine's model differs from another engine's; empty if they agree."""
-    for name in ("weights_fingerprint", "dtype", "weights", "architecture", "vocabulary_size"):
+    for name in _AGREED:
         mine, theirs = getattr(model, name), getattr(other, name)
         if mine != theirs:
             return f"its {name} is {mine}, not {theirs}"

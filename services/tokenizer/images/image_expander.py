@@ -85,6 +85,15 @@ class ImageExpander:
         self._marks = 0
         """Marks that were found so far"""
 
+    def of(self, places: Sequence[int]) -> "ImageExpander":
+        """Return the expander of some of the images alone."""
+        return ImageExpander(
+            self._family,
+            self._vocabulary,
+            [self._images[place] for place in places],
+            [self._expansions[place] for place in places],
+        )
+
     def place(self, prompts: Iterable[completion_pb2.Prompt]) -> list[ImagePrompt]:
         """Return the prompts of a completion with its images.
 

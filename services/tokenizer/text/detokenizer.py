@@ -15,6 +15,8 @@ __all__ = ["Detokenizer", "TokenTable", "UnsupportedDecoderError", "token_table"
 _REPLACEMENT = "\ufffd"
 _PER_BYTE = "tokenwire.replace_each_byte"
 _MAX_CHARACTER_BYTES = 4  # of UTF-8
+_JOINED = (".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re")
+"""Tokens that WordPiece decoders join to the one before"""
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -168,7 +170,7 @@ def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
         raise UnsupportedDecoderError("it has no decoder")
     if decoder["type"] == "Sequence":
         return [step for part in decoder["decoders"] for step in _flatten(part)]
-    known = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+    known = {"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace", "WordPiece"}
     if decoder["type"] not in known:
         raise UnsupportedDecoderError(f"its decoder is a {decoder['type']}")
     if decoder["type"] == "Replace" and "String" not in decoder["pattern"]:
@@ -178,6 +180,8 @@ def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
 
 def _leading_space(steps: Sequence[Mapping[str, Any]]) -> LeadingSpace:
     for step in steps:
+        if step["type"] == "WordPiece":
+            return LeadingSpace.FIRST_TOKEN_STRIPPED
         if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
             return LeadingSpace.FIRST_TOKEN_STRIPPED
         if step["type"] == "Strip" and step["content"] == " " and step["start"]:
@@ -196,13 +200,24 @@ def _piece(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
                 return bytes(_BYTE_OF[character] for character in token)
             except KeyError:  # an added token, which stands for itself
                 return token.encode()
-        if kind == "Replace":
+        if kind == "WordPiece":
+            token = _word_piece(token, step)
+        elif kind == "Replace":
             token = token.replace(step["pattern"]["String"], step["content"])
         elif kind == "Metaspace":
             token = token.replace(step.get("replacement", "▁"), " ")
         elif kind == "ByteFallback" and (byte := _fallback_byte(token)) is not None:
             return byte
     return token.encode()
+
+
+def _word_piece(token: str, step: Mapping[str, Any]) -> str:
+    """Return what a token of BERT adds behind another one."""
+    prefix = str(step.get("prefix", "##"))
+    text = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
+    for joined in _JOINED if step.get("cleanup", True) else ():
+        text = text.replace(f" {joined}", joined)
+    return text
 
 
 def _fallback_byte(token: str) -> bytes | None:

@@ -29,7 +29,7 @@ from services.tokenizer.text.detokenizer import (
 )
 from services.tokenizer.text.infill import infill_control_tokens
 
-__all__ = ["TextEncoding", "Vocabulary"]
+__all__ = ["FramedText", "TextEncoding", "Vocabulary"]
 
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _MARKER = "☺"  # Meta's and Mistral's infill code puts it before a suffix
@@ -53,6 +53,53 @@ class TextEncoding:
     ends: Sequence[int]
     is_added: Sequence[bool]
     """True if the tokenizer added the token, such as a BOS"""
+
+
+@dataclass(frozen=True, slots=True)
+class FramedText:
+    """Ids of a text or a pair, with the special tokens that the tokenizer puts around them."""
+
+    ids: Sequence[int]
+    parts: Sequence[int | None]
+    """For each id the text that it belongs to, 0 or 1; None = it is such a special token"""
+    types: Sequence[int]
+    """For each id the type that the tokenizer gives it: 1 for the second text of a pair"""
+
+    @property
+    def least(self) -> int:
+        """Number of special tokens: no cut leaves fewer."""
+        return sum(part is None for part in self.parts)
+
+    def cut(self, most: int) -> Sequence[int]:
+        """Return at most `most` ids, without the ends of the texts, the longest first."""
+        if len(self.ids) <= most:
+            return self.ids
+        return [token for token, kept in zip(self.ids, self._kept(most), strict=True) if kept]
+
+    def second_text(self, most: int) -> int | None:
+        """Return where tokens of type 1 begin in `cut`; None without any."""
+        kept = self._kept(most)
+        types = [kind for kind, stays in zip(self.types, kept, strict=True) if stays]
+        return types.index(1) if 1 in types[1:] else None
+
+    def _kept(self, most: int) -> Sequence[bool]:
+        """Return which ids `cut` keeps."""
+        if len(self.ids) <= most:
+            return [True] * len(self.ids)
+        counts = [sum(part == number for part in self.parts) for number in (0, 1)]
+        room = most - self.least
+        shorter = min(min(counts), room // 2)
+        limits = [min(count, room - shorter) for count in counts]
+        if sum(limits) > room:  # both are longer than half the room
+            limits = [room // 2, room - room // 2]
+        taken, kept = [0, 0], []
+        for part in self.parts:
+            if part is None:
+                kept.append(True)
+                continue
+            kept.append(taken[part] < limits[part])
+            taken[part] += 1
+        return kept
 
 
 class Vocabulary:
@@ -156,6 +203,11 @@ class Vocabulary:
             ends=[end for _, end in offsets],
             is_added=is_added,
         )
+
+    def encode_framed(self, texts: Sequence[str | tuple[str, str]]) -> list[FramedText]:
+        """Return the ids of texts, or of pairs, with special tokens parsed and added."""
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=True)
+        return [FramedText(each.ids, each.sequence_ids, each.type_ids) for each in encodings]
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the ids of a user's text: nothing is added, and no control token is parsed."""

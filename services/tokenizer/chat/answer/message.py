@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from services.tokenizer.chat.answer.content_tokens import ContentTokens
 from services.tokenizer.chat.answer.message_parser import MessageParser, Segment, SegmentKind
+from services.tokenizer.chat.answer.reasoning_tokens import ReasoningTokens
 from services.tokenizer.completion.choice import ChoiceOutput, Outcome, SkippedOutput
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -23,6 +24,7 @@ class ChatMessage:
         self,
         parser: MessageParser,
         tokens: ContentTokens | None,
+        reasoning: ReasoningTokens,
         *,
         turn_ends: Collection[int],
         single_call: bool,
@@ -32,6 +34,7 @@ class ChatMessage:
         """Take what the request asks for.
 
         tokens: None unless the client wants logprobs.
+        reasoning: counts the tokens of reasoning.
         turn_ends: ids that end a turn, reported as EOS unless the request named them.
         single_call: whether calls after the first are dropped.
         is_forced: whether the request named the tool to call.
@@ -40,10 +43,16 @@ class ChatMessage:
         self._turn_ends = turn_ends
         self._parser = parser
         self._tokens = tokens
+        self._reasoning = reasoning
         self._single_call = single_call
         self._is_forced = is_forced
         self._echo = echo
         self._calls = 0
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning so far."""
+        return self._reasoning.count
 
     def write(self, output: ChoiceOutput, add: Callable[[], completion_pb2.ChatResponse]) -> None:
         """Write new tokens of the choice, or its end, or both, as responses from `add`."""
@@ -58,6 +67,7 @@ class ChatMessage:
         if output.has_tokens:
             answer.token_ids.extend(output.columns.ids)
             segments.extend(self._parser.feed(output.text))
+            self._reasoning.extend(output.text, output.columns.ids)
             if self._tokens is not None:
                 self._tokens.extend(output.text, output.columns)
         outcome = output.outcome
@@ -80,6 +90,7 @@ class ChatMessage:
         if not skipped.text and not skipped.columns.ids:
             return
         segments = self._parser.feed(skipped.text)
+        self._reasoning.extend(skipped.text, skipped.columns.ids)
         if self._tokens is not None:
             self._tokens.extend(skipped.text, skipped.columns)
         unsent = completion_pb2.ChatDelta()
@@ -101,6 +112,7 @@ class ChatMessage:
     def _write(self, answer: completion_pb2.ChatDelta, segments: Iterable[Segment]) -> None:
         for segment in segments:
             kind = segment.kind
+            self._reasoning.settle(segment.source, is_reasoning=kind is SegmentKind.REASONING)
             if self._tokens is not None:
                 self._tokens.settle(segment.source, is_content=kind is SegmentKind.CONTENT)
             if kind is SegmentKind.CONTENT:

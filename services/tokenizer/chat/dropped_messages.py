@@ -1,0 +1,69 @@
+"""Conversations without their oldest messages, for prompts that exceed the context."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["KeptMessages", "shorter_conversations"]
+
+_INSTRUCTIONS = (completion_pb2.ROLE_SYSTEM, completion_pb2.ROLE_DEVELOPER)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptMessages:
+    """Messages that are kept, by index: the instructions, one question, and the last messages."""
+
+    instructions: int
+    """Messages of instructions at the start"""
+    question: int | None
+    """The user's message before the last ones; None if they hold it"""
+    start: int
+    """First of the last messages"""
+
+    def indices(self, count: int) -> Iterator[int]:
+        """Yield the indices of kept messages out of `count`."""
+        yield from range(self.instructions)
+        if self.question is not None:
+            yield self.question
+        yield from range(self.start, count)
+
+
+def shorter_conversations(messages: Sequence[completion_pb2.Message]) -> list[KeptMessages]:
+    """Return ways to shorten a conversation, from the whole to the shortest.
+
+    The instructions at the start stay. What is left begins with a message of the user: the turns
+    before it are left out, then what follows the last question. Calls and the messages that answer
+    them are left out together.
+    """
+    first = next(
+        (i for i, each in enumerate(messages) if each.role not in _INSTRUCTIONS), len(messages)
+    )
+    splits = _splits(messages)
+    users, answers = (
+        [i for i in range(first + 1, len(messages)) if messages[i].role == role and not splits[i]]
+        for role in (completion_pb2.ROLE_USER, completion_pb2.ROLE_ASSISTANT)
+    )
+    kept = [KeptMessages(first, None, start) for start in (first, *users)]
+    question = kept[-1].start
+    if question < len(messages) and messages[question].role == completion_pb2.ROLE_USER:
+        later = [start for start in answers if start > question + 1]
+        return kept + [KeptMessages(first, question, start) for start in later]
+    return kept + [KeptMessages(first, None, start) for start in answers if start > question]
+
+
+def _splits(messages: Sequence[completion_pb2.Message]) -> list[bool]:
+    """Return for each message whether a start there parts a call from its answer."""
+    called: dict[str, int] = {}
+    changes = [0] * (len(messages) + 1)
+    for index, message in enumerate(messages):
+        for call in message.tool_calls:
+            called[call.id] = index
+        if message.role == completion_pb2.ROLE_TOOL and message.tool_call_id in called:
+            changes[called[message.tool_call_id] + 1] += 1
+            changes[index + 1] -= 1
+    open_calls, splits = 0, []
+    for change in changes[:-1]:
+        open_calls += change
+        splits.append(open_calls > 0)
+    return splits

@@ -1,0 +1,223 @@
+"""Calls of Embed and Score: texts to the engines, vectors and scores back."""
+
+import asyncio
+import logging
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
+
+import grpc
+
+from services.common.contract import MAX_EMBEDDED_TEXTS
+from services.common.errors import draining_error
+from services.common.logging import failure
+from services.tokenizer import metrics
+from services.tokenizer.completion.engine_request import CallContext
+from services.tokenizer.completion.validation import check_model
+from services.tokenizer.embedding.sentence_prompts import SentencePrompts
+from services.tokenizer.embedding.text_encoding import TextEncoder
+from services.tokenizer.embedding.vector_request import VectorRequest, Vectors
+from services.tokenizer.engines.engine_pool import EnginePool
+from services.tokenizer.model_limits import ModelLimits
+from services.tokenizer.text.vocabulary import Vocabulary
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["EmbeddingCalls"]
+
+_LOG = logging.getLogger("embedding")
+_INLINE_CHARACTERS = 4_096  # longer texts are encoded in a thread: the event loop must stay free
+
+Answer = TypeVar("Answer")
+Request = completion_pb2.EmbedRequest | completion_pb2.ScoreRequest
+
+
+class EmbeddingCalls:
+    """All calls of Embed and Score of the process."""
+
+    def __init__(self, vocabulary: Vocabulary, prompts: SentencePrompts, pool: EnginePool) -> None:
+        self._vocabulary = vocabulary
+        self._prompts = prompts
+        self._pool = pool
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+
+    async def drain(self) -> None:
+        """Refuse new calls; return when the running ones have ended."""
+        self._is_draining = True
+        await self._idle.wait()
+
+    async def embed(
+        self, request: completion_pb2.EmbedRequest, context: CallContext
+    ) -> completion_pb2.EmbedResponse:
+        """Embed texts. Raises ServiceError."""
+        return await self._answered(context, partial(self._embed, request))
+
+    async def score(
+        self, request: completion_pb2.ScoreRequest, context: CallContext
+    ) -> completion_pb2.ScoreResponse:
+        """Score pairs of texts. Raises ServiceError."""
+        return await self._answered(context, partial(self._score, request))
+
+    async def _embed(
+        self, request: completion_pb2.EmbedRequest, engines: VectorRequest
+    ) -> completion_pb2.EmbedResponse:
+        limits = await self._limits(request, engines.context)
+        _check_embed(request, limits)
+        prompt = self._prompts.named(_prompt_name(request))
+        encoder = TextEncoder(self._vocabulary, limits, _truncation(request), prompt)
+        added = 0 if prompt is None else len(prompt.text)
+        size = sum(len(each.text) + added for each in request.inputs)
+        prompts = await _run(lambda: encoder.encode(request.inputs), size)
+        vectors = await engines.vectors(prompts, limits)
+        if request.HasField("dimensions"):
+            vectors = _shortened(vectors, request.dimensions, limits)
+        return completion_pb2.EmbedResponse(
+            width=vectors.width,
+            vectors=vectors.data,
+            model=limits.model,
+            usage=engines.usage,
+        )
+
+    async def _score(
+        self, request: completion_pb2.ScoreRequest, engines: VectorRequest
+    ) -> completion_pb2.ScoreResponse:
+        limits = await self._limits(request, engines.context)
+        _check_score(request, limits)
+        encoder = TextEncoder(self._vocabulary, limits, _truncation(request))
+        first, second = request.first, request.second
+        size = sum(map(len, (*first, *second)))
+        if limits.vectors_are_scores:
+            pairs = list(zip([*first] * (len(second) // len(first)), second, strict=True))
+            has_types = limits.takes_pairs
+            prompts = await _run(lambda: encoder.encode_pairs(pairs, has_types=has_types), size)
+            scores = array("f", (await engines.vectors(prompts, limits)).data).tolist()
+        else:
+            texts = [completion_pb2.Prompt(text=each) for each in (*first, *second)]
+            prompts = await _run(lambda: encoder.encode(texts), size)
+            scores = _cosines(await engines.vectors(prompts, limits), len(first))
+        return completion_pb2.ScoreResponse(scores=scores, model=limits.model, usage=engines.usage)
+
+    async def _limits(self, request: Request, context: CallContext) -> ModelLimits:
+        """Admit a call. Returns the limits of its model. Raises ServiceError."""
+        if self._is_draining:
+            raise draining_error()
+        if context.meter is not None:
+            await context.meter.begin()
+        await self._pool.wait_until_serving(context.deadline, "It is not connected.", is_new=True)
+        limits = self._pool.limits_of(request.model)
+        check_model(request.model, limits.model)
+        return limits
+
+    async def _answered(
+        self, context: CallContext, answer: Callable[[VectorRequest], Awaitable[Answer]]
+    ) -> Answer:
+        """Return a call's answer; count what it used, and log its end."""
+        engines = VectorRequest(self._pool, context)
+        began, outcome = time.monotonic(), "cancelled"
+        why: dict[str, str] = {}
+        self._running += 1
+        self._idle.clear()
+        metrics.RUNNING.inc()
+        try:
+            answered = await answer(engines)
+            outcome = "ok"
+        except ServiceError as error:
+            outcome, why = error.code.name.lower(), failure(_LOG, error.reason, error.message)
+            raise
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
+            used = engines.usage.prompt_tokens
+            metrics.RUNNING.dec()
+            metrics.REQUESTS.labels(outcome).inc()
+            metrics.PROMPT_TOKENS.inc(used)
+            if context.meter is not None:
+                context.meter.end(used)
+            if why:
+                context.span.fail(**why)
+            context.span.end()
+            milliseconds = round((time.monotonic() - began) * 1e3, 2)
+            fields = {**context.log_fields, **why, "prompt_tokens": used}
+            _LOG.info("embedding %s", outcome, extra={**fields, "milliseconds": milliseconds})
+        return answered
+
+
+def _check_embed(request: completion_pb2.EmbedRequest, limits: ModelLimits) -> None:
+    _check_count("inputs", len(request.inputs))
+    _check_truncation(request, limits)
+    if limits.vectors_are_scores or not limits.vector_width:
+        scores = limits.vectors_are_scores
+        why = "it scores texts" if scores else "its checkpoint names no pooling"
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "NO_EMBEDDINGS",
+            f"The model {limits.model} makes no embeddings: {why}.",
+            field="model",
+        )
+    if request.HasField("dimensions") and not 1 <= request.dimensions <= limits.vector_width:
+        message = f"dimensions must be between 1 and {limits.vector_width}."
+        raise invalid("dimensions", message)
+
+
+def _check_score(request: completion_pb2.ScoreRequest, limits: ModelLimits) -> None:
+    _check_count("second", len(request.second))
+    if len(request.first) not in (1, len(request.second)):
+        message = "There must be one first text, or as many as there are second ones."
+        raise invalid("first", message)
+    _check_truncation(request, limits)
+    is_classifier = limits.vectors_are_scores and limits.vector_width > 1
+    if is_classifier or not limits.vector_width:
+        kind = "sorts texts into classes" if is_classifier else "only generates"
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "NO_SCORES",
+            f"The model {limits.model} scores no pairs of texts: it {kind}.",
+            field="model",
+        )
+
+
+def _check_count(field: str, count: int) -> None:
+    if not 1 <= count <= MAX_EMBEDDED_TEXTS:
+        message = f"A request must have between 1 and {MAX_EMBEDDED_TEXTS:,} texts."
+        raise invalid(field, message)
+
+
+def _check_truncation(request: Request, limits: ModelLimits) -> None:
+    keep, field = _truncation(request), "truncate_prompt_tokens"
+    if keep is not None and keep != -1 and not 1 <= keep <= limits.context_length:
+        message = f"{field} must be -1, or between 1 and {limits.context_length:,}."
+        raise invalid(field, message)
+
+
+def _truncation(request: Request) -> int | None:
+    return request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
+
+
+def _prompt_name(request: completion_pb2.EmbedRequest) -> str | None:
+    return request.prompt_name if request.HasField("prompt_name") else None
+
+
+def _shortened(vectors: Vectors, dimensions: int, limits: ModelLimits) -> Vectors:
+    """Return the first numbers of each vector, of length 1 if the model's vectors have it."""
+    from services.tokenizer.embedding.vector_math import shortened
+
+    normalizes = limits.vectors_are_normalized
+    data = shortened(vectors.data, vectors.width, dimensions, normalizes=normalizes)
+    return Vectors(dimensions, data)
+
+
+def _cosines(vectors: Vectors, firsts: int) -> list[float]:
+    from services.tokenizer.embedding.vector_math import cosines
+
+    return cosines(vectors.data, vectors.width, firsts)
+
+
+async def _run(encode: Callable[[], Answer], size: int) -> Answer:
+    """Encode texts of `size` characters, in a thread if it takes long."""
+    return encode() if size <= _INLINE_CHARACTERS else await asyncio.to_thread(encode)

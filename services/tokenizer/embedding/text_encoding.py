@@ -1,0 +1,131 @@
+"""Ids of texts and of pairs of texts, as models that embed or score them expect."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from services.tokenizer.completion.prompt_encoding import prompt_too_long
+from services.tokenizer.completion.validation import check_ids
+from services.tokenizer.embedding.sentence_prompts import SentencePrompt
+from services.tokenizer.model_limits import ModelLimits
+from services.tokenizer.text.vocabulary import FramedText, Vocabulary
+from tokenwire.errors import invalid
+from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
+
+__all__ = ["TextEncoder"]
+
+_MOST_CHARACTERS = 1 << 25  # of all pairs of a request
+_BATCH_CHARACTERS = 1 << 19  # of texts that are encoded at a time
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """Encodes the texts of one request."""
+
+    vocabulary: Vocabulary
+    limits: ModelLimits
+    truncate: int | None
+    """Tokens to keep of each text; None = longer texts than the context are refused"""
+    prompt: SentencePrompt | None = None
+    """Goes before each text that is no pair"""
+
+    @property
+    def _most(self) -> int:
+        return self.limits.context_length if self.truncate in (None, -1) else self.truncate or 0
+
+    def encode(self, inputs: Sequence[completion_pb2.Prompt]) -> list[engine_pb2.EmbeddedPrompt]:
+        """Encode inputs of `EmbedRequest`. Raises ServiceError that names the wrong one."""
+        found: list[engine_pb2.EmbeddedPrompt | None] = [None] * len(inputs)
+        places: list[int] = []
+        texts: list[str] = []
+        for place, prompt in enumerate(inputs):
+            field = f"inputs[{place}]"
+            match prompt.WhichOneof("prompt"):
+                case "text":
+                    places.append(place)
+                    texts.append(self._prompted(prompt.text, f"{field}.text"))
+                case "token_ids":
+                    ids = self._checked(prompt.token_ids.ids, f"{field}.token_ids.ids")
+                    found[place] = engine_pb2.EmbeddedPrompt(ids=ids)
+                case _:
+                    raise invalid(field, "An input must hold text or token ids.")
+        for place, each in zip(places, self._framed(texts), strict=True):
+            ids = self._cut(each, f"inputs[{place}].text")
+            length = 0 if self.prompt is None else min(self.prompt.length, len(ids))
+            found[place] = engine_pb2.EmbeddedPrompt(ids=ids, instruction_length=length)
+        return [prompt for prompt in found if prompt is not None]
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, has_types: bool
+    ) -> list[engine_pb2.EmbeddedPrompt]:
+        """Encode pairs of texts. Raises ServiceError that names the wrong one.
+
+        has_types: whether the model tells the texts of a pair apart.
+        """
+        firsts = {first: self._bounded(first, "first") for first, _ in pairs}
+        bounded = [
+            (firsts[first], self._bounded(second, f"second[{place}]"))
+            for place, (first, second) in enumerate(pairs)
+        ]
+        if sum(len(first) + len(second) for first, second in bounded) > _MOST_CHARACTERS:
+            message = f"The pairs together have more than {_MOST_CHARACTERS:,} characters."
+            raise invalid("second", message)
+        prompts = []
+        for place, framed in enumerate(self._framed(bounded)):
+            ids = self._cut(framed, f"second[{place}]")
+            second = framed.second_text(self._most) if has_types else None
+            prompts.append(engine_pb2.EmbeddedPrompt(ids=ids, second_text=second))
+        return prompts
+
+    def _framed(self, texts: Sequence[str | tuple[str, str]]) -> Iterator[FramedText]:
+        """Encode texts or pairs, some at a time: encodings take much memory."""
+        for part in _parts([sum(map(len, text)) for text in texts]):
+            yield from self.vocabulary.encode_framed(texts[part])
+
+    def _prompted(self, text: str, field: str) -> str:
+        """Return a text behind the prompt. Raises ServiceError as `_bounded`."""
+        before = self.prompt.text if text and self.prompt is not None else ""
+        return self._bounded(before + text, field)
+
+    def _bounded(self, text: str, field: str) -> str:
+        """Return a text whose encoding is bounded. Raises INVALID_ARGUMENT for an empty one."""
+        if not text:
+            raise invalid(field, "A text must not be empty.")
+        most = self._most
+        least = self.vocabulary.least_tokens(text, most)
+        if least <= most:
+            return text
+        if self.truncate is None:
+            raise prompt_too_long(field, f"at least {least:,}", self.limits.context_length, 0)
+        return self.vocabulary.beginning(text, most + 1)
+
+    def _checked(self, ids: Sequence[int], field: str) -> Sequence[int]:
+        if not ids:
+            raise invalid(field, "An input must have at least one id.")
+        if len(ids) > self._most and self.truncate is None:
+            raise prompt_too_long(field, f"{len(ids):,}", self.limits.context_length, 0)
+        kept = ids[: self._most]
+        check_ids(field, kept, self.limits.vocabulary_size)
+        return kept
+
+    def _cut(self, framed: FramedText, field: str) -> Sequence[int]:
+        if len(framed.ids) > self._most and self.truncate is None:
+            raise prompt_too_long(field, f"{len(framed.ids):,}", self.limits.context_length, 0)
+        if not framed.ids:
+            raise invalid(field, "The text has no tokens.")
+        if self._most < framed.least:
+            message = f"The special tokens around a text are {framed.least}: keep more tokens."
+            raise invalid("truncate_prompt_tokens", message)
+        return framed.cut(self._most)
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[slice]:
+    """Yield slices of texts with these numbers of characters, whose sums are bounded."""
+    start = total = 0
+    for place, size in enumerate(sizes):
+        if total and total + size > _BATCH_CHARACTERS:
+            yield slice(start, place)
+            start, total = place, 0
+        total += size
+    if sizes:
+        yield slice(start, len(sizes))

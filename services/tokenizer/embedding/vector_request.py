@@ -1,0 +1,113 @@
+"""Vectors of prompts from the engines."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from services.common.priority import PRIORITY_KEY, TENANT_KEY
+from services.tokenizer.completion.engine_request import CallContext
+from services.tokenizer.engines.engine_link import EngineLink
+from services.tokenizer.engines.engine_pool import EnginePool
+from services.tokenizer.engines.placement import Need
+from services.tokenizer.model_limits import ModelLimits
+from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1 import engine_pb2
+from tokenwire.pb.types.v1 import types_pb2
+
+__all__ = ["VectorRequest", "Vectors"]
+
+_AT_ONCE = 2  # parts of one request that engines have: one that runs, and the next one
+_MOST_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """The vectors of prompts, one after the other."""
+
+    width: int
+    data: bytes
+    """float32, little endian"""
+
+
+class VectorRequest:
+    """The engines' side of one request."""
+
+    def __init__(self, pool: EnginePool, context: CallContext) -> None:
+        self.context = context
+        self._pool = pool
+        self._free = asyncio.Semaphore(_AT_ONCE)
+        self.usage = types_pb2.Usage()
+        """Of all parts that engines have computed"""
+
+    async def vectors(
+        self, prompts: Sequence[engine_pb2.EmbeddedPrompt], limits: ModelLimits
+    ) -> Vectors:
+        """Return the vectors of prompts, which go to the engines in parts. Raises ServiceError."""
+        self._limits, most = limits, limits.max_sequences
+        firsts = range(0, len(prompts), most)
+        try:
+            async with asyncio.TaskGroup() as group:
+                parts = [
+                    group.create_task(self._part(prompts[first : first + most])) for first in firsts
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        answers = [part.result() for part in parts]
+        return Vectors(answers[0].width, b"".join(each.vectors for each in answers))
+
+    async def _part(self, prompts: Sequence[engine_pb2.EmbeddedPrompt]) -> engine_pb2.EmbedResponse:
+        async with self._free:
+            response = await self._ask(prompts)
+        usage, own = self.usage, response.usage
+        usage.prompt_tokens += own.prompt_tokens
+        usage.cached_tokens += own.cached_tokens
+        return response
+
+    async def _ask(self, prompts: Sequence[engine_pb2.EmbeddedPrompt]) -> engine_pb2.EmbedResponse:
+        """Ask the engine that costs least; ask others if it was lost, stops or is full."""
+        model = self._limits.model if self._limits.adapter else ""
+        request = engine_pb2.EmbedRequest(model=model, prompts=prompts)
+        avoided: set[EngineLink] = set()
+        for tries in range(1, _MOST_TRIES + 1):
+            need = self._need(request)
+            placement = self._pool.place(need, avoided)
+            try:
+                return await placement.link.embed(request, self._metadata(), self._seconds_left())
+            except ServiceError as error:
+                avoided.add(placement.link)
+                is_lost = error.code is grpc.StatusCode.UNAVAILABLE
+                is_full = error.reason == "QUEUE_FULL" and self._pool.has_other(avoided, need)
+                if tries == _MOST_TRIES or not (is_lost or is_full):
+                    raise
+                if is_lost:
+                    self._pool.doubt(placement.link)
+                why = error.message
+            finally:
+                placement.leave()
+            await self._pool.wait_until_serving(self.context.deadline, why, is_new=True)
+        raise AssertionError("the last try returns or raises")
+
+    def _need(self, request: engine_pb2.EmbedRequest) -> Need:
+        """Describe the request for the choice of an engine, as one that computes its prompts."""
+        prompts = [types_pb2.TokenIds(ids=prompt.ids) for prompt in request.prompts]
+        generation = engine_pb2.GenerateRequest(
+            model=request.model, prompts=prompts, prompt_logprobs=0
+        )
+        return Need(generation, self.context.tenant, adapter=self._limits.adapter)
+
+    def _metadata(self) -> Sequence[tuple[str, str]]:
+        context = self.context
+        fields = {
+            "x-request-id": context.request_id,
+            "traceparent": context.span.traceparent,
+            TENANT_KEY: context.tenant,
+            PRIORITY_KEY: str(context.priority) if context.priority else "",
+        }
+        return [(key, value) for key, value in fields.items() if value]
+
+    def _seconds_left(self) -> float | None:
+        if self.context.deadline is None:
+            return None
+        return max(0.0, self.context.deadline - asyncio.get_running_loop().time())
