@@ -7,17 +7,20 @@ import gc
 import logging
 import signal
 import socket
+import sqlite3
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
 import uvloop
 from prometheus_client import REGISTRY
+from starlette.applications import Starlette
 
 from services.common import logging as service_logging
 from services.common import tracing
+from services.common.accounts.account import Account
 from services.common.accounts.keyring import Keyring, open_keyring
 from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
@@ -28,11 +31,13 @@ from services.http_shim.app import create_app
 from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.catalog import Catalog
 from services.http_shim.backends.model_source import ModelSource, SingleBackend
+from services.http_shim.batches.batch_runner import BatchRunner
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.protocol import protocol_class
 from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.router_metrics import RouterMetrics
 from services.http_shim.settings import HttpShimSettings, check
+from services.http_shim.stored.file_store import FileStore
 from tokenwire.serving.addresses import address, listen, why_unusable
 from tokenwire.serving.catalog_file import CatalogError
 
@@ -91,7 +96,13 @@ async def serve(settings: HttpShimSettings) -> None:
         models, gate = _models(settings), Gate()
         describe_build("http_shim")
         context = None if settings.tls is None else settings.tls.context()
-        server = _server(settings, models, gate, keyring, context)
+        files = _file_store(settings)
+        runner = BatchRunner(
+            files, _account_of(keyring), settings.max_body_bytes, settings.max_output_bytes
+        )
+        app = create_app(models, gate, settings, keyring, files, runner)
+        server = _server(settings, app, context)
+        runner.start()
         if settings.metrics_port > 0:
             serve_metrics(settings.host, settings.metrics_port)
         watching = [_watch(keyring)]
@@ -105,6 +116,7 @@ async def serve(settings: HttpShimSettings) -> None:
         gc.freeze()  # start-up objects live as long as the process; collections can skip them
         await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         _LOG.info("draining")
+        await runner.stop()
         is_inherited = settings.fd >= 0
         if is_inherited:
             server.stop_accepting()
@@ -117,19 +129,14 @@ async def serve(settings: HttpShimSettings) -> None:
     if keyring is not None:
         await keyring.close()
     await models.close()
+    files.close()
     _LOG.info("stopped")
 
 
-def _server(
-    settings: HttpShimSettings,
-    models: ModelSource,
-    gate: Gate,
-    keyring: Keyring | None,
-    context: ssl.SSLContext | None,
-) -> Server:
+def _server(settings: HttpShimSettings, app: Starlette, context: ssl.SSLContext | None) -> Server:
     return Server(
         uvicorn.Config(
-            create_app(models, gate, settings, keyring),
+            app,
             http=protocol_class(settings.stall_seconds),
             ssl_context_factory=None if context is None else lambda *_: context,
             ws="none",
@@ -142,6 +149,22 @@ def _server(
             timeout_graceful_shutdown=1,
         )
     )
+
+
+def _file_store(settings: HttpShimSettings) -> FileStore:
+    """Open the store. Raises StartupError."""
+    try:
+        return FileStore(settings.file_folder, settings.max_files_bytes)
+    except (OSError, sqlite3.Error) as error:
+        folder = settings.file_folder
+        raise StartupError(f"--file-folder {folder} can't be used: {error}.") from None
+
+
+def _account_of(keyring: Keyring | None) -> Callable[[str], Account | None]:
+    """Return what finds the account of a batch's creator."""
+    if keyring is None:
+        return lambda _: None
+    return keyring.account_by_id
 
 
 def _models(settings: HttpShimSettings) -> ModelSource:

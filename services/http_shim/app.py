@@ -3,7 +3,10 @@
 The server passes HTTP requests only: it serves no WebSockets and runs no lifespan.
 """
 
+import dataclasses
 import sqlite3
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -13,9 +16,16 @@ from services.common.accounts.keyring import Keyring
 from services.common.hosts import AllowedHosts
 from services.common.settings import StartupError
 from services.http_shim.backends.model_source import ModelSource
+from services.http_shim.batches.batch_runner import BatchRunner
+from services.http_shim.batches.inner_calls import CreatorMiddleware
 from services.http_shim.documentation.openapi import openapi
 from services.http_shim.documentation.pages import PAGES, page_routes
+from services.http_shim.documents.document_reader import DocumentReader
 from services.http_shim.endpoints.adapters import Adapters
+from services.http_shim.endpoints.background_responses import BackgroundResponses
+from services.http_shim.endpoints.batches import Batches
+from services.http_shim.endpoints.documents import Documents
+from services.http_shim.endpoints.files import Files
 from services.http_shim.endpoints.generation import (
     CHAT,
     COMPLETIONS,
@@ -29,6 +39,14 @@ from services.http_shim.endpoints.probes import Probes
 from services.http_shim.endpoints.stored_responses import StoredResponses
 from services.http_shim.endpoints.token_counting import TokenCounting
 from services.http_shim.endpoints.tokenization import Tokenization
+from services.http_shim.endpoints.vectors import (
+    EMBEDDINGS,
+    RERANK,
+    SCORE,
+    VectorApi,
+    VectorEndpoint,
+)
+from services.http_shim.formats.openai_responses.response_objects import interrupted_response
 from services.http_shim.http.access import AccessMiddleware
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.cors import cors, origins_of
@@ -39,12 +57,21 @@ from services.http_shim.http.host_header import HostMiddleware
 from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.images.image_fetcher import ImageFetcher
 from services.http_shim.settings import HttpShimSettings
+from services.http_shim.stored.file_store import FileStore
 from services.http_shim.stored.response_store import ResponseStore
 
 __all__ = ["create_app"]
 
 _PUBLIC_PATHS = {"/health", "/ready", "/metrics", "/version", "/openapi.json", *PAGES}
 """Paths that need no key"""
+_VECTOR_PATHS: Mapping[str, VectorApi[Any, Any, Any]] = {
+    "/v1/embeddings": EMBEDDINGS,
+    "/embeddings": EMBEDDINGS,
+    "/v1/rerank": RERANK,
+    "/rerank": RERANK,
+    "/v1/score": SCORE,
+    "/score": SCORE,
+}
 _DAY = 24 * 60 * 60
 
 
@@ -53,31 +80,58 @@ def create_app(
     gate: Gate,
     settings: HttpShimSettings,
     keyring: Keyring | None,
+    files: FileStore,
+    runner: BatchRunner,
 ) -> Starlette:
-    """Return the application that serves `models`; without a keyring, no request needs a key."""
+    """Return the application that serves `models`; without a keyring, no request needs a key.
+
+    runner: runs the batches of `files` by its endpoints.
+    """
     bodies = BodyReader(settings.max_body_bytes, settings.max_held_bytes)
     fetcher = ImageFetcher(settings.image_sources) if settings.fetch_images else None
+    documents = Documents(DocumentReader(), files)
     stall = settings.stall_seconds
-    completions = GenerationEndpoint(COMPLETIONS, models, gate, bodies, fetcher, stall)
-    chat = GenerationEndpoint(CHAT, models, gate, bodies, fetcher, stall)
-    messages = GenerationEndpoint(MESSAGES, models, gate, bodies, fetcher, stall)
+    completions = GenerationEndpoint(COMPLETIONS, models, gate, bodies, fetcher, documents, stall)
+    chat = GenerationEndpoint(CHAT, models, gate, bodies, fetcher, documents, stall)
+    messages = GenerationEndpoint(MESSAGES, models, gate, bodies, fetcher, documents, stall)
     store = _response_store(settings)
-    responses = GenerationEndpoint(responses_api(store), models, gate, bodies, fetcher, stall)
-    stored_responses = StoredResponses(store)
-    token_counting = TokenCounting(models, bodies, fetcher)
+    background = BackgroundResponses(settings.max_background, settings.max_event_bytes, stall)
+    api = responses_api(store, background)
+    responses = GenerationEndpoint(api, models, gate, bodies, fetcher, documents, stall)
+    stored_responses = StoredResponses(store, background)
+    token_counting = TokenCounting(models, bodies, fetcher, documents)
     multi_completion = MultiCompletion(models, gate, bodies)
     model_cards = Models(models)
-    tokenization = Tokenization(models, bodies, fetcher)
+    tokenization = Tokenization(models, bodies, fetcher, documents)
     adapters = Adapters(models, bodies, is_allowed=settings.adapter_routes)
     probes = Probes(models, gate)
-    routes = [
+    vector_routes = [
+        Route(path, VectorEndpoint(api, models, gate, bodies), methods=["POST"])
+        for path, api in _VECTOR_PATHS.items()
+    ]
+    batched = [
         Route("/v1/completions", completions, methods=["POST"]),
-        Route("/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/chat/completions", chat, methods=["POST"]),
         Route("/v1/messages", messages, methods=["POST"]),
-        Route("/v1/messages/count_tokens", token_counting.count, methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
+        *vector_routes,
+    ]
+    runner.app = _batch_app(batched)
+    kept_files, batches = Files(files, settings.max_file_bytes), Batches(files, runner, bodies)
+    routes = [
+        *batched,
+        Route("/completions", completions, methods=["POST"]),
+        Route("/chat/completions", chat, methods=["POST"]),
+        Route("/v1/files", kept_files.create, methods=["POST"]),
+        Route("/v1/files", kept_files.all),
+        Route("/v1/files/{file_id}", kept_files.one),
+        Route("/v1/files/{file_id}", kept_files.delete, methods=["DELETE"]),
+        Route("/v1/files/{file_id}/content", kept_files.content),
+        Route("/v1/batches", batches.create, methods=["POST"]),
+        Route("/v1/batches", batches.all),
+        Route("/v1/batches/{batch_id}", batches.one),
+        Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
+        Route("/v1/messages/count_tokens", token_counting.count, methods=["POST"]),
         Route("/v1/responses/{response_id}", stored_responses.get),
         Route("/v1/responses/{response_id}", stored_responses.delete, methods=["DELETE"]),
         Route("/v1/responses/{response_id}/cancel", stored_responses.cancel, methods=["POST"]),
@@ -113,10 +167,27 @@ def create_app(
     return Starlette(routes=routes, middleware=middleware, exception_handlers=exception_handlers())
 
 
+def _batch_app(routes: list[Route]) -> Starlette:
+    """Return the application that requests of batches call."""
+    middleware = [
+        Middleware(ExchangeMiddleware, routes=routes),
+        Middleware(FailureMiddleware),
+        Middleware(CreatorMiddleware),
+    ]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=exception_handlers())
+
+
 def _response_store(settings: HttpShimSettings) -> ResponseStore:
-    """Open the store. Raises StartupError."""
+    """Open the store; responses that an earlier process did not end are failed.
+
+    Raises StartupError.
+    """
     path = settings.response_store
     try:
-        return ResponseStore(path, settings.max_response_bytes, settings.response_days * _DAY)
+        store = ResponseStore(path, settings.max_response_bytes, settings.response_days * _DAY)
+        for each in store.interrupted():
+            failed = interrupted_response(each.response)
+            store.put(dataclasses.replace(each, response=failed, is_running=False))
+        return store
     except sqlite3.Error as error:
         raise StartupError(f"--response-store {path} can't be opened: {error}.") from None

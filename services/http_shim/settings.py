@@ -85,9 +85,9 @@ class HttpShimSettings(PeerSettings, LimitSettings):
     )
     max_held_bytes: int = setting(
         256 * 1024 * 1024,
-        "Most bytes of all request bodies until they are decoded, and then of their images until "
-        "the model accepts the request; the first 64 KiB of each are not counted. More are refused "
-        "with 503.",
+        "Most bytes of all request bodies until they are decoded, then of their documents until "
+        "they are read and of their images until the model accepts the request; the first 64 KiB "
+        "of each are not counted. More are refused with 503.",
         least=1,
     )
     max_kept_image_bytes: int = setting(
@@ -110,6 +110,29 @@ class HttpShimSettings(PeerSettings, LimitSettings):
         64 * 1024 * 1024, "Most bytes of kept responses; the oldest are dropped first."
     )
     response_days: float = setting(30.0, "Days that responses are kept.", least=0)
+    max_background: int = setting(
+        64, "Most responses of /v1/responses that run in the background; more are refused."
+    )
+    max_event_bytes: int = setting(
+        64 * 1024 * 1024,
+        "Most bytes of the kept events of streamed responses in the background; the oldest are "
+        "dropped first.",
+    )
+    file_folder: str = setting(
+        "",
+        "Folder of the files and batches of /v1/files and /v1/batches; empty = a temporary one, "
+        "which ends with the server.",
+    )
+    max_file_bytes: int = setting(200 * 1024 * 1024, "Largest uploaded file, in bytes.", least=1)
+    max_files_bytes: int = setting(
+        2 * 1024**3, "Most bytes of all files; further ones are refused.", least=1, most=2**50
+    )
+    max_output_bytes: int = setting(
+        512 * 1024**2,
+        "Most bytes of a batch's answers and errors; a batch with more fails.",
+        least=1,
+        most=2**50,
+    )
     stall_seconds: float = setting(
         30.0,
         "Seconds without progress in sending or reading after which a client is disconnected.",

@@ -11,6 +11,7 @@ import grpc
 
 from services.common.accounts.account import GenerationRequest
 from services.common.logging import request_id, traceparent
+from services.common.priority import PRIORITY_KEY, TENANT_KEY
 from services.common.targets import Discovery, parse_targets
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
@@ -70,6 +71,7 @@ class Backend:
         *,
         tenant: str,
         priority: int,
+        timeout: float | None = None,
         credit: int | None = None,
         images: RequestImages | None = None,
         on_admitted: Callable[[], None] = lambda: None,
@@ -78,6 +80,7 @@ class Backend:
 
         tenant: tenant whose prefix cache the request uses.
         priority: scheduling priority, higher first.
+        timeout: seconds after which the request fails; None = none.
         credit: tokens per choice that may be sent before more are granted; None = unlimited.
         images: images of the request. After admission they belong to `kept_images`.
         on_admitted: called when the request is admitted.
@@ -93,6 +96,7 @@ class Backend:
             request,
             context,
             collector,
+            timeout=timeout,
             credit=credit,
             images=images or None,
             on_admitted=on_admitted,
@@ -178,6 +182,28 @@ class Backend:
     ) -> tokenizer_pb2.RenderChatResponse:
         """Render messages to their prompt."""
         return await self._answer(lambda link: link.tokenizer.RenderChat(request, **_context()))
+
+    async def embed(
+        self,
+        request: completion_pb2.EmbedRequest,
+        tenant: str,
+        priority: int,
+        timeout: float | None,
+    ) -> completion_pb2.EmbedResponse:
+        """Embed texts."""
+        context = _context_of(tenant, priority, timeout)
+        return await self._answer(lambda link: link.completion.Embed(request, **context))
+
+    async def score(
+        self,
+        request: completion_pb2.ScoreRequest,
+        tenant: str,
+        priority: int,
+        timeout: float | None,
+    ) -> completion_pb2.ScoreResponse:
+        """Score pairs of texts."""
+        context = _context_of(tenant, priority, timeout)
+        return await self._answer(lambda link: link.completion.Score(request, **context))
 
     async def load_adapter(self, request: completion_pb2.LoadAdapterRequest) -> None:
         """Load a LoRA adapter on all engines of the model."""
@@ -287,6 +313,14 @@ def _sum(statuses: Sequence[completion_pb2.ModelStatus]) -> completion_pb2.Model
         total.outcomes.add(outcome=outcome, requests=requests)
     total.engines.extend(engines.values())
     return total
+
+
+def _context_of(tenant: str, priority: int, timeout: float | None) -> dict[str, Any]:
+    """Return the context of a request that engines compute. timeout: in seconds; None = none."""
+    context = _context()
+    scheduling = ((TENANT_KEY, tenant), (PRIORITY_KEY, str(priority) if priority else ""))
+    context["metadata"] += [entry for entry in scheduling if entry[1]]
+    return context | {"timeout": timeout}
 
 
 def _context() -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Submission:
         "_collector",
         "_context",
         "_credit",
+        "_deadline",
         "_fruitless_losses",
         "_handle",
         "_images",
@@ -68,6 +69,7 @@ class Submission:
         context: completion_pb2.RequestContext,
         collector: OutputCollector[Any],
         *,
+        timeout: float | None = None,
         credit: int | None,
         images: RequestImages | None,
         on_admitted: Callable[[], None],
@@ -77,6 +79,10 @@ class Submission:
         self._request = request
         self._context = context
         self._collector = collector
+        self._deadline: float | None = None
+        """Time of the event loop"""
+        if timeout is not None:
+            self._deadline = asyncio.get_running_loop().time() + timeout
         self._credit = credit
         """Tokens per choice granted so far; None = unlimited"""
         self._images = images
@@ -175,6 +181,9 @@ class Submission:
             start = command.start_complete
             start.request.CopyFrom(self._request)
         start.context.CopyFrom(self._context)
+        if self._deadline is not None:
+            left = self._deadline - asyncio.get_running_loop().time()
+            start.context.timeout_seconds = max(left, 0.0)
         if self._credit is not None:
             start.credit = self._credit
         if self._images is not None:

@@ -14,7 +14,7 @@ from services.http_shim.documentation.openapi_fields import (
     LIMITS,
     OWN_FIELDS,
     REQUIRED,
-    UNTAGGED,
+    TYPED,
 )
 from services.http_shim.documentation.operations import OPERATIONS, Operation
 from services.http_shim.errors import ErrorBody
@@ -87,8 +87,8 @@ def document() -> Json:
     for part, limits in LIMITS.items():
         for name, constraints in limits.items():
             _limit(schemas[part.__name__]["properties"][name], constraints)
-    for part in UNTAGGED:
-        schemas[part.__name__]["required"].remove("type")
+    for typed, kinds in TYPED.items():
+        schemas[typed.__name__]["allOf"] = [_typed(kind, kinds) for kind in kinds]
     for part, required in REQUIRED.items():
         _require(schemas[part.__name__], required)
     paths: dict[str, Json] = {}
@@ -134,6 +134,13 @@ def _operation(operation: Operation) -> Json:
         if operation.example is not None:
             content["example"] = operation.example
         described["requestBody"] = {"required": True, "content": {"application/json": content}}
+    if operation.form is not None:
+        fields = {
+            name: {"type": "string", "description": of} for name, of in operation.form.items()
+        }
+        schema = {"type": "object", "required": [*fields], "properties": fields}
+        form = {"multipart/form-data": {"schema": schema}}
+        described["requestBody"] = {"required": True, "content": form}
     described["responses"]["200"] = _answer(operation)
     if not operation.needs_key:
         described["security"] = []
@@ -232,6 +239,15 @@ def _require(schema: Json, names: Sequence[str]) -> None:
         field = schema["properties"][name]
         del field["default"]
         field["anyOf"] = [part for part in field["anyOf"] if part != {"type": "null"}]
+
+
+def _typed(kind: str, kinds: Sequence[str]) -> Json:
+    """Return the condition that an object of a type has the field of this name alone."""
+    is_kind: Json = {"properties": {"type": {"const": kind}}}
+    if kind != kinds[0]:
+        is_kind["required"] = ["type"]
+    fields = {each: {"type": "object" if each == kind else "null"} for each in kinds}
+    return {"if": is_kind, "then": {"required": [kind], "properties": fields}}
 
 
 def _reference(of: type[Struct]) -> Json:

@@ -10,27 +10,37 @@ from msgspec import Struct
 
 from services.common import contract
 from services.http_shim.formats.anthropic.message_requests import CountTokensBody, MessagesBody
-from services.http_shim.formats.chat_messages import CalledFunction, Message, MessageCall
+from services.http_shim.formats.chat_messages import Message
 from services.http_shim.formats.constraint_fields import StructuralTagFormat, StructuredOutputs
+from services.http_shim.formats.custom_tools import arguments_of
 from services.http_shim.formats.openai_responses.response_requests import ResponseBody
 from services.http_shim.formats.request_bodies import (
     ChatBody,
-    FunctionName,
-    FunctionSpec,
-    FunctionTool,
     JsonSchemaFormat,
     JsonSchemaGrammar,
     JsonSchemaSpec,
     LarkGrammar,
     LlguidanceGrammar,
     MultiCompletionBody,
-    NamedToolChoice,
     RegexGrammar,
     TemplateBody,
     TokenizeBody,
 )
+from services.http_shim.formats.tool_fields import (
+    CalledFunction,
+    CalledTool,
+    CustomSpec,
+    FunctionSpec,
+    MessageCall,
+    NamedToolChoice,
+    Tool,
+    ToolName,
+    ToolReference,
+    Typed,
+)
+from tokenwire.batch_run import BATCH_PATHS
 
-__all__ = ["FIELDS", "LIMITS", "OWN_FIELDS", "REQUIRED", "UNTAGGED"]
+__all__ = ["FIELDS", "LIMITS", "OWN_FIELDS", "REQUIRED", "TYPED"]
 
 Json = dict[str, Any]
 Field = tuple[str, Json]
@@ -41,7 +51,7 @@ _PENALTY: Json = {"minimum": -2, "maximum": 2, "default": 0}
 _REFUSED: Json = {"anyOf": [{"type": "null"}]}
 _SEQUENCES: Json = {"minimum": 1, "maximum": contract.MAX_SEQUENCES}
 _CANDIDATES: Json = {"minimum": 0, "maximum": contract.MAX_CHAT_LOGPROBS}
-_FUNCTION_NAME: Json = {"name": {"pattern": f"^{contract.FUNCTION_NAME}$"}}
+_TOOL_NAME: Json = {"name": {"pattern": f"^{contract.FUNCTION_NAME}$"}}
 _VALUE: Json = {"value": _NOT_EMPTY}
 _TOKEN_ID: Json = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
 _TOKEN_IDS: Json = {"type": "array", "minItems": 1, "items": _TOKEN_ID}
@@ -54,16 +64,54 @@ _PROMPTS: Json = {
         _PROMPT_LIST | {"items": _TOKEN_IDS},
     ]
 }
+_MANY_TEXTS: Json = {
+    "minItems": 1,
+    "maxItems": contract.MAX_EMBEDDED_TEXTS,
+    "items": _NOT_EMPTY | {"type": "string"},
+}
+_INPUT_LIST: Json = {"type": "array", "minItems": 1, "maxItems": contract.MAX_EMBEDDED_TEXTS}
+_INPUTS: Json = {
+    "anyOf": [
+        _NOT_EMPTY | {"type": "string"},
+        _INPUT_LIST | {"items": _NOT_EMPTY | {"type": "string"}},
+        _TOKEN_IDS,
+        _INPUT_LIST | {"items": _TOKEN_IDS},
+    ]
+}
 _MAX_TOKENS = "Most tokens of each choice"
 _DEFAULT_MAX_TOKENS: Json = {"default": contract.DEFAULT_MAX_TOKENS}
 _JSON_SCHEMA: Field = ("A JSON Schema, or its text.", _NOT_EMPTY)
 _REGEX: Field = ("A regular expression.", _NOT_EMPTY)
 _CHOICE: Field = ("Texts, one of which is the output.", _NOT_EMPTY | {"minItems": 1})
 _MESSAGES: Field = ("The conversation.", {"minItems": 1, "maxItems": contract.MAX_MESSAGES})
-_NAMED_TOOLS: Field = ("Functions that the prompt names.", {"maxItems": contract.MAX_TOOLS})
+_NAMED_TOOLS: Field = ("Tools that the prompt names.", {"maxItems": contract.MAX_TOOLS})
 FIELDS: Mapping[str, Field] = {
     "model": ("Id, alias, or id:variant; absent or `default` = the only model.", {}),
     "prompt": ("A text, several texts, token ids, or several lists of token ids.", _PROMPTS),
+    "input": ("A text, several texts, token ids, or several lists of token ids.", _INPUTS),
+    "encoding_format": (
+        "`float` = numbers; `base64` = their float32 bytes, little endian.",
+        {"default": "float"},
+    ),
+    "dimensions": (
+        "Numbers of an embedding to keep, from the first on; at most the model's.",
+        {"minimum": 1},
+    ),
+    "prompt_name": (
+        "Name of a prompt in the checkpoint's config_sentence_transformers.json, whose text goes "
+        "before each text; absent = the checkpoint's default prompt, or none.",
+        {},
+    ),
+    "query": ("The text that the documents should fit.", _NOT_EMPTY),
+    "documents": ("Texts to order.", _MANY_TEXTS),
+    "top_n": ("Documents to return, best first; absent = all.", {"minimum": 1}),
+    "return_documents": ("Return the documents' texts, too.", {"default": True}),
+    "text_1": ("The first text of each pair, or of all pairs.", _MANY_TEXTS),
+    "text_2": ("The second text of each pair.", _MANY_TEXTS),
+    "input_file_id": ("Id of the file of requests.", {}),
+    "endpoint": ("Path that all requests of the file name.", {"enum": [*BATCH_PATHS]}),
+    "completion_window": ("24h: what is not answered then, expires.", {"const": "24h"}),
+    "metadata": ("Up to 16 texts by name, which the batch shows.", {"maxProperties": 16}),
     "suffix": ("The text after the gap; the model generates the text between.", {}),
     "max_tokens": (f"{_MAX_TOKENS}; 0 only with echo.", {"minimum": 0, **_DEFAULT_MAX_TOKENS}),
     "max_completion_tokens": ("Another name of max_tokens.", {"minimum": 0}),
@@ -114,6 +162,20 @@ FIELDS: Mapping[str, Field] = {
         "Candidates, of which the n best are returned; at most n in a stream.",
         {"minimum": 0, "maximum": contract.MAX_SEQUENCES},
     ),
+    "use_beam_search": ("Search with max(n, best_of) beams instead of sampling.", _FLAG),
+    "length_penalty": (
+        "Beams are ranked by the sum of their logprobs / length^length_penalty.",
+        {
+            "minimum": -contract.MAX_LENGTH_PENALTY,
+            "maximum": contract.MAX_LENGTH_PENALTY,
+            "default": 1,
+        },
+    ),
+    "early_stopping": (
+        "End of a beam search: true = once as many choices have ended as there are beams; false = "
+        'once the best beam ranks below them; "never" = once no beam can rank above one of them.',
+        _FLAG,
+    ),
     "echo": ("Start each choice with the prompt.", _FLAG),
     "logprobs": ("Candidates for each token; above 5 only if the server allows it.", _CANDIDATES),
     "truncate_sequence": ("Keep the end of a prompt that exceeds the context.", _FLAG),
@@ -133,8 +195,14 @@ FIELDS: Mapping[str, Field] = {
     "choice": _CHOICE,
     "ebnf": ("A grammar in GBNF.", _NOT_EMPTY),
     "structural_tag": ("Free text in which triggers start constrained parts.", _NOT_EMPTY),
-    "tools": ("Functions that the model may call.", {"maxItems": contract.MAX_TOOLS}),
-    "tool_choice": ("Function to call; `required` = any, `none` = no call.", {}),
+    "tools": (
+        "Functions and custom tools that the model may call.",
+        {"maxItems": contract.MAX_TOOLS},
+    ),
+    "tool_choice": (
+        "Tool to call, or tools to choose from; `required` = any, `none` = no call.",
+        {},
+    ),
     "images": (
         "Data URLs of the images for each `<image>` of the prompts, in order: "
         "data:image/png;base64,… (or jpeg, webp, gif). http(s) URLs if the server fetches them.",
@@ -170,6 +238,10 @@ FIELDS: Mapping[str, Field] = {
             "minLength": 1,
             "maxLength": contract.MAX_BAD_WORD_LENGTH,
         },
+    ),
+    "timeout": (
+        "Seconds after which the request fails with 504; absent = none.",
+        {"exclusiveMinimum": 0, "maximum": 86_400},
     ),
     "priority": (
         "Priority, lower first; at least 0 with API keys.",
@@ -227,21 +299,33 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
         "max_tokens": ("Most tokens of the answer, with its reasoning.", {"minimum": 1}),
         "stop_sequences": ("Strings that end the answer.", {}),
         "metadata": ("`user_id` is a label for logs.", {}),
+        "thread": ("Not supported: send the whole conversation in messages.", _REFUSED),
+        "compaction": ("Not supported: ask for a summary in messages.", _REFUSED),
     },
     ResponseBody: {
         "input": ("A text, or items: messages, calls of functions and their results.", {}),
         "instructions": ("A system message before the others; it is not passed on.", {}),
         "previous_response_id": ("Id of the kept response that this one continues.", {}),
         "store": ("Keep the response. Default: true.", {"default": True}),
-        "background": ("Not supported: stream the response.", {"const": False, "default": False}),
+        "background": (
+            "Run without the client, which reads or cancels the response later; needs store.",
+            _FLAG,
+        ),
         "max_output_tokens": ("Most tokens of the answer, with its reasoning.", {"minimum": 1}),
         "top_logprobs": ("Candidates for each token of the text.", _CANDIDATES),
         "include": ("`message.output_text.logprobs` adds log probabilities.", {}),
-        "tools": ("Functions. Tools that only OpenAI's servers run are left out.", {}),
-        "tool_choice": ("`auto`, `none`, `required`, or a function.", {}),
+        "tools": (
+            "Functions and custom tools. Tools that only OpenAI's servers run are left out.",
+            {},
+        ),
+        "tool_choice": ("`auto`, `none`, `required`, or a tool.", {}),
         "text": ("`format` constrains the answer: JSON, or a schema.", {}),
         "reasoning": ("`effort`, for the chat template.", {}),
-        "truncation": ("No effect: a prompt that is too long is refused.", {}),
+        "truncation": (
+            "`auto` leaves out the oldest items of a prompt that is too long; `disabled` (default) "
+            "refuses it.",
+            {"default": "disabled"},
+        ),
         "metadata": ("Returned with the response.", {}),
         "safety_identifier": ("A label for logs.", {}),
         "prompt_cache_key": ("No effect: all prefixes are cached.", {}),
@@ -255,9 +339,14 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
         "logprobs": ("Return the log probability of each token of the content.", _FLAG),
         "top_logprobs": ("Candidates for each token; needs logprobs.", _CANDIDATES),
         "tool_choice": (
-            "Function to call; `required` = any, `none` = no call, `auto` (default with tools) = "
-            "the model decides.",
+            "Tool to call, or tools to choose from; `required` = any, `none` = no call, `auto` "
+            "(default with tools) = the model decides.",
             {},
+        ),
+        "truncation": (
+            "`auto` leaves out the oldest messages of a prompt that is too long, `disabled` "
+            "refuses it.",
+            {"default": "disabled"},
         ),
         "echo": ("Start the answer with the last message if it is the assistant's.", _FLAG),
     },
@@ -280,8 +369,12 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
 """Fields whose meaning or constraints differ in one body"""
 LIMITS: Mapping[type[Struct], Mapping[str, Json]] = {
     CalledFunction: {"name": _NOT_EMPTY, "arguments": {"maxLength": contract.MAX_ARGUMENTS}},
-    FunctionName: _FUNCTION_NAME,
-    FunctionSpec: _FUNCTION_NAME,
+    CalledTool: {
+        "name": _NOT_EMPTY,
+        "input": {"maxLength": contract.MAX_ARGUMENTS - len(arguments_of(""))},
+    },
+    CustomSpec: _TOOL_NAME,
+    FunctionSpec: _TOOL_NAME,
     JsonSchemaGrammar: _VALUE,
     LarkGrammar: _VALUE,
     LlguidanceGrammar: _VALUE,
@@ -305,10 +398,16 @@ LIMITS: Mapping[type[Struct], Mapping[str, Json]] = {
         "structural_tag": _NOT_EMPTY,
         "disable_additional_properties": {"const": False},
     },
+    ToolName: _TOOL_NAME,
 }
 """Constraints on the fields of nested types"""
-UNTAGGED: Sequence[type[Struct]] = (FunctionTool, MessageCall, NamedToolChoice)
-"""Types whose `type` field may be omitted, because no other type may stand in their place"""
+TYPED: Mapping[type[Typed], Sequence[str]] = {
+    Tool: ("function", "custom"),
+    ToolReference: ("function", "custom"),
+    NamedToolChoice: ("function", "custom", "allowed_tools"),
+    MessageCall: ("function", "custom"),
+}
+"""Fields of nested types of which `type` names the one that is given; absent = the first"""
 REQUIRED: Mapping[type[Struct], Sequence[str]] = {
     JsonSchemaFormat: ("json_schema",),
     JsonSchemaSpec: ("schema",),

@@ -7,6 +7,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
+from services.http_shim.endpoints.batches import BatchBody, BatchList, BatchObject
+from services.http_shim.endpoints.files import DeletedFile, FileList, FileObject
 from services.http_shim.endpoints.multi_completion import MultiAnswer
 from services.http_shim.endpoints.probes import State, Version
 from services.http_shim.endpoints.stored_responses import DeletedResponse, InputItemList
@@ -46,6 +48,14 @@ from services.http_shim.formats.request_bodies import (
     UnloadAdapterBody,
 )
 from services.http_shim.formats.responses import AnswerHead, PromptLogprobs, Usage
+from services.http_shim.formats.vector_formats import (
+    EmbeddingBody,
+    EmbeddingList,
+    RerankBody,
+    Reranking,
+    ScoreBody,
+    ScoreList,
+)
 
 __all__ = ["OPERATIONS", "Operation"]
 
@@ -94,6 +104,7 @@ class ResponseEvent(Struct):
     part: Json | UnsetType = UNSET
     text: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
 
 
 class ChatCompletionChunk(AnswerHead):
@@ -129,6 +140,8 @@ class Operation:
     parameters: Sequence[Json] = ()
     example: Json | None = None
     """Example of a body"""
+    form: Json | None = None
+    """Fields of a form in place of a body, with their descriptions"""
     counts_tokens: bool = False
     needs_key: bool = True
 
@@ -157,14 +170,27 @@ _generate = partial(_post, counts_tokens=True, parameters=_SCHEDULING)
 _message = partial(_post, error=MessageError)
 _get = partial(Operation, method="get")
 _probe = partial(_get, needs_key=False)
+_RESPONSE_ID = {
+    "name": "response_id",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string"},
+}
 _kept_response = partial(
     Operation,
     path="/v1/responses/{response_id}",
     errors=(401, 404),
-    parameters=[
-        {"name": "response_id", "in": "path", "required": True, "schema": {"type": "string"}}
-    ],
+    parameters=[_RESPONSE_ID],
 )
+
+
+def _kept(kind: str, *, rest: str = "", **fields: Any) -> Operation:
+    """Return an operation on one file or batch; rest: of its path."""
+    folder = {"file": "files", "batch": "batches"}[kind]
+    parameter = {"name": f"{kind}_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    errors = fields.pop("errors", (401, 404))
+    path = f"/v1/{folder}/{{{kind}_id}}{rest}"
+    return Operation(path=path, parameters=[parameter], errors=errors, **fields)
 
 
 def _with_unversioned(operation: Operation) -> Sequence[Operation]:
@@ -248,8 +274,14 @@ OPERATIONS: Sequence[Operation] = (
     _kept_response(
         method="get",
         name="getResponse",
-        summary="Return a kept response.",
+        summary="Return a kept or running response, or the kept events of one in the background.",
         answer=ResponseObject,
+        parameters=[
+            _RESPONSE_ID,
+            {"name": "stream", "in": "query", "schema": {"type": "boolean"}},
+            {"name": "starting_after", "in": "query", "schema": {"type": "integer"}},
+        ],
+        errors=(400, 401, 404),
     ),
     _kept_response(
         method="delete",
@@ -261,7 +293,7 @@ OPERATIONS: Sequence[Operation] = (
         method="post",
         path="/v1/responses/{response_id}/cancel",
         name="cancelResponse",
-        summary="Refused: no response runs in the background.",
+        summary="End a response in the background with the output that it has.",
         answer=ResponseObject,
         errors=(400, 401, 404),
     ),
@@ -272,6 +304,111 @@ OPERATIONS: Sequence[Operation] = (
         summary="List the items of a response's input; `limit`, `order` and `after` page through.",
         answer=InputItemList,
         errors=(400, 401, 404),
+    ),
+    *_with_unversioned(
+        _generate(
+            path="/v1/embeddings",
+            name="createEmbedding",
+            summary="Embed texts; only with a model that makes embeddings.",
+            body=EmbeddingBody,
+            required=("input",),
+            answer=EmbeddingList,
+            example={"model": "default", "input": ["What is a mutex?", "A lock."]},
+        )
+    ),
+    *_with_unversioned(
+        _generate(
+            path="/v1/rerank",
+            name="rerank",
+            summary="Order documents by how well they fit a query.",
+            body=RerankBody,
+            required=("query", "documents"),
+            answer=Reranking,
+            example={
+                "model": "default",
+                "query": "What is a mutex?",
+                "documents": ["A lock.", "A fruit."],
+            },
+        )
+    ),
+    *_with_unversioned(
+        _generate(
+            path="/v1/score",
+            name="score",
+            summary="Score pairs of texts.",
+            body=ScoreBody,
+            required=("text_1", "text_2"),
+            answer=ScoreList,
+            example={"model": "default", "text_1": "A lock.", "text_2": ["A key.", "A fruit."]},
+        )
+    ),
+    _post(
+        path="/v1/files",
+        name="createFile",
+        summary="Upload a file of batch requests or a document, as multipart/form-data.",
+        form={"purpose": "`batch`, or `user_data` for a document.", "file": "The file's content."},
+        answer=FileObject,
+    ),
+    _get(
+        path="/v1/files",
+        name="listFiles",
+        summary="List files; `limit`, `after` and `order` page through, `purpose` selects.",
+        answer=FileList,
+        errors=(400, 401),
+    ),
+    _kept(
+        "file",
+        method="get",
+        name="getFile",
+        summary="Describe a file.",
+        answer=FileObject,
+    ),
+    _kept(
+        "file",
+        method="delete",
+        name="deleteFile",
+        summary="Drop a file, unless a batch that has not ended reads it.",
+        answer=DeletedFile,
+        errors=(400, 401, 404),
+    ),
+    _kept(
+        "file",
+        method="get",
+        rest="/content",
+        name="getFileContent",
+        summary="Return a file's content.",
+        media=("application/jsonl",),
+    ),
+    _post(
+        path="/v1/batches",
+        name="createBatch",
+        summary="Run the requests of a file in the background, behind all others.",
+        body=BatchBody,
+        required=("input_file_id", "endpoint"),
+        answer=BatchObject,
+        example={"input_file_id": "file-0", "endpoint": "/v1/completions"},
+    ),
+    _get(
+        path="/v1/batches",
+        name="listBatches",
+        summary="List batches; `limit`, `after` and `order` page through.",
+        answer=BatchList,
+        errors=(400, 401),
+    ),
+    _kept(
+        "batch",
+        method="get",
+        name="getBatch",
+        summary="Describe a batch.",
+        answer=BatchObject,
+    ),
+    _kept(
+        "batch",
+        method="post",
+        rest="/cancel",
+        name="cancelBatch",
+        summary="End a batch with the answers that it has.",
+        answer=BatchObject,
     ),
     _generate(
         path="/v1/completion",

@@ -4,20 +4,28 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic
+from typing import Any, Generic
 
+import grpc
 import msgspec
 
 from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.backends.submission import Submission
+from services.http_shim.endpoints.background_responses import (
+    BackgroundResponse,
+    BackgroundResponses,
+)
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.endpoints.message_stream import MessageStream
 from services.http_shim.endpoints.response_stream import ResponseStream
 from services.http_shim.endpoints.stream_sender import Events
 from services.http_shim.formats.anthropic.message_responses import message_usage, whole_message
 from services.http_shim.formats.openai_responses.response_objects import (
+    ItemEvents,
     ResponseObject,
     begun_response,
     end_response,
+    fail_response,
     output_of,
 )
 from services.http_shim.formats.openai_responses.response_requests import PreparedResponse
@@ -31,10 +39,17 @@ from services.http_shim.formats.responses import (
 )
 from services.http_shim.http.exchange import Exchange
 from services.http_shim.stored.response_store import ResponseStore, StoredResponse
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["AnswerFormat", "ChoicesFormat", "MessageFormat", "ResponseFormat"]
+__all__ = [
+    "AnswerFormat",
+    "BackgroundFormat",
+    "ChoicesFormat",
+    "MessageFormat",
+    "ResponseFormat",
+]
 
 
 class AnswerFormat(ABC, Generic[Delta]):
@@ -153,12 +168,12 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
         accepted: completion_pb2.CompleteAccepted,
         exchange: Exchange,
         name_of: Callable[[str], str],
-    ) -> Events:
-        has_logprobs = self._prepared.has_logprobs
-        response = self._begun(accepted)
-        return ResponseStream(
-            collector, response, accepted, exchange, self._keep, has_logprobs=has_logprobs
+    ) -> ResponseStream:
+        items = ItemEvents(
+            has_logprobs=self._prepared.has_logprobs, custom_tools=self._prepared.custom_tools
         )
+        response = self._begun(accepted)
+        return ResponseStream(collector, response, accepted, exchange, self._keep, items)
 
     def whole(
         self,
@@ -167,7 +182,12 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
         usage: types_pb2.Usage,
     ) -> bytes:
         deltas, finished = collector.pending.get(0, []), collector.finished[0]
-        output = output_of(deltas, finished, has_logprobs=self._prepared.has_logprobs)
+        output = output_of(
+            deltas,
+            finished,
+            has_logprobs=self._prepared.has_logprobs,
+            custom_tools=self._prepared.custom_tools,
+        )
         response = self._begun(accepted)
         end_response(response, output, finished, usage, int(time.time()))
         self._keep(response)
@@ -183,12 +203,49 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
     def _keep(self, response: ResponseObject) -> None:
         if not response.store:
             return
+        response.store = self._put(response)
+
+    def _put(self, response: ResponseObject, *, is_running: bool = False) -> bool:
         asked, output = self._prepared.original_input, msgspec.json.encode(response.output)
         context = _joined(self._prepared.original_context, asked, output)
-        encoded = msgspec.json.encode(response)
-        response.store = self._store.put(
-            StoredResponse(response.id, self._prepared.tenant, encoded, asked, context)
+        encoded, owner = msgspec.json.encode(response), self._prepared.owner
+        return self._store.put(
+            StoredResponse(response.id, owner, encoded, asked, context, is_running=is_running)
         )
+
+
+class BackgroundFormat(ResponseFormat):
+    """A response that runs in the background."""
+
+    def __init__(
+        self, prepared: PreparedResponse, store: ResponseStore, background: BackgroundResponses
+    ) -> None:
+        super().__init__(prepared, store)
+        self.background = background
+
+    def running(
+        self,
+        collector: OutputCollector[Any],
+        accepted: completion_pb2.CompleteAccepted,
+        exchange: Exchange,
+        submission: Submission,
+    ) -> BackgroundResponse:
+        """Begin the response. Raises INVALID_ARGUMENT if it is too large to be kept."""
+        events = self.events(collector, accepted, exchange, lambda path: path)
+        if not self._put(events.response, is_running=True):
+            raise invalid(
+                "background",
+                "background needs a response that can be kept, and this one can't: its context "
+                "is too large, or the store fails.",
+            )
+        owner = self._prepared.owner
+        return BackgroundResponse(owner, events, collector, submission, self._keep)
+
+    def _keep(self, response: ResponseObject) -> None:
+        if not self._put(response):
+            code, message = grpc.StatusCode.INTERNAL, "The response is too large to be kept."
+            fail_response(response, [], ServiceError(code, "NOT_KEPT", message))
+            self._put(response)
 
 
 def _joined(*arrays: bytes) -> bytes:

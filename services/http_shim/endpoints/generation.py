@@ -1,7 +1,8 @@
 """Endpoints that generate: POST /v1/completions, /v1/chat/completions, …"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -14,15 +15,19 @@ from services.common.accounts.account import GenerationRequest
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
+from services.http_shim.documents.request_documents import RequestDocument
 from services.http_shim.endpoints.answer_format import (
     AnswerFormat,
+    BackgroundFormat,
     ChoicesFormat,
     MessageFormat,
     ResponseFormat,
 )
-from services.http_shim.endpoints.stream_sender import CREDIT, send_stream
+from services.http_shim.endpoints.background_responses import BackgroundResponses
+from services.http_shim.endpoints.documents import Documents
+from services.http_shim.endpoints.stream_sender import CREDIT, client_left, send_stream
 from services.http_shim.errors import ClientGoneError, client_field_names
-from services.http_shim.formats.anthropic.blocks import take_block_images
+from services.http_shim.formats.anthropic.blocks import take_block_documents, take_block_images
 from services.http_shim.formats.anthropic.message_requests import (
     MessagesBody,
     ignored_tools,
@@ -30,7 +35,7 @@ from services.http_shim.formats.anthropic.message_requests import (
     message_schema_param,
     to_message_request,
 )
-from services.http_shim.formats.chat_messages import take_message_images
+from services.http_shim.formats.chat_messages import take_message_documents, take_message_images
 from services.http_shim.formats.chat_requests import chat_param_of, to_chat_request
 from services.http_shim.formats.chat_responses import ChatFormatter
 from services.http_shim.formats.completion_requests import (
@@ -40,7 +45,10 @@ from services.http_shim.formats.completion_requests import (
     to_complete_request,
 )
 from services.http_shim.formats.completion_responses import CompletionFormatter
-from services.http_shim.formats.openai_responses.items import take_item_images
+from services.http_shim.formats.openai_responses.items import (
+    take_item_documents,
+    take_item_images,
+)
 from services.http_shim.formats.openai_responses.response_requests import (
     PreparedResponse,
     ResponseBody,
@@ -57,15 +65,16 @@ from services.http_shim.formats.request_bodies import (
     parse,
 )
 from services.http_shim.formats.responses import Delta
+from services.http_shim.formats.tools import unenforced_formats
 from services.http_shim.http.access import assign_model, charged, reserve
-from services.http_shim.http.body import BodyReader
+from services.http_shim.http.body import BodyReader, HeldBytes
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
 from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
 from services.http_shim.images.request_images import RequestImages
 from services.http_shim.stored.response_store import ResponseStore
-from tokenwire.errors import ServiceError
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
@@ -97,6 +106,8 @@ class GenerationApi(Generic[Body, Delta]):
     """Returns the client's name of a path into a schema"""
     ignored: Callable[[Body], list[str]] = lambda _: []
     """Returns the paths of parts that have no effect, besides unknown fields"""
+    take_documents: Callable[[Body], list[RequestDocument]] = lambda _: []
+    """Returns the documents of a body, which must be read before it is converted"""
     prepare: Callable[[Any, Exchange], Body] = lambda body, _: body
     """Makes the body of what was decoded; raises ServiceError for what is not served"""
 
@@ -108,6 +119,7 @@ COMPLETIONS: GenerationApi[CompletionBody, completion_pb2.ChoiceDelta] = Generat
     param_of,
     lambda body: ChoicesFormat(CompletionFormatter.of(body), body.stream_options),
     schema_param,
+    lambda body: unenforced_formats(body.tools),
 )
 CHAT: GenerationApi[ChatBody, completion_pb2.ChatDelta] = GenerationApi(
     msgspec.json.Decoder(ChatBody),
@@ -116,6 +128,8 @@ CHAT: GenerationApi[ChatBody, completion_pb2.ChatDelta] = GenerationApi(
     chat_param_of,
     lambda body: ChoicesFormat(ChatFormatter.of(body), body.stream_options),
     schema_param,
+    lambda body: unenforced_formats(body.tools),
+    lambda body: take_message_documents(body.messages),
 )
 MESSAGES: GenerationApi[MessagesBody, completion_pb2.ChatDelta] = GenerationApi(
     msgspec.json.Decoder(MessagesBody),
@@ -125,32 +139,43 @@ MESSAGES: GenerationApi[MessagesBody, completion_pb2.ChatDelta] = GenerationApi(
     lambda _: MessageFormat(),
     message_schema_param,
     ignored_tools,
+    lambda body: take_block_documents(body.messages),
 )
 
 
 def responses_api(
-    store: ResponseStore,
+    store: ResponseStore, background: BackgroundResponses
 ) -> GenerationApi[PreparedResponse, completion_pb2.ChatDelta]:
     """Return the formats of /v1/responses, whose responses are kept in `store`."""
 
     def prepared(body: ResponseBody, exchange: Exchange) -> PreparedResponse:
         context = b"[]"
-        if body.previous_response_id is not None:
+        if (previous := body.previous_response_id) is not None:
             try:
-                context = store.get(body.previous_response_id, exchange.tenant).context
+                stored = store.get(previous, exchange.owner)
             except ServiceError as error:
                 error.field = "previous_response_id"
                 raise
-        return prepare(body, exchange.tenant, context)
+            if stored.is_running:
+                message = f"The response {previous!r} is not complete; wait for its end."
+                raise invalid("previous_response_id", message)
+            context = stored.context
+        return prepare(body, exchange.owner, context)
+
+    def format_of(body: PreparedResponse) -> AnswerFormat[completion_pb2.ChatDelta]:
+        if body.body.background:
+            return BackgroundFormat(body, store, background)
+        return ResponseFormat(body, store)
 
     return GenerationApi(
         msgspec.json.Decoder(ResponseBody),
         lambda body: take_item_images(body.items),
         to_response_request,
         response_param_of,
-        lambda body: ResponseFormat(body, store),
+        format_of,
         response_schema_param,
         ignored_parts,
+        lambda body: take_item_documents(body.items),
         prepared,
     )
 
@@ -165,6 +190,7 @@ class GenerationEndpoint(Generic[Body, Delta]):
         gate: Gate,
         bodies: BodyReader,
         fetcher: ImageFetcher | None,
+        documents: Documents,
         stall_seconds: float,
     ) -> None:
         self._api: GenerationApi[Body, Delta] = api
@@ -172,6 +198,7 @@ class GenerationEndpoint(Generic[Body, Delta]):
         self._gate = gate
         self._bodies = bodies
         self._fetcher = fetcher
+        self._documents = documents
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,7 +206,8 @@ class GenerationEndpoint(Generic[Body, Delta]):
         with self._bodies.held() as held:
             parse_body = partial(self._parse, exchange)
             asked = await self._bodies.read_with_images(scope, receive, parse_body, held)
-            body, request, exchange.ignored = asked.body, asked.request, asked.ignored
+            body, exchange.ignored = asked.body, asked.ignored
+            request = await self._request(exchange, asked, held)
             model = await assign_model(exchange, self._models, body.model, request)
             collector: OutputCollector[Delta] = OutputCollector()
             name_of = partial(self._param_of, body)
@@ -190,33 +218,48 @@ class GenerationEndpoint(Generic[Body, Delta]):
                 client_field_names(name_of),
             ):
                 await fetch_remote(self._fetcher, asked.images, held.resize)
+                format_ = self._api.format_of(body)
+                is_detached = isinstance(format_, BackgroundFormat)
                 submission = backend.submit(
                     request,
                     collector,
                     tenant=exchange.tenant,
                     priority=priority_of(exchange, body.priority),
-                    credit=CREDIT if body.stream else None,
+                    timeout=body.timeout,
+                    credit=CREDIT if body.stream and not is_detached else None,
                     images=asked.images,
                     on_admitted=held.release,
                 )
-                format_ = self._api.format_of(body)
                 locate = partial(self._schema_param, body)
                 answer = _Answer(exchange, model, collector, format_, locate)
-                watch = asyncio.ensure_future(watch_for_disconnect(receive, collector))
                 try:
-                    if body.stream:
-                        await answer.stream(scope, send, submission, name_of, self._stall_seconds)
+                    if isinstance(format_, BackgroundFormat):
+                        stream = bool(body.stream)
+                        await answer.detached(format_, scope, receive, send, submission, stream)
                     else:
-                        response = await answer.whole()
-                        await response(scope, receive, send)
+                        with _watched(receive, collector):
+                            if body.stream:
+                                stall = self._stall_seconds
+                                await answer.stream(scope, send, submission, name_of, stall)
+                            else:
+                                response = await answer.whole()
+                                await response(scope, receive, send)
                 finally:
-                    watch.cancel()
                     if collector.is_open():
                         submission.cancel()
                     if body.stream:
                         answer.count_unsent_tokens()
         if collector.gone:
             raise ClientGoneError
+
+    async def _request(
+        self, exchange: Exchange, asked: "_Asked[Body]", held: HeldBytes
+    ) -> GenerationRequest:
+        """Return the request, whose documents are read before."""
+        if asked.request is not None:
+            return asked.request
+        await self._documents.read(asked.documents, exchange.owner, held, asked.images.size)
+        return await asyncio.to_thread(self._api.to_request, asked.body)
 
     def _param_of(self, body: Body, path: str) -> str:
         return self._api.param_of(path, body)
@@ -229,7 +272,9 @@ class GenerationEndpoint(Generic[Body, Delta]):
         body = self._api.prepare(decoded, exchange)
         ignored += self._api.ignored(body)
         images = self._api.take_images(body)
-        return _Asked(body, ignored, self._api.to_request(body), images)
+        documents = self._api.take_documents(body)
+        request = None if documents else self._api.to_request(body)
+        return _Asked(body, ignored, request, images, documents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +284,10 @@ class _Asked(Generic[Body]):
     body: Body
     ignored: list[str]
     """Paths of fields that are ignored"""
-    request: GenerationRequest
+    request: GenerationRequest | None
+    """None while its documents are not read"""
     images: RequestImages
+    documents: list[RequestDocument]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +314,21 @@ class _Answer(Generic[Delta]):
         await send_stream(
             scope, send, self.collector, submission, events, stall_seconds=stall_seconds
         )
+
+    async def detached(
+        self,
+        format_: BackgroundFormat,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        submission: Submission,
+        stream: bool,
+    ) -> None:
+        """Complete the answer whether or not the client stays; stream: send it as events."""
+        with format_.background.admitted():
+            accepted = await self._admitted()
+            running = format_.running(self.collector, accepted, self.exchange, submission)
+            await format_.background.answer(scope, receive, send, running, stream)
 
     async def whole(self) -> Response:
         """Wait for the end of the request, and return the answer as one JSON object."""
@@ -303,9 +365,18 @@ class _Answer(Generic[Delta]):
         return sum(delta.ByteSize() for delta in deltas) + sum(run.ByteSize() for run in runs)
 
 
+@contextmanager
+def _watched(receive: Receive, collector: OutputCollector[Any]) -> Iterator[None]:
+    """Abandon a request when its client leaves."""
+    watch = asyncio.ensure_future(watch_for_disconnect(receive, collector))
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
 async def watch_for_disconnect(receive: Receive, *collectors: OutputCollector[Any]) -> None:
     """Abandon the requests of a client when it leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await client_left(receive)
     for collector in collectors:
         collector.abandon()

@@ -8,6 +8,8 @@ from services.http_shim.endpoints.chat_stream import ChatStream
 from services.http_shim.formats.openai_responses.response_objects import (
     ItemEvents,
     ResponseObject,
+    begin_output,
+    cancel_response,
     end_response,
     fail_response,
     is_cut,
@@ -17,7 +19,10 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["ResponseStream"]
+__all__ = ["CANCELLED", "ResponseStream"]
+
+CANCELLED = "RESPONSE_CANCELLED"
+"""Reason of the error that ends a cancelled response"""
 
 
 class ResponseStream(ChatStream):
@@ -30,21 +35,22 @@ class ResponseStream(ChatStream):
         accepted: completion_pb2.CompleteAccepted,
         exchange: Exchange,
         keep: Callable[[ResponseObject], None],
-        *,
-        has_logprobs: bool,
+        items: ItemEvents,
     ) -> None:
         """`keep` stores the final response."""
         super().__init__(collector, accepted, exchange)
-        self._response = response
+        self.response = response
         self._keep = keep
-        self._items = ItemEvents(has_logprobs=has_logprobs)
+        self._items = items
 
     def _started(self) -> Iterable[bytes]:
-        for kind in ("response.created", "response.in_progress"):
-            yield self._items.event(kind, response=self._response)
+        for kind in ("created", self.response.status):
+            yield self._event(kind)
 
     def _output(self, delta: completion_pb2.ChatDelta) -> Iterable[bytes]:
-        return self._items.of(delta)
+        if begin_output(self.response):
+            yield self._event("in_progress")
+        yield from self._items.of(delta)
 
     def _closed(self, finished: completion_pb2.ChoiceFinished) -> Iterable[bytes]:
         return self._items.close(is_cut=is_cut(finished))
@@ -52,14 +58,20 @@ class ResponseStream(ChatStream):
     def _completed(
         self, finished: completion_pb2.ChoiceFinished, usage: types_pb2.Usage
     ) -> Iterable[bytes]:
-        end_response(self._response, self._items.items, finished, usage, int(time.time()))
+        end_response(self.response, self._items.items, finished, usage, int(time.time()))
         return [self._end()]
 
     def _failed(self, error: ServiceError) -> Iterable[bytes]:
         yield from self._items.close(is_cut=True)
-        fail_response(self._response, self._items.items, error)
+        if error.reason == CANCELLED:
+            cancel_response(self.response, self._items.items)
+        else:
+            fail_response(self.response, self._items.items, error)
         yield self._end()
 
     def _end(self) -> bytes:
-        self._keep(self._response)
-        return self._items.event(f"response.{self._response.status}", response=self._response)
+        self._keep(self.response)
+        return self._event(self.response.status)
+
+    def _event(self, kind: str) -> bytes:
+        return self._items.event(f"response.{kind}", response=self.response)

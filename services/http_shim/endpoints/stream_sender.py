@@ -4,19 +4,31 @@ import asyncio
 import logging
 from typing import Any, Protocol
 
-from starlette.types import Message, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.http.exchange import exchange_of
 
-__all__ = ["CREDIT", "Events", "send_stream"]
+__all__ = [
+    "CREDIT",
+    "PING",
+    "PING_SECONDS",
+    "STREAM_HEADERS",
+    "Events",
+    "client_left",
+    "send_stream",
+]
 
 _LOG = logging.getLogger("stream")
 CREDIT = 1024
 """Tokens per choice that may be on their way to a client that does not read"""
-_HEADERS = (
+PING = b": ping\n\n"
+"""A comment, which clients ignore"""
+PING_SECONDS = 10.0
+"""Silence after which a stream gets one"""
+STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -46,7 +58,7 @@ async def send_stream(
     events: Events,
     *,
     stall_seconds: float,
-    ping_seconds: float = 10.0,
+    ping_seconds: float = PING_SECONDS,
 ) -> None:
     """Send a whole stream, with the number of used tokens in a trailer if the connection has them.
 
@@ -75,7 +87,7 @@ def _start(*, has_trailers: bool) -> Message:
     return {
         "type": "http.response.start",
         "status": 200,
-        "headers": [*_HEADERS, *announced],
+        "headers": [*STREAM_HEADERS, *announced],
         "trailers": has_trailers,
     }
 
@@ -119,7 +131,13 @@ async def _next_body(
         if body:
             return body, False
         if timer.ping_is_due:
-            return b": ping\n\n", False
+            return PING, False
+
+
+async def client_left(receive: Receive) -> None:
+    """Return when the client closes its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class _StreamTimer:

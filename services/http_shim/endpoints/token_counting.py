@@ -8,8 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http_shim.backends.model_source import ModelSource
+from services.http_shim.documents.request_documents import RequestDocument
+from services.http_shim.endpoints.documents import Documents
 from services.http_shim.errors import client_field_names
-from services.http_shim.formats.anthropic.blocks import take_block_images
+from services.http_shim.formats.anthropic.blocks import take_block_documents, take_block_images
 from services.http_shim.formats.anthropic.message_requests import (
     CountTokensBody,
     ignored_tools,
@@ -38,17 +40,23 @@ class _Asked(Struct):
     body: CountTokensBody
     ignored: list[str]
     images: RequestImages
+    documents: list[RequestDocument]
 
 
 class TokenCounting:
     """The endpoint."""
 
     def __init__(
-        self, models: ModelSource, bodies: BodyReader, fetcher: ImageFetcher | None
+        self,
+        models: ModelSource,
+        bodies: BodyReader,
+        fetcher: ImageFetcher | None,
+        documents: Documents,
     ) -> None:
         self._models = models
         self._bodies = bodies
         self._fetcher = fetcher
+        self._documents = documents
 
     async def count(self, request: Request) -> Response:
         """Return the length of a prompt, in tokens."""
@@ -59,10 +67,12 @@ class TokenCounting:
             )
             exchange.ignored = asked.ignored
             served = await authorized_model(exchange, self._models, asked.body.model)
-            await fetch_remote(self._fetcher, asked.images, held.resize)
+            images, owner = asked.images, exchange.owner
+            await self._documents.read(asked.documents, owner, held, images.size)
+            await fetch_remote(self._fetcher, images, held.resize)
             rendered = to_count_request(asked.body)
             rendered.model = served.backend_name
-            asked.images.copy_into(rendered)
+            images.copy_into(rendered)
             name_of = partial(_param_of, asked.body)
             with client_field_names(name_of), served.connection.used() as backend:
                 answer = await backend.render(rendered)
@@ -71,7 +81,8 @@ class TokenCounting:
 
 def _parse(encoded: bytes) -> _Asked:
     body, ignored = parse(_DECODER, encoded)
-    return _Asked(body, ignored + ignored_tools(body), take_block_images(body.messages))
+    images, documents = take_block_images(body.messages), take_block_documents(body.messages)
+    return _Asked(body, ignored + ignored_tools(body), images, documents)
 
 
 def _param_of(body: CountTokensBody, path: str) -> str:

@@ -13,8 +13,10 @@ from starlette.responses import Response
 
 from services.http_shim.backends.backend import Backend
 from services.http_shim.backends.model_source import ModelSource, ServedModel
+from services.http_shim.documents.request_documents import RequestDocument
+from services.http_shim.endpoints.documents import Documents
 from services.http_shim.errors import client_field_names
-from services.http_shim.formats.chat_messages import take_message_images
+from services.http_shim.formats.chat_messages import take_message_documents, take_message_images
 from services.http_shim.formats.chat_requests import rendered_param_of, to_render_request
 from services.http_shim.formats.request_bodies import (
     Body,
@@ -95,11 +97,16 @@ class Tokenization:
     """The tokenizer endpoints."""
 
     def __init__(
-        self, models: ModelSource, bodies: BodyReader, fetcher: ImageFetcher | None
+        self,
+        models: ModelSource,
+        bodies: BodyReader,
+        fetcher: ImageFetcher | None,
+        documents: Documents,
     ) -> None:
         self._models = models
         self._bodies = bodies
         self._fetcher = fetcher
+        self._documents = documents
 
     async def tokenize(self, request: Request) -> Response:
         """Encode a text as a completion's prompt, or the prompt of messages."""
@@ -171,7 +178,9 @@ class Tokenization:
         asked = await self._bodies.read_with_images(
             request.scope, request.receive, parse_body, held
         )
-        exchange_of(request.scope).ignored = asked.ignored
+        exchange = exchange_of(request.scope)
+        exchange.ignored = asked.ignored
+        await self._documents.read(asked.documents, exchange.owner, held, asked.images.size)
         return asked
 
 
@@ -183,11 +192,13 @@ class _Asked(Generic[Rendered]):
     ignored: list[str]
     """Paths of fields that are ignored"""
     images: RequestImages
+    documents: list[RequestDocument]
 
 
 def _parse_with_images(decoder: msgspec.json.Decoder[Rendered], encoded: bytes) -> _Asked[Rendered]:
     body, ignored = parse(decoder, encoded)
-    return _Asked(body, ignored, take_message_images(body.messages))
+    images, documents = take_message_images(body.messages), take_message_documents(body.messages)
+    return _Asked(body, ignored, images, documents)
 
 
 async def _encode(

@@ -9,16 +9,23 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from services.http_shim.documents.request_documents import (
+    RequestDocument,
+    check_count,
+    document_text,
+    encoded_document,
+)
+from services.http_shim.formats.custom_tools import arguments_of
+from services.http_shim.formats.tool_fields import MessageCall
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
-    "CalledFunction",
     "Message",
-    "MessageCall",
     "message_param",
     "messages_of",
+    "take_message_documents",
     "take_message_images",
 ]
 
@@ -31,10 +38,12 @@ _ROLES = {
 }
 _BOUNDED = Meta(max_length=4_096)  # the tokenizer service has lower limits
 _CLIENT_NAMES = (
-    (re.compile(r"(\.tool_calls\[\d+\])\.name$"), r"\1.function.name"),
-    (re.compile(r"(\.tool_calls\[\d+\])\.arguments_json$"), r"\1.function.arguments"),
     (re.compile(r"\.reasoning$"), ".reasoning_content"),
     (re.compile(r"\.parts\b"), ".content"),
+)
+_CALL = re.compile(
+    r"(?P<call>messages\[(?P<message>\d+)\]\.tool_calls\[(?P<at>\d+)\])"
+    r"\.(?P<field>name|arguments_json)"
 )
 _IMAGE = re.compile(r"messages\[(?P<message>\d+)\]\.parts\[(?P<part>\d+)\]\.image")
 
@@ -58,25 +67,25 @@ class ImagePart(Struct, tag_field="type", tag="image_url"):
     image_url: ImageUrl | str
 
 
-class CalledFunction(Struct):
-    """The called function; `arguments` is JSON text."""
+class FileData(Struct):
+    """A PDF or text as a data URL, or the id of a file of /v1/files; `filename` is its title."""
 
-    name: str
-    arguments: str
+    file_data: str | None = None
+    file_id: str | None = None
+    filename: str | None = None
 
 
-class MessageCall(Struct, tag_field="type", tag="function"):
-    """A tool call of the assistant."""
+class FilePart(Struct, tag_field="type", tag="file"):
+    """A content part with a file, which becomes text."""
 
-    id: str
-    function: CalledFunction
+    file: FileData
 
 
 class Message(Struct):
     """One of `messages`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart | ImagePart], _BOUNDED] | None = None
+    content: str | Annotated[list[TextPart | ImagePart | FilePart], _BOUNDED] | None = None
     name: str | None = None
     tool_calls: Annotated[list[MessageCall], _BOUNDED] | None = None
     tool_call_id: str | None = None
@@ -109,12 +118,42 @@ def take_message_images(messages: Sequence[Message] | None) -> RequestImages:
     return images
 
 
+def take_message_documents(messages: Sequence[Message] | None) -> list[RequestDocument]:
+    """Return the files of the messages; the text of each then stands in place of its data.
+
+    Raises INVALID_ARGUMENT with the client's name of a field.
+    """
+    documents: list[RequestDocument] = []
+    for i, message in enumerate(messages or ()):
+        for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if isinstance(part, FilePart):
+                param = f"messages[{i}].content[{j}].file"
+                check_count(documents, param)
+                documents.append(_document(part.file, param))
+    return documents
+
+
+def _document(file: FileData, param: str) -> RequestDocument:
+    def put(text: str) -> None:
+        file.file_data = text
+
+    if (file.file_data is None) == (file.file_id is None):
+        raise invalid(param, f"{param} must have file_data or file_id, and not both.")
+    if file.file_id is not None:
+        return RequestDocument(f"{param}.file_id", put, file_id=file.file_id)
+    data, file.file_data = file.file_data or "", None
+    return encoded_document(data, "", f"{param}.file_data", put)
+
+
 def message_param(path: str, messages: Sequence[Message]) -> str:
     """Return the client's name of a field: "messages[0].parts" becomes "messages[0].content"."""
     if place := _IMAGE.fullmatch(path):
         i, j = int(place["message"]), int(place["part"])
         part = (messages[i].content or ())[j]
         return _image_param(part, f"messages[{i}].content[{j}]")
+    if place := _CALL.fullmatch(path):
+        calls = messages[int(place["message"])].tool_calls or ()
+        return f"{place['call']}.{_call_field(calls[int(place['at'])], place['field'])}"
     for pattern, name in _CLIENT_NAMES:
         path = pattern.sub(name, path)
     return path
@@ -128,7 +167,7 @@ def _take_url(part: ImagePart) -> str:
     return url
 
 
-def _image_param(part: TextPart | ImagePart | str, param: str) -> str:
+def _image_param(part: TextPart | ImagePart | FilePart | str, param: str) -> str:
     """Return the client's name of an image, in the form of `image_url` that the client chose."""
     is_object = isinstance(part, ImagePart) and isinstance(part.image_url, ImageUrl)
     return f"{param}.image_url.url" if is_object else f"{param}.image_url"
@@ -148,22 +187,36 @@ def _message(message: Message, param: str) -> completion_pb2.Message:
 
 
 def _parts(
-    content: str | Iterable[TextPart | ImagePart] | None,
+    content: str | Iterable[TextPart | ImagePart | FilePart] | None,
 ) -> list[completion_pb2.ContentPart]:
     if content is None:
         return []
     if isinstance(content, str):
         return [completion_pb2.ContentPart(text=content)]
-    return [
-        completion_pb2.ContentPart(text=part.text)
-        if isinstance(part, TextPart)
-        else completion_pb2.ContentPart(image=b"")
-        for part in content
-    ]
+    return [_part(part) for part in content]
+
+
+def _part(part: TextPart | ImagePart | FilePart) -> completion_pb2.ContentPart:
+    match part:
+        case TextPart():
+            return completion_pb2.ContentPart(text=part.text)
+        case ImagePart():
+            return completion_pb2.ContentPart(image=b"")
+        case FilePart():
+            text = document_text(part.file.filename, part.file.file_data)
+            return completion_pb2.ContentPart(text=text)
 
 
 def _call(call: MessageCall) -> completion_pb2.ToolCall:
-    function = call.function
-    return completion_pb2.ToolCall(
-        id=call.id, name=function.name, arguments_json=function.arguments
-    )
+    called = completion_pb2.ToolCall(id=call.id)
+    if call.function is not None:
+        called.name, called.arguments_json = call.function.name, call.function.arguments
+    elif call.custom is not None:
+        called.name, called.arguments_json = call.custom.name, arguments_of(call.custom.input)
+    return called
+
+
+def _call_field(call: MessageCall, field: str) -> str:
+    if field == "name":
+        return f"{call.type}.name"
+    return "custom.input" if call.type == "custom" else "function.arguments"

@@ -1,14 +1,10 @@
 """Conversion of a chat's JSON to its proto, and of proto field paths to the client's names."""
 
 from services.http_shim.formats.chat_messages import message_param, messages_of
-from services.http_shim.formats.completion_requests import (
-    param_of,
-    shared_fields,
-    tool_param,
-    tools_of,
-)
+from services.http_shim.formats.completion_requests import param_of, shared_fields
 from services.http_shim.formats.constraints import json_text
 from services.http_shim.formats.request_bodies import ChatBody, TemplateBody
+from services.http_shim.formats.tools import tool_param, tools_of
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -19,6 +15,7 @@ _PARAMS = {
     "template": "chat_template",
     "template_arguments_json": "chat_template_kwargs",
     "continue_last_message": "continue_final_message",
+    "drop_oldest_messages": "truncation",
 }
 
 
@@ -35,7 +32,10 @@ def rendered_param_of(path: str, body: ChatBody | TemplateBody) -> str:
     """Return the client's name of a field that makes the prompt; other paths stay."""
     if path.startswith("messages["):
         return message_param(path, body.messages or ())
-    return tool_param(path) if path.startswith("tools[") else _PARAMS.get(path, path)
+    if path.startswith("tools["):
+        choice = body.tool_choice if isinstance(body, ChatBody) else None
+        return tool_param(path, body.tools, choice)
+    return _PARAMS.get(path, path)
 
 
 def to_chat_request(body: ChatBody) -> completion_pb2.ChatRequest:
@@ -57,6 +57,7 @@ def to_chat_request(body: ChatBody) -> completion_pb2.ChatRequest:
         add_generation_prompt=body.add_generation_prompt,
         continue_last_message=bool(body.continue_final_message),
         reasoning_effort=body.reasoning_effort or "",
+        drop_oldest_messages=body.truncation == "auto",
         echo=bool(body.echo),
     )
 

@@ -1,11 +1,12 @@
 """JSON of chat answers, made of the events of a chat."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from msgspec import UNSET, Struct, UnsetType
 
+from services.http_shim.formats.custom_tools import CustomInput, input_of
 from services.http_shim.formats.request_bodies import ChatBody
 from services.http_shim.formats.responses import (
     ChoiceFormatter,
@@ -15,6 +16,7 @@ from services.http_shim.formats.responses import (
     matched_stop_of,
     stop_reason_of,
 )
+from services.http_shim.formats.tools import custom_names
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -49,12 +51,20 @@ class AnswerFunction(Struct):
     arguments: str
 
 
+class AnswerCustomTool(Struct):
+    """The called custom tool."""
+
+    name: str
+    input: str
+
+
 class AnswerCall(Struct):
-    """A tool call."""
+    """A tool call, with the field that its type names."""
 
     id: str
     type: str
-    function: AnswerFunction
+    function: AnswerFunction | UnsetType = UNSET
+    custom: AnswerCustomTool | UnsetType = UNSET
 
 
 class AnswerMessage(Struct):
@@ -88,6 +98,13 @@ class FunctionDelta(Struct):
     arguments: str = ""
 
 
+class CustomDelta(Struct):
+    """The start of a call of a custom tool, with its name, or a further part of its input."""
+
+    name: str | UnsetType = UNSET
+    input: str = ""
+
+
 class CallDelta(Struct):
     """A part of a tool call."""
 
@@ -95,6 +112,7 @@ class CallDelta(Struct):
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
     function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
 
 
 class MessageDelta(Struct):
@@ -130,6 +148,11 @@ class ChatPromptLogprobs(Struct):
 class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
     """Formatter of a chat's choices."""
 
+    custom_tools: Collection[str] = ()
+    """Names of the tools whose input is text"""
+    _readers: dict[int, "_CallReader"] = field(default_factory=dict)
+    """Reader of each choice in a stream"""
+
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -144,6 +167,7 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
             token_ids=bool(body.return_token_ids),
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             prompt_logprobs=body.prompt_logprobs is not None,
+            custom_tools=custom_names(body.tools),
         )
 
     def tokens_in(self, deltas: Sequence[completion_pb2.ChatDelta]) -> int:
@@ -157,7 +181,7 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
         prompt: types_pb2.TokenIds,
     ) -> ChatChoice:
         content = "".join([delta.content for delta in deltas]) or None
-        calls = _calls(deltas)
+        calls = _calls(deltas, self.custom_tools)
         choice = ChatChoice(
             index=index,
             message=AnswerMessage("assistant", content),
@@ -188,7 +212,9 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
         finished: completion_pb2.ChoiceFinished | None,
         prompt: types_pb2.TokenIds | None,
     ) -> Sequence[ChatChunkChoice]:
-        chunks = [ChatChunkChoice(index, delta) for delta in _message_deltas(deltas)]
+        reader = self._readers.setdefault(index, _CallReader(self.custom_tools))
+        parts = _message_deltas(deltas, reader, is_last=finished is not None)
+        chunks = [ChatChunkChoice(index, delta) for delta in parts]
         self._add_tokens(index, chunks, deltas)
         if prompt is not None and (chunks or finished is not None):
             has_content = bool(chunks) and chunks[0].delta.content is not UNSET
@@ -224,31 +250,79 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
             chunks[0].token_ids = token_ids
 
 
-def _message_deltas(deltas: Sequence[completion_pb2.ChatDelta]) -> Iterator[MessageDelta]:
-    """Merge the deltas of a choice; the start and the arguments of a call stay apart."""
+class _CallReader:
+    """Converts the tool calls of one choice in a stream."""
+
+    def __init__(self, custom_tools: Collection[str]) -> None:
+        self._custom_tools = custom_tools
+        self._input: CustomInput | None = None
+        """Input of the last call, if its tool is custom"""
+        self._index = 0
+        """Index of the last call"""
+
+    def parts(
+        self, deltas: Iterable[completion_pb2.ChatDelta], *, is_last: bool
+    ) -> Iterator[CallDelta]:
+        """Yield the parts of calls; the start of a call, and its arguments, stay apart."""
+        for call in (call for delta in deltas for call in delta.tool_calls):
+            if call.id:
+                yield from self._rest()
+                yield self._start(call)
+            if call.arguments_json:
+                yield from self._arguments(call)
+        if is_last:
+            yield from self._rest()
+
+    def _start(self, call: completion_pb2.ToolCallDelta) -> CallDelta:
+        self._index = call.index
+        if call.name in self._custom_tools:
+            self._input = CustomInput()
+            return CallDelta(call.index, call.id, "custom", custom=CustomDelta(call.name))
+        return CallDelta(call.index, call.id, "function", FunctionDelta(call.name))
+
+    def _arguments(self, call: completion_pb2.ToolCallDelta) -> Iterator[CallDelta]:
+        if self._input is None:
+            yield CallDelta(call.index, function=FunctionDelta(arguments=call.arguments_json))
+        elif text := self._input.feed(call.arguments_json):
+            yield CallDelta(call.index, custom=CustomDelta(input=text))
+
+    def _rest(self) -> Iterator[CallDelta]:
+        """End the last call."""
+        if self._input is not None and (text := self._input.finish()):
+            yield CallDelta(self._index, custom=CustomDelta(input=text))
+        self._input = None
+
+
+def _message_deltas(
+    deltas: Sequence[completion_pb2.ChatDelta], reader: _CallReader, *, is_last: bool
+) -> Iterator[MessageDelta]:
+    """Merge the deltas of a choice, apart from those of calls."""
     if reasoning := "".join([delta.reasoning for delta in deltas]):
         yield MessageDelta(reasoning=reasoning, reasoning_content=reasoning)
     if content := "".join([delta.content for delta in deltas]):
         yield MessageDelta(content=content)
-    for call in _call_deltas(deltas):
+    for call in reader.parts(deltas, is_last=is_last):
         yield MessageDelta(tool_calls=[call])
 
 
-def _call_deltas(deltas: Iterable[completion_pb2.ChatDelta]) -> Iterator[CallDelta]:
-    for call in (call for delta in deltas for call in delta.tool_calls):
-        if call.id:
-            yield CallDelta(call.index, call.id, "function", FunctionDelta(call.name))
-        if call.arguments_json:
-            yield CallDelta(call.index, function=FunctionDelta(arguments=call.arguments_json))
-
-
-def _calls(deltas: Iterable[completion_pb2.ChatDelta]) -> list[AnswerCall]:
-    calls: dict[int, AnswerCall] = {}
+def _calls(
+    deltas: Iterable[completion_pb2.ChatDelta], custom_tools: Collection[str]
+) -> list[AnswerCall]:
+    starts: dict[int, completion_pb2.ToolCallDelta] = {}
+    arguments: dict[int, str] = {}
     for part in (call for delta in deltas for call in delta.tool_calls):
-        if part.index not in calls:
-            calls[part.index] = AnswerCall(part.id, "function", AnswerFunction(part.name, ""))
-        calls[part.index].function.arguments += part.arguments_json
-    return [calls[index] for index in sorted(calls)]
+        starts.setdefault(part.index, part)
+        arguments[part.index] = arguments.get(part.index, "") + part.arguments_json
+    return [_call(starts[index], arguments[index], custom_tools) for index in sorted(starts)]
+
+
+def _call(
+    start: completion_pb2.ToolCallDelta, arguments: str, custom_tools: Collection[str]
+) -> AnswerCall:
+    if start.name in custom_tools:
+        tool = AnswerCustomTool(start.name, input_of(arguments))
+        return AnswerCall(start.id, "custom", custom=tool)
+    return AnswerCall(start.id, "function", AnswerFunction(start.name, arguments))
 
 
 def _token_ids(deltas: Iterable[completion_pb2.ChatDelta]) -> list[int]:

@@ -5,21 +5,21 @@ converts its field paths to the client's names.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from services.common.contract import MAX_SEQUENCES
 from services.http_shim.formats.constraints import (
     constraint_of,
     constraint_param,
-    json_text,
     schema_location,
 )
-from services.http_shim.formats.request_bodies import (
-    CompletionBody,
-    FunctionSpec,
-    FunctionTool,
-    GenerationBody,
+from services.http_shim.formats.request_bodies import CompletionBody, GenerationBody
+from services.http_shim.formats.tools import (
+    tool_choice_of,
+    tool_param,
+    tool_schema_param,
+    tools_of,
 )
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import invalid
@@ -28,22 +28,21 @@ from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
     "param_of",
+    "prompts_of",
     "schema_param",
     "shared_fields",
     "take_images",
     "to_complete_request",
-    "tool_param",
-    "tools_of",
 ]
 
-_TOOL_MODES = {
-    "none": completion_pb2.TOOL_MODE_NONE,
-    "auto": completion_pb2.TOOL_MODE_AUTO,
-    "required": completion_pb2.TOOL_MODE_REQUIRED,
-}
 _OVERFLOWS = {
     "truncate": completion_pb2.CONTEXT_OVERFLOW_LOWER_OUTPUT,
     "error": completion_pb2.CONTEXT_OVERFLOW_ERROR,
+}
+_EARLY_STOPPING: Mapping[bool | str, "types_pb2.EarlyStopping.ValueType"] = {
+    False: types_pb2.EARLY_STOPPING_ESTIMATE,
+    True: types_pb2.EARLY_STOPPING_FIRST,
+    "never": types_pb2.EARLY_STOPPING_NEVER,
 }
 _PARAMS = {
     "prompts": "prompt",
@@ -51,6 +50,9 @@ _PARAMS = {
     "context_overflow": "context_length_exceeded_behavior",
     "truncate_prompt": "truncate_sequence",
     "delivery": "stream",
+    "beam_search": "use_beam_search",
+    "beam_search.length_penalty": "length_penalty",
+    "beam_search.early_stopping": "early_stopping",
     "sampling.bad_token_ids": "bad_words",
     "sampling.dry": "dry_multiplier",
     "sampling.mirostat": "mirostat_target",
@@ -59,13 +61,12 @@ _PARAMS = {
 }
 _BIAS_FIELD = re.compile(r"sampling\.logit_bias\[(?P<token>\d+)\]")
 _IMAGE_FIELD = re.compile(r"images\[\d+\]")
-_TOOL_FIELD = re.compile(r"(?P<tool>tools\[\d+\])\.(?P<field>\w+)")
 
 
 def param_of(path: str, body: GenerationBody) -> str:
     """Return the client's name of a field of a request: "prompts[0].text" becomes "prompt"."""
     if path.startswith("tools["):
-        return tool_param(path)
+        return tool_param(path, body.tools, body.tool_choice)
     if bias := _BIAS_FIELD.fullmatch(path):
         return f"logit_bias.{bias['token']}"
     if image := _IMAGE_FIELD.match(path):
@@ -89,21 +90,13 @@ def param_of(path: str, body: GenerationBody) -> str:
     return _PARAMS.get(parts[0], parts[0])
 
 
-def tool_param(path: str) -> str:
-    """Return the client's name of a field of a tool: "tools[0].function.name"."""
-    place = _TOOL_FIELD.match(path)
-    if place is None:
-        return path
-    return f"{place['tool']}.function.{place['field'].removesuffix('_json')}"
-
-
 def schema_param(path: str, body: GenerationBody) -> str:
     """Return the client's name of a path into a schema.
 
     "tools[0].parameters_json.items" becomes "tools[0].function.parameters.items".
     """
-    if tool := _TOOL_FIELD.match(path):
-        return tool_param(tool.group()) + path[tool.end() :]
+    if path.startswith("tools["):
+        return tool_schema_param(path, body.tools, body.tool_choice)
     _, _, place = path.split(".", 2)  # after "grammar" and its kind
     return f"{schema_location(body)}.{place}"
 
@@ -133,13 +126,27 @@ def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
         )
     return completion_pb2.CompleteRequest(
         **shared_fields(body),
-        prompts=_prompts(body.prompt),
+        prompts=prompts_of(body.prompt, "prompt", MAX_SEQUENCES),
         suffix=body.suffix,
         best_of=body.best_of,
         echo=bool(body.echo),
         logprobs=body.logprobs,
         truncate_prompt=bool(body.truncate_sequence),
         images=[b""] * len(body.images or ()),
+        beam_search=_beam_search(body),
+    )
+
+
+def _beam_search(body: CompletionBody) -> types_pb2.BeamSearch | None:
+    if not body.use_beam_search:
+        if body.length_penalty not in (None, 1):
+            raise invalid("length_penalty", "length_penalty needs use_beam_search: true.")
+        if body.early_stopping:
+            raise invalid("early_stopping", "early_stopping needs use_beam_search: true.")
+        return None
+    return types_pb2.BeamSearch(
+        length_penalty=body.length_penalty,
+        early_stopping=_EARLY_STOPPING[body.early_stopping or False],
     )
 
 
@@ -159,8 +166,8 @@ def shared_fields(body: GenerationBody) -> dict[str, Any]:
         "delivery": (
             completion_pb2.DELIVERY_DELTAS if body.stream else completion_pb2.DELIVERY_WHOLE
         ),
-        "tools": tools_of(body.tools),
-        "tool_choice": _tool_choice(body),
+        "tools": tools_of(body.tools, body.tool_choice),
+        "tool_choice": tool_choice_of(body.tools, body.tool_choice),
         "user": body.user or "",
         "dry_sequence_breakers": body.dry_sequence_breakers if body.dry_multiplier else None,
         "no_dry_sequence_breakers": bool(body.dry_multiplier) and body.dry_sequence_breakers == [],
@@ -187,32 +194,29 @@ def _refuse_contradictions(body: GenerationBody) -> None:
         )
 
 
-def _prompts(
-    prompt: str | list[str | int | list[int]] | None,
+def prompts_of(
+    given: str | list[str | int | list[int]] | None, name: str, most: int
 ) -> list[completion_pb2.Prompt]:
-    if prompt is None:
-        raise invalid(
-            "prompt", "prompt is required: a string, strings, token ids, or lists of token ids."
-        )
-    if isinstance(prompt, str):
-        return [completion_pb2.Prompt(text=prompt)]
-    if not prompt:
-        raise invalid("prompt", "prompt must have at least one element.")
-    if len(prompt) > MAX_SEQUENCES and not isinstance(prompt[0], int):
-        raise invalid(
-            "prompt", f"prompt has {len(prompt):,} elements; the limit is {MAX_SEQUENCES}."
-        )
-    texts = [element for element in prompt if isinstance(element, str)]
-    ids = [element for element in prompt if isinstance(element, int)]
-    lists = [element for element in prompt if isinstance(element, list)]
-    if len(texts) == len(prompt):
+    """Return the prompts of a field, at most `most`. Raises INVALID_ARGUMENT."""
+    if given is None:
+        message = f"{name} is required: a string, strings, token ids, or lists of token ids."
+        raise invalid(name, message)
+    if isinstance(given, str):
+        return [completion_pb2.Prompt(text=given)]
+    if not given:
+        raise invalid(name, f"{name} must have at least one element.")
+    if len(given) > most and not isinstance(given[0], int):
+        raise invalid(name, f"{name} has {len(given):,} elements; the limit is {most:,}.")
+    texts = [element for element in given if isinstance(element, str)]
+    ids = [element for element in given if isinstance(element, int)]
+    lists = [element for element in given if isinstance(element, list)]
+    if len(texts) == len(given):
         return [completion_pb2.Prompt(text=text) for text in texts]
-    if len(ids) == len(prompt):
+    if len(ids) == len(given):
         lists = [ids]
-    elif len(lists) != len(prompt):
-        raise invalid(
-            "prompt", "prompt must be all strings, all token ids, or all lists of token ids."
-        )
+    elif len(lists) != len(given):
+        message = f"{name} must be all strings, all token ids, or all lists of token ids."
+        raise invalid(name, message)
     return [completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)) for ids in lists]
 
 
@@ -254,25 +258,3 @@ def _stopping(body: GenerationBody) -> types_pb2.StoppingParams:
         ignore_eos=bool(body.ignore_eos),
         stop_token_ids=body.stop_token_ids,
     )
-
-
-def tools_of(tools: Iterable[FunctionTool] | None) -> list[completion_pb2.Tool]:
-    """Convert the tools."""
-    return [_tool(tool.function) for tool in tools or ()]
-
-
-def _tool(function: FunctionSpec) -> completion_pb2.Tool:
-    return completion_pb2.Tool(
-        name=function.name,
-        description=function.description or "",
-        parameters_json="" if function.parameters is None else json_text(function.parameters),
-        strict=bool(function.strict),
-    )
-
-
-def _tool_choice(body: GenerationBody) -> completion_pb2.ToolChoice | None:
-    if body.tool_choice is None:
-        return None
-    if isinstance(body.tool_choice, str):
-        return completion_pb2.ToolChoice(mode=_TOOL_MODES[body.tool_choice])
-    return completion_pb2.ToolChoice(name=body.tool_choice.function.name)

@@ -34,15 +34,11 @@ class ForeignField:
 
 ForeignFields: TypeAlias = Mapping[str, ForeignField]
 
-_BEAMS = "enables beam search"
 _REPETITIONS = "changes which tokens count as repeated"
 _REASONING = "moves the reasoning within the answer"
 _WEIGHTS = "loads an adapter"
 _FIELDS: ForeignFields = {
     # vLLM
-    "use_beam_search": ForeignField(_BEAMS, (False,)),
-    "length_penalty": ForeignField("weights the lengths of beams", (1,)),
-    "early_stopping": ForeignField("ends a beam search early", (False,)),
     "logits_processors": ForeignField("runs code on the logits", ([],)),
     "prompt_embeds": ForeignField("gives the prompt as embeddings", ([],)),
     "include_reasoning": ForeignField("leaves the reasoning out", (True,)),
@@ -101,7 +97,7 @@ _FIELDS: ForeignFields = {
     "web_search_options": ForeignField("searches the web"),
     "verbosity": ForeignField("requests a shorter or longer answer", ("medium",)),
     # transformers
-    "num_beams": ForeignField(_BEAMS, (1,)),
+    "num_beams": ForeignField("enables beam search", (1,)),
     "do_sample": ForeignField("disables sampling", (True,), "use temperature 0"),
     "no_repeat_ngram_size": ForeignField("forbids repetitions", (0,), "use dry_multiplier"),
 }
@@ -115,6 +111,9 @@ FOREIGN_TO_CHATS: ForeignFields = {
     **_FIELDS,
     "add_special_tokens": ForeignField("adds a BOS token to the rendered prompt", (False,)),
     "best_of": ForeignField("generates more choices than it returns", (0, 1), "use n"),
+    "use_beam_search": ForeignField("enables beam search", (False,)),
+    "length_penalty": ForeignField("weights the lengths of beams", (1,)),
+    "early_stopping": ForeignField("ends a beam search early", (False,)),
     "documents": ForeignField(
         "passes documents to the template", ([],), "use chat_template_kwargs"
     ),

@@ -26,6 +26,11 @@ class ModelCard(Struct):
     chat: bool | None
     max_chat_logprobs: int | None
     system_fingerprint: str | None
+    embedding_width: int | None = None
+    """Numbers of an embedding; 0 = the model makes none"""
+    scores_pairs: bool | None = None
+    """It scores pairs of texts by itself, rather than by their embeddings"""
+    generates: bool | None = None
     parent: str | None = None
     """Id of the model that this one is a LoRA adapter of"""
 
@@ -65,6 +70,9 @@ def catalog_card(
         chat=None if model is None else model.chat,
         max_chat_logprobs=None if model is None else model.max_chat_logprobs,
         system_fingerprint=None if model is None else model.system_fingerprint,
+        embedding_width=None if model is None else model.embedding_width,
+        scores_pairs=None if model is None else model.scores_pairs,
+        generates=None if model is None else not model.only_embeds,
         parent=row.adapter_of or (None if model is None else model.parent) or None,
     )
 

@@ -26,6 +26,7 @@ from services.http_shim.formats.foreign_fields import (
     ForeignFields,
     without_foreign,
 )
+from services.http_shim.formats.tool_fields import NamedToolChoice, Tool
 from tokenwire.errors import ServiceError, invalid
 
 __all__ = [
@@ -33,9 +34,6 @@ __all__ = [
     "ChatBody",
     "CompletionBody",
     "DetokenizeBody",
-    "FunctionName",
-    "FunctionSpec",
-    "FunctionTool",
     "GenerationBody",
     "Grammar",
     "JsonObjectFormat",
@@ -43,23 +41,30 @@ __all__ = [
     "JsonSchemaGrammar",
     "JsonSchemaSpec",
     "LarkGrammar",
+    "LeftOut",
     "LlguidanceGrammar",
     "LoadAdapterBody",
     "MultiCompletionBody",
-    "NamedToolChoice",
     "RegexGrammar",
+    "Seconds",
     "StreamOptions",
     "TemplateBody",
     "TokenizeBody",
+    "Uint32",
     "UnloadAdapterBody",
     "parse",
 ]
 
 Uint32: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400)]
 _BOUNDED = Meta(max_length=4_096)  # the services have lower limits
 _IDS = Meta(max_length=2**20)  # as many as a body may have
 Strings: TypeAlias = Annotated[list[str], _BOUNDED]
+
+
+class LeftOut(Struct):
+    """An item of a list that is left out, and whose path counts as that of an unknown field."""
 
 
 class TextFormat(Struct, tag_field="type", tag="text"):
@@ -110,33 +115,6 @@ class LlguidanceGrammar(Struct, tag_field="type", tag="llguidance"):
     value: str | JsonObject
 
 
-class FunctionSpec(Struct):
-    """`function` of a tool."""
-
-    name: str
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-
-
-class FunctionTool(Struct, tag_field="type", tag="function"):
-    """One of `tools`."""
-
-    function: FunctionSpec
-
-
-class FunctionName(Struct):
-    """`function` of a named `tool_choice`."""
-
-    name: str
-
-
-class NamedToolChoice(Struct, tag_field="type", tag="function"):
-    """`tool_choice` by name."""
-
-    function: FunctionName
-
-
 class StreamOptions(Struct):
     """`stream_options`."""
 
@@ -181,7 +159,7 @@ class GenerationBody(ConstraintFields):
     context_length_exceeded_behavior: Literal["truncate", "error"] | None = None
     response_format: ResponseFormat | None = None
     grammar: Grammar | str | None = None
-    tools: Annotated[list[FunctionTool], _BOUNDED] | None = None
+    tools: Annotated[list[Tool], _BOUNDED] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -196,6 +174,7 @@ class GenerationBody(ConstraintFields):
     allowed_token_ids: Annotated[list[Uint32], _IDS] | None = None
     bad_words: Strings | None = None
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    timeout: Seconds | None = None
 
 
 class CompletionBody(GenerationBody):
@@ -211,6 +190,10 @@ class CompletionBody(GenerationBody):
     logprobs: Uint32 | None = None
     truncate_sequence: bool | None = None
     images: Strings | None = None
+    # vLLM's and transformers' fields
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
 
 class ChatBody(GenerationBody):
@@ -227,6 +210,7 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     echo: bool | None = None
     functions: Any = None
     function_call: Any = None
@@ -251,7 +235,7 @@ class TemplateBody(Struct):
 
     model: str | None = None
     messages: Annotated[list[Message], _BOUNDED] | None = None
-    tools: Annotated[list[FunctionTool], _BOUNDED] | None = None
+    tools: Annotated[list[Tool], _BOUNDED] | None = None
     chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
@@ -289,7 +273,7 @@ class DetokenizeBody(Struct):
 Body = TypeVar("Body", bound=Struct)
 _OBJECT = msgspec.json.Decoder(JsonObject)
 _BIAS = msgspec.json.Decoder(dict[Uint32, float])
-_OBJECTS = msgspec.json.Decoder(list[JsonObject])
+_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _EXACT_FLOATS = 2**53
 """Bound of the integers that a double holds exactly"""
 _INDEX = re.compile(r"\[\d+\]")
@@ -359,9 +343,14 @@ def _unknown(value: Struct, fields: JsonObject) -> Iterator[str]:
             for path in _unknown(inner, _OBJECT.decode(fields[name])):
                 yield f"{name}.{path}"
         elif isinstance(inner, list):
-            for index, pair in enumerate(zip(inner, _OBJECTS.decode(fields[name]), strict=True)):
-                for path in _unknown(*pair):
-                    yield f"{name}[{index}].{path}"
+            for index, (item, raw) in enumerate(
+                zip(inner, _ITEMS.decode(fields[name]), strict=True)
+            ):
+                if isinstance(item, LeftOut):
+                    yield f"{name}[{index}]"
+                elif isinstance(item, Struct):  # else it is a text, where both are allowed
+                    for path in _unknown(item, _OBJECT.decode(raw)):
+                        yield f"{name}[{index}].{path}"
 
 
 @cache

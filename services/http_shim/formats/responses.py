@@ -45,14 +45,22 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    """Generated tokens by kind, as in OpenAI's API."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct):
-    """Tokens of an answer. The cached ones are known only at the end."""
+    """Tokens of an answer. The cached ones, and those of reasoning, are known only at the end."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     cached_input_tokens: int | UnsetType = UNSET
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Only with reasoning"""
 
 
 class PromptToken(Struct):
@@ -167,12 +175,14 @@ def _usage_field(usage: Usage | UnsetType | None) -> bytes:
 
 def usage_of(usage: types_pb2.Usage) -> Usage:
     """Return the final usage."""
+    thought = usage.reasoning_tokens
     return Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         cached_input_tokens=usage.cached_tokens,
         prompt_tokens_details=PromptTokensDetails(usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(thought) if thought else UNSET,
     )
 
 

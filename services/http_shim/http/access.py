@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.accounts.account import (
     GenerationRequest,
+    VectorRequest,
     cap_output,
     estimated_tokens,
     sequence_count,
@@ -98,7 +99,9 @@ async def assign_model(
     return served
 
 
-async def reserve(exchange: Exchange, *requests: GenerationRequest) -> Charge | None:
+async def reserve(
+    exchange: Exchange, *requests: GenerationRequest | VectorRequest
+) -> Charge | None:
     """Reserve the tokens that the requests may use; `charged` ends it. Raises RESOURCE_EXHAUSTED.
 
     Returns None on a server without keys.

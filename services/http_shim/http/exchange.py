@@ -60,6 +60,14 @@ class Exchange:
     ignored_headers: list[str] = field(default_factory=list)
 
     @property
+    def owner(self) -> str:
+        """Owner of the files, batches and responses that the request makes or reads.
+
+        It is the API key, whatever tenant the headers name; on a server without keys the tenant.
+        """
+        return self.tenant if self.account is None else self.account.id
+
+    @property
     def tokens_used(self) -> int:
         """Tokens of prompt and output so far, which are billed."""
         return self.prompt_tokens + self.completion_tokens

@@ -3,36 +3,42 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import grpc
 
-from services.http_shim.backends.output_collector import OutputCollector
 from tokenwire.errors import ServiceError
 
 __all__ = ["Gate"]
 
 
+class Running(Protocol):
+    """What a request waits for."""
+
+    def on_error(self, error: ServiceError) -> None:
+        """End it with an error."""
+
+
 class Gate:
-    """Tracks the generations in progress; a closed gate refuses new ones."""
+    """Tracks the requests in progress; a closed gate refuses new ones."""
 
     def __init__(self) -> None:
-        self._active: set[OutputCollector[Any]] = set()
+        self._active: set[Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.closed = False
 
     @contextmanager
-    def entered(self, *collectors: OutputCollector[Any]) -> Iterator[None]:
-        """Track the generations of one request. Raises UNAVAILABLE if the gate is closed."""
+    def entered(self, *running: Running) -> Iterator[None]:
+        """Track what one request waits for. Raises UNAVAILABLE if the gate is closed."""
         if self.closed:
             raise _stopping("The server is stopping.")
-        self._active.update(collectors)
+        self._active.update(running)
         self._idle.clear()
         try:
             yield
         finally:
-            self._active.difference_update(collectors)
+            self._active.difference_update(running)
             if not self._active:
                 self._idle.set()
 
@@ -47,8 +53,8 @@ class Gate:
         try:
             await asyncio.wait_for(self._idle.wait(), grace)
         except TimeoutError:
-            for collector in self._active:
-                collector.on_error(_stopping("The server stopped before the answer was complete."))
+            for each in self._active:
+                each.on_error(_stopping("The server stopped before the answer was complete."))
             return False
         return True
 

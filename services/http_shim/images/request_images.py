@@ -9,7 +9,7 @@ from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 
-__all__ = ["RemoteImage", "RequestImages", "decode_data_url"]
+__all__ = ["RemoteImage", "RequestImages", "decode_base64", "decode_data_url"]
 
 _MEDIA_TYPES = frozenset({"image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif"})
 _SHOWN = 64  # characters of a media type in an error
@@ -134,13 +134,14 @@ def decode_data_url(url: str, param: str) -> bytes:
             f"{param} has the media type {media_type[:_SHOWN]!r}; use image/png, image/jpeg, "
             "image/webp or image/gif.",
         )
-    data = _decode_base64(text, param)
+    data = decode_base64(text, param)
     if not data:
         raise invalid(param, f"{param} has no data after the comma.")
     return data
 
 
-def _decode_base64(text: str, param: str) -> bytes:
+def decode_base64(text: str, param: str, what: str = "an image") -> bytes:
+    """Return the bytes of `what`, at most those of an image. Raises INVALID_ARGUMENT."""
     try:
         encoded = text.encode("ascii")
         if any(space in encoded for space in _WHITESPACE):
@@ -148,14 +149,14 @@ def _decode_base64(text: str, param: str) -> bytes:
         bare = encoded.rstrip(b"=")
         if len(bare) * 3 // 4 > MAX_IMAGE_BYTES:
             raise invalid(
-                param, f"{param} is too large: an image may have at most {MAX_IMAGE_BYTES:,} bytes."
+                param, f"{param} is too large: {what} may have at most {MAX_IMAGE_BYTES:,} bytes."
             )
         return _decode_groups(bare, padding=len(encoded) - len(bare))
     except (UnicodeEncodeError, binascii.Error):
         raise invalid(
             param,
-            f"{param} is not valid base64 after the comma; it takes the characters A-Z, a-z, 0-9, "
-            "+ and /, with = at the end.",
+            f"{param} is not valid base64, which has the characters A-Z, a-z, 0-9, + and /, with = "
+            "at the end.",
         ) from None
 
 

@@ -4,6 +4,8 @@ import logging
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -13,18 +15,19 @@ from tokenwire.errors import ServiceError
 __all__ = ["ResponseStore", "StoredResponse"]
 
 _LOG = logging.getLogger("responses")
-_MOST_BYTES = 16 * 1024 * 1024  # of a response; reading it delays all streams by some milliseconds
+_MOST_BYTES = 16 * 1024 * 1024  # of a response; reading it delays all streams by up to 0.2 s
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
-    tenant TEXT NOT NULL,
+    owner TEXT NOT NULL,
     created REAL NOT NULL,
     response BLOB NOT NULL,
     input BLOB NOT NULL,
     context BLOB NOT NULL,
     bytes INTEGER NOT NULL
-)
+);
+CREATE TABLE IF NOT EXISTS running (id TEXT PRIMARY KEY)
 """
 
 
@@ -33,14 +36,16 @@ class StoredResponse:
     """A response, and what a next one needs to continue it."""
 
     id: str
-    tenant: str
-    """Tenant that may read it"""
+    owner: str
+    """Owner: the API key, or the tenant on a server without keys"""
     response: bytes
     """The response as JSON"""
     input: bytes
     """JSON array of its input's items"""
     context: bytes
     """JSON array of all items up to its output: those before its input, its input, its output"""
+    is_running: bool = False
+    """Whether it has no output yet: it runs in the background"""
 
     @property
     def size(self) -> int:
@@ -63,11 +68,14 @@ class ResponseStore:
         )
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")
-        self._database.execute(_SCHEMA)
+        self._database.executescript(_SCHEMA)
         [[self._bytes]] = self._database.execute("SELECT coalesce(sum(bytes), 0) FROM responses")
 
     def put(self, stored: StoredResponse) -> bool:
-        """Keep a response; return False if it is too large, or can't be written."""
+        """Keep a response, in place of what is kept of it.
+
+        Returns False if it is too large, or can't be written.
+        """
         if stored.size > min(self._max_bytes, _MOST_BYTES):
             return False
         try:
@@ -77,53 +85,85 @@ class ResponseStore:
             return False
         return True
 
-    def get(self, identity: str, tenant: str) -> StoredResponse:
-        """Return a tenant's response. Raises NOT_FOUND."""
+    def get(self, identity: str, owner: str) -> StoredResponse:
+        """Return an owner's response. Raises NOT_FOUND."""
         with self._lock:
             found = self._database.execute(
-                "SELECT response, input, context FROM responses "
-                "WHERE id = ? AND tenant = ? AND created > ?",
-                (identity, tenant, time.time() - self._seconds),
+                "SELECT response, input, context, id IN running FROM responses "
+                "WHERE id = ? AND owner = ? AND created > ?",
+                (identity, owner, time.time() - self._seconds),
             ).fetchone()
         if found is None:
             raise _unknown(identity)
-        return StoredResponse(identity, tenant, *found)
+        response, asked, context, is_running = found
+        return StoredResponse(identity, owner, response, asked, context, bool(is_running))
 
-    def delete(self, identity: str, tenant: str) -> None:
-        """Drop a tenant's response. Raises NOT_FOUND."""
-        stored = self.get(identity, tenant)
+    def interrupted(self) -> list[StoredResponse]:
+        """Return the running responses; after a start, an earlier process has left them."""
         with self._lock:
-            gone = self._database.execute("DELETE FROM responses WHERE id = ?", (identity,))
-            self._bytes -= stored.size if gone.rowcount else 0
+            found = self._database.execute(
+                "SELECT id, owner, response, input, context, 1 FROM responses WHERE id IN running"
+            ).fetchall()
+        return [StoredResponse(*each) for each in found]
+
+    def delete(self, identity: str, owner: str) -> None:
+        """Drop an owner's response. Raises NOT_FOUND."""
+        self.get(identity, owner)
+        with self._change():
+            self._drop(identity)
 
     def close(self) -> None:
         self._database.close()
 
-    def _write(self, stored: StoredResponse) -> None:
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Change the store as a whole, or not at all if the block raises or the process ends."""
         with self._lock:
+            before = self._bytes
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._database.execute("COMMIT")
+            except BaseException:
+                self._bytes = before
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                raise
+
+    def _write(self, stored: StoredResponse) -> None:
+        with self._change():
+            self._drop(stored.id)
             self._drop_oldest(self._max_bytes - stored.size)
             self._database.execute(
-                "INSERT INTO responses (id, tenant, created, response, input, context, bytes) "
+                "INSERT INTO responses (id, owner, created, response, input, context, bytes) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
-                    *(stored.id, stored.tenant, time.time()),
+                    *(stored.id, stored.owner, time.time()),
                     *(stored.response, stored.input, stored.context, stored.size),
                 ),
             )
             self._bytes += stored.size
+            if stored.is_running:
+                self._database.execute("INSERT INTO running (id) VALUES (?)", (stored.id,))
+
+    def _drop(self, identity: str) -> None:
+        dropped = self._database.execute(
+            "DELETE FROM responses WHERE id = ? RETURNING bytes", (identity,)
+        ).fetchall()
+        self._bytes -= sum(size for [size] in dropped)
+        self._database.execute("DELETE FROM running WHERE id = ?", (identity,))
 
     def _drop_oldest(self, max_bytes: int) -> None:
         """Drop expired responses, and the oldest until the others have `max_bytes`."""
-        oldest = self._database.execute(
-            "SELECT number, created, bytes FROM responses ORDER BY number"
-        )
+        oldest = self._database.execute("SELECT id, created, bytes FROM responses ORDER BY number")
         expired, drops = time.time() - self._seconds, []
-        for number, created, size in oldest:
+        for identity, created, size in oldest:
             if created > expired and self._bytes <= max_bytes:
                 break
-            drops.append((number,))
+            drops.append((identity,))
             self._bytes -= size
-        self._database.executemany("DELETE FROM responses WHERE number = ?", drops)
+        for table in ("responses", "running"):
+            self._database.executemany(f"DELETE FROM {table} WHERE id = ?", drops)
 
 
 def _unknown(identity: str) -> ServiceError:

@@ -5,14 +5,28 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from services.http_shim.documents.request_documents import (
+    RequestDocument,
+    check_count,
+    document_text,
+    encoded_document,
+)
+from services.http_shim.formats.anthropic.server_blocks import ServerBlock, ServerResultBlock
 from services.http_shim.formats.constraint_fields import JsonObject
 from services.http_shim.formats.constraints import json_text
 from services.http_shim.formats.placed_messages import PlacedMessage, begun
+from services.http_shim.formats.request_bodies import LeftOut
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["InputMessage", "SystemPrompt", "chat_messages", "take_block_images"]
+__all__ = [
+    "InputMessage",
+    "SystemPrompt",
+    "chat_messages",
+    "take_block_documents",
+    "take_block_images",
+]
 
 _BOUNDED = Meta(max_length=4_096)  # the tokenizer service has lower limits
 
@@ -45,11 +59,14 @@ class ImageBlock(_Block, tag="image"):
 
 
 class DocumentSource(Struct):
-    """A document as text."""
+    """A document: text, a PDF in base64, a file of /v1/files, or blocks of text and images."""
 
-    type: Literal["text"]
-    data: str
+    type: Literal["text", "base64", "file", "content", "url"]
+    data: str | None = None
     media_type: str | None = None
+    file_id: str | None = None
+    content: str | Annotated[list[TextBlock | ImageBlock], _BOUNDED] | None = None
+    url: str | None = None
 
 
 class DocumentBlock(_Block, tag="document"):
@@ -58,6 +75,22 @@ class DocumentBlock(_Block, tag="document"):
     source: DocumentSource
     title: str | None = None
     context: str | None = None
+    cache_control: Any = None
+
+
+class SearchResultBlock(_Block, tag="search_result"):
+    """What a search of the client found, which becomes text under its title and source."""
+
+    title: str
+    source: str
+    content: Annotated[list[TextBlock], _BOUNDED]
+    cache_control: Any = None
+
+
+class CompactionBlock(_Block, tag="compaction"):
+    """A summary, which becomes text, of messages that were left out."""
+
+    content: str | None = None
     cache_control: Any = None
 
 
@@ -74,7 +107,14 @@ class ToolResultBlock(_Block, tag="tool_result"):
     """The answer of a tool."""
 
     tool_use_id: str
-    content: str | Annotated[list[TextBlock | ImageBlock | DocumentBlock], _BOUNDED] | None = None
+    content: (
+        str
+        | Annotated[
+            list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ServerResultBlock],
+            _BOUNDED,
+        ]
+        | None
+    ) = None
     is_error: bool | None = None
     cache_control: Any = None
 
@@ -96,10 +136,13 @@ Block: TypeAlias = (
     TextBlock
     | ImageBlock
     | DocumentBlock
+    | SearchResultBlock
+    | CompactionBlock
     | ToolUseBlock
     | ToolResultBlock
     | ThinkingBlock
     | RedactedThinkingBlock
+    | ServerBlock
 )
 SystemPrompt: TypeAlias = str | Annotated[list[TextBlock], _BOUNDED]
 
@@ -117,7 +160,9 @@ def take_block_images(messages: Sequence[InputMessage] | None) -> RequestImages:
     Raises INVALID_ARGUMENT with the client's name of a field.
     """
     images = RequestImages()
-    for image, place in _images(messages or ()):
+    for image, place in _content(messages or ()):
+        if not isinstance(image, ImageBlock):
+            continue
         source = image.source
         name, value = ("url", source.url) if source.type == "url" else ("data", source.data)
         param = f"{place}.source.{name}"
@@ -131,17 +176,61 @@ def take_block_images(messages: Sequence[InputMessage] | None) -> RequestImages:
     return images
 
 
-def _images(messages: Sequence[InputMessage]) -> Iterator[tuple[ImageBlock, str]]:
+def take_block_documents(messages: Sequence[InputMessage] | None) -> list[RequestDocument]:
+    """Return the documents of the messages that must be read; their text then stands in place.
+
+    Raises INVALID_ARGUMENT with the client's name of a field.
+    """
+    documents: list[RequestDocument] = []
+    for block, place in _content(messages or ()):
+        if not isinstance(block, DocumentBlock) or block.source.type in ("text", "content"):
+            continue
+        check_count(documents, place)
+        documents.append(_document(block.source, f"{place}.source"))
+    return documents
+
+
+def _document(source: DocumentSource, place: str) -> RequestDocument:
+    def put(text: str) -> None:
+        source.type, source.data = "text", text
+
+    match source.type:
+        case "base64":
+            data, source.data = _required(source.data, f"{place}.data"), None
+            media_type = source.media_type or "application/pdf"
+            return encoded_document(data, media_type, f"{place}.data", put)
+        case "file":
+            param = f"{place}.file_id"
+            return RequestDocument(param, put, file_id=_required(source.file_id, param))
+        case _:
+            raise invalid(
+                f"{place}.url",
+                f"{place}.url: this server fetches no documents; send the document as base64.",
+            )
+
+
+def _required(value: str | None, param: str) -> str:
+    if not value:
+        raise invalid(param, f"{param} is required.")
+    return value
+
+
+def _content(messages: Sequence[InputMessage]) -> Iterator[tuple[_Block, str]]:
+    """Yield the blocks of all messages and those within them, in the order of the chat."""
     for i, message in enumerate(messages):
-        blocks = message.content if isinstance(message.content, list) else []
-        for j, block in enumerate(blocks):
-            place = f"messages[{i}].content[{j}]"
-            if isinstance(block, ImageBlock):
-                yield block, place
-            elif isinstance(block, ToolResultBlock) and isinstance(block.content, list):
-                for k, inner in enumerate(block.content):
-                    if isinstance(inner, ImageBlock):
-                        yield inner, f"{place}.content[{k}]"
+        if isinstance(message.content, list):
+            yield from _nested(message.content, f"messages[{i}].content")
+
+
+def _nested(blocks: Sequence[Struct], place: str) -> Iterator[tuple[_Block, str]]:
+    for index, block in enumerate(blocks):
+        at = f"{place}[{index}]"
+        if isinstance(block, _Block):
+            yield block, at
+        if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+            yield from _nested(block.content, f"{at}.content")
+        elif isinstance(block, DocumentBlock) and isinstance(block.source.content, list):
+            yield from _nested(block.source.content, f"{at}.source.content")
 
 
 def chat_messages(
@@ -160,6 +249,8 @@ def chat_messages(
         placed.append(first)
     for i, message in enumerate(messages):
         place = f"messages[{i}]"
+        if message.content and all(isinstance(block, LeftOut) for block in message.content):
+            continue
         match message.role:
             case "assistant":
                 placed.append(_assistant(message, place))
@@ -176,15 +267,16 @@ def _blocks(message: InputMessage, place: str) -> Iterator[tuple[Block, str]]:
         yield TextBlock(message.content), f"{place}.content"
     else:
         for j, block in enumerate(message.content):
-            yield block, f"{place}.content[{j}]"
+            if not isinstance(block, LeftOut):
+                yield block, f"{place}.content[{j}]"
 
 
 def _assistant(message: InputMessage, place: str) -> PlacedMessage:
     made = begun(completion_pb2.ROLE_ASSISTANT, place)
     for block, at in _blocks(message, place):
         match block:
-            case TextBlock():
-                made.add_text(block.text, at)
+            case TextBlock() | CompactionBlock():
+                _add_content(made, block, at, "an assistant's message")
             case ThinkingBlock():
                 made.message.reasoning += block.thinking
             case ToolUseBlock():
@@ -238,19 +330,43 @@ def _tool_result(block: ToolResultBlock, place: str) -> PlacedMessage:
     return made
 
 
-def _add_content(made: PlacedMessage, block: Block, place: str, where: str) -> None:
+def _add_content(
+    made: PlacedMessage, block: Block | ServerResultBlock, place: str, where: str
+) -> None:
     match block:
         case TextBlock():
             made.add_text(block.text, place)
         case ImageBlock():
             made.add_image(place)
         case DocumentBlock():
-            parts = (block.title, block.context, block.source.data)
-            made.add_text("\n\n".join(part for part in parts if part), place)
+            _add_document(made, block, place)
+        case SearchResultBlock():
+            texts = (each.text for each in block.content)
+            made.add_text(document_text(block.title, block.source, *texts), place)
+        case CompactionBlock():
+            made.add_text(block.content or "", place)
+        case LeftOut():
+            pass
         case _:
             raise _misplaced(block, place, where)
 
 
-def _misplaced(block: Block, place: str, where: str) -> Exception:
+def _add_document(made: PlacedMessage, block: DocumentBlock, place: str) -> None:
+    source = block.source
+    head = [part for part in (block.title, block.context) if part]
+    name = "content" if source.type == "content" else "data"
+    match source.content if source.type == "content" else source.data:
+        case None:
+            raise invalid(f"{place}.source.{name}", f"{place}.source.{name} is required.")
+        case str() as text:
+            made.add_text(document_text(*head, text), place)
+        case blocks:
+            if head:
+                made.add_text("\n\n".join([*head, ""]), place)
+            for k, inner in enumerate(blocks):
+                _add_content(made, inner, f"{place}.source.content[{k}]", "a document")
+
+
+def _misplaced(block: Struct, place: str, where: str) -> Exception:
     kind = type(block).__struct_config__.tag
     return invalid(place, f"{place}: {where} can't have a block of the type {kind}.")

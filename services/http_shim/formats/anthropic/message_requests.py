@@ -14,6 +14,7 @@ from services.http_shim.formats.anthropic.blocks import (
 from services.http_shim.formats.constraint_fields import JsonObject
 from services.http_shim.formats.constraints import json_text
 from services.http_shim.formats.placed_messages import PlacedMessage, place_of, tool_place
+from services.http_shim.formats.request_bodies import Seconds
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -32,6 +33,11 @@ __all__ = [
 _BOUNDED = Meta(max_length=4_096)  # the services have lower limits
 _OWN_TOOLS = (None, "custom")
 """Types of tools that the client runs"""
+_REFUSED = {
+    "thread": "send the whole conversation in messages",
+    "compaction": "ask for a summary in messages",
+}
+"""Fields whose absence would change what the answer means, and what to do instead"""
 _PARAMS = {
     "stop": "stop_sequences",
     "grammar": "output_config.format.schema",
@@ -43,7 +49,7 @@ _PARAMS = {
 class ToolDefinition(Struct):
     """One of `tools`. Those with a type of Anthropic's own servers are left out."""
 
-    name: str
+    name: str | None = None
     type: str | None = None
     description: str | None = None
     input_schema: JsonObject | None = None
@@ -77,7 +83,7 @@ class NoChoice(Struct, tag_field="type", tag="none"):
 class Thinking(Struct):
     """`thinking`. The budget has no effect: `max_tokens` limits reasoning too."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
 
 
@@ -128,8 +134,11 @@ class MessagesBody(PromptBody):
     top_p: float | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None
     metadata: Metadata | None = None
+    thread: Any = None
+    compaction: Any = None
     # our own
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    timeout: Seconds | None = None
 
 
 def ignored_tools(body: PromptBody) -> list[str]:
@@ -141,6 +150,9 @@ def to_message_request(body: MessagesBody) -> completion_pb2.ChatRequest:
     """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
     if body.max_tokens is None:
         raise invalid("max_tokens", "max_tokens is required: the most tokens of the answer.")
+    for name, remedy in _REFUSED.items():
+        if getattr(body, name) is not None:
+            raise invalid(name, f"{name} is not supported; {remedy}.")
     prompt = _prompt(body)
     choice = body.tool_choice
     calls = [] if choice is None or isinstance(choice, NoChoice) else [choice]
@@ -207,7 +219,10 @@ def _tool_place(path: str, body: PromptBody) -> tuple[str, str] | None:
 def _prompt(body: PromptBody) -> list[PlacedMessage]:
     if not body.messages:
         raise invalid("messages", "messages is required: at least one message.")
-    return chat_messages(body.system, body.messages)
+    prompt = chat_messages(body.system, body.messages)
+    if not prompt:
+        raise invalid("messages", "messages has only blocks of tools that other servers run.")
+    return prompt
 
 
 def _continues(prompt: list[PlacedMessage]) -> bool:
@@ -220,6 +235,8 @@ def _tools(body: PromptBody) -> Iterator[tuple[int, completion_pb2.Tool]]:
     """Yield the tools that the client runs, with their indices in the body."""
     for index, tool in enumerate(body.tools or ()):
         if tool.type in _OWN_TOOLS:
+            if tool.name is None:
+                raise invalid(f"tools[{index}].name", f"tools[{index}].name is required.")
             schema = "" if tool.input_schema is None else json_text(tool.input_schema)
             yield (
                 index,

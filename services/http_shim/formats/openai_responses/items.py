@@ -2,17 +2,32 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from services.http_shim.documents.request_documents import (
+    RequestDocument,
+    check_count,
+    document_text,
+    encoded_document,
+)
+from services.http_shim.formats.custom_tools import arguments_of
 from services.http_shim.formats.placed_messages import PlacedMessage, begun
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["PlacedItem", "chat_messages", "ignored_items", "items_of", "take_item_images"]
+__all__ = [
+    "PlacedItem",
+    "chat_messages",
+    "ignored_items",
+    "items_of",
+    "take_item_documents",
+    "take_item_images",
+]
 
 _BOUNDED = Meta(max_length=4_096)  # the tokenizer service has lower limits
 _ROLES = {
@@ -22,9 +37,18 @@ _ROLES = {
     "assistant": completion_pb2.ROLE_ASSISTANT,
 }
 _READ = frozenset(
-    {"message", "function_call", "function_call_output", "reasoning", "item_reference"}
+    {
+        *("message", "reasoning", "item_reference"),
+        *("function_call", "function_call_output"),
+        *("custom_tool_call", "custom_tool_call_output"),
+    }
 )
 """Types of items that become part of the prompt, or are refused"""
+_PART_LISTS = {
+    "message": "content",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +59,9 @@ class PlacedItem:
     place: str
 
     @property
-    def type(self) -> object:
-        return self.item.get("type") or "message"
+    def type(self) -> str:
+        kind: str | None = self.item.get("type")
+        return kind or "message"
 
 
 class _Part(Struct, tag_field="type"):
@@ -75,7 +100,17 @@ class InputImage(_Part, tag="input_image"):
     detail: str | None = None
 
 
-Part: TypeAlias = InputText | OutputText | PlainText | Refusal | InputImage
+class InputFile(_Part, tag="input_file"):
+    """A file, which becomes text: its data as base64 or a data URL, or its id in /v1/files."""
+
+    file_data: str | None = None
+    file_id: str | None = None
+    file_url: str | None = None
+    filename: str | None = None
+    detail: str | None = None
+
+
+Part: TypeAlias = InputText | OutputText | PlainText | Refusal | InputImage | InputFile
 _Content: TypeAlias = str | Annotated[list[Part], _BOUNDED]
 
 
@@ -94,8 +129,16 @@ class CallItem(Struct):
     arguments: str
 
 
+class CustomCallItem(Struct):
+    """A call of a custom tool that the model made."""
+
+    call_id: str
+    name: str
+    input: str
+
+
 class CallOutputItem(Struct):
-    """The result of a function."""
+    """The result of a function or a custom tool."""
 
     call_id: str
     output: _Content
@@ -128,18 +171,52 @@ def take_item_images(items: Sequence[PlacedItem]) -> RequestImages:
     Raises INVALID_ARGUMENT with the client's name of a field.
     """
     images = RequestImages()
+    for part, place in _raw_parts(items, "input_image"):
+        param = f"{place}.image_url"
+        url = part.get("image_url")
+        if not isinstance(url, str):
+            raise invalid(param, f"{param} is required: a URL, or a data URL.")
+        images.add(url, param)
+        part["image_url"] = None
+    return images
+
+
+def take_item_documents(items: Sequence[PlacedItem]) -> list[RequestDocument]:
+    """Return the files of items; the text of each then stands in place of its data.
+
+    Raises INVALID_ARGUMENT with the client's name of a field.
+    """
+    documents: list[RequestDocument] = []
+    for part, place in _raw_parts(items, "input_file"):
+        check_count(documents, place)
+        documents.append(_document(part, place))
+    return documents
+
+
+def _document(part: dict[str, Any], place: str) -> RequestDocument:
+    if part.get("file_url") is not None:
+        param = f"{place}.file_url"
+        raise invalid(param, f"{param} is not supported; use file_data or file_id.")
+    [*given] = (name for name in ("file_data", "file_id") if part.get(name) is not None)
+    if len(given) != 1:
+        raise invalid(place, f"{place} must have file_data or file_id, and not both.")
+    param, value = f"{place}.{given[0]}", part.pop(given[0])
+    if not isinstance(value, str):
+        raise invalid(param, f"{param} must be a text.")
+    put = partial(part.__setitem__, "file_data")
+    if given[0] == "file_id":
+        return RequestDocument(param, put, file_id=value)
+    return encoded_document(value, "", param, put)
+
+
+def _raw_parts(items: Sequence[PlacedItem], kind: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the parts of a type, each with its place."""
     for placed in items:
-        name = {"message": "content", "function_call_output": "output"}.get(str(placed.type))
+        name = _PART_LISTS.get(placed.type)
         parts = placed.item.get(name) if name else None
         for index, part in enumerate(parts if isinstance(parts, list) else ()):
-            if isinstance(part, dict) and part.get("type") == "input_image":
-                param = f"{placed.place}.{name}[{index}].image_url"
-                url = part.get("image_url")
-                if not isinstance(url, str):
-                    raise invalid(param, f"{param} is required: a URL, or a data URL.")
-                images.add(url, param)
-                part["image_url"] = None
-    return images
+            if isinstance(part, dict) and part.get("type") == kind:
+                yield part, f"{placed.place}.{name}[{index}]"
 
 
 def chat_messages(instructions: str | None, items: Sequence[PlacedItem]) -> list[PlacedMessage]:
@@ -158,7 +235,9 @@ def chat_messages(instructions: str | None, items: Sequence[PlacedItem]) -> list
                 _add_message(messages, placed)
             case "function_call":
                 _add_call(messages, placed)
-            case "function_call_output":
+            case "custom_tool_call":
+                _add_custom_call(messages, placed)
+            case "function_call_output" | "custom_tool_call_output":
                 _add_output(messages, placed)
             case "reasoning":
                 _add_reasoning(messages, placed)
@@ -188,6 +267,14 @@ def _add_call(messages: list[PlacedMessage], placed: PlacedItem) -> None:
     item = _converted(placed, CallItem)
     made = _assistant(messages, placed.place)
     made.message.tool_calls.add(id=item.call_id, name=item.name, arguments_json=item.arguments)
+    made.call_places.append(placed.place)
+
+
+def _add_custom_call(messages: list[PlacedMessage], placed: PlacedItem) -> None:
+    item = _converted(placed, CustomCallItem)
+    made = _assistant(messages, placed.place)
+    arguments = arguments_of(item.input)
+    made.message.tool_calls.add(id=item.call_id, name=item.name, arguments_json=arguments)
     made.call_places.append(placed.place)
 
 
@@ -238,6 +325,8 @@ def _add_part(made: PlacedMessage, part: Part, place: str) -> None:
             if part.file_id is not None:
                 raise invalid(f"{place}.file_id", f"{place}.file_id is not supported; use a URL.")
             made.add_image(place)
+        case InputFile():
+            made.add_text(document_text(part.filename, part.file_data), place)
         case Refusal():
             made.add_text(part.refusal, place)
         case _:
@@ -254,7 +343,16 @@ def _converted(placed: PlacedItem, to: type[_Item]) -> _Item:
 
 
 def items_of(value: str | list[dict[str, Any]] | None, place: str) -> list[PlacedItem]:
-    """Return the items of an input; a text is a user's message."""
+    """Return the items of an input; a text is a user's message.
+
+    Raises INVALID_ARGUMENT for a type that is no text.
+    """
     if isinstance(value, str):
         return [PlacedItem({"type": "message", "role": "user", "content": value}, place)]
-    return [PlacedItem(item, f"{place}[{index}]") for index, item in enumerate(value or ())]
+    return [_placed(item, f"{place}[{index}]") for index, item in enumerate(value or ())]
+
+
+def _placed(item: dict[str, Any], place: str) -> PlacedItem:
+    if not isinstance(item.get("type"), str | None):
+        raise invalid(f"{place}.type", f"{place}.type must be a text.")
+    return PlacedItem(item, place)

@@ -1,7 +1,7 @@
 """JSON of responses, whole and as events of a stream."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -9,6 +9,7 @@ from msgspec import Struct, field
 
 from services.http_shim.errors import http_status, public_message
 from services.http_shim.formats.chat_responses import ContentLogprob, logprobs_of
+from services.http_shim.formats.custom_tools import CustomInput
 from services.http_shim.formats.openai_responses.response_requests import PreparedResponse
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -16,21 +17,31 @@ from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
     "CallOutput",
+    "CustomCallOutput",
     "ItemEvents",
     "MessageOutput",
     "OutputItem",
     "ReasoningOutput",
     "ResponseObject",
     "ResponseUsage",
+    "begin_output",
     "begun_response",
+    "cancel_response",
     "end_response",
     "fail_response",
+    "has_ended",
+    "interrupted_response",
     "is_cut",
     "output_of",
 ]
 
 _encode = msgspec.json.Encoder().encode
-_IN_PROGRESS, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
+_QUEUED, _IN_PROGRESS, _COMPLETED, _INCOMPLETE, _CANCELLED, _FAILED = (
+    *("queued", "in_progress", "completed"),
+    *("incomplete", "cancelled", "failed"),
+)
+_FUNCTION: dict[str, Any] = {"strict": False, "parameters": None}
+"""Fields of a function that clients may leave out"""
 
 
 class OutputText(Struct, tag_field="type", tag="output_text"):
@@ -75,7 +86,17 @@ class CallOutput(Struct, tag_field="type", tag="function_call"):
     status: str
 
 
-OutputItem: TypeAlias = MessageOutput | ReasoningOutput | CallOutput
+class CustomCallOutput(Struct, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str
+    status: str
+
+
+OutputItem: TypeAlias = MessageOutput | ReasoningOutput | CallOutput | CustomCallOutput
 
 
 class InputTokens(Struct):
@@ -85,7 +106,7 @@ class InputTokens(Struct):
 
 
 class OutputTokens(Struct):
-    """Tokens of the answer. Those of reasoning are not counted apart."""
+    """Tokens of the answer, of which some are reasoning."""
 
     reasoning_tokens: int = 0
 
@@ -148,17 +169,22 @@ class ResponseObject(Struct):
 def begun_response(
     identity: str, created: int, model: str, prepared: PreparedResponse
 ) -> ResponseObject:
-    """Return a response without output. created: seconds of the epoch."""
+    """Return a response without output. created: seconds of the epoch.
+
+    One in the background is queued until its output begins.
+    """
     body = prepared.body
+    tools = body.tools or []
     form = None if body.text is None else body.text.format
     text = {"type": "text"} if form is None else _without_nulls(msgspec.json.decode(_encode(form)))
     effort = None if body.reasoning is None else body.reasoning.effort
     return ResponseObject(
         identity,
         created,
-        _IN_PROGRESS,
+        _QUEUED if body.background else _IN_PROGRESS,
         model,
         [],
+        background=bool(body.background),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
@@ -169,9 +195,10 @@ def begun_response(
         temperature=body.temperature,
         text={"format": text},
         tool_choice=body.tool_choice or "auto",
-        tools=[{"strict": False, "parameters": None} | tool for tool in body.tools or ()],
+        tools=[_FUNCTION | tool if tool.get("type") == "function" else tool for tool in tools],
         top_logprobs=body.top_logprobs or 0,
         top_p=body.top_p,
+        truncation=body.truncation or "disabled",
         user=body.user,
     )
 
@@ -195,7 +222,7 @@ def end_response(
         usage.prompt_tokens,
         InputTokens(usage.cached_tokens),
         usage.completion_tokens,
-        OutputTokens(),
+        OutputTokens(usage.reasoning_tokens),
         usage.prompt_tokens + usage.completion_tokens,
     )
 
@@ -209,17 +236,47 @@ def fail_response(response: ResponseObject, output: list[OutputItem], error: Ser
     """Make a response failed, with the output that it had."""
     code = "rate_limit_exceeded" if http_status(error.code) == 429 else "server_error"
     response.output = output
-    response.status = "failed"
+    response.status = _FAILED
     response.error = ResponseFailure(code, public_message(error))
+
+
+def cancel_response(response: ResponseObject, output: list[OutputItem]) -> None:
+    """Make a response cancelled, with the output that it had."""
+    response.output = output
+    response.status = _CANCELLED
+
+
+def begin_output(response: ResponseObject) -> bool:
+    """Make a queued response one in progress; return whether it was queued."""
+    was_queued = response.status == _QUEUED
+    if was_queued:
+        response.status = _IN_PROGRESS
+    return was_queued
+
+
+def has_ended(response: ResponseObject) -> bool:
+    """Return whether a response is in its final state."""
+    return response.status not in (_QUEUED, _IN_PROGRESS)
+
+
+def interrupted_response(encoded: bytes) -> bytes:
+    """Return the JSON of a running response as one that failed because its server ended."""
+    response = msgspec.json.decode(encoded)
+    error = ResponseFailure("server_error", "The server ended before the response was complete.")
+    return _encode(response | {"status": _FAILED, "error": error})
 
 
 class ItemEvents:
     """Converts the deltas of an answer to items of the output, and to the events of a stream."""
 
-    def __init__(self, *, has_logprobs: bool) -> None:
+    def __init__(self, *, has_logprobs: bool, custom_tools: Collection[str] = ()) -> None:
+        """custom_tools: names of the tools whose input is text."""
         self.items: list[OutputItem] = []
         """All items, the last of which may be open"""
         self._has_logprobs = has_logprobs
+        self._custom_tools = custom_tools
+        self._input = CustomInput()
+        """Input of the last call, if it is one of a custom tool"""
         self._open: tuple[str, int] | None = None
         """Kind of the last item if it is open, and for a call its index among the calls"""
         self._sequence = 0
@@ -239,8 +296,7 @@ class ItemEvents:
             yield from self._opened(("message", 0), MessageOutput(_id("msg"), _IN_PROGRESS, []))
             yield from self._add_text(delta)
         for call in delta.tool_calls:
-            item = CallOutput(_id("fc"), call.id, call.name, "", _IN_PROGRESS)
-            yield from self._opened(("function_call", call.index), item)
+            yield from self._opened(("function_call", call.index), self._call(call))
             if call.arguments_json:
                 yield from self._add_arguments(call.arguments_json)
 
@@ -250,6 +306,8 @@ class ItemEvents:
             return
         self._open = None
         item = self.items[-1]
+        if isinstance(item, CustomCallOutput):
+            yield from self._add_input(item, self._input.finish())
         match item:
             case MessageOutput(content=[text]):
                 yield self._event(
@@ -265,8 +323,15 @@ class ItemEvents:
                     arguments=item.arguments,
                     name=item.name,
                 )
+            case CustomCallOutput():
+                yield self._event("response.custom_tool_call_input.done", input=item.input)
         item.status = _INCOMPLETE if is_cut else _COMPLETED
         yield self.event("response.output_item.done", output_index=len(self.items) - 1, item=item)
+
+    def _call(self, call: completion_pb2.ToolCallDelta) -> CallOutput | CustomCallOutput:
+        if call.name in self._custom_tools:
+            return CustomCallOutput(_id("ctc"), call.id, call.name, "", _IN_PROGRESS)
+        return CallOutput(_id("fc"), call.id, call.name, "", _IN_PROGRESS)
 
     def _opened(self, kind: tuple[str, int], item: OutputItem) -> Iterator[bytes]:
         if kind == self._open:
@@ -274,6 +339,7 @@ class ItemEvents:
         yield from self.close(is_cut=False)
         self.items.append(item)
         self._open = kind
+        self._input = CustomInput()
         yield self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
     def _add_text(self, delta: completion_pb2.ChatDelta) -> Iterator[bytes]:
@@ -298,9 +364,17 @@ class ItemEvents:
 
     def _add_arguments(self, arguments: str) -> Iterator[bytes]:
         item = self.items[-1]
+        if isinstance(item, CustomCallOutput):
+            yield from self._add_input(item, self._input.feed(arguments))
+            return
         assert isinstance(item, CallOutput)
         item.arguments += arguments
         yield self._event("response.function_call_arguments.delta", delta=arguments)
+
+    def _add_input(self, item: CustomCallOutput, text: str) -> Iterator[bytes]:
+        if text:
+            item.input += text
+            yield self._event("response.custom_tool_call_input.delta", delta=text)
 
     def _event(self, kind: str, content_index: int | None = None, /, **fields: Any) -> bytes:
         """Return an event of the open item."""
@@ -318,9 +392,10 @@ def output_of(
     finished: completion_pb2.ChoiceFinished,
     *,
     has_logprobs: bool,
+    custom_tools: Collection[str] = (),
 ) -> list[OutputItem]:
-    """Return the items of a whole answer."""
-    events = ItemEvents(has_logprobs=has_logprobs)
+    """Return the items of a whole answer; custom_tools: names of the tools whose input is text."""
+    events = ItemEvents(has_logprobs=has_logprobs, custom_tools=custom_tools)
     for delta in deltas:
         for _ in events.of(delta):
             pass

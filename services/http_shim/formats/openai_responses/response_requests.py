@@ -1,5 +1,6 @@
 """Bodies of the Responses API, and their conversion to a chat's request."""
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -8,6 +9,7 @@ from msgspec import Meta, Struct
 
 from services.http_shim.formats.constraint_fields import JsonObject
 from services.http_shim.formats.constraints import json_text
+from services.http_shim.formats.custom_tools import custom_tool
 from services.http_shim.formats.openai_responses.items import (
     PlacedItem,
     chat_messages,
@@ -15,6 +17,8 @@ from services.http_shim.formats.openai_responses.items import (
     items_of,
 )
 from services.http_shim.formats.placed_messages import PlacedMessage, place_of, tool_place
+from services.http_shim.formats.request_bodies import Seconds
+from services.http_shim.formats.tool_fields import InputGrammar
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -32,12 +36,16 @@ __all__ = [
 _Object: TypeAlias = dict[str, Any]
 _BOUNDED = Meta(max_length=4_096)  # the services have lower limits
 _LOGPROBS = "message.output_text.logprobs"
+_SERVED = ("function", "custom")
+"""Types of tools that a client runs"""
 _PARAMS = {
     "stopping.max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "grammar": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "drop_oldest_messages": "truncation",
 }
+_PARAMETERS = re.compile(r"tools\[(?P<index>\d+)\]\.parameters")
 _MODES = {
     "auto": completion_pb2.TOOL_MODE_AUTO,
     "none": completion_pb2.TOOL_MODE_NONE,
@@ -98,6 +106,7 @@ class ResponseBody(Struct):
     prompt: Any = None
     # our own
     priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    timeout: Seconds | None = None
 
 
 class PreparedResponse(Struct):
@@ -106,8 +115,8 @@ class PreparedResponse(Struct):
     body: ResponseBody
     context: list[PlacedItem]
     """Items of the responses that it continues"""
-    tenant: str
-    """Tenant that may read the response"""
+    owner: str
+    """Owner: the API key, or the tenant on a server without keys"""
     original_input: bytes
     """JSON array of the input's items, with their images"""
     original_context: bytes
@@ -126,16 +135,26 @@ class PreparedResponse(Struct):
         return self.body.priority
 
     @property
+    def timeout(self) -> float | None:
+        return self.body.timeout
+
+    @property
     def items(self) -> list[PlacedItem]:
         """All items of the prompt."""
         return self.context + items_of(self.body.input, "input")
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of the custom tools."""
+        tools = self.body.tools or ()
+        return frozenset(tool["name"] for tool in tools if tool.get("type") == "custom")
 
     @property
     def has_logprobs(self) -> bool:
         return self.body.top_logprobs is not None or _LOGPROBS in (self.body.include or ())
 
 
-def prepare(body: ResponseBody, tenant: str, context: bytes) -> PreparedResponse:
+def prepare(body: ResponseBody, owner: str, context: bytes) -> PreparedResponse:
     """Put a body together with the items that it continues, a JSON array.
 
     Raises INVALID_ARGUMENT for what is not served.
@@ -144,7 +163,7 @@ def prepare(body: ResponseBody, tenant: str, context: bytes) -> PreparedResponse
     place = "previous_response_id"
     before = [PlacedItem(item, place) for item in msgspec.json.decode(context)]
     asked = [placed.item for placed in items_of(body.input, "input")]
-    return PreparedResponse(body, before, tenant, msgspec.json.encode(asked), context)
+    return PreparedResponse(body, before, owner, msgspec.json.encode(asked), context)
 
 
 def _check(body: ResponseBody) -> None:
@@ -152,23 +171,26 @@ def _check(body: ResponseBody) -> None:
     if body.input is None and body.previous_response_id is None:
         raise invalid("input", "input is required: a text, or a list of items.")
     for name, remedy in (
-        ("background", "omit it, and stream the response"),
         ("conversation", "use previous_response_id"),
         ("prompt", "send the prompt's text as input"),
     ):
         if getattr(body, name):
             raise invalid(name, f"{name} is not supported; {remedy}.")
+    if body.background and body.store is False:
+        raise invalid("background", "background needs store: its response is read later.")
 
 
 def ignored_parts(prepared: PreparedResponse) -> list[str]:
     """Return the paths of parts without effect, such as tools that only OpenAI's servers run."""
     tools = prepared.body.tools or ()
-    paths = [f"tools[{i}]" for i, tool in enumerate(tools) if tool.get("type") != "function"]
+    paths = [f"tools[{i}]" for i, tool in enumerate(tools) if tool.get("type") not in _SERVED]
+    for index, tool in enumerate(tools):
+        form = tool.get("format") if tool.get("type") == "custom" else None
+        if isinstance(form, dict) and form.get("syntax") == "lark":
+            paths.append(f"tools[{index}].format")
     paths += ignored_items(items_of(prepared.body.input, "input"))
     includes = prepared.body.include or ()
     paths += [f"include[{i}]" for i, each in enumerate(includes) if each != _LOGPROBS]
-    if prepared.body.truncation == "auto":
-        paths.append("truncation")
     reasoning = prepared.body.reasoning or ReasoningConfig()
     for name in ("summary", "generate_summary"):
         if getattr(reasoning, name) is not None:
@@ -189,8 +211,13 @@ def to_response_request(prepared: PreparedResponse) -> completion_pb2.ChatReques
         stopping=types_pb2.StoppingParams(max_tokens=body.max_output_tokens),
         logprobs=(body.top_logprobs or 0) if prepared.has_logprobs else None,
         grammar=_grammar(body),
-        delivery=(completion_pb2.DELIVERY_DELTAS if body.stream else completion_pb2.DELIVERY_WHOLE),
+        delivery=(
+            completion_pb2.DELIVERY_DELTAS
+            if body.stream or body.background
+            else completion_pb2.DELIVERY_WHOLE
+        ),
         user=body.user or body.safety_identifier or "",
+        drop_oldest_messages=body.truncation == "auto",
         reasoning_effort=(body.reasoning.effort or "") if body.reasoning else "",
     )
 
@@ -222,7 +249,12 @@ def response_schema_param(path: str, prepared: PreparedResponse) -> str:
 def _tool_place(path: str, body: ResponseBody) -> tuple[str, str] | None:
     if not path.startswith("tools["):
         return None
-    return tool_place(path, [index for index, _ in _tools(body)], "parameters")
+    place = tool_place(path, [index for index, _ in _tools(body)], "parameters")
+    if place is not None and (found := _PARAMETERS.fullmatch(place[0])) is not None:
+        tools = body.tools or []
+        if tools[int(found["index"])].get("type") == "custom":
+            return f"tools[{found['index']}].format.definition", ""
+    return place
 
 
 def _prompt(prepared: PreparedResponse) -> list[PlacedMessage]:
@@ -233,15 +265,22 @@ def _prompt(prepared: PreparedResponse) -> list[PlacedMessage]:
 
 
 def _tools(body: ResponseBody) -> Iterator[tuple[int, completion_pb2.Tool]]:
-    """Yield the functions, with their indices in the body."""
+    """Yield the functions and custom tools, with their indices in the body."""
     allowed = _allowed(body)
     for index, tool in enumerate(body.tools or ()):
-        if tool.get("type") != "function" or (allowed and tool.get("name") not in allowed):
+        if tool.get("type") not in _SERVED:
             continue
         name, description = tool.get("name"), tool.get("description")
         parameters = tool.get("parameters")
         if not isinstance(name, str):
             raise invalid(f"tools[{index}].name", f"tools[{index}].name is required: a text.")
+        if allowed and name not in allowed:
+            continue
+        description = description if isinstance(description, str) else ""
+        if tool["type"] == "custom":
+            grammar = _input_grammar(tool.get("format"), f"tools[{index}].format")
+            yield index, custom_tool(name, description, grammar)
+            continue
         if parameters is not None and not isinstance(parameters, dict):
             field = f"tools[{index}].parameters"
             raise invalid(field, f"{field} must be a JSON Schema.")
@@ -249,18 +288,37 @@ def _tools(body: ResponseBody) -> Iterator[tuple[int, completion_pb2.Tool]]:
             index,
             completion_pb2.Tool(
                 name=name,
-                description=description if isinstance(description, str) else "",
+                description=description,
                 parameters_json="" if parameters is None else json_text(parameters),
                 strict=tool.get("strict") is True,
             ),
         )
 
 
-def _allowed(body: ResponseBody) -> set[object]:
+def _input_grammar(form: object, param: str) -> InputGrammar | None:
+    match form:
+        case None | {"type": "text"}:
+            return None
+        case {
+            "type": "grammar",
+            "syntax": "lark" | "regex" as syntax,
+            "definition": str() as definition,
+        }:
+            return InputGrammar(syntax, definition)
+        case _:
+            raise invalid(
+                param,
+                f"{param} must be text, or a grammar with a syntax, lark or regex, and a "
+                "definition.",
+            )
+
+
+def _allowed(body: ResponseBody) -> set[str]:
     """Return the names of the functions that may be called; none = all."""
     match body.tool_choice:
         case {"type": "allowed_tools", "tools": list() as tools}:
-            return {tool.get("name") for tool in tools if isinstance(tool, dict)}
+            named = [tool.get("name") for tool in tools if isinstance(tool, dict)]
+            return {name for name in named if isinstance(name, str)}
         case _:
             return set()
 
@@ -271,7 +329,7 @@ def _tool_choice(body: ResponseBody) -> completion_pb2.ToolChoice | None:
             return None
         case str() as mode if mode in _MODES:
             return completion_pb2.ToolChoice(mode=_MODES[mode])
-        case {"type": "function", "name": str() as name}:
+        case {"type": "function" | "custom", "name": str() as name}:
             return completion_pb2.ToolChoice(name=name)
         case {"type": "allowed_tools", "mode": str() as mode} if mode in _MODES:
             return completion_pb2.ToolChoice(mode=_MODES[mode])

@@ -1,0 +1,1 @@
+"""Batches that the server runs by itself."""

@@ -1,0 +1,129 @@
+"""Reader of documents: their bytes and media type in, their text out."""
+
+import asyncio
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from tokenwire.errors import ServiceError, invalid
+
+__all__ = ["DocumentLimits", "DocumentReader", "documents_busy"]
+
+_LOG = logging.getLogger("documents")
+_PROGRAM = Path(__file__).with_name("pdf_text.py")
+_PDF = "application/pdf"
+_TEXTS = ("application/json", "application/jsonl", "application/xml")
+_UNKNOWN = ("", "application/octet-stream")
+_SHOWN = 64  # characters of a media type in an error
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentLimits:
+    """Limits on one document, and on all that are read at once."""
+
+    pages: int = 1_000
+    characters: int = 4 * 1024 * 1024
+    seconds: int = 20
+    memory: int = 512 * 1024 * 1024
+    """Bytes of the address space of a process that reads a PDF"""
+    concurrent: int = 2
+    """PDFs that are read at once"""
+    waiting: int = 32
+    """PDFs that are read or wait for their turn; more are refused"""
+
+
+_LIMITS = DocumentLimits()
+
+
+class DocumentReader:
+    """Reads the documents of all requests, a PDF in a process of its own."""
+
+    def __init__(self, limits: DocumentLimits = _LIMITS) -> None:
+        self._limits = limits
+        self._places = asyncio.Semaphore(limits.concurrent)
+        self._waiting = 0
+
+    async def text(self, data: bytes, media_type: str, param: str) -> str:
+        """Return the text of a document.
+
+        media_type: empty = by the data. Raises INVALID_ARGUMENT with the reason and `param` as the
+        field, and UNAVAILABLE if others take all places for long.
+        """
+        kind = media_type.partition(";")[0].strip().lower()
+        if kind == _PDF or (kind in _UNKNOWN and data.startswith(b"%PDF-")):
+            return await self._pdf_text(data, param)
+        if kind in _UNKNOWN or kind in _TEXTS or kind.startswith("text/"):
+            return self._plain_text(data, param)
+        raise invalid(
+            param,
+            f"{param} has the media type {kind[:_SHOWN]!r}; use application/pdf or text/plain.",
+        )
+
+    def _plain_text(self, data: bytes, param: str) -> str:
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            raise invalid(param, f"{param} is neither a PDF nor text in UTF-8.") from None
+        if len(text) > self._limits.characters:
+            most = self._limits.characters
+            raise invalid(param, f"{param} has more than {most:,} characters.")
+        return text
+
+    async def _pdf_text(self, data: bytes, param: str) -> str:
+        if self._waiting >= self._limits.waiting:
+            raise documents_busy()
+        self._waiting += 1
+        try:
+            try:
+                async with asyncio.timeout(self._limits.seconds):
+                    await self._places.acquire()
+            except TimeoutError:
+                raise documents_busy() from None
+            try:
+                kind, text = await self._run(data)
+            finally:
+                self._places.release()
+        finally:
+            self._waiting -= 1
+        if kind != "text":
+            raise invalid(param, f"{param}: the PDF {text}.", reason="UNREADABLE_PDF")
+        return text
+
+    async def _run(self, data: bytes) -> tuple[str, str]:
+        """Return what the program writes: "text" or "problem", and the one or the other."""
+        limits = self._limits
+        numbers = (limits.pages, limits.characters, limits.seconds, limits.memory)
+        process = await asyncio.create_subprocess_exec(
+            # without the program's folder on the path, and without the server's secrets
+            *(sys.executable, "-P", str(_PROGRAM), *map(str, numbers)),
+            env={name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(limits.seconds):
+                output, errors = await process.communicate(data)
+        except TimeoutError:
+            return "problem", f"takes more than {limits.seconds} s to read"
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode != 0:  # the system ended it
+            end = errors[-1000:].decode(errors="replace")
+            _LOG.warning("a PDF ended its reader with %s: %s", process.returncode, end)
+            return "problem", "takes too much time or memory to read"
+        kind, _, text = output.decode().partition("\n")
+        return kind, text
+
+
+def documents_busy() -> ServiceError:
+    """Return the refusal of a document for which no place became free."""
+    message = "The server reads as many PDFs as it can; try again."
+    code = grpc.StatusCode.UNAVAILABLE
+    return ServiceError(code, "DOCUMENTS_BUSY", message, retry_seconds=5)

@@ -1,0 +1,159 @@
+"""Endpoints of embeddings and scores: /v1/embeddings, /v1/rerank, /v1/score."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import Struct
+from starlette.types import Receive, Scope, Send
+
+from services.http_shim.backends.backend import Backend
+from services.http_shim.backends.model_source import ModelSource
+from services.http_shim.endpoints.stream_sender import client_left
+from services.http_shim.errors import ClientGoneError, client_field_names
+from services.http_shim.formats.request_bodies import parse
+from services.http_shim.formats.vector_formats import (
+    EmbeddingBody,
+    RerankBody,
+    ScoreBody,
+    VectorBody,
+    embedding_list,
+    embedding_param_of,
+    rerank_param_of,
+    reranking,
+    score_list,
+    score_param_of,
+    to_embed_request,
+    to_rerank_request,
+    to_score_request,
+)
+from services.http_shim.http.access import authorized_model, charged, reserve
+from services.http_shim.http.body import BodyReader, json_response
+from services.http_shim.http.exchange import exchange_of
+from services.http_shim.http.gate import Gate
+from services.http_shim.http.scheduling import priority_of
+from tokenwire.errors import ServiceError
+from tokenwire.pb.completion.v1 import completion_pb2
+
+__all__ = ["EMBEDDINGS", "RERANK", "SCORE", "VectorApi", "VectorEndpoint"]
+
+Asked = TypeVar("Asked", bound=VectorBody)
+Request = TypeVar("Request", completion_pb2.EmbedRequest, completion_pb2.ScoreRequest)
+Answer = TypeVar("Answer", completion_pb2.EmbedResponse, completion_pb2.ScoreResponse)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorApi(Generic[Asked, Request, Answer]):
+    """Formats of one endpoint."""
+
+    operation: str
+    """Name in traces"""
+    decoder: msgspec.json.Decoder[Asked]
+    to_request: Callable[[Asked], Request]
+    param_of: Callable[[str], str]
+    """Returns the client's name of a field of the request"""
+    ask: Callable[[Backend, Request, str, int, float | None], Awaitable[Answer]]
+    """Asks a backend, for a tenant, with a priority and a timeout in seconds"""
+    to_answer: Callable[[Asked, Answer, str, str], Struct]
+    """Makes the JSON of an answer, with the model's name and the request's id"""
+
+
+EMBEDDINGS = VectorApi(
+    "embeddings",
+    msgspec.json.Decoder(EmbeddingBody),
+    to_embed_request,
+    embedding_param_of,
+    Backend.embed,
+    lambda body, answer, model, _: embedding_list(body, answer, model),
+)
+RERANK = VectorApi(
+    "rerank",
+    msgspec.json.Decoder(RerankBody),
+    to_rerank_request,
+    rerank_param_of,
+    Backend.score,
+    reranking,
+)
+SCORE = VectorApi(
+    "score",
+    msgspec.json.Decoder(ScoreBody),
+    to_score_request,
+    score_param_of,
+    Backend.score,
+    lambda _, answer, model, request_id: score_list(answer, model, request_id),
+)
+
+
+class VectorEndpoint(Generic[Asked, Request, Answer]):
+    """An endpoint as an ASGI application, which can watch for a client that leaves."""
+
+    def __init__(
+        self,
+        api: VectorApi[Asked, Request, Answer],
+        models: ModelSource,
+        gate: Gate,
+        bodies: BodyReader,
+    ) -> None:
+        self._api: VectorApi[Asked, Request, Answer] = api
+        self._models = models
+        self._gate = gate
+        self._bodies = bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange, api = exchange_of(scope), self._api
+        body, request, exchange.ignored = await self._bodies.read(scope, receive, self._parse)
+        served = await authorized_model(exchange, self._models, body.model)
+        request.model = served.backend_name
+        exchange.span.set({"gen_ai.operation.name": api.operation})
+        priority = priority_of(exchange, body.priority)
+        call = _Call()
+        with (
+            charged(exchange, await reserve(exchange, request)),
+            self._gate.entered(call),
+            served.connection.used() as backend,
+            client_field_names(api.param_of),
+        ):
+            asking = api.ask(backend, request, exchange.tenant, priority, body.timeout)
+            answer = await call.result_of(asking, receive)
+        exchange.model = served.id or answer.model
+        exchange.prompt_tokens = answer.usage.prompt_tokens
+        made = partial(api.to_answer, body, answer, exchange.model, exchange.request_id)
+        # numbers of a large answer take long to write
+        response = await asyncio.to_thread(lambda: json_response(made()))
+        response.headers["x-tokens-used"] = str(exchange.tokens_used)
+        await response(scope, receive, send)
+
+    def _parse(self, encoded: bytes) -> tuple[Asked, Request, list[str]]:
+        body, ignored = parse(self._api.decoder, encoded)
+        return body, self._api.to_request(body), ignored
+
+
+class _Call:
+    """A call of a backend that ends when its client leaves, or the server stops."""
+
+    def __init__(self) -> None:
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_error(self, error: ServiceError) -> None:
+        """End the call with an error."""
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def result_of(self, asking: Awaitable[Answer], receive: Receive) -> Answer:
+        """Return the answer. Raises ServiceError and ClientGoneError."""
+        answering = asyncio.ensure_future(asking)
+        leaving = asyncio.ensure_future(client_left(receive))
+        ends = (answering, leaving, self._failed)
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                return answering.result()
+            if self._failed.done():
+                self._failed.result()
+            raise ClientGoneError
+        finally:
+            for each in ends:
+                each.cancel()
