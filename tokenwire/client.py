@@ -34,7 +34,7 @@ from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.pb.types.v1 import types_pb2
-from tokenwire.pb.types.v1.types_pb2 import DryParams, GrammarSpec, MirostatParams
+from tokenwire.pb.types.v1.types_pb2 import BeamSearch, DryParams, GrammarSpec, MirostatParams
 from tokenwire.requests import (
     ChatOptions,
     CompleteOptions,
@@ -68,6 +68,7 @@ from tokenwire.tls import ClientTls
 from tokenwire.token_file import TokenError, require_token
 
 __all__ = [
+    "BeamSearch",
     "ChatOptions",
     "ChatStream",
     "Client",

@@ -10,7 +10,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2 import Tool, ToolChoice
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.types.v1 import types_pb2
-from tokenwire.pb.types.v1.types_pb2 import DryParams, GrammarSpec, MirostatParams
+from tokenwire.pb.types.v1.types_pb2 import BeamSearch, DryParams, GrammarSpec, MirostatParams
 
 __all__ = [
     "ChatOptions",
@@ -83,6 +83,7 @@ class CompleteOptions(_TextOptions, total=False):
 
     suffix: str
     best_of: int
+    beam_search: BeamSearch
     echo: bool
     truncate_prompt: bool
     images: Sequence[bytes]
@@ -100,10 +101,13 @@ class ChatOptions(_TextOptions, total=False):
     continue_last_message: bool
     reasoning_effort: str
     echo: bool
+    drop_oldest_messages: bool
 
 
 class GenerateOptions(_RequestOptions, total=False):
     """Options of a request at token level besides its prompts: protos/tokenwire/engine/v1."""
+
+    beam_search: BeamSearch
 
 
 def complete_start(

@@ -1,8 +1,11 @@
 """The command `batch`: runs a file of requests, in the lines of OpenAI's batch API."""
 
 import argparse
+import asyncio
 import os
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from tokenwire.cli.arguments import Commands, add_command, add_key, add_tls, key_of, tls_of
@@ -10,8 +13,12 @@ from tokenwire.cli.arguments import whole_number as whole
 from tokenwire.cli.output import print_error
 from tokenwire.loopback import is_loopback
 
+if TYPE_CHECKING:
+    from tokenwire.batch_run import BatchRun
+
 __all__ = ["add_commands"]
 
+_PROGRESS_SECONDS = 0.5
 _URL = "http://127.0.0.1:8000"
 _LOWEST = 2**31 - 1
 
@@ -72,7 +79,8 @@ def add_commands(commands: Commands) -> None:
 
 async def _batch(options: argparse.Namespace) -> int:
     # imported here: the other commands need no HTTP client
-    from tokenwire.cli.batch_run import BatchRun, InputError
+    from tokenwire.batch_run import BatchRun, InputError
+    from tokenwire.cli.http_sender import HttpSender
 
     key, tls = key_of(options), tls_of(options)
     parts = urlsplit(options.url)
@@ -85,23 +93,40 @@ async def _batch(options: argparse.Namespace) -> int:
             f"{options.url} would get the API key in clear text: use https, or --plaintext."
         )
         return 2
+    sender = HttpSender(options.url.rstrip("/"), key, None if tls is None else tls.context())
+    run = BatchRun(
+        options.input,
+        options.output,
+        connect=sender.connect,
+        concurrency=options.concurrency,
+        priority=options.priority,
+        patience=options.patience,
+    )
+    showing = asyncio.create_task(_show_progress(run))
     try:
-        run = BatchRun(
-            options.input,
-            options.output,
-            url=options.url.rstrip("/"),
-            tls=None if tls is None else tls.context(),
-            key=key,
-            concurrency=options.concurrency,
-            priority=options.priority,
-            patience=options.patience,
-        )
         summary = await run.run()
     except InputError as error:
         print_error(str(error))
         return 2
+    finally:
+        showing.cancel()
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     print_error(summary.text)
     return 0 if summary.failed == 0 else 1
+
+
+async def _show_progress(run: "BatchRun") -> None:
+    """Show the state in a line of the terminal, if there is one."""
+    if not sys.stderr.isatty():
+        return
+    while True:
+        summary = run.summary
+        ended = summary.answered + summary.failed + summary.skipped
+        share = ended / summary.total if summary.total else 1.0
+        bar = ("#" * int(20 * share)).ljust(20, "-")
+        print(f"\r\x1b[K[{bar}] {summary.text}", end="", file=sys.stderr, flush=True)
+        await asyncio.sleep(_PROGRESS_SECONDS)
 
 
 def _url(text: str) -> str:
