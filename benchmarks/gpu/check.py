@@ -23,6 +23,7 @@ from benchmarks.gpu.correctness import (
     check_graphs,
     release,
 )
+from benchmarks.gpu.encoders import check_vectors
 from benchmarks.gpu.peers import measure_peers
 from benchmarks.gpu.report import Figure, Part, Report
 from benchmarks.gpu.service import measure_service
@@ -151,6 +152,7 @@ class Check:
         yield _Step("attention", lambda: check_attention(device, folder, names), 20)
         yield _Step("families", lambda: check_families(device, folder, names), 60)
         yield _Step("graphs", lambda: check_graphs(device, folder, names), 30)
+        yield _Step("vectors", lambda: check_vectors(device, folder), 20)
         has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability() >= _WITH_FP8
         if has_fp8:
             yield _Step("FP8", lambda: check_fp8(device), 15)

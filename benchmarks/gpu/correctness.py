@@ -230,7 +230,8 @@ def check_fp8(device: torch.device) -> Iterator[dict[str, Figure]]:
             out = residual.clone()
             projection.add_to(rows, out)
             numbers, scales = round_rows(rows) if group is None else round_groups(rows, group)
-            product = _decoded(numbers, scales) @ exact.T
+            factors = rows.float() if count == 1 else _decoded(numbers, scales)
+            product = factors @ exact.T
             expected = residual.float() + product + bias.to(torch.bfloat16).float()
             difference = ((out.float() - expected).abs().max() / expected.abs().max()).item()
             yield {

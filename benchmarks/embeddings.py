@@ -1,0 +1,191 @@
+"""Texts per second that are embedded over HTTP, beside sentence-transformers on the same texts.
+
+python -m benchmarks.embeddings [--only minilm] [--texts 1024]
+
+Both have random weights of the same files. Ours computes in the dtype that `auto` chooses; the peer
+in float32, its default, and in that dtype too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import WordPiece
+from tokenizers.trainers import WordPieceTrainer
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
+
+from benchmarks.processes import Launch, free_port, running
+from benchmarks.results import RESULTS, Machine, now, save
+from benchmarks.tables import markdown, number
+
+_ROOT = Path(__file__).parents[1]
+_WORDS = 60
+"""Mean length of a text"""
+_PER_REQUEST, _AT_ONCE = 64, 4
+_PEER = """
+import sys, time, torch
+from sentence_transformers import SentenceTransformer
+texts = open(sys.argv[2]).read().splitlines()
+kwargs = {"dtype": getattr(torch, sys.argv[3])}
+model = SentenceTransformer(sys.argv[1], device="cpu", model_kwargs=kwargs)
+model.encode(texts[:32])
+began = time.perf_counter()
+model.encode(texts, batch_size=32)
+print(len(texts) / (time.perf_counter() - began))
+"""
+
+
+@dataclass
+class Report:
+    """Texts per second."""
+
+    time: str
+    machine: Machine
+    texts: int
+    """Of each model's run; their lengths vary by a third around 60 words"""
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def _minilm(path: Path) -> None:
+    config = BertConfig(
+        hidden_size=384, num_hidden_layers=6, intermediate_size=1536, num_attention_heads=12
+    )
+    BertModel(config).save_pretrained(path)
+
+
+def _qwen3(path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=151_669,
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        tie_word_embeddings=True,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    model = Qwen3Model(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(path)
+
+
+_MODELS = {"minilm": (_minilm, "mean"), "qwen3-0.6b": (_qwen3, "lasttoken")}
+"""Random models by name, and their poolings"""
+
+
+def make(name: str, path: Path) -> None:
+    """Make a checkpoint as sentence-transformers saves it."""
+    save_model, pooling = _MODELS[name]
+    torch.manual_seed(0)
+    save_model(path)
+    tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    pages = sorted(map(str, _ROOT.glob("docs/**/*.md")))
+    tokenizer.train(pages, WordPieceTrainer(vocab_size=8000, special_tokens=special))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    roles = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    wrapped: Any = PreTrainedTokenizerFast
+    wrapped(tokenizer_object=tokenizer, model_max_length=512, **roles).save_pretrained(path)
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling/config.json").write_text(
+        f'{{"embedding_dimension": 0, "pooling_mode": "{pooling}"}}'
+    )
+    (path / "2_Normalize").mkdir()
+    kinds = {
+        "": "base.modules.transformer.Transformer",
+        "1_Pooling": "sentence_transformer.modules.pooling.Pooling",
+        "2_Normalize": "base.modules.normalize.Normalize",
+    }
+    modules = ", ".join(
+        f'{{"idx": {i}, "name": "{i}", "path": "{folder}", "type": "sentence_transformers.{kind}"}}'
+        for i, (folder, kind) in enumerate(kinds.items())
+    )
+    (path / "modules.json").write_text(f"[{modules}]")
+
+
+def texts_of(count: int) -> list[str]:
+    """Return texts of random words."""
+    words = (_ROOT / "docs/operations.md").read_text().split()
+    source = random.Random(0)
+    lengths = (max(2, round(source.gauss(_WORDS, _WORDS / 3))) for _ in range(count))
+    return [" ".join(source.choices(words, k=length)) for length in lengths]
+
+
+def measure_ours(path: Path, texts: list[str], log: Path) -> float:
+    """Return texts per second over HTTP, in requests of 64 texts, 4 at a time."""
+    ports = [free_port() for _ in range(4)]
+    names = ("--port", "--tokenizer-port", "--engine-port", "--grammar-port")
+    flags = [part for pair in zip(names, map(str, ports), strict=True) for part in pair]
+    url = f"http://127.0.0.1:{ports[0]}"
+    command = [sys.executable, "-m", "tokenwire", "serve", "--model", str(path), *flags]
+    launch = Launch(command, os.environ, url, "/ready")
+    with running(launch, log), httpx.Client(base_url=url, timeout=600) as client:
+
+        def embed(part: list[str]) -> None:
+            body = {"model": "default", "input": part, "encoding_format": "base64"}
+            client.post("/v1/embeddings", json=body).raise_for_status()
+
+        embed(["warm up"] * 32)
+        parts = [texts[at : at + _PER_REQUEST] for at in range(0, len(texts), _PER_REQUEST)]
+        began = time.perf_counter()
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(embed, parts))
+        return len(texts) / (time.perf_counter() - began)
+
+
+def measure_peer(path: Path, texts: list[str], dtype: str) -> float:
+    """Return the texts per second of sentence-transformers in a process of its own."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join(texts))
+        file.flush()
+        command = [sys.executable, "-c", _PEER, str(path), file.name, dtype]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", choices=_MODELS, help="one model; by default all")
+    parser.add_argument("--texts", type=int, default=512, help="texts of each run")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    report = Report(now(), Machine.this(), options.texts)
+    rows = [["model", "ours", "peer, float32", "peer, bfloat16", "ratio to the faster"]]
+    for name in [options.only] if options.only else _MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            path, log = Path(folder) / name, Path(folder) / "log"
+            path.mkdir()
+            make(name, path)
+            texts = texts_of(options.texts)
+            figures = report.figures[name] = {
+                "ours": measure_ours(path, texts, log),
+                "sentence-transformers, float32": measure_peer(path, texts, "float32"),
+                "sentence-transformers, bfloat16": measure_peer(path, texts, "bfloat16"),
+            }
+        ours, *peers = figures.values()
+        rows.append([name, *map(number, (ours, *peers, ours / max(peers)))])
+        print(markdown(rows), flush=True)
+    print(save(report, options.out, f"embeddings-{report.time}"))
+
+
+if __name__ == "__main__":
+    main()
