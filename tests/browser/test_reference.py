@@ -18,11 +18,18 @@ WAIT_MILLISECONDS = 60_000
 
 
 REFUSED = {
+    **{
+        f"{prefix}/{path}": 400
+        for prefix in ("", "/v1")
+        for path in ("embeddings", "rerank", "score")
+    },
     "/v1/load_lora_adapter": 403,
     "/v1/unload_lora_adapter": 403,
     "/v1/responses/{response_id}/cancel": 400,
+    "/v1/files": 400,
+    "/v1/batches": 404,
 }
-"""Statuses of paths that a server refuses unless it is told to serve them, or always"""
+"""Statuses of POSTs that a server refuses unless it is told to serve them or has such a model"""
 
 
 async def opened(browser: Browser, url: str, width: int = 1280) -> Page:
@@ -63,20 +70,41 @@ async def kept_response(stack: Stack) -> str:
         return (await client.responses.create(input="Hello!", max_output_tokens=4)).id
 
 
+async def kept_file(stack: Stack) -> str:
+    """Return the id of a new file."""
+    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+        return (await client.files.create(file=("in.jsonl", b"{}"), purpose="batch")).id
+
+
+async def kept_batch(stack: Stack) -> str:
+    """Return the id of a new batch."""
+    file_id = await kept_file(stack)
+    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as client:
+        return (
+            await client.batches.create(
+                input_file_id=file_id, endpoint="/v1/completions", completion_window="24h"
+            )
+        ).id
+
+
+KEPT = {"response_id": kept_response, "file_id": kept_file, "batch_id": kept_batch}
+
+
 async def test_every_operation_answers_its_example(reference: Page, stack: Stack) -> None:
     for form in await reference.locator(".try").all():
         await form.locator("summary").click()
         for field in await form.locator("input[name=model]").all():
             await expect(field).to_have_value(stack.model_id)
-        for field in await form.locator("input[name=response_id]").all():
-            await field.fill(await kept_response(stack))
+        for name, make in KEPT.items():
+            for field in await form.locator(f"input[name={name}]").all():
+                await field.fill(await make(stack))
         await form.get_by_role("button", name="Send").click()
         state = form.locator("[role=status]")
         await expect(state).to_contain_text(re.compile(r"\d ms$"), timeout=WAIT_MILLISECONDS)
-        path = await form.locator("xpath=preceding-sibling::pre[@data-path]").last.get_attribute(
-            "data-path"
-        )
-        await expect(state).to_contain_text(re.compile(f"^{REFUSED.get(path or '', 200)} "))
+        command = form.locator("xpath=preceding-sibling::pre[@data-path]").last
+        path, method = [await command.get_attribute(f"data-{key}") for key in ("path", "method")]
+        status = REFUSED.get(path or "", 200) if (method or "").upper() == "POST" else 200
+        await expect(state).to_contain_text(re.compile(f"^{status} "))
         assert await form.locator(".answer").inner_text()
 
 

@@ -143,6 +143,7 @@ SHARED_CALLS: Mapping[str, Call] = {
         lambda answer: int(NEWLINE) not in first(answer)["token_ids"],
     ),
     "priority": ({"priority": -3}, has_output),
+    "timeout": ({"timeout": 600.5}, has_output),
     "return_token_ids": (
         {"return_token_ids": True}, lambda answer: bool(first(answer)["prompt_token_ids"])
     ),
@@ -179,6 +180,7 @@ SHARED_BAD: Mapping[str, Fields] = {
     "allowed_token_ids": {"allowed_token_ids": []},
     "bad_words": {"bad_words": [""]},
     "priority": {"priority": 2**31},
+    "timeout": {"timeout": 0},
     "guided_json": {"guided_json": {"type": "x"}},
     "guided_regex": {"guided_regex": "("},
     "guided_choice": {"guided_choice": []},
@@ -196,7 +198,7 @@ def create(
     method: Callable[..., Any], fields: Fields, joined: Callable[[list[Answer]], Answer]
 ) -> Answer:
     """Call an SDK's method. Return its answer, or the chunks of its stream after `joined`."""
-    known = inspect.signature(method).parameters
+    known = inspect.signature(method).parameters.keys() - OWN_PARAMETERS
     named = {name: value for name, value in fields.items() if name in known}
     extra = {name: value for name, value in fields.items() if name not in known}
     answer = method(**named, extra_body=extra)

@@ -67,6 +67,7 @@ SENSE: dict[str, Values] = {
     "include_stop_string": BOOLEAN,
     "n": FEW,
     "best_of": st.just(12),
+    "beam_search": optional(length_penalty=SMALL, early_stopping=st.integers(0, 3)),
     "echo": BOOLEAN,
     "logprobs": st.integers(0, 5),
     "grammar": optional(regex=REGEXES)
@@ -105,6 +106,7 @@ NONSENSE: dict[str, Values] = {
     "stop": st.lists(LETTERS, max_size=20),
     "n": COUNT,
     "best_of": COUNT,
+    "beam_search": optional(length_penalty=FLOAT, early_stopping=ENUM),
     "logprobs": COUNT,
     "grammar": st.just({}),
     "context_overflow": ENUM,
@@ -162,6 +164,7 @@ CHAT_NONSENSE: dict[str, Values] = {
     "template_arguments_json": LETTERS | st.sampled_from(["[" * 5_000, "NaN", '{"messages": 1}']),
     "continue_last_message": BOOLEAN,
     "reasoning_effort": LETTERS,
+    "drop_oldest_messages": BOOLEAN,
 }
 
 

@@ -52,6 +52,17 @@ TOOLS = st.lists(
             "function": {"name": name, "parameters": parameters, "strict": strict},
         },
         st.sampled_from(["f", "g", "a b", "h-1"]), SCHEMAS, BOOLEAN,
+    ) | st.builds(
+        lambda name, syntax, definition: {
+            "type": "custom",
+            "custom": {
+                "name": name,
+                "format": {
+                    "type": "grammar", "grammar": {"syntax": syntax, "definition": definition}
+                },
+            },
+        },
+        st.sampled_from(["f", "c"]), st.sampled_from(["regex", "lark"]), REGEXES,
     ),
     max_size=3,
 )  # fmt: skip
@@ -117,6 +128,9 @@ FIELDS: dict[str, Values] = {
     "mirostat_lr": st.floats(0, 10),
     "n": st.sampled_from([0, 1, 2, 5, 129]),
     "best_of": st.sampled_from([0, 1, 2, 5, 129]),
+    "use_beam_search": rarely(BOOLEAN),
+    "length_penalty": rarely(st.floats(-11, 11)),
+    "early_stopping": rarely(st.sampled_from([False, True, "never", "always"])),
     "echo": BOOLEAN,
     "logprobs": st.integers(0, 6),
     "truncate_sequence": BOOLEAN,
@@ -134,7 +148,17 @@ FIELDS: dict[str, Values] = {
     ),
     "tools": TOOLS,
     "tool_choice": st.sampled_from(
-        ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}]
+        [
+            "none", "auto", "required",
+            {"type": "function", "function": {"name": "f"}},
+            {"type": "custom", "custom": {"name": "c"}},
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]
+                },
+            },
+        ]
     ),
     "images": st.lists(URLS, max_size=1),
     "stream": BOOLEAN,
@@ -151,6 +175,7 @@ FIELDS: dict[str, Values] = {
     "allowed_token_ids": IDS | st.just([10**6]),
     "bad_words": st.lists(STRINGS, max_size=3) | st.just(["a"] * 129),
     "priority": st.integers(-3, 3),
+    "timeout": st.sampled_from([-1, 0, 3600.5, 10**9]),
 }  # fmt: skip
 
 
@@ -166,6 +191,8 @@ CALLS = st.lists(
     st.builds(
         lambda name, arguments: {"id": "c", "function": {"name": name, "arguments": arguments}},
         st.sampled_from(["f", "g"]), st.sampled_from(["{}", "", '{"a": "x"}', "[", '"']),
+    ) | st.builds(
+        lambda text: {"id": "c", "type": "custom", "custom": {"name": "c", "input": text}}, TEXT
     ),
     min_size=1, max_size=2,
 )  # fmt: skip
@@ -195,6 +222,7 @@ CHAT_FIELDS: dict[str, Values] = {
     "add_generation_prompt": BOOLEAN,
     "continue_final_message": BOOLEAN,
     "reasoning_effort": st.sampled_from(["none", "low", "high", "", "much"]),
+    "truncation": st.sampled_from(["auto", "disabled"]),
     "functions": st.sampled_from([None, []]),
     "function_call": st.sampled_from([None, "auto"]),
 }  # fmt: skip

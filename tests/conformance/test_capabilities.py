@@ -126,6 +126,9 @@ USES: Mapping[str, Sequence[tuple[Fields, Callable[[Reply], bool]]]] = {
             lambda r: len(r.ids) == 5,
         )
     ],
+    "BEAM_SEARCH": [
+        ({"beam_search": types.BeamSearch(length_penalty=0.5), "n": 2}, lambda r: len(r.ids) == 16)
+    ],
     "TOKEN_LIMITS": [
         (
             {"sampling": Sampling(allowed_token_ids=types.TokenIds(ids=[400, 401]))},

@@ -1,7 +1,8 @@
-"""Requests that coding agents sent, and OpenAI's Agents SDK.
+"""Requests that coding agents and litellm sent, and OpenAI's Agents SDK.
 
 The files in requests/ keep the shape of what Codex 0.171 and Claude Code 2.1 sent for one question.
-Their texts are replaced by others of the same length.
+Their texts are replaced by others of the same length. litellm's are unchanged: messages, sent by
+each of its providers, and responses.
 """
 
 import json
@@ -28,6 +29,8 @@ from pydantic import BaseModel
 from tests.stack import Stack, served_stack
 
 REQUESTS = Path(__file__).parent / "requests"
+LITELLM = json.loads((REQUESTS / "litellm.json").read_text())
+"""Paths and bodies that litellm 1.110 sends"""
 LENGTH = re.compile(r"text of (\d+)")
 
 
@@ -96,6 +99,20 @@ def test_claude_code_is_answered(small_prompts: Stack) -> None:
         assert sent[0] == "message_start"
         assert sent[-1] == "message_stop"
         assert ("tool_use" in answer.text) or choice["type"] == "auto"
+
+
+@pytest.mark.parametrize("place", range(len(LITELLM)))
+def test_litellm_is_answered(stack: Stack, place: int) -> None:
+    """Its messages over each of our APIs, and its responses."""
+    path, body = LITELLM[place]["path"], LITELLM[place]["body"]
+    answer = httpx.post(f"{stack.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    ignored = answer.headers.get("x-tokenwire-ignored")
+    encrypted, summary = "include" in body, "summary" in body.get("reasoning", {})
+    expected = "include[0]" if encrypted else "reasoning.summary" if summary else None
+    assert ignored == expected
+    if body.get("tool_choice") and not body.get("stream"):
+        assert "get_weather" in answer.text
 
 
 class _Answer(BaseModel):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import Stack
+from tests.stack import Stack, served_stack
+from tests.text_models import make_embedder
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,11 +50,25 @@ def runnable(text: str) -> str:
     return "".join(line for line in lines if not line.startswith(tuple(NOT_RUN)))
 
 
+EMBEDS = "embeddings.md"
+"""Page whose commands need a model that embeds"""
 RUN = [each for each in blocks() if each[1] == "python" or runnable(each[2]).strip()]
 
 
-@pytest.mark.parametrize(("language", "text"), [each[1:] for each in RUN], ids=[e[0] for e in RUN])
-def test_block_runs_as_pasted(stack: Stack, tmp_path: Path, language: str, text: str) -> None:
+@pytest.fixture(scope="module")
+def embedding_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    model = make_embedder(tmp_path_factory.mktemp("embedder"))
+    logs = tmp_path_factory.mktemp("logs")
+    with served_stack(model, logs, "--model", str(model)) as stack:
+        yield stack
+
+
+@pytest.mark.parametrize(("name", "language", "text"), RUN, ids=[each[0] for each in RUN])
+def test_block_runs_as_pasted(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str, language: str, text: str
+) -> None:
+    embeds = name.startswith(EMBEDS)
+    stack: Stack = request.getfixturevalue("embedding_stack" if embeds else "stack")
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "models").symlink_to(ROOT / "models")
     (tmp_path / ".curlrc").write_text("fail-with-body\nsilent\nshow-error\n")

@@ -108,6 +108,25 @@ def test_equal_seeds_repeat_the_choices_and_choices_differ(client: OpenAI) -> No
     assert len({c.text for c in first.choices}) > 1
 
 
+def test_beams_come_best_first_and_best_of_keeps_the_first(client: OpenAI) -> None:
+    asked: Fields = {"model": "default", "prompt": PROMPT, "max_tokens": 12, "logprobs": 0}
+    beams: Fields = {"use_beam_search": True, "length_penalty": 0, "ignore_eos": True}
+    every = client.completions.create(**asked, n=4, extra_body=beams).choices
+    totals = [sum((choice.logprobs and choice.logprobs.token_logprobs) or ()) for choice in every]
+    assert totals == sorted(totals, reverse=True)
+    greedy = client.completions.create(**asked, temperature=0, extra_body={"ignore_eos": True})
+    scores = greedy.choices[0].logprobs
+    assert scores is not None
+    assert totals[0] >= sum(scores.token_logprobs or ()) - 1e-3
+    some = client.completions.create(**asked, n=2, best_of=4, extra_body=beams).choices
+    assert [choice.text for choice in some] == [choice.text for choice in every[:2]]
+    streamed = list(client.completions.create(**asked, n=4, stream=True, extra_body=beams))
+    assert _texts(streamed) == {choice.index: choice.text for choice in every}
+    stop = every[0].text[4:7]
+    cut = client.completions.create(**asked, n=4, stop=stop, extra_body=beams).choices
+    assert [choice.text for choice in cut] == [choice.text.split(stop)[0] for choice in every]
+
+
 def test_prompt_of_token_ids_is_answered_like_its_text(client: OpenAI, stack: Stack) -> None:
     body = {"prompt": PROMPT}
     ids = httpx.post(f"{stack.url}/tokenize", json=body, timeout=60).json()["tokens"]

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -44,6 +45,19 @@ WEATHER = {
     "function": {"name": "get_weather", "strict": True, "parameters": CITY},
 }
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
+COMMAND = '(ls|pwd) "/[a-z]{1,4}"'
+"""A regular expression"""
+SHELL = {
+    "type": "custom",
+    "custom": {
+        "name": "shell",
+        "description": "A shell",
+        "format": {
+            "type": "grammar",
+            "grammar": {"syntax": "regex", "definition": COMMAND},
+        },
+    },
+}
 LONG = {"max_tokens": 80}
 HISTORY = [
     {"role": "developer", "content": "Be brief."},
@@ -143,6 +157,17 @@ CALLS: Mapping[str, Call] = {
         ),
     ),
     "reasoning_effort": ({"reasoning_effort": "low"}, has_output),
+    "truncation": (
+        {
+            "messages": [
+                {"role": "user", "content": "x = 1\n" * 2000},
+                {"role": "assistant", "content": "No."},
+                HELLO,
+            ],
+            "truncation": "auto",
+        },
+        lambda answer: answer["usage"]["prompt_tokens"] < 100,
+    ),
     "echo": (
         {
             "messages": [HELLO, {"role": "assistant", "content": "Hello! How"}],
@@ -165,10 +190,33 @@ BAD: Mapping[str, tuple[Fields, str]] = {
     "role": ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
     "tool": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     "tool_choice": ({"tool_choice": NAMED}, "tool_choice"),
+    "custom tool": ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+    "custom tool's name": (
+        {"tools": [WEATHER, {"type": "custom", "custom": {"name": "a b"}}]},
+        "tools[1].custom.name",
+    ),
+    "custom tool's grammar": (
+        {
+            "tools": [
+                {
+                    "type": "custom",
+                    "custom": {
+                        "name": "f",
+                        "format": {
+                            "type": "grammar",
+                            "grammar": {"syntax": "regex", "definition": "("},
+                        },
+                    },
+                }
+            ]
+        },
+        "tools[0].custom.format.grammar.definition",
+    ),
     "chat_template": ({"chat_template": "x"}, "chat_template"),
     "functions": ({"functions": [{"name": "f"}]}, "functions"),
     "function_call": ({"function_call": "auto"}, "function_call"),
     "reasoning_effort": ({"reasoning_effort": "much"}, "reasoning_effort"),
+    "truncation": ({"truncation": "auto", "truncate_prompt_tokens": 5}, "truncation"),
     "echo": ({"echo": "x"}, "echo"),
     "logit_bias": (SHARED_BAD["logit_bias"], "logit_bias.300"),
     "audio": ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
@@ -372,6 +420,64 @@ def test_conversation_continues_with_the_messages_of_the_sdk(client: OpenAI) -> 
     assert client.chat.completions.create(**asked, messages=messages).choices[0].finish_reason
     messages[1] = message.model_dump()  # includes the null fields
     assert client.chat.completions.create(**asked, messages=messages).choices[0].finish_reason
+
+
+def called(client: OpenAI, *, stream: bool, **fields: Any) -> list[Any]:
+    """Return the tool calls of an answer."""
+    if not stream:
+        message = client.chat.completions.create(**BASE | LONG | fields).choices[0].message
+        return [call.to_dict() for call in message.tool_calls or ()]
+    calls: dict[int, Any] = {}
+    for chunk in client.chat.completions.create(**BASE | LONG | fields, stream=True):
+        delta: Any = chunk.choices[0].delta.to_dict()
+        for part in delta.get("tool_calls", ()):
+            call = calls.setdefault(part.pop("index"), part)
+            if call is not part:
+                call["custom"]["input"] += part["custom"]["input"]
+    return [*calls.values()]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_custom_tool_is_called_with_text(client: OpenAI, stream: bool, is_named: bool) -> None:
+    named = {"type": "custom", "custom": {"name": "shell"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    choice = named if is_named else allowed
+    calls = called(client, stream=stream, tools=[WEATHER, SHELL], tool_choice=choice)
+    assert calls
+    for call in calls:
+        assert call.keys() == {"id", "type", "custom"}
+        assert (call["type"], call["custom"]["name"]) == ("custom", "shell")
+        assert re.fullmatch(COMMAND, call["custom"]["input"])
+
+
+def test_conversation_continues_after_a_custom_tool(client: OpenAI) -> None:
+    """The model sees its call and the result."""
+    messages: list[Any] = [QUESTION]
+    asked: Fields = {"model": "default", "tools": [SHELL], "max_tokens": 80, "seed": 1}
+    answer = client.chat.completions.create(**asked, messages=messages, tool_choice="required")
+    assert answer.choices[0].finish_reason == "tool_calls"
+    message = answer.choices[0].message
+    messages.append(message)
+    messages += [
+        {"role": "tool", "tool_call_id": call.id, "content": "none"}
+        for call in message.tool_calls or ()
+    ]
+    first = client.chat.completions.create(**asked, messages=messages)
+    messages[1] = message.model_dump()  # includes the null fields
+    second = client.chat.completions.create(**asked, messages=messages)
+    assert first.choices[0].message.content == second.choices[0].message.content
+    assert first.usage is not None
+    assert answer.usage is not None
+    assert first.usage.prompt_tokens > answer.usage.prompt_tokens
+
+
+def test_lark_grammar_of_a_custom_tool_is_named(client: OpenAI) -> None:
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
+    tool = {"type": "custom", "custom": {"name": "patch", "format": form}}
+    fields = BASE | {"tools": [WEATHER, tool], "tool_choice": "none"}
+    raw = client.chat.completions.with_raw_response.create(**fields)
+    assert raw.headers["x-tokenwire-ignored"] == "tools[1].custom.format"
 
 
 async def test_stream_closed_early_stops_its_generation(stack: Stack) -> None:

@@ -39,6 +39,11 @@ def is_json(answer: Answer) -> bool:
     return isinstance(json.loads(first(answer)["text"]), dict)
 
 
+ENDS_SOON: Fields = {
+    "max_tokens": 6, "allowed_token_ids": [300, int(NEWLINE)], "stop_token_ids": [int(NEWLINE)],
+    "ignore_eos": True, "logit_bias": {NEWLINE: 5},
+}  # fmt: skip
+"""Any number of one token, and then a stop token, which is the more likely one"""
 CALLS: Mapping[str, Call] = {
     **SHARED_CALLS,
     "prompt": ({"prompt": ["a", "b"]}, lambda answer: len(answer["choices"]) == 2),
@@ -54,6 +59,21 @@ CALLS: Mapping[str, Call] = {
     "best_of": (
         {"best_of": 3, "n": 2} | ENDLESS,
         lambda answer: len(answer["choices"]) == 2 and answer["usage"]["completion_tokens"] == 18,
+    ),
+    "use_beam_search": (
+        {"use_beam_search": True, "best_of": 4, "n": 2} | ENDLESS,
+        lambda answer: (
+            len({choice["text"] for choice in answer["choices"]}) == 2
+            and answer["usage"]["completion_tokens"] == 24
+        ),
+    ),
+    "length_penalty": (  # the shortest choice wins
+        {"use_beam_search": True, "n": 2, "length_penalty": -10} | ENDS_SOON,
+        lambda answer: first(answer)["text"] == "",
+    ),
+    "early_stopping": (  # the choices of one and two tokens are the first ones
+        {"use_beam_search": True, "n": 2, "length_penalty": 10, "early_stopping": True} | ENDS_SOON,
+        lambda answer: answer["usage"]["completion_tokens"] <= 4,
     ),
     "echo": ({"echo": True}, lambda answer: first(answer)["text"].startswith(BASE["prompt"])),
     "logprobs": (
@@ -97,6 +117,9 @@ CALLS: Mapping[str, Call] = {
 BAD: Mapping[str, Fields] = {
     **SHARED_BAD,
     "best_of": {"best_of": 2, "n": 3},
+    "use_beam_search": {"use_beam_search": "x"},
+    "length_penalty": {"use_beam_search": True, "length_penalty": 11},
+    "early_stopping": {"use_beam_search": True, "early_stopping": "always"},
     "echo": {"echo": "x"},
     "logprobs": {"logprobs": 6},
     "tools": {"tools": 5},

@@ -1,6 +1,7 @@
 """Responses through OpenAI's SDK for Python: answers, streams, tools, what is kept, errors."""
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -67,6 +68,11 @@ def created(client: OpenAI, **fields: Any) -> Response:
 
 def contents(items: Iterable[Any]) -> list[Any]:
     return [item.content for item in items]
+
+
+def input_tokens(response: Response) -> int:
+    assert response.usage is not None
+    return response.usage.input_tokens
 
 
 def without_ids(response: Response) -> dict[str, Any]:
@@ -206,6 +212,41 @@ def test_tools_of_openais_servers_are_left_out_and_named(client: OpenAI) -> None
     assert raw.parse().usage == created(client, tools=[WEATHER]).usage
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_custom_tool_is_called_with_text(client: OpenAI, stream: bool) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": '(ls|pwd) "/[a-z]{1,4}"'}
+    shell = {"type": "custom", "name": "shell", "description": "A shell", "format": form}
+    chosen = {"type": "custom", "name": "shell"}
+    fields = CALLS | {"tools": [shell, WEATHER], "tool_choice": chosen}
+    events: list[Any] = []
+    if stream:
+        events = list(client.responses.create(**BASE | fields, stream=True))
+        response = events[-1].response
+    else:
+        response = created(client, **fields)
+    [call] = [item for item in response.output if item.type == "custom_tool_call"]
+    assert call.name == "shell"
+    assert re.fullmatch(form["definition"], call.input)
+    assert response.tools[0].type == "custom"
+    if stream:
+        deltas = [e for e in events if e.type == "response.custom_tool_call_input.delta"]
+        assert "".join(event.delta for event in deltas) == call.input
+        [done] = [e for e in events if e.type == "response.custom_tool_call_input.done"]
+        assert done.input == call.input
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "none"}
+    kept = created(client, input=[output], tools=[shell], previous_response_id=response.id)
+    items = [{"role": "user", "content": "Hello!"}, call.model_dump(), output]
+    assert created(client, input=items, tools=[shell]).output_text == kept.output_text
+
+
+def test_lark_grammar_of_a_custom_tool_is_named(client: OpenAI) -> None:
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    tool = {"type": "custom", "name": "patch", "format": form}
+    fields = BASE | {"tools": [WEATHER, tool]}
+    raw = client.responses.with_raw_response.create(**fields)
+    assert raw.headers["x-tokenwire-ignored"] == "tools[1].format"
+
+
 def test_only_allowed_functions_are_called(client: OpenAI) -> None:
     other = WEATHER | {"name": "get_time"}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"name": "get_time"}]}
@@ -214,14 +255,37 @@ def test_only_allowed_functions_are_called(client: OpenAI) -> None:
     assert {call.name for call in calls} == {"get_time"}
 
 
+def test_oldest_turns_of_a_long_conversation_are_left_out(client: OpenAI) -> None:
+    turns: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}]
+    for number in range(40):
+        question = {"role": "user", "content": f"{number:02}: " + "x = 1\n" * 10}
+        turns += [question, {"role": "assistant", "content": "No."}]
+    turns.append({"role": "user", "content": "Hello!"})
+
+    def asked(turn: int) -> Response:
+        return created(client, input=[turns[0], *turns[1 + 2 * turn :]])
+
+    none, one = (input_tokens(asked(turn)) for turn in (40, 39))
+    most = (2048 - BASE["max_output_tokens"] - none) // (one - none)
+    cut = created(client, input=turns, truncation="auto")
+    assert cut.truncation == "auto"
+    assert input_tokens(cut) == none + most * (one - none)
+    assert cut.output_text == asked(40 - most).output_text
+
+
+def test_last_question_that_is_too_long_is_refused(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        created(client, input="x = 1\n" * 4000, truncation="auto")
+    assert caught.value.code == "context_length_exceeded"
+
+
 def test_parts_without_effect_are_named(client: OpenAI) -> None:
     raw = client.responses.with_raw_response.create(
         **BASE,
-        truncation="auto",
         include=["reasoning.encrypted_content"],
         reasoning={"summary": "auto"},
     )
-    assert raw.headers["x-tokenwire-ignored"] == "include[0], truncation, reasoning.summary"
+    assert raw.headers["x-tokenwire-ignored"] == "include[0], reasoning.summary"
 
 
 @pytest.mark.parametrize(
@@ -230,13 +294,12 @@ def test_parts_without_effect_are_named(client: OpenAI) -> None:
         ({"input": None}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         (
-            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "input[0].content[0].type",
         ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
         ({"input": [{"type": "web_search_call"}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
-        ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"temperature": 9.0}, "temperature"),
@@ -245,6 +308,20 @@ def test_parts_without_effect_are_named(client: OpenAI) -> None:
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "x"}, WEATHER | {"name": "a b"}]}, "tools[1].name"),
+        ({"tools": [{"type": "custom", "name": "f", "format": 1}]}, "tools[0].format"),
+        ({"tools": [{"type": "custom", "name": ["f"]}]}, "tools[0].name"),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "custom",
+                        "name": "f",
+                        "format": {"type": "grammar", "syntax": "regex", "definition": "("},
+                    }
+                ]
+            },
+            "tools[0].format.definition",
+        ),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"reasoning": {"effort": "x" * 1000}}, "reasoning.effort"),
     ],

@@ -195,6 +195,28 @@ BAD: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
 }
 
 
+async def test_streams_keep_their_tokens_while_adapters_are_loaded_and_refused(
+    adapted: Adapted, channel: grpc.aio.Channel, tmp_path: Path
+) -> None:
+    """Adapters are read beside the steps; a broken one reaches no stream either."""
+
+    async def stream(model: str) -> list[int]:
+        return ids_of(await generate(channel, make_request(PROMPT, max_tokens=60, model=model)))
+
+    alone = [await stream(name) for name in ("", "first")]
+    streams = [asyncio.create_task(stream(name)) for name in ("", "first")]
+    broken = _truncated(adapted.folder / "first", tmp_path / "broken")
+    while not all(each.done() for each in streams):
+        await load(channel, "second", adapted.folder / "second")
+        assert await tokens(channel, "second") == adapted.greedy("second")
+        await unload(channel, "second")
+        request = engine_pb2.LoadAdapterRequest(name="broken", path=str(broken))
+        error = await refusal(EngineControlServiceStub(channel).LoadAdapter(request))
+        assert "damaged or truncated" in error.message
+    assert [await each for each in streams] == alone
+    assert await names(channel) == ["first"]
+
+
 @pytest.mark.parametrize("case", BAD)
 async def test_adapter_that_does_not_fit_is_refused_with_its_reason(
     case: str, adapted: Adapted, channel: grpc.aio.Channel, tmp_path: Path

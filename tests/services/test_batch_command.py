@@ -61,14 +61,15 @@ def test_every_line_gets_an_answer_and_bad_ones_an_error(stack: Stack, tmp_path:
         "no JSON",
         completion(stack, "unknown", model="nope"),
         completion(stack, "streams", stream=True),
+        {"custom_id": "later", "url": "/v1/responses", "body": response | {"background": True}},
         completion(stack, "a"),
         {"custom_id": "elsewhere", "url": "/v1/models", "body": {}},
     ]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     code, summary, answers = run(source, target, stack.url)
     assert code == 1
-    assert "4 of 9 requests answered" in summary
-    assert "5 failed" in summary
+    assert "4 of 10 requests answered" in summary
+    assert "6 failed" in summary
     for custom_id in "bcd":
         answer = answers[custom_id]["response"]
         assert answer["status_code"] == 200
@@ -79,6 +80,7 @@ def test_every_line_gets_an_answer_and_bad_ones_an_error(stack: Stack, tmp_path:
     for faulty, why in (
         (None, "Line 6: it is not JSON"),
         ("streams", "body.stream"),
+        ("later", "body.background"),
         ("a", "an earlier line"),
         ("elsewhere", "url must be one of"),
     ):

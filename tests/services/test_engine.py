@@ -29,6 +29,7 @@ from tokenwire.pb.engine.v1.engine_pb2 import (
 )
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.pb.types.v1.types_pb2 import (
+    BeamSearch,
     DryParams,
     FinishReason,
     GrammarSpec,
@@ -170,6 +171,9 @@ CAPABLE = {
             allowed_token_ids=TokenIds(ids=[3, 4]), bad_token_ids=[TokenIds(ids=[3, 4])]
         ),
     ),
+    Capability.CAPABILITY_BEAM_SEARCH: GenerateRequest(
+        prompts=[TokenIds(ids=[1])], n=2, beam_search=BeamSearch()
+    ),
 }
 
 
@@ -294,6 +298,23 @@ BAD_REQUESTS = [
                     ("temperature", 0), ("top_p", 0.9), ("top_k", 5), ("min_p", 0.1)
                 )
             ),
+        )
+    ),
+    *(
+        (field, GenerateRequest(
+            prompts=[TokenIds(ids=[1])],
+            n=2,
+            beam_search=BeamSearch(length_penalty=penalty),
+            **other,
+        ))
+        for field, penalty, other in (
+            ("beam_search.length_penalty", math.nan, {}),
+            ("beam_search.length_penalty", -10.5, {}),
+            ("sampling.temperature", 1, {"sampling": SamplingParams(temperature=0.5)}),
+            ("sampling.top_p", 1, {"sampling": SamplingParams(top_p=0.5)}),
+            ("sampling.dry", 1, {"sampling": SamplingParams(dry=DryParams(multiplier=1))}),
+            ("grammar", 1, {"grammar": GrammarSpec(regex="a")}),
+            ("resume", 1, {"resume": [ResumedSequence(generated=TokenIds(ids=[3]))]}),
         )
     ),
     *(

@@ -23,6 +23,7 @@ from tokenwire.channel import connect
 from tokenwire.client import Client, CompletionStream
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.types.v1.types_pb2 import BeamSearch
 from tokenwire.requests import complete_start
 from tokenwire.session import completion_session
 
@@ -97,6 +98,40 @@ async def test_stream_of_an_adapter_survives_the_loss_of_the_engine(
             await engine.start()
             text += "".join([delta.text async for delta in stream])
         assert text == calm.text
+
+
+async def test_beam_search_survives_the_loss_of_the_engine(
+    embedded_model: Path, tmp_path: Path
+) -> None:
+    """The search begins anew, also after a part of its result has arrived."""
+    asked: dict[str, Any] = {
+        "max_tokens": TOKENS, "n": 2, "ignore_eos": True, "beam_search": BeamSearch(),
+    }  # fmt: skip
+    async with (
+        mortal_engine(embedded_model) as engine,
+        running_service(
+            "tokenizer", "--model", str(embedded_model), "--engine", engine.target,
+            "--engine-wait", "120", log=tmp_path / "log",
+        ) as service,
+        Client(service.target) as client,
+        connect(service.target) as channel,
+    ):  # fmt: skip
+        calm = await client.complete("import", **asked)
+        start = complete_start("import", dict(asked), completion.DELIVERY_DELTAS)
+        start.credit = 10
+        texts = ["", ""]
+        session = completion_session(channel)
+        async with CompletionStream(session, start) as stream:
+            async for delta in stream:
+                is_first = not any(texts)
+                texts[delta.index] += delta.text
+                if is_first:
+                    await engine.kill()
+                    await engine.start()
+                    credit = completion.Credit(tokens=TOKENS)
+                    session.send(completion.SessionCommand(handle=1, credit=credit))
+        await session.close()
+    assert texts == [choice.text for choice in calm.choices]
 
 
 async def test_requests_wait_while_the_engine_serves_another_checkpoint(

@@ -23,6 +23,7 @@ JUNK = st.sampled_from(
 PROMPTS = st.sampled_from(["x = ", [[1, 2], [3]], ["a", "b"], [5, 6, 7], [], ""])
 MODELS = st.sampled_from(["default", ["default"], ["default", "default"], ["default", "other"]])
 FEW = st.sampled_from([None, 1, 3, 8])  # small max_tokens keep the tests fast
+LONG = st.sampled_from([None, 60, 600.5])  # as timeout: seconds that no such request takes
 Fields: TypeAlias = dict[str, Any]
 Limits: TypeAlias = list[tuple[Fields, Fields]]
 Bodies: TypeAlias = st.SearchStrategy[Fields]
@@ -91,9 +92,10 @@ def bodies(name: str, **known: st.SearchStrategy[Any]) -> Bodies:
     """Return a strategy for bodies: the known fields, some others, and at most one junk value."""
     schema = SCHEMAS[name]
     always = {"max_tokens": FEW, **known}
-    no_limits = sorted(schema["properties"].keys() - {"max_tokens", "max_completion_tokens"})
+    limits = {"max_completion_tokens": FEW, "timeout": LONG}
+    no_limits = sorted(schema["properties"].keys() - {"max_tokens", *limits})
     junk = st.dictionaries(st.sampled_from(no_limits), JUNK, max_size=1)
-    some = objects(schema, always | {"max_completion_tokens": FEW})
+    some = objects(schema, always | limits)
     parts = (some, st.fixed_dictionaries(always), junk)
     return st.tuples(*parts).map(lambda each: each[0] | each[1] | each[2])
 
@@ -188,6 +190,17 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def custom(name: str, *, definition: object = None) -> dict[str, Any]:
+    """Return a custom tool; definition: a regular expression for its input."""
+    form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": definition}}
+    fields = {} if definition is None else {"format": form}
+    return {"type": "custom", "custom": {"name": name} | fields}
+
+
+def allowed(*tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [*tools]}}
+
+
 def tools(count: int) -> list[dict[str, Any]]:
     return [tool(f"f{i}") for i in range(count)]
 
@@ -197,6 +210,11 @@ def calls(count: int = 1, **fields: Any) -> list[dict[str, Any]]:
     called = {"name": fields.get("name", "f"), "arguments": fields.get("arguments", "{}")}
     call = {"type": "function", "id": fields.get("id", "c"), "function": called}
     return [{"role": "assistant", "tool_calls": [call] * count}, HELLO]
+
+
+def custom_call(text: str) -> list[dict[str, Any]]:
+    call = {"type": "custom", "id": "c", "custom": {"name": "f", "input": text}}
+    return [{"role": "assistant", "tool_calls": [call]}, HELLO]
 
 
 def said(parts: int) -> list[dict[str, Any]]:
@@ -229,6 +247,10 @@ GENERATION: Limits = [  # (accepted fields, refused fields)
     ({"tools": [tool("f-1")]}, {"tools": [tool("f 1")]}),
     ({"tools": [tool("f")], "tool_choice": tool("f")},
      {"tools": [tool("f")], "tool_choice": tool("")}),
+    ({"tools": [custom("f-1")]}, {"tools": [custom("f 1")]}),
+    ({"tools": [custom("f", definition="a")]}, {"tools": [custom("f", definition=1)]}),
+    ({"tools": [custom("f"), tool("g")], "tool_choice": allowed(custom("f"))},
+     {"tools": [custom("f"), tool("g")], "tool_choice": allowed()}),
     ({"grammar": {"type": "regex", "value": "a"}}, {"grammar": {"type": "regex", "value": ""}}),
     ({"grammar": {"type": "json_schema", "value": "{}"}},
      {"grammar": {"type": "json_schema", "value": ""}}),
@@ -247,7 +269,6 @@ GENERATION: Limits = [  # (accepted fields, refused fields)
     ({"choice": ["a"]}, {"choice": [""]}),
     ({"ebnf": 'root ::= "a"'}, {"ebnf": ""}),
     ({"guided_json": {}}, {"guided_json": ""}),
-    ({"use_beam_search": False}, {"use_beam_search": True}),
     ({"typical_p": 1}, {"typical_p": 0.9}),
 ]  # fmt: skip
 COMPLETION: Limits = [
@@ -259,8 +280,12 @@ COMPLETION: Limits = [
     ({"prompt": [7, 8]}, {"prompt": [7, 2**32]}),
     ({"max_tokens": 0, "echo": True}, {"max_tokens": -1, "echo": True}),
     ({"images": []}, {"images": ["data:image/png;base64,AAEC"] * 17}),
-]
+    ({"dry_multiplier": 0, "use_beam_search": True, "length_penalty": -10},
+     {"dry_multiplier": 0, "use_beam_search": True, "length_penalty": -10.5}),
+    ({"early_stopping": False}, {"early_stopping": "always"}),
+]  # fmt: skip
 CHAT: Limits = [
+    ({"use_beam_search": False}, {"use_beam_search": True}),
     ({"max_tokens": 1}, {"max_tokens": 0}),
     ({"max_tokens": None, "max_completion_tokens": 1},
      {"max_tokens": None, "max_completion_tokens": 0}),
@@ -271,6 +296,7 @@ CHAT: Limits = [
     ({"messages": calls(id="c")}, {"messages": calls(id="")}),
     ({"messages": calls(name="f")}, {"messages": calls(name="")}),
     ({"messages": calls(arguments="")}, {"messages": calls(arguments="{}" + " " * 1024 * 1024)}),
+    ({"messages": custom_call("ls")}, {"messages": custom_call("a" * (1024 * 1024 - 11))}),
     ({"messages": [HELLO | {"function_call": None}]}, {"messages": [HELLO | {"function_call": 1}]}),
     ({"functions": None}, {"functions": []}),
     ({"function_call": None}, {"function_call": "auto"}),

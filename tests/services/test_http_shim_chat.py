@@ -384,7 +384,7 @@ def of(role: str, **fields: object) -> dict[str, object]:
             400,
             "messages[0].tool_calls[0].id",
         ),
-        ({"tools": [{"type": "custom"}]}, 400, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools[0].type"),
         ({"tools": [CLOCK, CLOCK]}, 400, "tools[1].function.name"),
         ({"tools": [CLOCK] * 129}, 400, "tools"),
         (

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -91,6 +92,70 @@ async def test_key_can_lower_but_not_raise_the_priority(shim: Shim, keys: Path) 
             assert refused.json()["error"]["param"] == "priority"
 
 
+async def test_files_and_batches_belong_to_their_key(shim: Shim, keys: Path) -> None:
+    """The requests of a batch run with the key's models and limits, and cost it its tokens."""
+    line = {"custom_id": "1", "url": "/v1/completions", "body": {"prompt": PROMPT, "max_tokens": 3}}
+    async with (
+        await client_of(shim, keys, "default") as one,
+        await client_of(shim, keys, "default") as other,
+    ):
+        form: dict[str, Any] = {"files": {"file": ("in", json.dumps(line))}}
+        file = (await one.post("/v1/files", data={"purpose": "batch"}, **form)).json()["id"]
+        body = {"input_file_id": file, "endpoint": "/v1/completions"}
+        assert (await other.post("/v1/batches", json=body)).status_code == 404
+        batch = (await one.post("/v1/batches", json=body)).json()
+        for path in (f"/v1/files/{file}", f"/v1/batches/{batch['id']}"):
+            assert (await other.get(path)).status_code == 404
+            assert (await one.get(path)).status_code == 200
+        async with asyncio.timeout(60):
+            while batch["status"] == "in_progress":
+                await asyncio.sleep(0.1)  # the API has no event
+                batch = (await one.get(f"/v1/batches/{batch['id']}")).json()
+        assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+        assert (await other.get("/v1/files")).json()["data"] == []
+        assert (await other.get("/v1/batches")).json()["data"] == []
+
+
+async def test_header_of_a_tenant_shows_nothing_that_another_key_stored(
+    stack: Stack, tmp_path: Path
+) -> None:
+    """The operator may trust x-tenant for the prefix cache; files and responses are the key's."""
+    keys = written_keys(tmp_path)
+    one, other = add_key(keys, "default"), add_key(keys, "default")
+    flags = ("--keys", str(keys), "--trust-scheduling-headers", "always")
+    async with (
+        running_shim("--tokenizer", stack.tokenizer, *flags) as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
+    ):
+        mine = {"authorization": f"Bearer {one}", "x-tenant": "shared"}
+        form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("in", "{}")}}
+        file = (await http.post("/v1/files", headers=mine, **form)).json()["id"]
+        asked = {"input": "Hello", "max_output_tokens": 1}
+        answered = (await http.post("/v1/responses", headers=mine, json=asked)).json()["id"]
+        for tenant in ("shared", key_id(one)):
+            headers = {"authorization": f"Bearer {other}", "x-tenant": tenant}
+            assert (await http.get(f"/v1/files/{file}", headers=headers)).status_code == 404
+            assert (await http.get("/v1/files", headers=headers)).json()["data"] == []
+            body = {
+                "messages": [HELLO | {"content": [{"type": "file", "file": {"file_id": file}}]}]
+            }
+            refused = await http.post("/v1/chat/completions", headers=headers, json=body)
+            assert refused.status_code == 404
+            for call in (http.get, http.delete):
+                assert (await call(f"/v1/responses/{answered}", headers=headers)).status_code == 404
+            refused = await http.post(
+                "/v1/responses", headers=headers, json=asked | {"previous_response_id": answered}
+            )
+            assert refused.status_code == 404
+        headers = mine | {"x-tenant": "another"}
+        assert (await http.get(f"/v1/files/{file}", headers=headers)).status_code == 200
+        assert (await http.get(f"/v1/responses/{answered}", headers=headers)).status_code == 200
+        answer = await http.post(
+            "/v1/chat/completions", headers=headers, json=body | {"max_tokens": 1}
+        )
+        assert answer.status_code == 200
+
+
 async def test_anthropics_header_carries_a_key(shim: Shim, keys: Path) -> None:
     body = {"messages": [HELLO], "max_tokens": 1}
     async with await client_of(shim, keys, "default") as http:
@@ -114,6 +179,7 @@ async def test_every_route_except_probes_and_pages_needs_a_key(shim: Shim) -> No
             ("POST", "/v1/completions"), ("POST", "/completions"), ("POST", "/v1/completion"),
             ("POST", "/v1/chat/completions"), ("POST", "/chat/completions"),
             ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"),
+            ("POST", "/v1/embeddings"), ("POST", "/v1/files"), ("GET", "/v1/batches"),
             ("GET", "/v1/models"), ("GET", "/v1/models/m"), ("POST", "/tokenize"),
             ("POST", "/detokenize"), ("POST", "/apply-template"), ("GET", "/tokenizer_info"),
             ("GET", "/status.json"), ("GET", "/nowhere"),

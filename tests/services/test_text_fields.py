@@ -366,3 +366,31 @@ async def test_queued_request_with_lower_priority_number_is_served_first(
             await ask(-2)  # takes the place of the stream
         await asyncio.gather(*waiting)
     assert served == [-2, 0, 3]
+
+
+# Timeouts.
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": PROMPT}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi", "store": False}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}]}),
+    ],
+)
+async def test_request_ends_at_its_timeout(
+    http: httpx.AsyncClient, path: str, fields: dict[str, Any]
+) -> None:
+    output = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {**fields, output: 1_900, "timeout": 0.001}
+    late = await http.post(path, json=body)
+    assert late.status_code == 504
+    in_time = await http.post(path, json={**fields, output: 2, "timeout": 3600})
+    assert in_time.status_code == 200
+    for wrong in (0, -1, "soon", 1e9):
+        refused = await http.post(path, json={**fields, output: 2, "timeout": wrong})
+        assert refused.status_code == 400
+        if path != "/v1/messages":
+            assert refused.json()["error"]["param"] == "timeout"

@@ -59,6 +59,9 @@ REQUESTS: dict[str, completion.CompleteRequest | completion.ChatRequest] = {
     "stop strings": complete(stop=["\n\n\n", "return None"], logprobs=0),
     "suffix": complete(suffix="\n    return c\n"),
     "mirostat": complete(sampling=MIROSTAT),
+    "beams": complete(
+        n=3, sampling=types.SamplingParams(seed=5), beam_search=types.BeamSearch(length_penalty=2)
+    ),
     "penalties": complete(sampling=PENALISED),
     "grammar": complete(grammar=JSON, stopping=types.StoppingParams(max_tokens=24)),
     "chat": chat(),

@@ -31,11 +31,12 @@ def test_each_part_runs_and_is_reported(tmp_path: Path) -> None:
     report = report_in(tmp_path)
     parts = {part["name"]: part for part in report["parts"]}
     assert list(parts) == [
-        *("attention", "families", "graphs", "memory", "speed, tiny", "service, tiny"),
-        "peers, tiny",
+        *("attention", "families", "graphs", "vectors", "memory"),
+        *("speed, tiny", "service, tiny", "peers, tiny"),
     ]
     assert not [part["failure"] for part in parts.values() if part["failure"]]
-    assert all(row["ok"] for row in parts["families"]["rows"] + parts["attention"]["rows"])
+    compared = [row for name in ("attention", "families", "vectors") for row in parts[name]["rows"]]
+    assert all(row["ok"] for row in compared)
     loads = {row["what"]: row for row in parts["speed, tiny"]["rows"]}
     assert loads["a mask on all rows"]["tokens/s"] > 0
     assert loads["a prompt of 64"]["tokens/s"] > 0

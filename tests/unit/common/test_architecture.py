@@ -30,10 +30,12 @@ LAYERS = {
     "services.http_shim": [
         "documentation",
         "endpoints",
+        "batches",
         "http",
         "backends",
         "formats.anthropic formats.openai_responses stored",
         "formats",
+        "documents",
         "images",
     ],
     "services.tokenizer": [
@@ -41,6 +43,7 @@ LAYERS = {
         "chat",
         "chat.template",
         "chat.answer",
+        "embedding",
         "completion",
         "images",
         "engines",

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
@@ -23,6 +24,14 @@ from services.tokenizer.text.vocabulary import Vocabulary
 def vocabulary_of(folder: Path) -> Vocabulary:
     with opened_checkpoint(folder) as directory:
         return Vocabulary(directory)
+
+
+def text_of(vocabulary: Vocabulary, ids: Sequence[int]) -> str:
+    return "".join(vocabulary.decode(ids))
+
+
+def has_ordered_marks(text: str) -> bool:
+    return "".join(normalize("NFKD", each) for each in text) == normalize("NFKD", text)
 
 
 def sentencepiece_model(corpus: Sequence[str], **options: Any) -> bytes:
@@ -145,10 +154,81 @@ def test_damaged_file_is_refused_in_one_sentence(
     assert name in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+        {"normalization_rule_name": "nmt_nfkc", "byte_fallback": False},
+        {"normalization_rule_name": "nfkc", "split_by_whitespace": False},
+        {"normalization_rule_name": "nfkc_cf", "add_dummy_prefix": False, "split_digits": True},
+        {
+            "normalization_rule_name": "nmt_nfkc_cf",
+            "user_defined_symbols": ["\n", "\t", "Ab", "  ", "►"],
+            "control_symbols": ["<sep>"],
+        },
+        {
+            "normalization_rule_name": "nfkc",
+            "add_dummy_prefix": False,
+            "remove_extra_whitespaces": True,
+        },
+        {"remove_extra_whitespaces": True, "user_defined_symbols": "\n"},
+        {},
+    ],
+    ids=str,
+)
+def test_unigram_ids_equal_the_originals(
+    tmp_path: Path, corpus: Sequence[str], options: dict[str, Any]
+) -> None:
+    """Except for marks in another order than Unicode's, and for the choice among equal scores."""
+    content = sentencepiece_model(corpus, model_type="unigram", **options)
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    original = SentencePieceProcessor(model_proto=content)
+    vocabulary = vocabulary_of(tmp_path)
+    ways = ["\r\n", "▁ a", "e\u0301 Å 한국", "ｅ\u0302\u0301", "<0x0A>", "Ab  cAbd\n", "", "  "]
+    texts = [*filter(has_ordered_marks, corpus[::8]), *ways]
+    others = 0
+    for text, expected in zip(texts, original.encode(texts), strict=True):
+        found = vocabulary.encode(text)[1:]
+        assert vocabulary.encode_plain(text) == found
+        if found != expected:
+            others += 1
+            scores = [sum(map(original.get_score, ids)) for ids in (found, expected)]
+            assert scores[0] == pytest.approx(scores[1], rel=1e-6), (text, found, expected)
+            assert text_of(vocabulary, found) == text_of(vocabulary, expected)
+    assert others < len(texts) / 100
+    for text in texts[:: len(texts) // 500]:
+        # sentencepiece writes unknown characters as " ⁇ "
+        if original.unk_id() not in (ids := original.encode(text)):
+            assert text_of(vocabulary, ids) == original.decode(ids)
+
+
+def test_symbol_of_users_stays_beside_the_text(tmp_path: Path, corpus: Sequence[str]) -> None:
+    symbols = ["<user>", "[bot]"]
+    content = sentencepiece_model(corpus, model_type="unigram", user_defined_symbols=symbols)
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    original = SentencePieceProcessor(model_proto=content)
+    vocabulary = vocabulary_of(tmp_path)
+    for text in ("print(1)<user>print(2)", "a <user> b[bot][bot] c"):
+        assert vocabulary.encode(text)[1:] == original.encode(text)
+
+
 def test_other_kinds_of_sentencepiece_are_refused(tmp_path: Path, corpus: Sequence[str]) -> None:
+    rules = tmp_path / "rules.tsv"
+    rules.write_text("41\t42\n")
+    unigram = {"model_type": "unigram"}
     for options, reason in (
-        ({"model_type": "unigram"}, "no BPE"),
+        ({"model_type": "char"}, "no BPE and no Unigram"),
         ({"normalization_rule_name": "nmt_nfkc"}, "only identity is read"),
+        (unigram | {"normalization_rule_tsv": str(rules)}, "user_defined"),
+        (
+            unigram
+            | {
+                "normalization_rule_name": "nfkc_cf",
+                "user_defined_symbols": [f"A{'x' * count}" for count in range(30)],
+            },
+            "at most 256",
+        ),
+        (unigram | {"treat_whitespace_as_suffix": True}, "no space before them"),
     ):
         (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model(corpus, **options))
         with pytest.raises(StartupError, match=reason):

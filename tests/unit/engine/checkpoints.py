@@ -262,9 +262,11 @@ def make_checkpoint(
     return model
 
 
-def make_packed_checkpoint(directory: Path) -> PreTrainedModel:
+def make_packed_checkpoint(
+    directory: Path, config: PreTrainedConfig = CONFIGS["gpt-oss"]
+) -> PreTrainedModel:
     """Save gpt-oss with MXFP4 experts; return the reference, decoded by transformers."""
-    model = make_checkpoint(directory, CONFIGS["gpt-oss"])
+    model = make_checkpoint(directory, config)
     file = directory / "model.safetensors"
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(5)

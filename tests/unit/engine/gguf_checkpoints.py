@@ -54,14 +54,16 @@ def write_gguf(
     model: PreTrainedModel,
     kind: GGMLQuantizationType = _KIND.F32,
     *,
+    among: str = "",
     content: Mapping[str, Tensor] | None = None,
     further: Callable[[GGUFWriter], None] = lambda _: None,
     split_max_tensors: int = 0,
 ) -> None:
     """Write a model.
 
-    kind: of all matrices whose rows it divides; the others are float32. content: tensors to write
-    in place of the model's own. further: writes more, or other values.
+    kind: of all matrices whose rows it divides; the others are float32. among: part of the names
+    of these matrices. content: tensors to write in place of the model's own. further: writes more,
+    or other values.
     """
     architecture = ARCHITECTURES[model.config.model_type]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
@@ -72,7 +74,8 @@ def write_gguf(
         if content is not None:
             numbers = content[name].numpy().reshape(numbers.shape)
         block, _ = GGML_QUANT_SIZES[kind]
-        if numbers.ndim == 1 or kind is _KIND.F32 or numbers.shape[-1] % block:
+        stays = kind is _KIND.F32 or among not in name
+        if stays or numbers.ndim == 1 or numbers.shape[-1] % block:
             writer.add_tensor(name, np.ascontiguousarray(numbers))
         elif kind is _KIND.F16:
             writer.add_tensor(name, numbers.astype(np.float16))

@@ -101,6 +101,7 @@ def make_loop(
     waiting: int = 1000,
     speculate: bool = False,
     overlaps: bool = False,
+    isolates: bool = True,
     padded: bool = False,
     ticks: Sequence[float] = (0.01,),
     block: int = BLOCK,
@@ -122,6 +123,7 @@ def make_loop(
         LoopLimits(frozenset({EOS}), waiting),
         lambda: next(clock),
         overlaps=overlaps,
+        isolates=isolates,
     )
 
 

@@ -1,6 +1,7 @@
 """Kept responses: who reads them, how long, and how many."""
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,22 +12,22 @@ from tokenwire.errors import ServiceError
 DAY = 86400.0
 
 
-def stored(identity: str, size: int = 10, tenant: str = "") -> StoredResponse:
-    return StoredResponse(identity, tenant, b"r" * (size - 4), b"[]", b"[]")
+def stored(identity: str, size: int = 10, owner: str = "") -> StoredResponse:
+    return StoredResponse(identity, owner, b"r" * (size - 4), b"[]", b"[]")
 
 
-def holds(store: ResponseStore, identity: str, tenant: str = "") -> bool:
+def holds(store: ResponseStore, identity: str, owner: str = "") -> bool:
     try:
-        return store.get(identity, tenant).id == identity
+        return store.get(identity, owner).id == identity
     except ServiceError as error:
         if error.reason != "RESPONSE_NOT_FOUND":
             raise
         return False
 
 
-def test_only_its_tenant_reads_and_drops_a_response() -> None:
+def test_only_its_owner_reads_and_drops_a_response() -> None:
     store = ResponseStore("", 100, DAY)
-    store.put(stored("a", tenant="one"))
+    store.put(stored("a", owner="one"))
     assert store.get("a", "one").response == b"rrrrrr"
     assert not holds(store, "a", "two")
     with pytest.raises(ServiceError):
@@ -74,3 +75,37 @@ def test_file_survives_a_restart_and_counts_what_it_holds(tmp_path: Path) -> Non
 def test_file_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(sqlite3.Error):
         ResponseStore(str(tmp_path / "none" / "responses.sqlite"), 100, DAY)
+
+
+def test_running_response_is_replaced_by_its_end(tmp_path: Path) -> None:
+    path = str(tmp_path / "responses.sqlite")
+    first = ResponseStore(path, 100, DAY)
+    running = replace(stored("a", 30), is_running=True)
+    first.put(running)
+    first.put(replace(stored("b", 30), is_running=True))
+    assert first.get("a", "").is_running
+    first.put(stored("a", 50))
+    assert not first.get("a", "").is_running
+    first.close()
+    second = ResponseStore(path, 100, DAY)
+    assert [each.id for each in second.interrupted()] == ["b"]
+    second.put(stored("c", 50))  # all bytes are counted: b gives way
+    assert [holds(second, each) for each in ("a", "b", "c")] == [True, False, True]
+    assert second.interrupted() == []
+
+
+def test_state_that_can_not_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    """A full disk would lose the response, or a kill would leave it queued for ever."""
+    path = tmp_path / "responses"
+    store = ResponseStore(str(path), 1_000, 3_600)
+    assert store.put(replace(stored("a"), is_running=True))
+    with sqlite3.connect(path) as other:
+        other.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON responses WHEN NEW.id = 'a' "
+            "BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
+        )
+    assert not store.put(stored("a"))
+    assert store.get("a", "").is_running
+    assert [each.id for each in store.interrupted()] == ["a"]
+    assert store.put(stored("b", 990))  # the bytes of what failed are not counted
+    assert holds(store, "a")

@@ -27,7 +27,7 @@ def test_padded_pieces_equal_whole_steps(family: str, tmp_path: Path) -> None:
         driver.step([(0, 1), (1, 1), (2, 7), (3, 50)], kept=[1, 1, 1, 30])
         driver.step([(3, 1)])
     for ours, theirs in zip(pieces.logits, whole.logits, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0, equal_nan=True)
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
 def test_padding_writes_to_the_spare_block_alone(tmp_path: Path) -> None:

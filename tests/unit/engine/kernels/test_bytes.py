@@ -1,4 +1,4 @@
-"""int8 weights and rows on AMX: exactness of products, closeness of models."""
+"""int8 weights and rows: exactness of products, closeness of models."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +29,9 @@ from tests.unit.engine.quantized_checkpoints import FORMATS, quantize
 COUNTS = (1, 7, 16, 20, 40, 300)
 
 
-@pytest.fixture
-def operators() -> Iterator[ByteOperators]:
-    with restrict_kernels(InstructionSet.AMX) as native:
+@pytest.fixture(params=[InstructionSet.AVX512_BF16, InstructionSet.AMX], ids=lambda each: each.name)
+def operators(request: pytest.FixtureRequest) -> Iterator[ByteOperators]:
+    with restrict_kernels(request.param) as native:
         yield ByteOperators(native, rounds=True)
         native.use_pool(0)
 
@@ -147,7 +147,7 @@ def test_checkpoint_that_rounds_rows_is_computed_so(tmp_path: Path) -> None:
 
 def test_other_machines_refuse_the_flag_by_name(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS["llama, wide heads"])
-    with pytest.raises(StartupError, match="--weights w8a8 needs a CPU with AMX"):
+    with pytest.raises(StartupError, match="--weights w8a8 needs a CPU with AMX or AVX-512 BF16"):
         load_model(tmp_path, torch.float32, weights="w8a8")
 
 

@@ -27,6 +27,7 @@ from services.common.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.gguf_groups import read_groups
+from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
@@ -108,6 +109,12 @@ def test_logits_equal_those_of_the_checkpoint(tmp_path: Path, name: str) -> None
     torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
 
 
+def test_model_takes_no_adapters(tmp_path: Path) -> None:
+    """PEFT's adapters have the names of safetensors: each would be refused as unknown."""
+    write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "checkpoint", CONFIGS["llama"]))
+    assert loaded(tmp_path / "model.gguf").adapters is None
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_each_format_is_decoded_as_its_own_library_decodes_it(tmp_path: Path, kind: K) -> None:
     path = tmp_path / "model.gguf"
@@ -145,6 +152,25 @@ def test_parts_of_a_weight_are_those_of_its_numbers(kind: K) -> None:
     ):
         torch.testing.assert_close(ours.decode(), theirs, atol=0, rtol=1e-6)
     assert weight.columns(0, 8) is None  # would cut a block
+
+
+def test_rearranged_mxfp4_has_the_numbers_of_the_file() -> None:
+    """A GPU reads experts in the order of safetensors; ranks take some rows or columns."""
+    random = np.random.default_rng(7)
+    blocks = random.integers(0, 256, (40, 8, 17), dtype=np.uint8)
+    blocks[:, :, 0] = random.integers(0, 253, (40, 8))  # above it numbers are infinite
+    rows = blocks.reshape(40, -1)
+    whole = torch.from_numpy(dequantize(rows, K.MXFP4))
+    weight = Mxfp4Weight.from_gguf(torch.from_numpy(rows))
+    assert weight.shape == tuple(whole.shape)
+    part = weight.columns(1, 4)
+    assert part is not None
+    for ours, theirs in (
+        *((weight, whole), (weight.rows(slice(1, None, 2)), whole[1::2])),
+        (part, whole[:, 64:128]),
+    ):
+        assert torch.equal(ours.decode().float(), theirs)
+    assert weight.columns(0, 16) is None  # would cut a group
 
 
 def test_experts_stay_apart_in_mxfp4(tmp_path: Path) -> None:

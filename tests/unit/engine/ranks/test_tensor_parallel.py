@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,13 @@ from transformers import LlamaConfig, Olmo2Config, PreTrainedConfig, Qwen3MoeCon
 
 from services.common.settings import StartupError
 from services.engine.batch.step_batch import StepBatch
+from services.engine.execution.adapter_files import convert_adapter
 from services.engine.execution.decode_graphs import DecodeGraphs
+from services.engine.execution.model_runner import ModelRunner
 from services.engine.messages import AddRequest
+from services.engine.model.adapters.adapters import ConvertedAdapter
 from services.engine.model.architecture.spec import ExpertsSpec, ModelSpec
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
 from services.engine.model.lockstep import Follower
@@ -35,6 +40,7 @@ from tests.unit.engine.checkpoints import (
     random_tokens,
 )
 from tests.unit.engine.machines import needs_tiles
+from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 from tests.unit.engine.quantized_checkpoints import FORMATS, quantize
 
 RANKS = 2
@@ -78,6 +84,22 @@ IN_TILES: dict[str, PreTrainedConfig] = {
 """Models whose shards are multiples of 32 wide"""
 SUMMED = ("llama, biases", "olmo2", "qwen3 moe")
 """Families that sum products, squares and experts over the ranks"""
+ADAPTED = (
+    "llama, biases",
+    "phi3, long",
+    "olmo2",
+    "granite",
+    "starcoder2",
+    "gpt2",
+    "mixtral",
+    "qwen3 moe",
+    "gpt-oss",
+)
+"""Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
+transposed weights, experts"""
+ABSENT = "absent"
+"""Adapter that rank 0 alone can read"""
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 PROMPTS = ([1, 2, 3], [4, 5], list(range(1, 41)), [7] * 9, [9, 8])
 
 
@@ -88,7 +110,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name, config in configs.items():
         made[name] = tmp_path_factory.mktemp("checkpoint")
-        make_checkpoint(made[name], config)
+        model = make_checkpoint(made[name], config)
+        if name in ADAPTED:
+            stacks = STACKS if hasattr(model.config, "num_experts_per_tok") else []
+            for number in (1, 2):
+                folder = made[name] / f"adapter{number}"
+                make_adapter(model, folder, number, target_parameters=stacks)
+            (made[name] / ABSENT).symlink_to(folder)
     made["gpt-oss, packed"] = tmp_path_factory.mktemp("checkpoint")
     make_packed_checkpoint(made["gpt-oss, packed"])
     made["quantized"] = tmp_path_factory.mktemp("checkpoint")
@@ -129,6 +157,8 @@ def _run_rank(rank: Rank, port: int, checkpoints: dict[str, Path], out: Path) ->
     ranks = RankGroup.join(rank, torch.device("cpu"))
     computed = {name: _compute(path, _dtype(name), ranks) for name, path in checkpoints.items()}
     over_gloo = RankGroup(rank, plans=GlooPlans(dist.new_group(backend="gloo")))
+    for name in ADAPTED:
+        computed[f"{name}, adapted"] = _compute_adapted(checkpoints[name], ranks)
     computed["over gloo"] = _compute(checkpoints["qwen3"], torch.float32, over_gloo)
     _exchange_plans(over_gloo)
     _generate_in_graphs(out / "model", ranks, out / "tokens")
@@ -151,6 +181,38 @@ def _compute(path: Path, dtype: torch.dtype, ranks: RankGroup) -> list[Tensor]:
         return logits
     Follower(decoder, driver.cache, ranks).run()
     return []
+
+
+def _compute_adapted(path: Path, ranks: RankGroup) -> list[Tensor]:
+    """Return rank 0's logits for sequences with an adapter, with another, and with none."""
+    decoder = load_model(path, torch.float32, ranks=ranks)
+    if not ranks.rank.leads:
+        driver = _driver(decoder)
+        read = partial(_read_unless_absent, decoder)
+        Follower(decoder, driver.cache, ranks, read_adapter=read).run()
+        return []
+    runner = ModelRunner(decoder, _driver(decoder).cache)
+    runner.read_adapter(1, path / ABSENT)
+    with pytest.raises(CheckpointError, match="absent on rank 1"):
+        runner.insert_adapter(1)
+    logits = _drive_adapted(decoder, path)
+    ranks.dissolve()
+    return logits
+
+
+def _read_unless_absent(decoder: Decoder, directory: Path) -> ConvertedAdapter:
+    if directory.name == ABSENT:
+        raise CheckpointError("absent on rank 1")
+    return convert_adapter(decoder, directory)
+
+
+def _drive_adapted(decoder: Decoder, path: Path) -> list[Tensor]:
+    driver = Driver(decoder, _sequences(), adapters=[2, 0, 1])
+    runner = ModelRunner(decoder, driver.cache)
+    for number in (1, 2):
+        runner.read_adapter(number, path / f"adapter{number}")
+        runner.insert_adapter(number)
+    return _drive(driver)
 
 
 def _exchange_plans(ranks: RankGroup) -> None:
@@ -180,7 +242,11 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _driver(decoder: Decoder) -> Driver:
-    return Driver(decoder, [random_tokens(TOKENS, seed) for seed in range(3)])
+    return Driver(decoder, _sequences())
+
+
+def _sequences() -> list[Tensor]:
+    return [random_tokens(TOKENS, seed) for seed in range(3)]
 
 
 def _drive(driver: Driver) -> list[Tensor]:
@@ -199,6 +265,18 @@ def test_logits_of_two_ranks_equal_those_of_one(
 ) -> None:
     expected = _drive(_driver(load_model(checkpoints[name], torch.float32)))
     for ours, theirs in zip(by_two[name], expected, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_adapters_change_the_logits_of_two_ranks_as_of_one(
+    name: str, checkpoints: dict[str, Path], by_two: dict[str, list[Tensor]]
+) -> None:
+    """Both begin with the same files, of which each rank keeps its part."""
+    decoder = load_model(checkpoints[name], torch.float32)
+    expected = _drive_adapted(decoder, checkpoints[name])
+    for ours, theirs in zip(by_two[f"{name}, adapted"], expected, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-4
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 

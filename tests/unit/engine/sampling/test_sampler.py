@@ -20,6 +20,9 @@ from services.engine.sampling.sampler import sample
 from services.engine.sampling.score import score
 from tests.unit.engine.reference import SoFar, adjusted, probabilities
 
+MIN_P = 0.47
+"""No power of e for logits that are multiples of a half: rounding would decide who is in."""
+
 
 @pytest.fixture(scope="module", autouse=True, params=["torch", "kernel"])
 def how(request: pytest.FixtureRequest) -> Iterator[str]:
@@ -124,7 +127,7 @@ def test_drawn_frequencies_follow_the_definition(sampling: SamplingSettings) -> 
     st.floats(0.1, 2.0),
     st.sampled_from([0.0, 0.3, 0.9, 0.999, 1.0]),
     st.sampled_from([0, 1, 5, 128]),
-    st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    st.sampled_from([0.0, 0.05, MIN_P, 1.0]),
     st.booleans(),
 )
 @settings(max_examples=150)
@@ -156,7 +159,7 @@ def test_only_tokens_within_the_limits_are_drawn(
     | st.tuples(
         st.sampled_from([0.0, 0.3, 0.9, 0.999, 1.0]),
         st.sampled_from([0, 1, 5, 60, 700, 4999]),
-        st.sampled_from([0.0, 0.01, 0.5]),
+        st.sampled_from([0.0, 0.01, MIN_P]),
     ),
     st.sampled_from(InstructionSet),
 )

@@ -23,6 +23,7 @@ TYPES = {
     "row_scales": "*fp32",
     "count": "i32",
 }
+ROW = {"inputs": 4096, "outputs": 6144, "groups": 32, "adds": True}
 SHAPE = {"inputs": 4096, "outputs": 6144, "groups": 32, "group": 128, "adds": True}
 
 
@@ -32,7 +33,13 @@ def main() -> None:
         _compile(fp8_kernels._round_rows, capability, rounding | {"tile": 1024})
         groups = {"groups": 32, "group": 128, "tile": 8}
         _compile(fp8_kernels._round_groups, capability, rounding | groups)
-        for tile in fp8_kernels._TILES:
+        for tiles in (
+            {"groups": 1, "tile_groups": 1, "tile_inputs": 1024},
+            {"tile_groups": 8, "tile_inputs": 128},
+        ):
+            sizes = {"tile_outputs": fp8_kernels._ROW_OUTPUTS}
+            _compile(fp8_kernels._multiply_row, capability, ROW | sizes | tiles)
+        for tile in dict.fromkeys(fp8_kernels._TILES + fp8_kernels._NARROW_TILES):
             sizes = {"tile_rows": tile.rows, "tile_outputs": tile.outputs}
             options = {"num_warps": tile.warps, "num_stages": tile.stages}
             _compile(fp8_kernels._multiply_groups, capability, SHAPE | sizes, **options)
@@ -41,7 +48,7 @@ def main() -> None:
 def _compile(kernel: Any, capability: int, constants: dict[str, Any], **options: int) -> None:
     names = kernel.arg_names
     is_product = kernel is fp8_kernels._multiply_groups
-    types = TYPES | {"rows": "*fp8e4nv" if is_product else "*bf16"}
+    types = TYPES | {"rows": "*fp8e4nv" if is_product else "*bf16", "row": "*bf16"}
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = {
         (index,): [["tt.divisibility", 16]]

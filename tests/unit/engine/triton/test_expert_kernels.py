@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
+from transformers import GptOssConfig
 
+from services.common.checkpoint import opened_checkpoint
 from services.engine.model import loader
+from services.engine.model.adapters.peft_files import PeftAdapter
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.operators import torch_operators
@@ -24,6 +28,8 @@ from tests.unit.engine.checkpoints import (
     random_tokens,
     reference_logits,
 )
+from tests.unit.engine.gguf_checkpoints import write_gguf
+from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 
 kernels = pytest.importorskip("services.engine.model.operators.expert_kernels")
 interpreted = pytest.mark.skipif(
@@ -187,18 +193,22 @@ def test_nan_stays_in_its_row() -> None:
     assert out.isnan().any(dim=1).tolist() == [row == 5 for row in range(8)]
 
 
-@interpreted
-@pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss in MXFP4"])
-def test_logits_equal_those_of_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In prefills and decodes that CUDA graphs may hold."""
+@pytest.fixture
+def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have models loaded with the kernels of a GPU."""
     xformers_backend = pytest.importorskip("services.engine.model.attention.paged_backend")
     monkeypatch.setattr(xformers_backend, "_DTYPES", (torch.float32,))
     monkeypatch.setattr(loader, "native", None)
     on_pages = lambda *model, **_: xformers_backend.PagedAttention(*model)  # noqa: E731
     monkeypatch.setattr(loader, "choose_backend", on_pages)
     monkeypatch.setattr(torch_operators, "_runs_expert_kernels", lambda *_: True)
+
+
+@interpreted
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss in MXFP4"])
+def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """In prefills and decodes that CUDA graphs may hold."""
     if name in CONFIGS:
         model = make_checkpoint(tmp_path, CONFIGS[name])
     else:
@@ -212,6 +222,51 @@ def test_logits_equal_those_of_transformers(
     driver.step([(0, 2)])
     for ours, tokens in zip(driver.logits, sequences, strict=True):
         torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+@interpreted
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("packed", ["_exps.weight", "_up_exps.weight", "_down_exps.weight"])
+def test_experts_of_gguf_files_stay_packed(packed: str, tmp_path: Path) -> None:
+    """In the bytes of the safetensors checkpoint; files may have other formats among them."""
+    shape = CONFIGS["gpt-oss"].to_dict()
+    config = GptOssConfig(**shape | {"swiglu_limit": 7.0})  # llama.cpp's constant
+    model = make_packed_checkpoint(tmp_path / "checkpoint", config)
+    write_gguf(tmp_path / "model.gguf", model, GGMLQuantizationType.MXFP4, among=packed)
+    with opened_checkpoint(tmp_path / "model.gguf") as directory:
+        decoder = loader.load_model(directory, torch.float32)
+    same = loader.load_model(tmp_path / "checkpoint", torch.float32)
+    assert (decoder.weight_bytes == same.weight_bytes) == (packed == "_exps.weight")
+    tokens = random_tokens(20, 1)
+    driver = Driver(decoder, [tokens], block_size=64)
+    driver.step([(0, 18)])
+    driver.step([(0, 2)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
+@interpreted
+@pytest.mark.usefixtures("on_kernels")
+@pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss in MXFP4"])
+def test_adapters_of_experts_equal_the_merged_models(name: str, tmp_path: Path) -> None:
+    """For rows of two adapters and of none in one step; one adapter leaves the experts alone."""
+    folder = tmp_path / "model"
+    packs = name not in CONFIGS
+    model = make_packed_checkpoint(folder) if packs else make_checkpoint(folder, CONFIGS[name])
+    decoder = loader.load_model(folder, torch.float32)
+    assert decoder.adapters is not None
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    of_experts = make_adapter(model, tmp_path / "1", 1, target_parameters=stacks)
+    models = [model, of_experts, make_adapter(model, tmp_path / "2", 2)]
+    for number in (1, 2):
+        decoder.adapters.load(number, PeftAdapter.read(tmp_path / str(number)))
+    sequences, adapters = [random_tokens(20, seed) for seed in range(4)], [1, 0, 2, 1]
+    driver = Driver(decoder, sequences, block_size=64, adapters=adapters)
+    driver.step([(0, 19), (1, 17)])
+    driver.step([(0, 1), (1, 3), (2, 20), (3, 20)])
+    for ours, tokens, adapter in zip(driver.logits, sequences, adapters, strict=True):
+        expected = reference_logits(models[adapter], tokens)
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
 
 
 def test_kernels_compile_for_gpus() -> None:

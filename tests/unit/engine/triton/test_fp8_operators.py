@@ -87,9 +87,11 @@ def test_nan_and_infinity_stay_in_their_row() -> None:
     rows = random(4, 128)
     rows[1, 5], rows[2, 100] = torch.nan, torch.inf
     out = torch.empty(4, 32)
-    fp8 = operators.Fp8Operators(FLOAT32, CPU, BY_OUTPUT)
-    fp8.projection(random(32, 128), None).into(rows, out)
+    projection = operators.Fp8Operators(FLOAT32, CPU, BY_OUTPUT).projection(random(32, 128), None)
+    projection.into(rows, out)
     assert out.isfinite().all(dim=1).tolist() == [True, False, False, True]
+    projection.into(rows[1:2], out[:1])
+    assert not out[0].isfinite().any()
     # The interpreter's product takes FP8's NaN for 480.
     numbers, _ = kernels.round_groups(rows, GROUP)
     assert numbers.float().isnan().nonzero().tolist() == [[1, 5], [2, 100]]
@@ -123,16 +125,20 @@ def test_rounding_uses_the_range_and_is_no_worse_than_the_usual_scale() -> None:
 
 @interpreted
 @pytest.mark.parametrize("rounding", [BY_OUTPUT, BY_GROUP], ids=["outputs", "groups"])
-@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("count", [1, 3, 40])
 def test_product_equals_that_of_the_rounded_numbers(rounding: Fp8Rounding, count: int) -> None:
-    """With a last group that is not full, with bias, to the residual and to float32 sums."""
+    """With a last group that is not full, with bias, to the residual and to float32 sums.
+
+    A single row keeps its dtype.
+    """
     weight, bias, rows = random(80, 96), random(80, seed=1), random(count, 96, seed=2)
     projection = operators.Fp8Operators(FLOAT32, CPU, rounding).projection(weight, bias)
     group = rounding.group_inputs(96)
     by_row = rounding.group is None
     numbers, scales = kernels.round_rows(rows) if by_row else kernels.round_groups(rows, group)
     rounded = weight_of(rounding.round(weight), rounding)
-    exact = decoded(numbers, scales, group) @ rounded.T + bias
+    factors = rows if count == 1 else decoded(numbers, scales, group)
+    exact = factors @ rounded.T + bias
     out, residual = torch.empty(count, 80), random(count, 80, seed=3)
     projection.into(rows, out)
     torch.testing.assert_close(out, exact, atol=1e-4, rtol=1e-5)

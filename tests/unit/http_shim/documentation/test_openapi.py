@@ -13,13 +13,16 @@ from starlette.routing import Route
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.catalog import Catalog
+from services.http_shim.batches.batch_runner import BatchRunner
 from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
-from services.http_shim.formats import chat_messages, request_bodies
+from services.http_shim.endpoints import batches
+from services.http_shim.formats import request_bodies, tool_fields, vector_formats
 from services.http_shim.formats.anthropic import message_requests
 from services.http_shim.formats.openai_responses import response_requests
 from services.http_shim.http.gate import Gate
 from services.http_shim.settings import HttpShimSettings
+from services.http_shim.stored.file_store import FileStore
 
 DOCUMENT = document()
 
@@ -36,7 +39,10 @@ async def test_document_is_served_unchanged() -> None:
 async def test_document_has_every_route(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
-    app = create_app(Catalog(path, RetryPolicy()), Gate(), HttpShimSettings(), None)
+    files = FileStore("", 1000)
+    runner = BatchRunner(files, lambda _: None, 1000, 1000)
+    app = create_app(Catalog(path, RetryPolicy()), Gate(), HttpShimSettings(), None, files, runner)
+    files.close()
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes
@@ -52,7 +58,7 @@ def bodies() -> list[tuple[str, Any]]:
         operation["requestBody"]["content"]["application/json"]
         for item in DOCUMENT["paths"].values()
         for operation in item.values()
-        if "requestBody" in operation
+        if "application/json" in operation.get("requestBody", {}).get("content", ())
     ]
     return [
         (content["schema"]["$ref"].rpartition("/")[2], content["example"]) for content in contents
@@ -61,7 +67,7 @@ def bodies() -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "example"), bodies())
 def test_parser_accepts_the_examples(name: str, example: dict[str, object]) -> None:
-    modules = (request_bodies, message_requests, response_requests)
+    modules = (request_bodies, message_requests, response_requests, vector_formats, batches)
     body = next(getattr(module, name) for module in modules if hasattr(module, name))
     decoder = msgspec.json.Decoder(body)
     _, ignored = request_bodies.parse(decoder, json.dumps(example).encode())
@@ -77,25 +83,53 @@ def test_fields_have_ranges_and_descriptions() -> None:
     assert all(field["description"] for field in fields.values())
 
 
+FUNCTION = {"function": {"name": "f"}}
+CUSTOM = {"type": "custom", "custom": {"name": "f"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTION, CUSTOM]}}
+
+
+def is_parsed(name: str, value: object) -> bool:
+    try:
+        msgspec.convert(value, getattr(tool_fields, name))
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "values"),
     [
-        ("FunctionTool", {"function": {"name": "f"}}),
-        ("NamedToolChoice", {"function": {"name": "f"}}),
-        ("MessageCall", {"id": "1", "function": {"name": "f", "arguments": "{}"}}),
+        ("Tool", [FUNCTION, CUSTOM]),
+        ("ToolReference", [FUNCTION, CUSTOM]),
+        ("NamedToolChoice", [FUNCTION, CUSTOM, ALLOWED]),
+        (
+            "MessageCall",
+            [
+                {"id": "1", "function": {"name": "f", "arguments": "{}"}},
+                {"id": "1", "type": "custom", "custom": {"name": "f", "input": ""}},
+            ],
+        ),
     ],
 )
-def test_type_is_optional_where_the_parser_does_not_need_it(
-    name: str, value: dict[str, object]
-) -> None:
-    """Otherwise a generated client would refuse what the server accepts."""
-    kind = getattr(request_bodies, name, None) or getattr(chat_messages, name)
-    msgspec.json.decode(json.dumps(value), type=kind)
-    jsonschema.validate(value, DOCUMENT | {"$ref": f"#/components/schemas/{name}"})
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(
-            value | {"type": "x"}, DOCUMENT | {"$ref": f"#/components/schemas/{name}"}
-        )
+def test_type_names_the_field_of_a_tool(name: str, values: list[dict[str, object]]) -> None:
+    """A generated client must not refuse what the server accepts: functions need no type."""
+    schema = jsonschema.Draft202012Validator(DOCUMENT | {"$ref": f"#/components/schemas/{name}"})
+    function, custom, *_ = values
+    everything = {name: value for each in values for name, value in each.items()}
+    nulls = dict.fromkeys(everything.keys() - {"id", "type"})
+    taken = [*values, *(nulls | each for each in values), function | {"type": "function"}]
+    refused = [
+        everything | {"type": "function"},
+        everything | {"type": "custom"},
+        function | {"type": "custom"},
+        custom | {"type": "function"},
+        nulls | {"id": "1"},
+        *(each | {"type": "x"} for each in values),
+    ]
+    for value in taken:
+        assert (schema.is_valid(value), is_parsed(name, value)) == (True, True), value
+    for value in refused:
+        assert (schema.is_valid(value), is_parsed(name, value)) == (False, False), value
 
 
 def test_streams_have_the_schema_of_their_chunks() -> None:

@@ -16,7 +16,11 @@ from services.http_shim.formats.chat_requests import (
     to_chat_request,
     to_render_request,
 )
+from services.http_shim.formats.completion_requests import schema_param
+from services.http_shim.formats.custom_tools import custom_tool
 from services.http_shim.formats.request_bodies import ChatBody, TemplateBody, TokenizeBody, parse
+from services.http_shim.formats.tool_fields import InputGrammar
+from services.http_shim.formats.tools import unenforced_formats
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -28,6 +32,23 @@ DECODER = msgspec.json.Decoder(ChatBody)
 TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"b": 1.10}, "strict": True},
+}
+
+SHELL = {
+    "type": "custom",
+    "custom": {
+        "name": "shell",
+        "description": "Runs.",
+        "format": {"type": "grammar", "grammar": {"syntax": "regex", "definition": "ls|pwd"}},
+    },
+}
+DEFINITION = "custom.format.grammar.definition"
+CALLER = {
+    "role": "assistant",
+    "tool_calls": [
+        {"id": "c", "function": {"name": "f", "arguments": "{}"}},
+        {"id": "d", "type": "custom", "custom": {"name": "shell", "input": 'ls "a"'}},
+    ],
 }
 
 
@@ -136,6 +157,14 @@ def test_messages_are_converted(given_: dict[str, object], wanted: completion_pb
         ([HELLO, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0].id"),
         (
             [{"role": "assistant", "tool_calls": [{"id": "c", "type": "custom", "custom": {}}]}],
+            "messages[0].tool_calls[0].custom.name",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "c", "type": "custom"}]}],
+            "messages[0].tool_calls[0].custom",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "c", "type": "computer"}]}],
             "messages[0].tool_calls[0].type",
         ),
         (
@@ -201,6 +230,10 @@ def test_messages_are_required() -> None:
             {"tool_choice": {"type": "function", "function": {"name": "f"}}},
             {"tool_choice": {"name": "f"}},
         ),
+        (
+            {"tool_choice": {"type": "custom", "custom": {"name": "shell"}}},
+            {"tool_choice": {"name": "shell"}},
+        ),
         ({"response_format": {"type": "json_object"}}, {"grammar": {"json_object": {}}}),
         ({"grammar": {"type": "regex", "value": "a+"}}, {"grammar": {"regex": "a+"}}),
         (
@@ -250,7 +283,7 @@ def test_every_field_of_the_proto_has_a_json_field() -> None:
         chat_template="t", chat_template_kwargs={}, continue_final_message=True,
         add_generation_prompt=False, user="u", dry_multiplier=1, dry_sequence_breakers=["a"],
         skip_special_tokens=False, truncate_prompt_tokens=5, prompt_logprobs=1, bad_words=["a"],
-        reasoning_effort="low", echo=True,
+        reasoning_effort="low", echo=True, truncation="auto",
     )  # fmt: skip
     without_breakers = translated(dry_multiplier=1, dry_sequence_breakers=[])
     fields = [*complete.ListFields(), *without_breakers.ListFields()]
@@ -276,6 +309,16 @@ def test_every_field_of_the_proto_has_a_json_field() -> None:
             "grammar",
         ),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
+        (
+            {
+                "tools": [SHELL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "f"}}]},
+                },
+            },
+            "tool_choice",
+        ),
         ({"logprobs": 3}, "logprobs"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ],
@@ -299,17 +342,24 @@ def test_unsupported_and_contradictory_fields_are_refused(
         ("messages[1].parts[2].image", "messages[1].content[2].image_url"),
         ("messages[0].tool_call_id", "messages[0].tool_call_id"),
         ("messages[0].reasoning", "messages[0].reasoning_content"),
-        ("messages[0].tool_calls", "messages[0].tool_calls"),
-        ("messages[0].tool_calls[1].id", "messages[0].tool_calls[1].id"),
-        ("messages[0].tool_calls[1].name", "messages[0].tool_calls[1].function.name"),
+        ("messages[2].tool_calls", "messages[2].tool_calls"),
+        ("messages[2].tool_calls[0].id", "messages[2].tool_calls[0].id"),
+        ("messages[2].tool_calls[0].name", "messages[2].tool_calls[0].function.name"),
         (
-            "messages[0].tool_calls[1].arguments_json",
-            "messages[0].tool_calls[1].function.arguments",
+            "messages[2].tool_calls[0].arguments_json",
+            "messages[2].tool_calls[0].function.arguments",
+        ),
+        ("messages[2].tool_calls[1].name", "messages[2].tool_calls[1].custom.name"),
+        (
+            "messages[2].tool_calls[1].arguments_json",
+            "messages[2].tool_calls[1].custom.input",
         ),
         ("messages[0].name", "messages[0].name"),
         ("tools", "tools"),
-        ("tools[3].name", "tools[3].function.name"),
-        ("tools[3].parameters_json", "tools[3].function.parameters"),
+        ("tools[0].name", "tools[0].function.name"),
+        ("tools[0].parameters_json", "tools[0].function.parameters"),
+        ("tools[1].name", "tools[1].custom.name"),
+        ("tools[1].parameters_json.properties.input", f"tools[1].{DEFINITION}"),
         ("tool_choice", "tool_choice"),
         ("template", "chat_template"),
         ("template_arguments_json", "chat_template_kwargs"),
@@ -319,7 +369,8 @@ def test_unsupported_and_contradictory_fields_are_refused(
 def test_error_fields_have_the_clients_names(path: str, param: str) -> None:
     text_part = {"type": "text", "text": "a"}
     parts = [text_part, image({"url": PIXELS}), image(PIXELS)]
-    body = body_of(messages=[HELLO, {"role": "user", "content": parts}])
+    messages = [HELLO, {"role": "user", "content": parts}, CALLER]
+    body = body_of(messages=messages, tools=[TOOL, SHELL])
     assert chat_param_of(path, body) == param
     assert rendered_param_of(path, body) == param
 
@@ -387,13 +438,44 @@ def test_render_request_has_the_fields_of_a_chat() -> None:
     )
 
 
+def test_custom_tool_and_its_call_are_shown_as_a_function() -> None:
+    request = translated(messages=[HELLO, CALLER], tools=[TOOL, SHELL])
+    assert request.tools[1] == custom_tool("shell", "Runs.", InputGrammar("regex", "ls|pwd"))
+    call = request.messages[1].tool_calls[1]
+    assert (call.id, call.name) == ("d", "shell")
+    assert json.loads(call.arguments_json) == {"input": 'ls "a"'}
+
+
+def test_model_sees_only_the_allowed_tools() -> None:
+    """Errors name the tools by their places in the client's list."""
+    named = {"type": "custom", "custom": {"name": "shell"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
+    body = body_of(tools=[TOOL, SHELL], tool_choice=allowed)
+    request = to_chat_request(body)
+    assert [tool.name for tool in request.tools] == ["shell"]
+    assert request.tool_choice.mode == completion_pb2.TOOL_MODE_REQUIRED
+    assert chat_param_of("tools[0]", body) == "tools[1]"
+    assert chat_param_of("tools[0].name", body) == "tools[1].custom.name"
+    assert schema_param("tools[0].parameters_json.properties", body) == f"tools[1].{DEFINITION}"
+
+
+def test_format_that_constrains_nothing_is_named() -> None:
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
+    lark = {"type": "custom", "custom": {"name": "g", "format": form}}
+    plain = {"type": "custom", "custom": {"name": "h", "format": {"type": "text"}}}
+    body = body_of(tools=[TOOL, SHELL, lark, plain])
+    assert unenforced_formats(body.tools) == ["tools[2].custom.format"]
+
+
 _json = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text("aé0", max_size=3),
     lambda children: (
         st.lists(children, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "tool_calls", "function", "name"]),
-            children | st.sampled_from(["user", "assistant", "text", "function"]),
+            st.sampled_from(
+                ["role", "content", "type", "text", "tool_calls", "function", "custom", "name"]
+            ),
+            children | st.sampled_from(["user", "assistant", "text", "function", "custom"]),
             max_size=3,
         )
     ),

@@ -13,6 +13,7 @@ from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.formats.chat_responses import ChatFormatter
 from services.http_shim.formats.request_bodies import ChatBody, StreamOptions
 from services.http_shim.formats.responses import Envelope, usage_of
+from services.http_shim.formats.tool_fields import Tool
 from tests.unit.http_shim.synthetic import (
     ACCEPTED,
     USAGE,
@@ -241,6 +242,63 @@ def test_complete_call_is_streamed_in_two_parts() -> None:
     calls = [call for part in deltas_of(data) for call in part.get("tool_calls", ())]
     assert [call["function"]["arguments"] for call in calls] == ["", '{"a":1}']
     assert choices(data)[-1]["finish_reason"] == "stop"
+
+
+SHELL = {"type": "custom", "custom": {"name": "shell"}}
+CUSTOM_CALLS = [
+    chat_delta(calls=[call_delta(identity="call_1", name="shell")]),
+    chat_delta(calls=[call_delta(arguments='{"inp')]),
+    chat_delta(calls=[call_delta(arguments='ut": "ls ')]),
+    chat_delta(calls=[call_delta(arguments='\\"a\\""'), call_delta(arguments="}")]),
+    chat_delta(calls=[call_delta(1, identity="call_2", name="shell", arguments="pwd")]),
+    chat_delta(calls=[call_delta(2, identity="call_3", name="now", arguments="{}")]),
+    chat_delta(calls=[call_delta(3, identity="call_4", name="shell", arguments='{"a": 1}')]),
+]
+
+
+def test_call_of_a_custom_tool_has_its_input() -> None:
+    """Arguments of another form than the tool's are the input as they are."""
+    choice = whole(*CUSTOM_CALLS, reason=CALLS, tools=[msgspec.convert(SHELL, Tool)])
+    assert choice["message"]["tool_calls"] == [
+        {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": 'ls "a"'}},
+        {"id": "call_2", "type": "custom", "custom": {"name": "shell", "input": "pwd"}},
+        {"id": "call_3", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+        {"id": "call_4", "type": "custom", "custom": {"name": "shell", "input": '{"a": 1}'}},
+    ]
+
+
+def test_input_of_a_custom_tool_is_streamed() -> None:
+    """The input of a call is whole before the next call begins."""
+    collector, stream = begin(tools=[msgspec.convert(SHELL, Tool)], n=2)
+    data = b""
+    for delta in CUSTOM_CALLS:
+        feed(collector, delta)
+        data += stream.take()
+    feed(collector, finished(reason=CALLS), finished(1, reason=STOP), USAGE)
+    data += stream.take()
+    first = [choice["delta"] for choice in choices(data) if choice["index"] == 0]
+    parts = [call for delta in first for call in delta.get("tool_calls", ())]
+
+    def start(index: int) -> dict[str, Any]:
+        named = {"name": "shell", "input": ""}
+        return {"index": index, "id": f"call_{index + 1}", "type": "custom", "custom": named}
+
+    assert parts == [
+        start(0),
+        {"index": 0, "custom": {"input": "ls "}},
+        {"index": 0, "custom": {"input": '"a"'}},
+        start(1),
+        {"index": 1, "custom": {"input": "pwd"}},
+        {
+            "index": 2,
+            "id": "call_3",
+            "type": "function",
+            "function": {"name": "now", "arguments": ""},
+        },
+        {"index": 2, "function": {"arguments": "{}"}},
+        start(3),
+        {"index": 3, "custom": {"input": '{"a": 1}'}},
+    ]
 
 
 def test_held_back_text_causes_no_chunks() -> None:

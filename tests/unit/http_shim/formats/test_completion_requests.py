@@ -248,7 +248,8 @@ def test_stream_requests_deltas() -> None:
     ],
 )
 def test_error_fields_have_the_clients_names(path: str, param: str) -> None:
-    body = body_of(grammar={"type": "json_schema", "value": "{}"})
+    tools = [{"function": {"name": "f"}}]
+    body = body_of(grammar={"type": "json_schema", "value": "{}"}, tools=tools)
     assert param_of(path, body) == param
 
 

@@ -42,7 +42,7 @@ def test_values_with_an_effect_are_refused(kind: type[GenerationBody]) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        (CompletionBody, {"use_beam_search": True}),
+        (CompletionBody, {"num_beams": 2}),
         (ChatBody, {"modalities": ["text", "audio"]}),
         (ChatBody, {"web_search_options": {}}),
         (ChatBody, {"length_penalty": 0.9}),
@@ -63,7 +63,7 @@ def test_supported_fields_are_not_in_the_table(kind: type[GenerationBody]) -> No
 
 
 def test_unknown_fields_are_reported() -> None:
-    assert ignored(CompletionBody, nobody_knows=1, use_beam_search=False) == ["nobody_knows"]
+    assert ignored(CompletionBody, nobody_knows=1, num_beams=1) == ["nobody_knows"]
 
 
 @pytest.mark.parametrize("kind", BODIES)

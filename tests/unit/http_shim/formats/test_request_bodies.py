@@ -148,6 +148,12 @@ def test_error_of_logit_bias_names_the_key(biases: dict[str, object], message: s
         ([{"type": "function", "function": {}}], "tools[0].function.name"),
         ([FUNCTION, {"type": "web_search"}], "tools[1].type"),
         ([{"type": "function", "function": {"name": 1}}], "tools[0].function.name"),
+        ([{"type": "custom"}], "tools[0].custom"),
+        ([FUNCTION, FUNCTION | {"custom": {"name": "f"}}], "tools[1]"),
+        (
+            [{"type": "custom", "custom": {"name": "f", "format": {"type": "json"}}}],
+            "tools[0].custom.format.type",
+        ),
     ],
 )
 @pytest.mark.parametrize("body_type", [CompletionBody, ChatBody])

@@ -362,6 +362,24 @@ async def test_images_beyond_the_context_are_refused(checkpoints: dict[str, Seei
         assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "messages")
 
 
+async def test_oldest_messages_are_left_out_with_their_images(
+    checkpoints: dict[str, Seeing],
+) -> None:
+    """Each image that is left belongs to its own message."""
+    checkpoint = checkpoints["qwen3_vl"]
+    answer = _says("a", role=completion.ROLE_ASSISTANT)
+    old = [_says(*[png(1200, 1200)] * 5), answer]
+    left = [_says("b", _IMAGES[0]), answer, _says(_IMAGES[1], "c")]
+    async with _chats(checkpoint) as chats:
+        error = await _refusal(chats.plan(*old, *left))
+        assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
+        cut = await chats.plan(*old, *left, drop_oldest_messages=True)
+        alone = await chats.plan(*left)
+    assert cut.prompts[0].ids == alone.prompts[0].ids
+    assert cut.engine_request.images == alone.engine_request.images
+    assert cut.images == alone.images
+
+
 # chats
 
 

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from services.tokenizer.text.detokenizer import (
     Detokenizer,
@@ -174,8 +174,21 @@ def test_ids_without_a_token_add_nothing() -> None:
 
 
 def test_error_names_an_unknown_decoder() -> None:
-    with pytest.raises(UnsupportedDecoderError, match="WordPiece"):
-        token_table({"a": 0}, {"type": "WordPiece"}, 1, ())
+    with pytest.raises(UnsupportedDecoderError, match="CTC"):
+        token_table({"a": 0}, {"type": "CTC"}, 1, ())
+
+
+@pytest.mark.parametrize("cleanup", [True, False])
+def test_word_pieces_decode_as_in_tokenizers(cleanup: bool) -> None:
+    tokens = ["what", "'", "s", "a", "mutex", "##es", "?", ".", "n't", "'m", "[CLS]", "x"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    decoder = decoders.WordPiece(cleanup=cleanup)
+    definition = {"type": "WordPiece", "prefix": "##", "cleanup": cleanup}
+    table = token_table(vocabulary, definition, len(tokens), ())
+    for ids in ([0, 3, 4, 5, 6], [4, 8, 9, 7], [10, 0, 3, 11, 5, 7], [3, 1, 2]):
+        detokenizer = Detokenizer(table)
+        mine = "".join(map(detokenizer.feed, ids)) + detokenizer.flush()
+        assert mine == decoder.decode([tokens[index] for index in ids])
 
 
 def test_vocabulary_decodes_special_tokens_on_request(vocabulary: Vocabulary) -> None:

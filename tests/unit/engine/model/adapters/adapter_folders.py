@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-__all__ = ["layers_of", "make_adapter"]
+__all__ = ["layers_of", "make_adapter", "make_separate_adapter"]
 
 _ELSEWHERE = "vision|visual|connector|projector|lm_head"
 
@@ -42,6 +43,35 @@ def make_adapter(
         if "lora_" in name:
             nn.init.normal_(parameter, std=0.1)
     adapted.save_pretrained(str(folder))
+    merged = cast(PreTrainedModel, adapted.merge_and_unload())
+    merged.train(False)
+    return merged
+
+
+def make_separate_adapter(
+    model: PreTrainedModel, checkpoint: Path, folder: Path, seed: int, rank: int = 4
+) -> PreTrainedModel:
+    """Save a random adapter with a module for each expert, as of transformers 4.
+
+    checkpoint: the model's folder, which has the names of transformers 4. Returns the model that
+    PEFT merges, which stacks the experts' modules to do so.
+    """
+    torch.manual_seed(seed)
+    weights = load_file(checkpoint / "model.safetensors")
+    layers = {
+        name.removesuffix(".weight"): weight.shape
+        for name, weight in weights.items()
+        if weight.ndim == 2 and re.search(r"self_attn|experts|\.gate\.", name)
+    }
+    tensors = {}
+    for name, (outputs, inputs) in layers.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, inputs) / 10
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(outputs, rank) / 10
+    targets = sorted({name.rpartition(".")[2] for name in layers})
+    config = LoraConfig(r=rank, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM")
+    config.save_pretrained(str(folder))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    adapted = PeftModel.from_pretrained(copy.deepcopy(model), str(folder))
     merged = cast(PreTrainedModel, adapted.merge_and_unload())
     merged.train(False)
     return merged

@@ -1,10 +1,12 @@
 """Adapters change the logits as the same adapters merged by PEFT do."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import services.engine.model.attention
 import services.engine.model.loader
@@ -19,9 +21,21 @@ from tests.unit.engine.checkpoints import (
     random_tokens,
     reference_logits,
 )
-from tests.unit.engine.model.adapters.adapter_folders import make_adapter
+from tests.unit.engine.model.adapters.adapter_folders import make_adapter, make_separate_adapter
 
 TOKENS = 40
+STACKS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"target_parameters": [*STACKS, "mlp.gate.weight"]},
+    "qwen3 moe": {
+        "target_parameters": STACKS,
+        "rank_pattern": {r".*\.gate_up_proj": 8},
+        "alpha_pattern": {r"layers\.0\.mlp\.experts\.down_proj": 11.0},
+    },
+    "qwen3 moe, normalized": {"target_parameters": STACKS[:1], "use_rslora": True},
+    "gpt-oss": {"target_parameters": [*STACKS, "router.weight"]},
+}
+"""Adapters of parameters that stack all experts"""
 
 
 def load(decoder: Decoder, number: int, folder: Path) -> None:
@@ -40,18 +54,11 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(services.engine.model.attention, "native", None)
 
 
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("name", CONFIGS)
-def test_rows_of_several_adapters_and_none_equal_the_merged_models(
-    name: str, tmp_path: Path
-) -> None:
-    """In one step: whole prompts, chunks and decodes; the last layer sees some rows alone."""
-    model = make_checkpoint(tmp_path / "model", CONFIGS[name])
-    decoder = load_model(tmp_path / "model", torch.float32)
-    models = [model]
-    for number in (1, 2):
-        models.append(make_adapter(model, tmp_path / str(number), seed=number))
-        load(decoder, number, tmp_path / str(number))
+def assert_rows_equal_merged_models(decoder: Decoder, models: list[PreTrainedModel]) -> None:
+    """In one step: whole prompts, chunks and decodes; the last layer sees some rows alone.
+
+    models: without an adapter, with adapter 1 and with adapter 2.
+    """
     sequences = [random_tokens(TOKENS, seed) for seed in range(4)]
     adapters = [1, 0, 2, 1]
     driver = Driver(decoder, sequences, adapters=adapters)
@@ -63,6 +70,55 @@ def test_rows_of_several_adapters_and_none_equal_the_merged_models(
         known = ~ours.isnan().any(dim=1)
         assert known.sum() > 20
         assert_equal(ours[known], theirs[known])
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_of_several_adapters_and_none_equal_the_merged_models(
+    name: str, tmp_path: Path
+) -> None:
+    model = make_checkpoint(tmp_path / "model", CONFIGS[name])
+    decoder = load_model(tmp_path / "model", torch.float32)
+    models = [model]
+    for number in (1, 2):
+        models.append(make_adapter(model, tmp_path / str(number), seed=number))
+        load(decoder, number, tmp_path / str(number))
+    assert_rows_equal_merged_models(decoder, models)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", EXPERTS)
+def test_adapters_of_stacked_experts_equal_the_merged_models(name: str, tmp_path: Path) -> None:
+    """As PEFT writes them for transformers 5, beside one of attention alone."""
+    model = make_checkpoint(tmp_path / "model", CONFIGS[name])
+    decoder = load_model(tmp_path / "model", torch.float32)
+    of_experts = make_adapter(model, tmp_path / "1", seed=1, **EXPERTS[name])
+    models = [model, of_experts, make_adapter(model, tmp_path / "2", seed=2)]
+    for number in (1, 2):
+        load(decoder, number, tmp_path / str(number))
+    assert_rows_equal_merged_models(decoder, models)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe"])
+def test_adapters_of_separate_experts_equal_the_merged_models(name: str, tmp_path: Path) -> None:
+    """As PEFT writes them for transformers 4, beside one of stacked experts."""
+    model = make_checkpoint(tmp_path / "model", CONFIGS[name])
+    decoder = load_model(tmp_path / "model", torch.float32)
+    stacked = make_adapter(model, tmp_path / "1", seed=1, **EXPERTS[name])
+    separate = make_separate_adapter(model, tmp_path / "model", tmp_path / "2", seed=2)
+    for number in (1, 2):
+        load(decoder, number, tmp_path / str(number))
+    assert_rows_equal_merged_models(decoder, [model, stacked, separate])
+
+
+def test_adapter_of_biases_of_experts_is_refused(tmp_path: Path) -> None:
+    """PEFT numbers an expert layer's parameters: with one more, names mean other parameters."""
+    model = make_checkpoint(tmp_path / "model", CONFIGS["gpt-oss"])
+    targets = [*STACKS, "mlp.experts.gate_up_proj_bias"]
+    make_adapter(model, tmp_path / "adapter", 1, target_parameters=targets)
+    with pytest.raises(CheckpointError, match="gate_up_proj and down_proj alone"):
+        PeftAdapter.read(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +135,25 @@ def test_scales_and_ranks_are_those_of_peft(settings: dict[str, object], tmp_pat
     merged = make_adapter(model, tmp_path / "adapter", 1, 4, **settings)
     decoder = load_model(tmp_path / "model", torch.float32)
     load(decoder, 1, tmp_path / "adapter")
+    tokens = random_tokens(TOKENS, 0)
+    driver = Driver(decoder, [tokens], adapters=[1])
+    driver.step([(0, TOKENS)])
+    assert_equal(driver.logits[0], reference_logits(merged, tokens))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_loaded_adapter_stays_as_it_was_when_its_file_changes(
+    name: str, rank: int, tmp_path: Path
+) -> None:
+    model = make_checkpoint(tmp_path / "model", CONFIGS[name])
+    merged = make_adapter(model, tmp_path / "adapter", 1, rank, **EXPERTS.get(name, {}))
+    decoder = load_model(tmp_path / "model", torch.float32)
+    load(decoder, 1, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(bytes(file.stat().st_size))
     tokens = random_tokens(TOKENS, 0)
     driver = Driver(decoder, [tokens], adapters=[1])
     driver.step([(0, TOKENS)])

@@ -1,0 +1,275 @@
+"""Encoders and poolings against transformers and sentence-transformers."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer import modules
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    MistralConfig,
+    ModernBertConfig,
+    MPNetConfig,
+    NomicBertConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
+
+from services.engine.engine import Engine
+from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.settings import EngineSettings
+from tests.unit.engine.checkpoints import SHAPE, WIDE
+
+ENCODER: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+ENCODERS: dict[str, PreTrainedConfig] = {
+    "bert": BertConfig(**ENCODER),
+    "roberta": RobertaConfig(**ENCODER | {"pad_token_id": 1}),
+    "xlm roberta": XLMRobertaConfig(**ENCODER | {"pad_token_id": 1, "type_vocab_size": 1}),
+    "modernbert": ModernBertConfig(**ENCODER, local_attention=8),
+    "modernbert, biases": ModernBertConfig(
+        **ENCODER, local_attention=8, attention_bias=True, mlp_bias=True, norm_bias=True
+    ),
+    "nomic": NomicBertConfig(**ENCODER),
+    "mpnet": MPNetConfig(**ENCODER | {"pad_token_id": 1, "max_position_embeddings": 180}),
+    "distilbert": DistilBertConfig(**ENCODER),
+}
+DECODERS: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**WIDE),
+    "qwen2": Qwen2Config(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=11),
+}
+LENGTHS = (1, 2, 5, 33, 64, 100)
+FAR = 175
+"""Tokens of a text that MPNet's farthest distance lies within"""
+
+
+def settings(**changes: Any) -> EngineSettings:
+    base = EngineSettings(dtype="float32", kv_memory="64MiB", max_running=16, device="cpu")
+    return replace(base, **changes)
+
+
+def texts(seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, 97, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def save_model(path: Path, config: PreTrainedConfig, kind: Any = AutoModel) -> Any:
+    torch.manual_seed(0)
+    model = kind.from_config(config).eval()
+    # biases and norms begin as zeros and ones, which would hide a mistake
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    return model
+
+
+def hidden_states(model: Any, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        states: Tensor = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+    return states
+
+
+def save_tokenizer(path: Path) -> None:
+    words = {"[UNK]": 3, **{f"w{i}": i for i in range(97) if i != 3}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    from tokenizers.pre_tokenizers import Whitespace
+
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="w0"
+    ).save_pretrained(path)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoder_equals_transformers(family: str, tmp_path: Path) -> None:
+    """The mean of all hidden states, of texts of many lengths in one step."""
+    model = save_model(tmp_path, ENCODERS[family])
+    with Engine(tmp_path, settings()) as engine:
+        vectors = engine.embed(texts())
+    expected = torch.stack([hidden_states(model, ids).mean(dim=0) for ids in texts()])
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_distances_beyond_the_farthest_are_alike(tmp_path: Path) -> None:
+    model = save_model(tmp_path, ENCODERS["mpnet"])
+    ids = torch.randint(4, 97, (FAR,), generator=torch.Generator().manual_seed(1)).tolist()
+    with Engine(tmp_path, settings()) as engine:
+        vectors = engine.embed([ids, ids[:5]])
+    expected = torch.stack([hidden_states(model, each).mean(dim=0) for each in (ids, ids[:5])])
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_bfloat16_kernels_are_close(family: str, tmp_path: Path) -> None:
+    """On a machine with tiled kernels they compute these shapes."""
+    model = save_model(tmp_path, ENCODERS[family])
+    with Engine(tmp_path, settings(dtype="bfloat16")) as engine:
+        vectors = engine.embed(texts())
+    expected = torch.stack([hidden_states(model, ids).mean(dim=0) for ids in texts()])
+    similarity = torch.cosine_similarity(vectors, expected, dim=1)
+    assert similarity.min() > 0.99
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_decoder_equals_transformers(family: str, pooling: str, tmp_path: Path) -> None:
+    """In steps of 16 tokens, over which the hidden states of long prompts add up."""
+    model = save_model(tmp_path, DECODERS[family])
+    with Engine(tmp_path, settings(pooling=pooling, max_step_tokens=16)) as engine:
+        vectors = engine.embed(texts())
+        again = engine.embed(texts())
+    states = [hidden_states(model, ids) for ids in texts()]
+    pooled = [each[-1] if pooling == "last" else each.mean(dim=0) for each in states]
+    expected = torch.nn.functional.normalize(torch.stack(pooled))
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+def test_vectors_equal_those_of_sentence_transformers(mode: str, tmp_path: Path) -> None:
+    """With everything that modules.json names behind the transformer."""
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    save_model(base, ENCODERS["bert"])
+    save_tokenizer(base)
+    sentences = SentenceTransformer(
+        modules=[
+            Transformer(str(base)),
+            modules.Pooling(64, mode),
+            Dense(64, 24, activation_function=torch.nn.Tanh()),
+            Normalize(),
+        ],
+        device="cpu",
+    )
+    sentences.save(str(saved))
+    words = [" ".join(f"w{i}" for i in ids) for ids in texts()]
+    expected = torch.as_tensor(sentences.encode(words))
+    with Engine(saved, settings()) as engine:
+        vectors = engine.embed(texts())
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_pooling_leaves_instructions_out(mode: str, family: str, tmp_path: Path) -> None:
+    """As sentence-transformers does, for means even if nothing but the instruction is left."""
+    if (mode, family) == ("cls", "qwen3"):
+        pytest.skip("the first token of a decoder sees no other")
+    model = save_model(tmp_path, {**ENCODERS, **DECODERS}[family])
+    (tmp_path / "modules.json").write_text('[{"type": "x.Pooling", "path": "1_Pooling"}]')
+    (tmp_path / "1_Pooling").mkdir()
+    config = {"pooling_mode": mode, "include_prompt": False}
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps(config))
+    lengths = dict(enumerate((0 if mode == "lasttoken" else 1, 1, 3, 0, 20, 37)))
+    pooling = modules.Pooling(64, mode, include_prompt=False)
+    expected = []
+    for index, ids in enumerate(texts()):
+        states = hidden_states(model, ids)[None]
+        mask = torch.ones(1, len(ids))
+        features: dict[str, Any] = {"token_embeddings": states, "attention_mask": mask}
+        if lengths[index]:
+            features["prompt_length"] = lengths[index]
+        expected.append(pooling(features)["sentence_embedding"][0])
+    with Engine(tmp_path, settings(max_step_tokens=128 if family == "bert" else 16)) as engine:
+        vectors = engine.embed(texts(), instructions=lengths)
+        alone = engine.embed(texts()[:1], instructions={0: lengths[0]})
+    torch.testing.assert_close(vectors, torch.stack(expected), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(alone, vectors[:1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family", ["bert", "roberta", "xlm roberta", "modernbert", "mpnet", "distilbert"]
+)
+@pytest.mark.parametrize("labels", [1, 3])
+def test_scores_equal_those_of_transformers(family: str, labels: int, tmp_path: Path) -> None:
+    config = type(ENCODERS[family])(**ENCODERS[family].to_dict() | {"num_labels": labels})
+    model = save_model(tmp_path, config, AutoModelForSequenceClassification)
+    with Engine(tmp_path, settings()) as engine:
+        scores = engine.embed(texts())
+        assert engine.model.has_scores
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in texts()])
+    expected = logits.sigmoid() if labels == 1 else logits
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_second_text_of_a_pair_has_its_own_type(tmp_path: Path) -> None:
+    config = BertConfig(**ENCODER | {"num_labels": 1})
+    model = save_model(tmp_path, config, AutoModelForSequenceClassification)
+    ids = texts()[-2:]
+    with Engine(tmp_path, settings()) as engine:
+        scores = engine.embed(ids, {0: 20, 1: 50})
+    expected = []
+    for text, second in zip(ids, (20, 50), strict=True):
+        types = torch.tensor([[0] * second + [1] * (len(text) - second)])
+        with torch.no_grad():
+            expected.append(model(input_ids=torch.tensor([text]), token_type_ids=types).logits)
+    torch.testing.assert_close(scores, torch.cat(expected).sigmoid(), atol=1e-5, rtol=1e-5)
+
+
+def test_decoder_with_a_head_scores(tmp_path: Path) -> None:
+    config = Qwen3Config(**WIDE | {"pad_token_id": 0, "num_labels": 1})
+    model = save_model(tmp_path, config, AutoModelForSequenceClassification)
+    with Engine(tmp_path, settings(max_step_tokens=16)) as engine:
+        scores = engine.embed(texts())
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in texts()])
+    torch.testing.assert_close(scores, logits.sigmoid(), atol=1e-5, rtol=1e-5)
+
+
+def _change(file: str, **values: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        content = json.loads((path / file).read_text())
+        (path / file).write_text(json.dumps(content | values))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_change("1_Pooling/config.json", pooling_mode="max"), "the pooling max is not supported"),
+        (_change("config.json", hidden_act="swish"), "hidden_act swish is not supported"),
+        (_change("config.json", vocab_size=98), "has the shape"),
+        (
+            lambda path: (path / "modules.json").write_text('[{"type": "a.Quant", "path": ""}]'),
+            "Quant",
+        ),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(
+    change: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, ENCODERS["bert"])
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling/config.json").write_text('{"pooling_mode": "mean"}')
+    (tmp_path / "modules.json").write_text('[{"type": "x.Pooling", "path": "1_Pooling"}]')
+    change(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        Engine(tmp_path, settings())
