@@ -25,6 +25,7 @@ __all__ = [
     "chat_messages",
     "ignored_items",
     "items_of",
+    "placed_item",
     "take_item_documents",
     "take_item_images",
 ]
@@ -342,6 +343,13 @@ def _converted(placed: PlacedItem, to: type[_Item]) -> _Item:
         raise invalid(place, f"{place}: {message[:1].lower()}{message[1:]}.") from None
 
 
+def placed_item(item: dict[str, Any], place: str) -> PlacedItem:
+    """Return an item with its place. Raises INVALID_ARGUMENT for a type that is no text."""
+    if not isinstance(item.get("type"), str | None):
+        raise invalid(f"{place}.type", f"{place}.type must be a text.")
+    return PlacedItem(item, place)
+
+
 def items_of(value: str | list[dict[str, Any]] | None, place: str) -> list[PlacedItem]:
     """Return the items of an input; a text is a user's message.
 
@@ -349,10 +357,4 @@ def items_of(value: str | list[dict[str, Any]] | None, place: str) -> list[Place
     """
     if isinstance(value, str):
         return [PlacedItem({"type": "message", "role": "user", "content": value}, place)]
-    return [_placed(item, f"{place}[{index}]") for index, item in enumerate(value or ())]
-
-
-def _placed(item: dict[str, Any], place: str) -> PlacedItem:
-    if not isinstance(item.get("type"), str | None):
-        raise invalid(f"{place}.type", f"{place}.type must be a text.")
-    return PlacedItem(item, place)
+    return [placed_item(item, f"{place}[{index}]") for index, item in enumerate(value or ())]

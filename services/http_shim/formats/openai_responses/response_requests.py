@@ -15,6 +15,7 @@ from services.http_shim.formats.openai_responses.items import (
     chat_messages,
     ignored_items,
     items_of,
+    placed_item,
 )
 from services.http_shim.formats.placed_messages import PlacedMessage, place_of, tool_place
 from services.http_shim.formats.request_bodies import Seconds
@@ -161,7 +162,7 @@ def prepare(body: ResponseBody, owner: str, context: bytes) -> PreparedResponse:
     """
     _check(body)
     place = "previous_response_id"
-    before = [PlacedItem(item, place) for item in msgspec.json.decode(context)]
+    before = [placed_item(item, place) for item in msgspec.json.decode(context)]
     asked = [placed.item for placed in items_of(body.input, "input")]
     return PreparedResponse(body, before, owner, msgspec.json.encode(asked), context)
 
