@@ -1,5 +1,6 @@
 """Conversations without their oldest messages, for prompts that exceed the context."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,16 +41,18 @@ def shorter_conversations(messages: Sequence[completion_pb2.Message]) -> list[Ke
         (i for i, each in enumerate(messages) if each.role not in _INSTRUCTIONS), len(messages)
     )
     splits = _splits(messages)
-    users, answers = (
-        [i for i in range(first + 1, len(messages)) if messages[i].role == role and not splits[i]]
+    asked, answers = (
+        [i for i in range(first, len(messages)) if messages[i].role == role]
         for role in (completion_pb2.ROLE_USER, completion_pb2.ROLE_ASSISTANT)
     )
-    kept = [KeptMessages(first, None, start) for start in (first, *users)]
-    question = kept[-1].start
-    if question < len(messages) and messages[question].role == completion_pb2.ROLE_USER:
-        later = [start for start in answers if start > question + 1]
-        return kept + [KeptMessages(first, question, start) for start in later]
-    return kept + [KeptMessages(first, None, start) for start in answers if start > question]
+    turns = [first, *(start for start in asked if start > first and not splits[start])]
+    kept = [KeptMessages(first, None, start) for start in turns]
+    for start in answers:
+        before = bisect_left(asked, start)
+        question = asked[before - 1] if before else None
+        if start > turns[-1] and not splits[start] and question != start - 1:
+            kept.append(KeptMessages(first, question, start))
+    return kept
 
 
 def _splits(messages: Sequence[completion_pb2.Message]) -> list[bool]:

@@ -69,3 +69,15 @@ def test_turns_go_before_the_steps_of_the_last_one() -> None:
         [0, 5, 6, 7, 8, 9],
         [0, 5, 8, 9],
     ]
+
+
+def test_last_question_stays_where_it_stands_between_a_call_and_its_result() -> None:
+    messages = [
+        *(message(USER, None), message(ASSISTANT, None)),
+        *(message(ASSISTANT, 1), message(USER, None), message(TOOL, 1), message(ASSISTANT, None)),
+    ]
+    assert [[*way.indices(6)] for way in shorter_conversations(messages)] == [
+        [*range(6)],
+        [0, 2, 3, 4, 5],
+        [3, 5],
+    ]
