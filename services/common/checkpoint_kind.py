@@ -1,4 +1,4 @@
-"""What a checkpoint is for, by its config.json."""
+"""The purpose of a checkpoint, by its config.json."""
 
 import json
 from pathlib import Path

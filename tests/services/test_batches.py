@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -60,24 +60,16 @@ async def started(
     )
 
 
-async def some_answered(client: AsyncOpenAI, batch: Batch) -> None:
-    """Return once a line of a batch is answered, which no event tells."""
-    answered = 0
+async def some_counted(
+    client: AsyncOpenAI, batch: Batch, count: Literal["total", "completed"]
+) -> None:
+    """Return once a count of a batch's lines is above zero, which no event tells."""
+    counted = 0
     async with asyncio.timeout(HANG_SECONDS):
-        while not answered:
+        while not counted:
             await asyncio.sleep(0.1)
             counts = (await client.batches.retrieve(batch.id)).request_counts
-            answered = 0 if counts is None else counts.completed
-
-
-async def some_in_progress(client: AsyncOpenAI, batch: Batch) -> None:
-    """Return once a batch has counted its lines, which no event tells."""
-    total = 0
-    async with asyncio.timeout(HANG_SECONDS):
-        while not total:
-            await asyncio.sleep(0.1)
-            counts = (await client.batches.retrieve(batch.id)).request_counts
-            total = 0 if counts is None else counts.total
+            counted = 0 if counts is None else getattr(counts, count)
 
 
 async def ended(client: AsyncOpenAI, batch: Batch) -> Batch:
@@ -134,7 +126,7 @@ async def test_every_line_gets_an_answer_or_an_error(client: AsyncOpenAI) -> Non
 async def test_cancelled_batch_keeps_the_answers_that_it_has(client: AsyncOpenAI) -> None:
     lines = [line("short")] + [line(f"{i}", max_tokens=1900, ignore_eos=True) for i in range(70)]
     batch = await started(client, lines)
-    await some_answered(client, batch)
+    await some_counted(client, batch, "completed")
     cancelled = await client.batches.cancel(batch.id)
     assert cancelled.status in ("cancelling", "cancelled")
     batch = await ended(client, batch)
@@ -147,7 +139,7 @@ async def test_cancelled_batch_keeps_the_answers_that_it_has(client: AsyncOpenAI
 async def test_queued_batch_is_cancelled_while_another_runs(client: AsyncOpenAI) -> None:
     long = [line(f"{i}", max_tokens=1900, ignore_eos=True) for i in range(70)]
     running = await started(client, long)
-    await some_in_progress(client, running)
+    await some_counted(client, running, "total")
     queued = await started(client, [line("never")])
     await client.batches.cancel(queued.id)
     assert (await ended(client, queued)).status == "cancelled"
@@ -220,7 +212,7 @@ async def test_batch_goes_on_after_a_restart(stack: Stack, tmp_path: Path) -> No
     lines = [line("first")] + [line(f"{i}", max_tokens=200, ignore_eos=True) for i in range(70)]
     async with running_shim(*flags, "--grace", "0") as shim, sdk(shim) as client:
         batch = await started(client, lines)
-        await some_answered(client, batch)
+        await some_counted(client, batch, "completed")
     kept = (tmp_path / "files" / batch.id).read_text()
     first = next(each for each in map(json.loads, kept.splitlines()) if each["response"])
     async with running_shim(*flags) as shim, sdk(shim) as client:
@@ -239,7 +231,7 @@ async def test_restart_repeats_no_line_and_no_custom_id(stack: Stack, tmp_path: 
     lines += [line(f"{i}", max_tokens=200, ignore_eos=True) for i in range(70)]
     async with running_shim(*flags, "--grace", "0") as shim, sdk(shim) as client:
         batch = await started(client, lines)
-        await some_answered(client, batch)
+        await some_counted(client, batch, "completed")
     kept = [json.loads(each) for each in (tmp_path / "files" / batch.id).read_text().splitlines()]
     before = {
         each["custom_id"]: each["response"]["request_id"] for each in kept if each["response"]

@@ -36,7 +36,7 @@ _FRAMED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """What sentencepiece does to a text before it cuts it into pieces."""
+    """Changes that sentencepiece makes to a text before it cuts it into pieces."""
 
     charsmap: bytes
     """Compiled rules of NFKC, perhaps with case folding; empty = characters stay"""

@@ -84,7 +84,7 @@ class Sequence:
         self.pooled = checked.pooled
         """Tokens that make the prompt's vector; None = the sequence generates"""
         self.second_text = checked.second_texts.get(self.prompt_index)
-        """Where the second text of a pair begins; None = the prompt is no pair"""
+        """Start of the second text of a pair; None = the prompt is no pair"""
         self.instruction_length = checked.instructions.get(self.prompt_index, 0)
         """Tokens at the beginning that pooling may leave out"""
         self.partial_sum: object = None

@@ -288,7 +288,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How the run of a batch ended."""
+    """The end of a batch's run."""
 
     total: int
     """Lines of its input"""

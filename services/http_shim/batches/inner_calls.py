@@ -24,7 +24,7 @@ _CREATOR = "tokenwire.creator"
 
 @dataclass(frozen=True, slots=True)
 class Creator:
-    """Who made a batch."""
+    """The maker of a batch."""
 
     account: Callable[[], Account | None]
     """Returns the account, None on a server without keys. Raises ServiceError if it is gone"""

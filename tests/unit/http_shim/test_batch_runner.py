@@ -75,7 +75,8 @@ async def test_end_that_the_database_refuses_is_tried_again_later(
             while not errors:
                 await asyncio.sleep(0.2)
                 errors = [each.message for each in caplog.records if each.name == "batches"]
-        assert len(errors) == 1
+        pauses = [float(each.split(" waits ")[1].split(" s: ")[0]) for each in errors]
+        assert pauses == [2.0 ** (1 + i) for i in range(len(pauses))]
         assert store.path("batch_a").exists()
         other.execute("DROP TRIGGER full")
         await assert_ends_with_its_answer(store)

@@ -33,7 +33,7 @@ class TextAttention(AttentionBackend):
         self._device = device
         self._bias = None if bias is None else bias.to(dtype)
         self._addend = torch.empty((spec.num_heads, 0, 0), dtype=dtype, device=device)
-        """That of the longest text so far: [heads, tokens, tokens]"""
+        """Bias of the longest text so far: [heads, tokens, tokens]"""
 
     def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
         make = partial(torch.empty, (num_blocks, 0), dtype=self._dtype, device=self._device)

@@ -99,7 +99,7 @@ class HeadStage:
 
     name: str
     activation: str = "identity"
-    """What follows: "identity", "tanh", "gelu" or "relu" """
+    """Function after the product: "identity", "tanh", "gelu" or "relu" """
     is_norm: bool = False
     narrows: bool = False
     """Its outputs are the labels"""
@@ -107,7 +107,7 @@ class HeadStage:
 
 @dataclass(frozen=True, slots=True)
 class EncoderTraits:
-    """What an encoder has that a decoder lacks: every token sees all tokens of its text."""
+    """Properties of encoders alone: every token sees all tokens of its text."""
 
     embedding_norm: str
     token_types: str | None = None

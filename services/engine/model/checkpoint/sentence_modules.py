@@ -1,4 +1,4 @@
-"""What follows the transformer in a checkpoint of sentence-transformers (modules.json)."""
+"""Modules after the transformer in a checkpoint of sentence-transformers (modules.json)."""
 
 import json
 from collections.abc import Iterator
@@ -26,10 +26,10 @@ class Pooling(Enum):
     """Way from the hidden states of a text's tokens to one vector."""
 
     CLS = "cls"
-    """That of the first token"""
+    """The first token's vector"""
     MEAN = "mean"
     LAST = "last"
-    """That of the last token"""
+    """The last token's vector"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,10 @@ _COLUMNS = 1024
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one program multiplies at a time, and how. A run on a GPU tunes these figures."""
+    """The tile that one program multiplies at a time, and its schedule.
+
+    A run on a GPU tunes these figures.
+    """
 
     rows: int
     outputs: int

@@ -23,7 +23,7 @@ _WIDE = 16384
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What one program multiplies at a time, tuned on an H200."""
+    """The tile that one program multiplies at a time, tuned on an H200."""
 
     rows: int
     outputs: int
