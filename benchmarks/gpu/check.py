@@ -92,7 +92,6 @@ class Check:
         self._results = results
         self._end = time.monotonic() + 60 * minutes
         self._loads = loads
-        self._rates: dict[str, float] = {}
         is_cuda = device.type == "cuda"
         self.report = Report(
             now(),
