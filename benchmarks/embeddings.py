@@ -184,7 +184,7 @@ def main() -> None:
         ours, *peers = figures.values()
         rows.append([name, *map(number, (ours, *peers, ours / max(peers)))])
         print(markdown(rows), flush=True)
-    print(save(report, options.out, f"embeddings-{report.time}"))
+    print(save(report, options.out, f"embeddings-{report.time.replace('+00:00', 'Z')}"))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from tests.services.shim import assert_documented, running_shim
-from tests.stack import Stack, is_idle, running_service
+from tests.stack import Stack, is_idle, metrics_of, running_service
 from tests.text_models import CONTEXT, make_embedder, make_scorer
 from tokenwire.channel import connect
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TEXTS = ["What is a mutex?", "a lock.", "the keys, the keys", "fruit"]
 QUERY = "What is a mutex?"
+HANG_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -343,12 +344,22 @@ async def test_grpc_clients_embed_at_both_levels(
         assert len(embedded.vectors) == 3 * 4 * 32
 
 
+async def cancelled_requests(tokenizer: str) -> float:
+    metrics = await metrics_of(tokenizer)
+    return metrics.get('tokenwire_tokenizer_requests_total{outcome="cancelled"}', 0.0)
+
+
 async def test_client_that_leaves_ends_its_request(served: Served) -> None:
-    async with httpx.AsyncClient(base_url=served.url) as client:
-        body = {"model": "embedder", "input": ["lock " * (CONTEXT - 2)] * 2048}
-        sending = asyncio.ensure_future(client.post("/v1/embeddings", json=body))
-        async with connect(served.engine) as channel:
-            control = EngineControlServiceStub(channel)
+    body = {"model": "embedder", "input": ["lock " * (CONTEXT - 2)] * 2048}
+    before = cancelled = await cancelled_requests(served.tokenizer)
+    async with (
+        asyncio.timeout(HANG_SECONDS),
+        httpx.AsyncClient(base_url=served.url) as client,
+        connect(served.engine) as channel,
+    ):
+        control = EngineControlServiceStub(channel)
+        while cancelled == before:  # a fast server may answer before its client leaves
+            sending = asyncio.ensure_future(client.post("/v1/embeddings", json=body))
             while not sending.done():
                 load = (await control.GetLoad(engine_pb2.GetLoadRequest())).load
                 if not is_idle(load):
@@ -357,3 +368,4 @@ async def test_client_that_leaves_ends_its_request(served: Served) -> None:
             async for each in control.WatchLoad(engine_pb2.WatchLoadRequest(interval_seconds=0.05)):
                 if is_idle(each.load):
                     break
+            cancelled = await cancelled_requests(served.tokenizer)

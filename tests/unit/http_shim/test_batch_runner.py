@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import sqlite3
 import time
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from starlette.applications import Starlette
 
+from services.http_shim.batches import batch_runner
 from services.http_shim.batches.batch_runner import BatchRunner
 from services.http_shim.stored.file_store import FileStore, StoredBatch
 
@@ -62,21 +64,34 @@ async def test_answers_outlive_a_full_disk(store: FileStore) -> None:
 
 
 async def test_end_that_the_database_refuses_is_tried_again_later(
-    store: FileStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    store: FileStore,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not at once: streams need the time, the log the room."""
+    """Ever more rarely: streams need the time, the log the room."""
+    monkeypatch.setattr(batch_runner, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(batch_runner, "_MOST_PAUSE", 0.04)
+    errors: list[str] = []
+    often = asyncio.Event()
+
+    def see(record: logging.LogRecord) -> bool:
+        if record.name == "batches":
+            errors.append(record.getMessage())
+        if len(errors) == 4:
+            often.set()
+        return True
+
+    caplog.handler.addFilter(see)
     other = sqlite3.connect(tmp_path / "files.sqlite", isolation_level=None)
     other.execute(
         "CREATE TRIGGER full BEFORE INSERT ON files BEGIN SELECT RAISE(FAIL, 'full'); END"
     )
     async with running(store):
-        errors: list[str] = []
         async with asyncio.timeout(HANG_SECONDS):
-            while not errors:
-                await asyncio.sleep(0.2)
-                errors = [each.message for each in caplog.records if each.name == "batches"]
-        pauses = [float(each.split(" waits ")[1].split(" s: ")[0]) for each in errors]
-        assert pauses == [2.0 ** (1 + i) for i in range(len(pauses))]
+            await often.wait()
+        pauses = [each.split(" waits ")[1].split(" s: ")[0] for each in errors[:4]]
+        assert pauses == ["0.01", "0.02", "0.04", "0.04"]
         assert store.path("batch_a").exists()
         other.execute("DROP TRIGGER full")
         await assert_ends_with_its_answer(store)
