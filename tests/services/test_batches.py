@@ -184,6 +184,13 @@ async def test_files_are_listed_read_and_deleted(
         assert (await http.get(path)).status_code == 404
 
 
+async def test_unknown_fields_of_a_form_are_named(http: httpx.AsyncClient) -> None:
+    fields = {"purpose": "user_data", "expires_after[anchor]": "created_at"}
+    answer = await http.post("/v1/files", data=fields, files={"file": ("a", b"x")})
+    assert answer.status_code == 200
+    assert answer.headers["x-tokenwire-ignored"] == "expires_after[anchor]"
+
+
 async def test_wrong_input_names_its_field(http: httpx.AsyncClient) -> None:
     async def refused(path: str, **fields: Any) -> tuple[int, str | None]:
         answer = await http.post(path, **fields)

@@ -235,6 +235,9 @@ async def test_long_texts_are_refused_or_cut(client: httpx.AsyncClient) -> None:
         ),
         ("/v1/rerank", {"model": "scorer", "query": "a"}, "documents"),
         ("/v1/rerank", {"model": "scorer", "query": "a", "documents": [""]}, "documents[0]"),
+        ("/v1/rerank", {"model": "embedder", "query": "a", "documents": ["b", ""]}, "documents[1]"),
+        ("/v1/rerank", {"model": "embedder", "query": "", "documents": ["b"]}, "query"),
+        ("/v1/score", {"model": "embedder", "text_1": ["a", ""], "text_2": ["c"] * 2}, "text_1[1]"),
         (
             "/v1/rerank",
             {"model": "scorer", "query": "a", "documents": ["b"], "top_n": 0},

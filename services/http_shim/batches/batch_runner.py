@@ -330,7 +330,10 @@ class _Output:
 
 
 async def _repeated(batch: StoredBatch, step: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Return the result of a step; repeat it, ever more rarely, while it raises."""
+    """Return the result of a step; repeat it, ever more rarely, while it raises.
+
+    Whatever it raises, its batch has answers that must not be lost.
+    """
     pause = _FIRST_PAUSE
     while True:
         try:

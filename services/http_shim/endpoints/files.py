@@ -81,12 +81,14 @@ class Files:
             form = await parser.parse()
         except ClientDisconnect:
             raise ClientGoneError from None
-        except (MultiPartException, KeyError, ValueError, LookupError) as error:
-            raise invalid("file", f"The form can't be read: {error}.") from None
+        except (MultiPartException, ValueError, LookupError) as error:
+            reason = str(error).rstrip(".")
+            raise invalid("file", f"The form can't be read: {reason}.") from None
         except OSError:
             raise full() from None
         finally:
             self._uploads -= 1
+        exchange_of(request.scope).ignored = sorted({*form} - {"file", "purpose"})
         try:
             upload, purpose = form.get("file"), form.get("purpose")
             if not isinstance(upload, UploadFile):

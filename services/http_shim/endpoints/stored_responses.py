@@ -19,7 +19,6 @@ from tokenwire.errors import invalid
 
 __all__ = ["DeletedResponse", "InputItemList", "StoredResponses"]
 
-_MOST_ITEMS = 100
 _MOST_DIGITS = 18
 
 

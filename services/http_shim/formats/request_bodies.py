@@ -40,11 +40,13 @@ __all__ = [
     "JsonSchemaFormat",
     "JsonSchemaGrammar",
     "JsonSchemaSpec",
+    "KeptTokens",
     "LarkGrammar",
     "LeftOut",
     "LlguidanceGrammar",
     "LoadAdapterBody",
     "MultiCompletionBody",
+    "Priority",
     "RegexGrammar",
     "Seconds",
     "StreamOptions",
@@ -57,6 +59,8 @@ __all__ = [
 
 Uint32: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+KeptTokens: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # -1: as many as fit
+Priority: TypeAlias = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400)]
 _BOUNDED = Meta(max_length=4_096)  # the services have lower limits
 _IDS = Meta(max_length=2**20)  # as many as a body may have
@@ -169,11 +173,11 @@ class GenerationBody(ConstraintFields):
     # vLLM's fields
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    truncate_prompt_tokens: KeptTokens | None = None
     prompt_logprobs: Uint32 | None = None
     allowed_token_ids: Annotated[list[Uint32], _IDS] | None = None
     bad_words: Strings | None = None
-    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     timeout: Seconds | None = None
 
 

@@ -19,6 +19,7 @@ from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
+    "TOOL_MODES",
     "custom_names",
     "tool_choice_of",
     "tool_param",
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 _Choice: TypeAlias = str | NamedToolChoice | None
-_MODES = {
+TOOL_MODES = {
     "none": completion_pb2.TOOL_MODE_NONE,
     "auto": completion_pb2.TOOL_MODE_AUTO,
     "required": completion_pb2.TOOL_MODE_REQUIRED,
@@ -48,13 +49,13 @@ def tool_choice_of(
     if choice is None:
         return None
     if isinstance(choice, str):
-        return completion_pb2.ToolChoice(mode=_MODES[choice])
+        return completion_pb2.ToolChoice(mode=TOOL_MODES[choice])
     if (allowed := choice.allowed_tools) is None:
         return completion_pb2.ToolChoice(name=_name(choice))
     unknown = _allowed_names(allowed) - {_name(tool) for tool in tools or ()}
     if unknown:
         raise invalid("tool_choice", f"tool_choice allows {min(unknown)!r}, which tools lacks.")
-    return completion_pb2.ToolChoice(mode=_MODES[allowed.mode])
+    return completion_pb2.ToolChoice(mode=TOOL_MODES[allowed.mode])
 
 
 def custom_names(tools: Sequence[Tool] | None) -> frozenset[str]:

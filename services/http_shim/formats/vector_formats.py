@@ -4,13 +4,13 @@ import base64
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.common.contract import MAX_EMBEDDED_TEXTS
 from services.http_shim.formats.completion_requests import prompts_of
-from services.http_shim.formats.request_bodies import Seconds, Uint32
+from services.http_shim.formats.request_bodies import KeptTokens, Priority, Seconds, Uint32
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
@@ -33,8 +33,6 @@ __all__ = [
 ]
 
 _TEXTS = Meta(max_length=2**20)  # the services have lower limits
-_Kept: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
-_Priority: TypeAlias = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
 
 
 class VectorBody(Struct):
@@ -42,8 +40,8 @@ class VectorBody(Struct):
 
     model: str | None = None
     user: str | None = None
-    truncate_prompt_tokens: _Kept | None = None
-    priority: _Priority | None = None
+    truncate_prompt_tokens: KeptTokens | None = None
+    priority: Priority | None = None
     timeout: Seconds | None = None
 
 

@@ -97,8 +97,9 @@ class EmbeddingCalls:
             prompts = await _run(lambda: encoder.encode_pairs(pairs, has_types=has_types), size)
             scores = array("f", (await engines.vectors(prompts, limits)).data).tolist()
         else:
-            texts = [completion_pb2.Prompt(text=each) for each in (*first, *second)]
-            prompts = await _run(lambda: encoder.encode(texts), size)
+            fields = ["first"] if len(first) == 1 else [f"first[{i}]" for i in range(len(first))]
+            fields += [f"second[{i}]" for i in range(len(second))]
+            prompts = await _run(lambda: encoder.encode_texts([*first, *second], fields), size)
             scores = _cosines(await engines.vectors(prompts, limits), len(first))
         return completion_pb2.ScoreResponse(scores=scores, model=limits.model, usage=engines.usage)
 

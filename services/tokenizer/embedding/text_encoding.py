@@ -36,24 +36,33 @@ class TextEncoder:
     def encode(self, inputs: Sequence[completion_pb2.Prompt]) -> list[engine_pb2.EmbeddedPrompt]:
         """Encode inputs of `EmbedRequest`. Raises ServiceError that names the wrong one."""
         found: list[engine_pb2.EmbeddedPrompt | None] = [None] * len(inputs)
-        places: list[int] = []
-        texts: list[str] = []
+        texts: dict[int, str] = {}
         for place, prompt in enumerate(inputs):
             field = f"inputs[{place}]"
             match prompt.WhichOneof("prompt"):
                 case "text":
-                    places.append(place)
-                    texts.append(self._prompted(prompt.text, f"{field}.text"))
+                    texts[place] = prompt.text
                 case "token_ids":
                     ids = self._checked(prompt.token_ids.ids, f"{field}.token_ids.ids")
                     found[place] = engine_pb2.EmbeddedPrompt(ids=ids)
                 case _:
                     raise invalid(field, "An input must hold text or token ids.")
-        for place, each in zip(places, self._framed(texts), strict=True):
-            ids = self._cut(each, f"inputs[{place}].text")
-            length = 0 if self.prompt is None else min(self.prompt.length, len(ids))
-            found[place] = engine_pb2.EmbeddedPrompt(ids=ids, instruction_length=length)
+        fields = [f"inputs[{place}].text" for place in texts]
+        for place, made in zip(texts, self.encode_texts([*texts.values()], fields), strict=True):
+            found[place] = made
         return [prompt for prompt in found if prompt is not None]
+
+    def encode_texts(
+        self, texts: Sequence[str], fields: Sequence[str]
+    ) -> list[engine_pb2.EmbeddedPrompt]:
+        """Encode texts. Raises ServiceError that names the wrong one's field."""
+        bounded = list(map(self._prompted, texts, fields))
+        prompts = []
+        for framed, field in zip(self._framed(bounded), fields, strict=True):
+            ids = self._cut(framed, field)
+            length = 0 if self.prompt is None else min(self.prompt.length, len(ids))
+            prompts.append(engine_pb2.EmbeddedPrompt(ids=ids, instruction_length=length))
+        return prompts
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, has_types: bool

@@ -229,8 +229,10 @@ def _nested(blocks: Sequence[Struct], place: str) -> Iterator[tuple[_Block, str]
             yield block, at
         if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
             yield from _nested(block.content, f"{at}.content")
-        elif isinstance(block, DocumentBlock) and isinstance(block.source.content, list):
-            yield from _nested(block.source.content, f"{at}.source.content")
+        elif isinstance(block, DocumentBlock) and block.source.type == "content":
+            parts = block.source.content
+            if isinstance(parts, list):
+                yield from _nested(parts, f"{at}.source.content")
 
 
 def chat_messages(

@@ -14,7 +14,7 @@ from services.http_shim.formats.anthropic.blocks import (
 from services.http_shim.formats.constraint_fields import JsonObject
 from services.http_shim.formats.constraints import json_text
 from services.http_shim.formats.placed_messages import PlacedMessage, place_of, tool_place
-from services.http_shim.formats.request_bodies import Seconds
+from services.http_shim.formats.request_bodies import Priority, Seconds, Uint32
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -127,7 +127,7 @@ class CountTokensBody(PromptBody):
 class MessagesBody(PromptBody):
     """The body of POST /v1/messages."""
 
-    max_tokens: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
+    max_tokens: Uint32 | None = None
     stop_sequences: Annotated[list[str], _BOUNDED] | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -137,7 +137,7 @@ class MessagesBody(PromptBody):
     thread: Any = None
     compaction: Any = None
     # our own
-    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     timeout: Seconds | None = None
 
 

@@ -18,8 +18,9 @@ from services.http_shim.formats.openai_responses.items import (
     placed_item,
 )
 from services.http_shim.formats.placed_messages import PlacedMessage, place_of, tool_place
-from services.http_shim.formats.request_bodies import Seconds
+from services.http_shim.formats.request_bodies import Priority, Seconds, Uint32
 from services.http_shim.formats.tool_fields import InputGrammar
+from services.http_shim.formats.tools import TOOL_MODES
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -47,11 +48,6 @@ _PARAMS = {
     "drop_oldest_messages": "truncation",
 }
 _PARAMETERS = re.compile(r"tools\[(?P<index>\d+)\]\.parameters")
-_MODES = {
-    "auto": completion_pb2.TOOL_MODE_AUTO,
-    "none": completion_pb2.TOOL_MODE_NONE,
-    "required": completion_pb2.TOOL_MODE_REQUIRED,
-}
 
 
 class TextFormat(Struct):
@@ -88,10 +84,10 @@ class ResponseBody(Struct):
     store: bool | None = None
     stream: bool | None = None
     background: bool | None = None
-    max_output_tokens: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
+    max_output_tokens: Uint32 | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
+    top_logprobs: Uint32 | None = None
     include: Annotated[list[str], _BOUNDED] | None = None
     tools: Annotated[list[_Object], _BOUNDED] | None = None
     tool_choice: str | _Object | None = None
@@ -106,7 +102,7 @@ class ResponseBody(Struct):
     conversation: Any = None
     prompt: Any = None
     # our own
-    priority: Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     timeout: Seconds | None = None
 
 
@@ -328,12 +324,12 @@ def _tool_choice(body: ResponseBody) -> completion_pb2.ToolChoice | None:
     match body.tool_choice:
         case None:
             return None
-        case str() as mode if mode in _MODES:
-            return completion_pb2.ToolChoice(mode=_MODES[mode])
+        case str() as mode if mode in TOOL_MODES:
+            return completion_pb2.ToolChoice(mode=TOOL_MODES[mode])
         case {"type": "function" | "custom", "name": str() as name}:
             return completion_pb2.ToolChoice(name=name)
-        case {"type": "allowed_tools", "mode": str() as mode} if mode in _MODES:
-            return completion_pb2.ToolChoice(mode=_MODES[mode])
+        case {"type": "allowed_tools", "mode": str() as mode} if mode in TOOL_MODES:
+            return completion_pb2.ToolChoice(mode=TOOL_MODES[mode])
         case _:
             raise invalid(
                 "tool_choice", "tool_choice must be auto, none, required, or name a function."

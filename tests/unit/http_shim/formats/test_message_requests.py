@@ -29,6 +29,7 @@ from anthropic.types.beta import (
 from anthropic.types.beta import message_create_params as beta_create_params
 from typing_extensions import is_typeddict
 
+from services.http_shim.formats.anthropic.blocks import take_block_images
 from services.http_shim.formats.anthropic.message_requests import (
     CountTokensBody,
     MessagesBody,
@@ -234,6 +235,21 @@ def test_citations_of_a_document_are_ignored_by_name() -> None:
     request, ignored = asked(messages=[{"role": "user", "content": [block]}])
     assert request.messages[0].parts[0].text == "T\n\ntext"
     assert ignored == ["messages[0].content[0].citations"]
+
+
+@pytest.mark.parametrize("kind", ["text", "base64", "file"])
+def test_content_of_a_document_of_another_kind_is_none(kind: str) -> None:
+    """Its image has no place in the chat."""
+    image = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+    }
+    source = {"type": kind, "media_type": "text/plain", "data": "text", "content": [image]}
+    message = {"role": "user", "content": [{"type": "document", "source": source}]}
+    body, _ = parse(MESSAGES, json.dumps(BASE | {"messages": [message]}).encode())
+    images = take_block_images(body.messages)
+    images.copy_into(to_message_request(body))
+    assert len(images) == 0
 
 
 def test_blocks_of_a_document_are_its_content() -> None:
