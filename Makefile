@@ -26,6 +26,12 @@ PYTHON ?= python3
 TORCH_INDEX_URL ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 INSTALL_TORCH = $(if $(TORCH_INDEX_URL),$(BIN)/python -m pip install --no-deps \
   --extra-index-url "$(TORCH_INDEX_URL)" "$$(grep -o -m1 'torch==[0-9.]*' pyproject.toml)" >&2)
+# Versions of all dependencies. Empty: the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
+ifneq ($(CONSTRAINTS),)
+export PIP_CONSTRAINT := $(abspath $(CONSTRAINTS))
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
+endif
 AGAINST ?= main
 PYTEST_ARGS ?=
 WORKERS ?= 2
@@ -36,9 +42,9 @@ PEERS ?= installed
 COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose)
 
 BIN := .venv/bin
-SOURCES := pyproject.toml setup.py $(shell find protos services/engine/kernels/src -type f)
+SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(shell find protos services/engine/kernels/src -type f)
 
-.PHONY: help serve test chaos coverage lint breaking docs bench gpu-bundle gpu-check images clean
+.PHONY: help serve test chaos coverage lint breaking constraints docs bench gpu-bundle gpu-check images clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -75,6 +81,13 @@ breaking: .venv/.dev build/googleapis ## Compare the protos with those of anothe
 	git archive "$(AGAINST)" protos/tokenwire | tar -x -C build/against
 	cp buf.yaml build/against && cp -R build/googleapis build/against/build
 	$(BIN)/buf breaking protos --against build/against/protos
+
+constraints: .venv/bin/python ## Renew constraints.txt with the newest versions that pyproject.toml allows
+	@mkdir -p build
+	env -u PIP_CONSTRAINT -u PIP_BUILD_CONSTRAINT $(BIN)/python -m pip install --dry-run --ignore-installed \
+	  $(if $(TORCH_INDEX_URL),--extra-index-url "$(TORCH_INDEX_URL)") --report build/newest.json '.[dev]' setuptools >&2
+	$(BIN)/python .ci/constraints build/newest.json >build/constraints.txt
+	mv build/constraints.txt constraints.txt
 
 docs: .venv/.dev ## Build the documentation as a site in build/docs
 	$(BIN)/sphinx-build -W --keep-going -q -b html -d build/doctrees docs build/docs
