@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # before any import of gRPC
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from hypothesis import HealthCheck, settings
 
 from tests.stack import Stack, free_ports, served_stack
 from tokenwire.serving.stack_layout import embedded_checkpoint
+
+# A script that runs the tests in its background leaves SIGINT ignored, in every command too. A
+# handler here gives the commands under test the default disposition again.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine must not fail a property test. `settings.default` has fixed examples in CI.
 settings.register_profile(
