@@ -25,7 +25,7 @@ def requirements() -> Iterator[str]:
 def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pairs = (line.split("==") for line in lines if not line.startswith("#"))
-    return {name: version for name, version in pairs}
+    return dict(pairs)
 
 
 @pytest.mark.parametrize("line", sorted(set(requirements())))
