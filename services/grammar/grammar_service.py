@@ -122,6 +122,12 @@ class GrammarServicer(GrammarServiceServicer):
                 f"The grammar has {size} bytes; the limit is {self._max_bytes}.",
                 reason="GRAMMAR_TOO_LARGE",
             )
+        try:
+            specification.check_white_space(spec)
+        except GrammarError as error:
+            COMPILES.labels(kind, "refused").inc()
+            field = "grammar.json_whitespace"
+            raise invalid(field, str(error), reason="INVALID_GRAMMAR") from None
         return kind
 
     async def _find_or_compile(self, spec: GrammarSpec) -> tuple[CompiledGrammar, str]:

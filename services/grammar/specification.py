@@ -4,7 +4,8 @@ Regular expressions, Lark and choices take one step. `gbnf` translates GBNF to L
 `structural_tag` translates a tag to a Lark grammar with one JSON Schema per structure. A JSON
 Schema passes these stages, all but the last two in `schemas`:
 
-1. `validation` parses the JSON text and refuses keywords that no grammar enforces.
+1. `validation` parses the JSON text and refuses keywords that no grammar enforces; `finiteness`
+   refuses schemas that only endless values satisfy.
 2. `string_keywords` replaces patterns and formats by regular expressions that llguidance enforces
    exactly. Package `patterns` parses and translates them.
 3. `lowering` replaces the keywords that llguidance lacks, such as "not", "oneOf" and "contains":
@@ -13,7 +14,8 @@ Schema passes these stages, all but the last two in `schemas`:
      sets of single keywords. `number_sets`, `string_sets`, `array_sets` and `object_sets` intersect
      them. `conjunction` represents the schemas that members and items must satisfy.
    - `lowering` writes each set in native keywords, and each union as "anyOf".
-4. llguidance compiles the lowered schema (`matching.prototype`).
+4. llguidance compiles the lowered schema (`matching.prototype`), with the white space of
+   `patterns.white_space` between its tokens.
 5. During generation, `matching.uniqueness` forbids repeated keys and items, which no context-free
    grammar can express. It asks `json_positions` which subschemas apply, and `word_sets` which
    prefixes only used words complete.
@@ -25,30 +27,42 @@ makes the output narrower and never invalid.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from llguidance import LLMatcher
 
 from services.common.json_values import Json
 from services.grammar import GrammarError, gbnf, structural_tag
+from services.grammar.patterns import white_space
 from services.grammar.schemas import validation
 from services.grammar.schemas.json_positions import JsonPositions, allows_repeats
 from services.grammar.schemas.lowering import lower
 from services.grammar.schemas.string_keywords import lower_strings, restore_patterns
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
-__all__ = ["Kind", "check", "identity", "kind_of", "locate", "positions", "translate"]
+__all__ = [
+    "Kind",
+    "check",
+    "check_white_space",
+    "identity",
+    "kind_of",
+    "locate",
+    "positions",
+    "translate",
+]
 
 Kind: TypeAlias = Literal[
     "json_schema", "json_object", "regex", "lark", "llguidance", "choice", "gbnf", "structural_tag"
 ]
 
-# Compact JSON: a model that may emit whitespace eventually does so without end. No \u escapes:
-# an escaped key would not be recognized as a key that the schema names.
-_OPTIONS: Mapping[str, Json] = {
-    "x-guidance": {"whitespace_flexible": False, "json_allowed_escapes": 'nrbtf\\"'}
-}
+# No \u escapes: an escaped key would not be recognized as a key that the schema names.
+_ESCAPES: Mapping[str, Json] = {"json_allowed_escapes": 'nrbtf\\"'}
+_COMPACT: Mapping[str, Json] = {"x-guidance": {**_ESCAPES, "whitespace_flexible": False}}
+_MAX_SHOWN = 100  # characters of a pattern in a message
+_WITH_JSON = frozenset({"json_schema", "json_object", "structural_tag", "llguidance"})
+
+_Compilable: TypeAlias = Callable[[Json, str], Mapping[str, Json]]
 
 _ANY_OBJECT: Mapping[str, Json] = {"type": "object"}
 _PLACE = re.compile(r" at line (\d+) column (\d+)$")
@@ -71,7 +85,17 @@ def identity(spec: GrammarSpec) -> str:
         content = spec.structural_tag.SerializeToString(deterministic=True).hex()
     else:
         content = "" if kind == "json_object" else getattr(spec, kind)
+    if spec.HasField("json_whitespace"):
+        content = json.dumps([content, spec.json_whitespace])
     return hashlib.sha256(f"{kind}\n{content}".encode()).hexdigest()
+
+
+def check_white_space(spec: GrammarSpec) -> None:
+    """Raise GrammarError for a json_whitespace that is no white space, or has no effect."""
+    kind = kind_of(spec)
+    if spec.HasField("json_whitespace") and kind not in _WITH_JSON:
+        raise GrammarError(f"A grammar of the kind {kind} has no white space; leave it out.")
+    _json_options(spec)
 
 
 def check(spec: GrammarSpec) -> None:
@@ -100,10 +124,15 @@ def translate(spec: GrammarSpec) -> str:
     faults show when the result is compiled.
     """
     kind = kind_of(spec)
+    options = _json_options(spec)
+
+    def compilable(schema: Json, path: str = "$") -> Mapping[str, Json]:
+        return {**options, **_lowered(schema, path)}
+
     if kind == "json_schema":
-        return _grammar("json_schema", _compilable(validation.parse(spec.json_schema)))
+        return _grammar("json_schema", compilable(validation.parse(spec.json_schema)))
     if kind == "json_object":
-        return _grammar("json_schema", _compilable(_ANY_OBJECT))
+        return _grammar("json_schema", compilable(_ANY_OBJECT))
     if kind == "regex":
         return str(LLMatcher.grammar_from_regex(spec.regex))
     if kind == "choice":
@@ -113,20 +142,20 @@ def translate(spec: GrammarSpec) -> str:
     if kind == "gbnf":
         return _grammar("lark_grammar", gbnf.to_lark(spec.gbnf))
     if kind == "structural_tag":
-        parts = structural_tag.parts_of(spec.structural_tag, "tag", _compilable)
+        parts = structural_tag.parts_of(spec.structural_tag, "tag", compilable)
         return json.dumps({"grammars": parts})
-    return _translate_parts(json.loads(spec.llguidance))
+    return _translate_parts(json.loads(spec.llguidance), compilable)
 
 
 def positions(spec: GrammarSpec) -> JsonPositions | None:
     """Return the positions for duplicate detection; None where llguidance allows no repetition."""
     kind = kind_of(spec)
     if kind == "json_object":
-        return JsonPositions(_ANY_OBJECT, _OPTIONS)
+        return JsonPositions(_ANY_OBJECT, _COMPACT)
     if kind != "json_schema":
         return None
     lowered = _lowered(validation.parse(spec.json_schema))
-    return JsonPositions(lowered, _OPTIONS) if allows_repeats(lowered) else None
+    return JsonPositions(lowered, _COMPACT) if allows_repeats(lowered) else None
 
 
 def locate(spec: GrammarSpec, reason: str) -> str:
@@ -166,11 +195,19 @@ def _lowered(schema: Json, path: str = "$") -> Mapping[str, Json]:
     return lowered if isinstance(lowered, Mapping) else {}  # true allows everything
 
 
-def _compilable(schema: Json, path: str = "$") -> Mapping[str, Json]:
-    return {**_OPTIONS, **_lowered(schema, path)}
+def _json_options(spec: GrammarSpec) -> Mapping[str, Json]:
+    """Return the member of a schema that tells llguidance how to write JSON."""
+    spaces = white_space.DEFAULT
+    if spec.HasField("json_whitespace"):
+        try:
+            spaces = white_space.as_expression(spec.json_whitespace)
+        except GrammarError as error:
+            pattern = spec.json_whitespace[:_MAX_SHOWN]
+            raise GrammarError(f'"{pattern}" can\'t be white space of JSON: {error}.') from None
+    return {"x-guidance": {**_ESCAPES, "whitespace_pattern": spaces}} if spaces else _COMPACT
 
 
-def _translate_parts(grammar: dict[str, Any]) -> str:
+def _translate_parts(grammar: dict[str, Any], compilable: _Compilable) -> str:
     """Lower the schemas of an llguidance grammar, and translate parts of kinds that it lacks."""
     translated: list[Any] = []
     further: list[Any] = []
@@ -181,10 +218,10 @@ def _translate_parts(grammar: dict[str, Any]) -> str:
         elif isinstance(known, dict) and "structural_tag" in known:
             tag = structural_tag.read(known["structural_tag"])
             name = known.get("name") or f"tag_{index}"
-            known, *schemas = structural_tag.parts_of(tag, name, _compilable)
+            known, *schemas = structural_tag.parts_of(tag, name, compilable)
             further += schemas
         elif isinstance(known, dict) and known.get("json_schema") is not None:
-            known["json_schema"] = _compilable(known["json_schema"], _path_of_part(index))
+            known["json_schema"] = compilable(known["json_schema"], _path_of_part(index))
         translated.append(known)
     return json.dumps(grammar | {"grammars": translated + further})
 

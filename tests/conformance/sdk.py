@@ -79,6 +79,9 @@ SHARED_CALLS: Mapping[str, Call] = {
     "guided_regex": ({"guided_regex": "[12]"}, says_one_or_two),
     "guided_choice": ({"guided_choice": ["1", "2"]}, says_one_or_two),
     "guided_grammar": ({"guided_grammar": 'root ::= "1" | "2"'}, says_one_or_two),
+    "guided_whitespace_pattern": (
+        {"guided_json": ONE_OR_TWO, "guided_whitespace_pattern": " ?"}, says_one_or_two
+    ),
     "json_schema": ({"json_schema": '{"enum": [1, 2]}'}, says_one_or_two),
     "regex": ({"regex": "[12]"}, says_one_or_two),
     "choice": ({"choice": ["1", "2"]}, says_one_or_two),
@@ -185,6 +188,7 @@ SHARED_BAD: Mapping[str, Fields] = {
     "guided_regex": {"guided_regex": "("},
     "guided_choice": {"guided_choice": []},
     "guided_grammar": {"guided_grammar": "root ::= x"},
+    "guided_whitespace_pattern": {"guided_json": {}, "guided_whitespace_pattern": "x"},
     "json_schema": {"json_schema": "{"},
     "regex": {"regex": "("},
     "choice": {"choice": [""]},

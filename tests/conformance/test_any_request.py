@@ -92,6 +92,7 @@ CONSTRAINTS: dict[str, Values] = {
     "guided_regex": REGEXES,
     "guided_choice": st.lists(TEXT, max_size=3),
     "guided_grammar": GBNF,
+    "guided_whitespace_pattern": st.sampled_from(["", " ?", r"\s*", "x", "("]),
     "json_schema": SCHEMAS,
     "regex": REGEXES,
     "choice": st.lists(TEXT, max_size=3),

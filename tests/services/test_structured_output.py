@@ -24,6 +24,16 @@ from tokenwire.pb.types.v1.types_pb2 import TokenIds
 # a leap second is a time to the grammar, but not to Python: times are left out
 FORMATS = jsonschema.FormatChecker(formats=("date", "email", "ipv4", "ipv6", "uuid"))
 REGEX = "[a-f]{3,8}(-[0-9]{2}){1,3}"
+ONE_OR_TWO = {"enum": [1, 2]}
+PAIR = {
+    "type": "object",
+    "properties": {
+        "a": ONE_OR_TWO,
+        "b": {"type": "array", "items": ONE_OR_TWO, "minItems": 2, "maxItems": 2},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture
@@ -194,6 +204,14 @@ async def test_logprobs_do_not_change_the_tokens_under_a_grammar(http: httpx.Asy
         ({"guided_regex": "[0-9]{3}"}, "[0-9]{3}"),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
         ({"guided_json": {"type": "integer", "minimum": 1, "maximum": 9}}, "[1-9]"),
+        (
+            {"structured_outputs": {"json": PAIR, "disable_any_whitespace": True}},
+            r'\{"a":[12],"b":\[[12],[12]\]\}',
+        ),
+        (
+            {"guided_json": PAIR, "guided_whitespace_pattern": "  "},
+            r'\{( {2})?"a"( {2})?:( {2})?[12]( {2})?,( {2})?"b".*\}',
+        ),
         ({"ebnf": 'root ::= "(" root ")" | "x"'}, r"\(*x\)*"),
         ({"grammar": 'root ::= "z"+ "y"'}, "z+y"),
         (
@@ -250,6 +268,11 @@ async def test_structural_tag_trigger_enforces_its_schema(http: httpx.AsyncClien
             "line 1, column 10",
         ),
         ({"guided_choice": ["a", ""]}, "guided_choice", ""),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": "[ x]"}},
+            "structured_outputs.whitespace_pattern",
+            "more than white space",
+        ),
         ({"regex": "(a"}, "regex", "unclosed group"),
     ],
 )

@@ -8,11 +8,17 @@ from services.grammar.matching.vocabulary import Vocabulary
 
 __all__ = ["TokenIndex", "ids_of"]
 
-_AFTER_VALUE = re.compile(rb'(?:^|["\]}el0-9])[,\]}]')
+_SPACE = rb"[ \t\n\r]"
+_AFTER_VALUE = re.compile(
+    rb'^%b*(?:\Z|[,\]}"])|["\]}]%b*[,\]}]|[el0-9](?:%b|[,\]}])' % (_SPACE, _SPACE, _SPACE)
+)
 _WHOLE_ITEM = re.compile(
-    rb'[,\[](?:"(?:[^"\\]|\\.)*"|[-0-9a-z.+E]+[,\]}]|\[.*\]|\{.*\})', re.DOTALL
+    rb'[,\[]%b*(?:"(?:[^"\\]|\\.)*"|[-0-9a-z.+E]+(?:%b|[,\]}])|\[.*\]|\{.*\})' % (_SPACE, _SPACE),
+    re.DOTALL,
 )
 _STRING = re.compile(rb'"(?=((?:[^"\\]|\\.)*)")', re.DOTALL)
+# a string, or white space between tokens of JSON
+_STRING_OR_SPACE = re.compile(rb'("(?:[^"\\]|\\.)*"?)|%b+' % _SPACE, re.DOTALL)
 
 
 class TokenIndex:
@@ -21,7 +27,9 @@ class TokenIndex:
     def __init__(self, vocabulary: Vocabulary) -> None:
         decode = vocabulary.tokenizer.decode_bytes
         self.spellings = [bytes(decode([token])) for token in range(vocabulary.size)]
-        self._sorted = sorted((text, token) for token, text in enumerate(self.spellings))
+        self._sorted = sorted(
+            (text, token) for token, full in enumerate(self.spellings) for text in _compact(full)
+        )
         self._texts = [text for text, _ in self._sorted]
         self._by_string: dict[bytes, int] = {}
         self.ending_items = 0
@@ -43,7 +51,7 @@ class TokenIndex:
         self.ending_items |= self.containing_items
 
     def starting_with(self, prefix: bytes) -> int:
-        """Return the tokens that start with a prefix, as bits."""
+        """Return the tokens that may start with a prefix, white space apart, as bits."""
         bits = 0
         for place in range(bisect_left(self._texts, prefix), len(self._sorted)):
             text, token = self._sorted[place]
@@ -55,6 +63,14 @@ class TokenIndex:
     def containing_string(self, content: bytes) -> int:
         """Return the tokens that contain a whole string of that content, as bits."""
         return self._by_string.get(content, 0)
+
+
+def _compact(text: bytes) -> set[bytes]:
+    """Return a token as it is, and without white space where it starts outside or in a string."""
+    if not any(space in text for space in b" \t\n\r"):
+        return {text}
+    inside = _STRING_OR_SPACE.sub(rb"\1", b'"' + text)[1:]
+    return {text, _STRING_OR_SPACE.sub(rb"\1", text), inside}
 
 
 def ids_of(bits: int) -> Iterator[int]:

@@ -1,8 +1,8 @@
 """Duplicate detection: no object repeats a key, and no array under "uniqueItems" repeats an item.
 
-No context-free grammar can express this. A state follows compact JSON byte by byte. It has the keys
-and items so far, and so knows the tokens that would repeat one. Where every word with some prefix
-is used, the prefix itself is forbidden (`word_sets`).
+No context-free grammar can express this. A state follows JSON byte by byte, without the white space
+between its tokens. It has the keys and items so far, and so knows the tokens that would repeat one.
+Where every word with some prefix is used, the prefix itself is forbidden (`word_sets`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,6 +18,7 @@ __all__ = ["UniquenessState"]
 
 _QUOTE, _BACKSLASH, _COMMA, _OPEN_ARRAY, _OPEN_OBJECT = b'"\\,[{'
 _CLOSERS = b"]}"
+_SPACES = b" \t\n\r"
 
 
 class _Mode(Enum):
@@ -50,7 +51,7 @@ class _Container:
     used: frozenset[str] = frozenset()
     """The keys, or the canonical forms of the items, so far"""
     words: frozenset[bytes] = frozenset()
-    """The items as written"""
+    """The items as written, without white space between tokens"""
     exhausted: frozenset[bytes] = frozenset()
     """Prefixes of items or of quoted keys that only used ones complete"""
     key: bytes = b""
@@ -124,8 +125,10 @@ class UniquenessState:
                 yield self._index.starting_with(word[len(prefix) :])
 
     def _take(self, byte: int) -> None:
-        if self._mode is _Mode.IN_SCALAR and byte in b",]}":
+        if self._mode is _Mode.IN_SCALAR and byte in b",]} \t\n\r":
             self._end_value(b"")
+        if byte in _SPACES and self._mode not in (_Mode.IN_STRING, _Mode.IN_KEY):
+            return
         match self._mode:
             case _Mode.IN_STRING | _Mode.IN_KEY:
                 self._take_in_string(byte)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from services.common.json_values import Json, JsonConstantError, parse_json
 from services.grammar import GrammarError
+from services.grammar.schemas.finiteness import check_finite
 from services.grammar.schemas.subschemas import MAX_DEPTH, reachable, subschemas
 
 __all__ = ["check", "locate", "parse"]
@@ -70,6 +71,7 @@ def check(schema: Json, path: str = "$", *, is_whole: bool = True) -> None:
         if not is_whole:
             _check_repetitions(subschema, where)
     _check_drafts(found)
+    check_finite(schema, found)
 
 
 def locate(schema: Json, reason: str) -> str:

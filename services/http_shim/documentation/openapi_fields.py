@@ -190,6 +190,10 @@ FIELDS: Mapping[str, Field] = {
     "guided_regex": _REGEX,
     "guided_choice": _CHOICE,
     "guided_grammar": ("A grammar in GBNF or Lark.", _NOT_EMPTY),
+    "guided_whitespace_pattern": (
+        "Regular expression of the white space between tokens of JSON; empty = compact JSON.",
+        {},
+    ),
     "json_schema": _JSON_SCHEMA,
     "regex": _REGEX,
     "choice": _CHOICE,

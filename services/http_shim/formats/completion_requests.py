@@ -13,6 +13,7 @@ from services.http_shim.formats.constraints import (
     constraint_of,
     constraint_param,
     schema_location,
+    white_space_param,
 )
 from services.http_shim.formats.request_bodies import CompletionBody, GenerationBody
 from services.http_shim.formats.tools import (
@@ -78,7 +79,8 @@ def param_of(path: str, body: GenerationBody) -> str:
     if parts[:2] == ["sampling", "dry"]:
         return f"dry_{parts[2]}"
     if parts[0] == "grammar":
-        return constraint_param(body)
+        is_space = parts[1:] == ["json_whitespace"]
+        return white_space_param(body) if is_space else constraint_param(body)
     if parts[0] in ("sampling", "stopping") and len(parts) > 1:
         parts = parts[1:]
     if (

@@ -21,6 +21,7 @@ class StructuredOutputs(Struct):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | StructuralTagFormat | None = None
+    whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
 
@@ -33,6 +34,7 @@ class ConstraintFields(Struct):
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     json_schema: str | JsonObject | None = None
     regex: str | None = None
     choice: Texts | None = None

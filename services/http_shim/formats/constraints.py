@@ -25,9 +25,17 @@ from services.http_shim.formats.request_bodies import (
 from tokenwire.errors import invalid
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["constraint_of", "constraint_param", "json_text", "schema_location"]
+__all__ = [
+    "constraint_of",
+    "constraint_param",
+    "json_text",
+    "schema_location",
+    "white_space_param",
+]
 
 _Spec: TypeAlias = types_pb2.GrammarSpec
+
+_WITH_JSON = frozenset({"json_schema", "json_object", "structural_tag", "llguidance"})
 
 
 def constraint_of(body: GenerationBody) -> _Spec | None:
@@ -43,12 +51,21 @@ def constraint_of(body: GenerationBody) -> _Spec | None:
     if not given:
         return None
     [(name, value, make)] = given
-    return make(value, name)
+    grammar = make(value, name)
+    _, white_space = _white_space(body)
+    if white_space is not None and grammar.WhichOneof("spec") in _WITH_JSON:
+        grammar.json_whitespace = white_space
+    return grammar
 
 
 def constraint_param(body: GenerationBody) -> str:
     """Return the name of the field that constrains the output."""
     return next((name for name, *_ in _given(body)), "grammar")
+
+
+def white_space_param(body: GenerationBody) -> str:
+    """Return the name of the field that sets the white space in JSON."""
+    return _white_space(body)[0]
 
 
 def schema_location(body: GenerationBody) -> str:
@@ -102,6 +119,16 @@ def _given(body: GenerationBody) -> Iterator[tuple[str, Any, Callable[[Any, str]
     ):
         if value is not None:
             yield name, value, make
+
+
+def _white_space(body: GenerationBody) -> tuple[str, str | None]:
+    """Return the field with the pattern of white space in JSON, and the pattern if any."""
+    outputs = body.structured_outputs or StructuredOutputs()
+    if outputs.disable_any_whitespace:
+        return "structured_outputs.disable_any_whitespace", ""
+    if outputs.whitespace_pattern is not None:
+        return "structured_outputs.whitespace_pattern", outputs.whitespace_pattern
+    return "guided_whitespace_pattern", body.guided_whitespace_pattern
 
 
 def _of_response_format(

@@ -44,6 +44,8 @@ class AnswerGrammar:
 
     def remap_error(self, error: ServiceError) -> None:
         """Make an error of the grammar service name the request's field."""
+        if error.field == "grammar.json_whitespace":
+            return
         error.field = self.field
         for place, field in self.places.items():
             if place + "." in error.message or place + " " in error.message:
@@ -108,4 +110,7 @@ def build_answer_grammar(
         *unenforced_in_tools(tools),
         *grammar.ignored[:_MOST_IGNORED],
     ]
-    return AnswerGrammar(grammar.finish(message), grammar.places, field, ignored)
+    spec = grammar.finish(message)
+    if has_content and request.grammar.HasField("json_whitespace"):
+        spec.json_whitespace = request.grammar.json_whitespace
+    return AnswerGrammar(spec, grammar.places, field, ignored)

@@ -14,7 +14,8 @@ NONE = completion.ToolChoice(mode=completion.TOOL_MODE_NONE)
 
 
 async def test_content_satisfies_its_grammar_with_and_without_tools(services: Services) -> None:
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+              "additionalProperties": False}  # fmt: skip
     grammar = types.GrammarSpec(json_schema=json.dumps(schema))
     for tools in ([], [tool()]):
         answer = await services.chat(

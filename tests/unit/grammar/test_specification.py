@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from services.grammar import GrammarError
 from services.grammar.matching.prototype import compile_prototype
-from services.grammar.specification import check, identity, locate, translate
+from services.grammar.specification import check, check_white_space, identity, locate, translate
 from tokenwire.pb.types.v1.types_pb2 import ChoiceList, GrammarSpec, JsonObject, StructuralTag
 
 BYTES = LLTokenizer("byte")
@@ -37,9 +37,52 @@ def test_exactly_the_choices_are_accepted(choices: list[str]) -> None:
 @pytest.mark.parametrize(
     "schema", ["{}", " { } ", "true", '{"type":"array"}', '\n{ "type":"array"}']
 )
-def test_json_is_compact(schema: str) -> None:
+def test_json_has_the_white_space_that_models_write(schema: str) -> None:
+    """A model that may write compact JSON only leaves the texts that it knows, and errs."""
     spec = GrammarSpec(json_schema=schema)
-    assert accepts(spec, '[1,{"a":"b c"}]', "[1, 2]", "[1,2]\n") == [True, False, False]
+    value = [1, {"a": "b c", "d": [], "e": {}}, [True, None]]
+    for indent in (None, 1, 2, 4, 8, "\t"):
+        assert accepts(spec, json.dumps(value, indent=indent)) == [True]
+    assert accepts(spec, '[1,{"a":"b c"}]', '[ 1 , { "a" : [ ] } ]', "[\n]") == [True] * 3
+
+
+def test_white_space_in_json_is_bounded() -> None:
+    """Without a bound, a model may write white space until its tokens end."""
+    spec = GrammarSpec(json_schema='{"type":"array"}')
+    texts = [
+        "[1,  2]",
+        "[1,\n\n2]",
+        "[1, \n2]",
+        f"[\n{' ' * 33}1]",
+        "[1,\r2]",
+        " [1]",
+        "[1] ",
+        "[1]\n",
+    ]
+    assert accepts(spec, *texts) == [False] * len(texts)
+    assert accepts(spec, f"[\n{' ' * 32}1]", "[\n\t\t1]") == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("white_space", "allowed", "forbidden"),
+    [
+        ("", ['{"a":[1,2]}'], ['{"a": [1,2]}', '{"a":[1,\n2]}']),
+        (" ?", ['{"a":[1,2]}', '{ "a" : [ 1 , 2 ] }'], ['{"a":  1}', '{"a":\n1}']),
+        (r"[\n ]*", ['{"a":  [1,\n \n 2]}', f"{{{' ' * 64}}}"], ['{"a":\t1}', f"{{{' ' * 65}}}"]),
+        (r"\s+|\n{2}", ['{"a":\t\r\n 1}'], ['{"a":\u00a01}', '{"a":\x0b1}']),
+    ],
+)
+def test_a_request_may_choose_the_white_space(
+    white_space: str, allowed: list[str], forbidden: list[str]
+) -> None:
+    for kind in (
+        {"json_schema": "{}"},
+        {"json_object": JsonObject()},
+        {"llguidance": '{"grammars": [{"json_schema": {}}]}'},
+    ):
+        spec = GrammarSpec(**kind, json_whitespace=white_space)
+        assert accepts(spec, *allowed) == [True] * len(allowed)
+        assert accepts(spec, *forbidden) == [False] * len(forbidden)
 
 
 def test_a_key_has_one_spelling() -> None:
@@ -80,6 +123,9 @@ def test_grammars_of_different_kinds_never_share_an_id() -> None:
         GrammarSpec(choice=ChoiceList(choices=["a", "b"])),
         GrammarSpec(choice=ChoiceList(choices=['a", "b'])),
         GrammarSpec(json_object=JsonObject()),
+        GrammarSpec(json_object=JsonObject(), json_whitespace=""),
+        GrammarSpec(json_schema="a", json_whitespace=""),
+        GrammarSpec(json_schema="a", json_whitespace=" "),
         GrammarSpec(regex=""),
         GrammarSpec(gbnf="a"),
         GrammarSpec(structural_tag=StructuralTag(triggers=["a"])),
@@ -106,6 +152,22 @@ def test_grammars_of_different_kinds_never_share_an_id() -> None:
 def test_invalid_grammars_are_refused(spec: GrammarSpec, message: str) -> None:
     with pytest.raises(GrammarError, match=message):
         check(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (GrammarSpec(regex="a", json_whitespace=""), "kind regex has no white space"),
+        (GrammarSpec(json_schema="{}", json_whitespace="[ x]"), "more than white space"),
+        (GrammarSpec(json_schema="{}", json_whitespace="( "), r"not closed \(character 1\)"),
+        (GrammarSpec(json_schema="{}", json_whitespace="^ $"), "anchors"),
+        (GrammarSpec(json_schema="{}", json_whitespace="\v"), "no other white space"),
+        (GrammarSpec(json_schema="{}", json_whitespace=" " * 1001), "more than 1000 characters"),
+    ],
+)
+def test_other_white_space_is_refused(spec: GrammarSpec, message: str) -> None:
+    with pytest.raises(GrammarError, match=message):
+        check_white_space(spec)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,10 @@ CALLS = tag(("<f=a>", INTEGER, "</f>"), ("<f=b>", '{"type": "string"}', "</f>"),
 
 
 def test_text_is_free_until_a_trigger() -> None:
-    allowed = ["", "any < text\n", "so: <f=a>12</f>", '<f=b>"x"</f> and <f=a>-1</f>.', '{{{"a":1}!']
-    forbidden = ["<f=a>x</f>", "<f=c>1</f>", "<f=", "<f=b>1</f>", "<f=a>1 </f>", "{{x"]
+    allowed = ["", "any < text\n", "so: <f=a>12</f>", '<f=b>"x"</f> and <f=a>-1</f>.', '{{{"a":1}!',
+               '{{{\n  "a": 1\n}!']  # fmt: skip
+    forbidden = ["<f=a>x</f>", "<f=c>1</f>", "<f=", "<f=b>1</f>", "<f=a>1 </f>", "{{x",
+                 '{{{"a":  1}']  # fmt: skip
     spec = GrammarSpec(structural_tag=CALLS)
     assert accepts(spec, *allowed) == [True] * len(allowed)
     assert accepts(spec, *forbidden) == [False] * len(forbidden)

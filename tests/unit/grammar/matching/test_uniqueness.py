@@ -111,17 +111,37 @@ def accepts(spec: GrammarSpec, text: str) -> bool:
 
 def test_json_mode_repeats_no_key() -> None:
     spec = GrammarSpec(json_object=JsonObject())
-    for text in ('{"a":1,"b":{"a":1},"c":[{"a":1},{"a":2}]}', '{"a\\n":1,"a":2,"":3}'):
+    for text in (
+        '{"a":1,"b":{"a":1},"c":[{"a":1},{"a":2}]}',
+        '{"a\\n":1,"a":2,"":3}',
+        '{\n  "a": 1,\n  "b" : { "a": [ ] },\n  "a ": 2,\n  " a": 3\n}',
+    ):
         assert accepts(spec, text)
-    for text in ('{"a":1,"a":2}', '{"x":[{"é":1,"é":1}]}', '{"\\"":1,"\\"":2}', '{"":1,"":2}'):
+    for text in (
+        '{"a": 1, "a": 2}',
+        '{\n"a" : 1\n,\n"a"\n: 2}',
+        '{"a":1,"a":2}',
+        '{"x":[{"é":1,"é":1}]}',
+        '{"\\"":1,"\\"":2}',
+        '{"":1,"":2}',
+    ):
         assert not accepts(spec, text)
 
 
 def test_equal_values_of_different_text_are_repetitions() -> None:
     spec = GrammarSpec(json_schema='{"type":"array","uniqueItems":true}')
-    for text in ('[1,"1",true,10,0.1,[1],{"a":1}]', '[{"a":1,"b":2},{"a":2,"b":1}]', "[1,12,1.5]"):
+    for text in (
+        '[1,"1",true,10,0.1,[1],{"a":1}]',
+        '[{"a":1,"b":2},{"a":2,"b":1}]',
+        "[1,12,1.5]",
+        '[ 1,\n 12, [ 1 ], [1, 1 ], "a", "a ", " a" ]',
+    ):
         assert accepts(spec, text)
     for text in (
+        "[1, 1]",
+        "[1 ,1 ]",
+        "[[1],[ 1 ]]",
+        '[{"a":1, "b":[] },{ "b" : [ ],\n"a":1}]',
         "[1,1.0]",
         "[0,-0]",
         "[100,1e2]",
@@ -129,6 +149,28 @@ def test_equal_values_of_different_text_are_repetitions() -> None:
         "[[0.5],[5e-1]]",
     ):
         assert not accepts(spec, text)
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 1000), st.sampled_from(sorted(SCHEMAS)))
+def test_every_token_that_repeats_something_is_forbidden(seed: int, name: str) -> None:
+    """The index of tokens misses none, whatever the white space in them."""
+    index = INDEXES[WHOLE.size]
+    spec = GrammarSpec(json_schema=json.dumps(SCHEMAS[name]))
+    where = positions(spec)
+    assert where is not None
+    state, every = UniquenessState(where, index), (1 << WHOLE.size) - 1
+    matcher = compile_prototype(WHOLE.tokenizer, translate(spec)).deep_copy()
+    for token in walk(fresh(spec, WHOLE), WHOLE, seed)[:40]:
+        mask = int.from_bytes(matcher.compute_bitmask(), "little") & every
+        if mask.bit_count() < 500:
+            repeating = {one for one in ids_of(mask) if state.after(one) is None}
+            assert set(ids_of(state.forbidden(mask))) == repeating
+        matcher.consume_token(token)
+        following = state.after(token)
+        if following is None:
+            break
+        state = following
 
 
 def test_a_token_with_a_repeated_key_is_forbidden() -> None:

@@ -97,19 +97,33 @@ def test_null_constraints_are_no_constraint() -> None:
 
 
 def test_unsupported_options_are_reported_as_ignored() -> None:
-    options = {"whitespace_pattern": " ?", "disable_fallback": True}
     fields = {
-        "structured_outputs": {"json": SCHEMA} | options,
+        "structured_outputs": {"json": SCHEMA, "disable_fallback": True},
         "guided_decoding_backend": "xgrammar",
-        "guided_whitespace_pattern": " ?",
     }
     _, ignored = parse(msgspec.json.Decoder(CompletionBody), json.dumps(fields).encode())
-    assert set(ignored) == {
-        "guided_decoding_backend",
-        "guided_whitespace_pattern",
-        "structured_outputs.disable_fallback",
-        "structured_outputs.whitespace_pattern",
-    }
+    assert set(ignored) == {"guided_decoding_backend", "structured_outputs.disable_fallback"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "white_space"),
+    [
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, " ?"),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": r"\s*"}}, r"\s*"),
+        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}}, ""),
+        ({"structured_outputs": {"disable_any_whitespace": True}, "structural_tag": TAG}, ""),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}, None),
+        ({"structured_outputs": {"disable_any_whitespace": True}, "regex": "a"}, None),
+        ({"guided_choice": ["a"], "guided_whitespace_pattern": " ?"}, None),
+    ],
+)
+def test_the_white_space_of_json_is_passed_on(
+    fields: dict[str, Any], white_space: str | None
+) -> None:
+    grammar = constraint_of(body_of(fields))
+    assert grammar is not None
+    found = grammar.json_whitespace if grammar.HasField("json_whitespace") else None
+    assert found == white_space
 
 
 @pytest.mark.parametrize(
