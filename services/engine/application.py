@@ -16,6 +16,7 @@ from services.engine.frontend.engine_service import EngineServicer
 from services.engine.frontend.frontend import Frontend
 from services.engine.frontend.vllm_metrics import VllmMetrics
 from services.engine.settings import EngineSettings
+from services.engine.start_check import check_start
 from tokenwire.pb.engine.v1 import engine_pb2, engine_pb2_grpc
 
 __all__ = ["EngineApplication"]
@@ -39,6 +40,8 @@ class EngineApplication(Application):
     peer_methods = frozenset(f"/{_CONTROL}/{method}" for method in _PEER_METHODS)
 
     def __init__(self, settings: EngineSettings) -> None:
+        """Check the model and the memory. Raises StartupError."""
+        check_start(settings)
         super().__init__()
         self._frontend = Frontend(settings, self._on_failure)
         self._engine = EngineServicer(self._frontend, settings)

@@ -15,7 +15,7 @@ from services.common.settings import (
 from services.common.targets import parse_targets
 from tokenwire.channel import LOST_SECONDS
 
-__all__ = ["EngineSettings", "parse_bytes"]
+__all__ = ["EngineSettings", "parse_bytes", "parse_share", "parse_tokens"]
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -76,7 +76,14 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     )
     threads: int = setting(0, "Compute threads; 0 = one per core.", most=4096)
     kv_memory: str = setting(
-        "auto", "Memory of the KV cache, such as 4GiB; auto = from free memory."
+        "auto",
+        "Memory of the KV cache: an amount, such as 4GiB, or a share of what is free after the "
+        "weights, such as 25%; auto = 50% (on a GPU what is left).",
+    )
+    context_length: str = setting(
+        "auto",
+        "Tokens of a sequence, at most; max = as many as the checkpoint states, auto = as many of "
+        "them as the KV cache holds.",
     )
     max_running: int = setting(256, "Sequences that run at the same time, at most.", least=1)
     max_waiting: int = setting(1024, "Sequences that may wait, at most; more are refused.", least=1)
@@ -114,8 +121,10 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     max_logprobs: int = setting(20, "Candidates in the scores of a token, at most.", most=128)
 
     def __post_init__(self) -> None:
-        if self.kv_memory != "auto":
+        if self.kv_memory != "auto" and parse_share(self.kv_memory) is None:
             parse_bytes(self.kv_memory)
+        if self.context_length not in ("auto", "max"):
+            parse_tokens(self.context_length)
         if self.grammar:
             parse_targets(self.grammar, "--grammar")
         parse_bytes(self.image_memory)
@@ -130,3 +139,26 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is not an amount of memory; write for example 4GiB or 512MiB."
         )
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_share(text: str) -> float | None:
+    """Return 0.25 for "25%", None for an amount. Raises StartupError for less than 1% or over 99%.
+
+    The rest of the memory is for steps, images and other programs.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if match is None:
+        return None
+    share = float(match[1]) / 100
+    if not 0.01 <= share <= 0.99:
+        raise StartupError(f"--kv-memory must be between 1% and 99%, or an amount, not {text}.")
+    return share
+
+
+def parse_tokens(text: str) -> int:
+    """Return the number of --context-length. Raises StartupError."""
+    if not re.fullmatch(r"[1-9]\d{0,9}", text.strip()):
+        raise StartupError(
+            f"--context-length must be a number of tokens, max or auto, not {text!r}."
+        )
+    return int(text)

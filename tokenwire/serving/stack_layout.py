@@ -202,7 +202,7 @@ def plan(options: ServeOptions) -> tuple[Service, ...]:
     host = _grpc_host(options)
     ports = _Ports(options.tokenizer_port, _engine_ports(options), options.grammar_port)
     model = CatalogModel(id="", path=options.model, replicas=options.replicas)
-    backend = _backend(options, model, host, ports)
+    backend = _backend(options, model, host, ports, options.replicas)
     shim = _shim(options, "--tokenizer", backend[0].target, *_peer_token(options))
     return (shim, *backend)
 
@@ -218,13 +218,16 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
     services: dict[Checkpoint, tuple[Service, ...]] = {}
     taken: set[int] = {options.port}
     models = []
+    engines = sum(key[3] for key in {_checkpoint_of(row) for row in rows} if key is not None)
     for model in rows:
-        if model.path is not None and not model.adapter_of:
-            flags = (model.dtype, model.engine_args, model.replicas, model.chat_template)
-            key = (model.path, *flags, model.adapters)
+        if (key := _checkpoint_of(model)) is not None:
             if key not in services:
                 services[key] = running.get(key) or _backend(
-                    options, model, "127.0.0.1", _free_ports(options, taken, model.replicas)
+                    options,
+                    model,
+                    "127.0.0.1",
+                    _free_ports(options, taken, model.replicas),
+                    engines,
                 )
             token = options.peer_token_file
             target = services[key][0].target
@@ -240,6 +243,14 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
         ),
         services,
     )
+
+
+def _checkpoint_of(model: CatalogModel) -> Checkpoint | None:
+    """Return the checkpoint whose services are started for a model; None if there is none."""
+    if model.path is None or model.adapter_of:
+        return None
+    flags = (model.dtype, model.engine_args, model.replicas, model.chat_template)
+    return (model.path, *flags, model.adapters)
 
 
 def hub_checkpoints(options: ServeOptions) -> list[HubCheckpoint]:
@@ -299,9 +310,12 @@ def _limits(options: ServeOptions, service: str) -> tuple[tuple[str, str], ...]:
 
 
 def _backend(
-    options: ServeOptions, model: CatalogModel, host: str, ports: _Ports
+    options: ServeOptions, model: CatalogModel, host: str, ports: _Ports, num_engines: int
 ) -> tuple[Service, ...]:
-    """Return the services of a checkpoint in pipeline order."""
+    """Return the services of a checkpoint in pipeline order.
+
+    num_engines: engines of all checkpoints, which share the memory.
+    """
     checkpoint = ("--model", str(_checkpoint(model.path)))
     name = model.id or options.model_id
     named = ("--model-id", name) if name else ()
@@ -324,7 +338,8 @@ def _backend(
         message = f"{model.id} has adapters in the catalog; its engine's arguments can't have more."
         raise ServeError(message)
     loaded = ("--adapters", adapters) if adapters else ()
-    beyond = ("--dtype", dtype, "--grammar", grammar, *keys, *loaded, *engine_args)
+    share = _memory_share(num_engines)
+    beyond = ("--dtype", dtype, "--grammar", grammar, *keys, *loaded, *share, *engine_args)
     return (
         replace(
             service(
@@ -351,13 +366,24 @@ def _share(number: int, replicas: int) -> tuple[tuple[str, str], ...]:
     """Return the variables that give an engine its share of the machine: a GPU, or cores."""
     if replicas == 1:
         return ()
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = _count_gpus()
     if gpus and "CUDA_VISIBLE_DEVICES" not in os.environ:
         return (("CUDA_VISIBLE_DEVICES", str(number % gpus)),)
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return (("OMP_NUM_THREADS", str(max(1, (cores or 1) // replicas))),)
     return ()
+
+
+def _memory_share(num_engines: int) -> tuple[str, ...]:
+    """Return the flag that divides half of the free memory among the KV caches of engines."""
+    if num_engines == 1 or _count_gpus():
+        return ()
+    return ("--kv-memory", f"{max(50 / num_engines, 1):.3g}%")
+
+
+def _count_gpus() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _engine_args(text: str) -> list[str]:

@@ -8,9 +8,17 @@ from pathlib import Path
 import torch
 
 from services.common.settings import StartupError
-from services.engine.execution.memory_budget import choose_num_blocks, require_memory
+from services.engine.execution.memory_budget import (
+    CacheNeed,
+    available_memory,
+    choose_num_blocks,
+    context_in_force,
+    require_memory,
+    wanted_context,
+)
 from services.engine.execution.model_runner import StepCapacity, max_logit_rows
 from services.engine.execution.step_memory import measure_steps
+from services.engine.host_memory import in_units
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import touch
 from services.engine.model.attention import KVCache
@@ -21,6 +29,7 @@ from services.engine.model.pooler import Pooler, load_pooler
 from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
+from services.engine.start_check import require_room
 
 __all__ = ["LoadedModel", "graph_capacity", "load", "step_tokens"]
 
@@ -39,6 +48,8 @@ class LoadedModel:
     ranks: RankGroup
     num_blocks: int
     """KV blocks that the scheduler may allocate"""
+    context_length: int
+    """Tokens of a sequence, at most: the checkpoint's, or what the flags and the memory allow"""
     fingerprint: str
     """Fingerprint of the whole model's weights"""
     kv_bytes: int
@@ -61,6 +72,9 @@ def load(settings: EngineSettings) -> LoadedModel:
     torch.set_grad_enabled(False)
     ranks = RankGroup.join(rank, device)
     dtype = resolve_dtype(settings.dtype, device)
+    if device.type == "cuda":  # the memory of a CPU is checked before torch is loaded
+        free = available_memory(device) * rank.count
+        require_room(settings, free, dtype.itemsize, ("fp8",))
     decoder = load_model(
         settings.model,
         dtype,
@@ -81,23 +95,26 @@ def load(settings: EngineSettings) -> LoadedModel:
             "kernels for": str(instruction_set()),
         }
     )
-    per_block = KVCache.bytes_per_block(decoder.spec, decoder.block_size, decoder.dtype)
-    if decoder.computes_whole_prompts:
-        per_block //= decoder.spec.num_layers  # which share the cache of one
+    need = _cache_need(settings, decoder)
     step_bytes = 0
     if device.type == "cuda":
-        capacity = graph_capacity(settings, decoder)
+        wanted = wanted_context(settings.context_length, need.model_context)
         step_bytes = measure_steps(
-            decoder, step_tokens(settings, decoder), settings.max_running, capacity
+            decoder,
+            step_tokens(settings, decoder),
+            settings.max_running,
+            graph_capacity(settings, decoder, wanted),
         )
-    num_blocks = _choose_num_blocks(settings, decoder, ranks, per_block, step_bytes)
+    num_blocks = _choose_num_blocks(settings, decoder, ranks, need, step_bytes)
+    context_length = _context_length(settings, decoder, need, num_blocks)
     return LoadedModel(
         decoder,
-        _allocate_cache(decoder, num_blocks, per_block),
+        _allocate_cache(decoder, num_blocks, need, context_length),
         ranks,
         num_blocks,
+        context_length,
         fingerprint,
-        kv_bytes=ranks.total(num_blocks * per_block),
+        kv_bytes=ranks.total(num_blocks * need.block_bytes),
         weight_bytes=ranks.total(decoder.weight_bytes),
         pooler=pooler,
     )
@@ -105,8 +122,19 @@ def load(settings: EngineSettings) -> LoadedModel:
 
 def step_tokens(settings: EngineSettings, decoder: Decoder) -> int:
     """Return the most prompt tokens of a step; a whole text where the model can't divide it."""
-    least = decoder.spec.context_length if decoder.computes_whole_prompts else 0
-    return max(settings.max_step_tokens, least)
+    if not decoder.computes_whole_prompts:
+        return settings.max_step_tokens
+    longest = wanted_context(settings.context_length, decoder.spec.context_length)
+    return max(settings.max_step_tokens, longest)
+
+
+def _cache_need(settings: EngineSettings, decoder: Decoder) -> CacheNeed:
+    """Return what the KV cache is for, with the bytes of this rank's part of a block."""
+    spec, size = decoder.spec, decoder.block_size
+    block_bytes = KVCache.bytes_per_block(spec, size, decoder.dtype)
+    if decoder.computes_whole_prompts:
+        block_bytes //= spec.num_layers  # which share the cache of one
+    return CacheNeed(spec.context_length, size, block_bytes, settings.max_running)
 
 
 def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> None:
@@ -127,34 +155,46 @@ def _choose_num_blocks(
     settings: EngineSettings,
     decoder: Decoder,
     ranks: RankGroup,
-    per_block: int,
+    need: CacheNeed,
     step_bytes: int,
 ) -> int:
-    """Return the number of blocks of `per_block` bytes that every rank has memory for.
+    """Return the number of blocks that every rank has memory for.
 
     step_bytes: what the steps of this rank take beside the cache.
     """
-    least = -(-decoder.spec.context_length // decoder.block_size)
     if decoder.computes_whole_prompts:
         return step_tokens(settings, decoder) // decoder.block_size + settings.max_running
+    free = available_memory(decoder.device) // _sharers(decoder, ranks) - step_bytes
     return ranks.minimum(
         choose_num_blocks(
             settings.kv_memory,
-            per_block,
-            least * settings.max_running,
-            least,
-            decoder.device,
-            _sharers(decoder, ranks),
-            step_bytes,
+            settings.context_length,
+            need,
+            decoder.device.type,
+            max(free, 0),
         )
     )
 
 
-def graph_capacity(settings: EngineSettings, decoder: Decoder) -> StepCapacity | None:
-    """Return the size of the largest decode step if decode steps run as CUDA graphs."""
+def _context_length(
+    settings: EngineSettings, decoder: Decoder, need: CacheNeed, num_blocks: int
+) -> int:
+    """Return the tokens of a sequence, at most."""
+    if decoder.computes_whole_prompts:
+        return wanted_context(settings.context_length, need.model_context)
+    return context_in_force(settings.context_length, need, num_blocks)
+
+
+def graph_capacity(
+    settings: EngineSettings, decoder: Decoder, context_length: int
+) -> StepCapacity | None:
+    """Return the size of the largest decode step if decode steps run as CUDA graphs.
+
+    context_length: tokens of a sequence, at most.
+    """
     if decoder.device.type != "cuda" or not decoder.is_capturable:
         return None
-    blocks = -(-decoder.spec.context_length // decoder.block_size)
+    blocks = -(-context_length // decoder.block_size)
     tokens = step_tokens(settings, decoder) + settings.max_running
     return StepCapacity(tokens, settings.max_running, blocks)
 
@@ -164,20 +204,30 @@ def _sharers(decoder: Decoder, ranks: RankGroup) -> int:
     return ranks.rank.local_count if decoder.device.type == "cpu" else 1
 
 
-def _allocate_cache(decoder: Decoder, num_blocks: int, per_block: int) -> KVCache:
+def _allocate_cache(
+    decoder: Decoder, num_blocks: int, need: CacheNeed, context_length: int
+) -> KVCache:
     is_on_gpu = decoder.device.type == "cuda"
     allocating = time.monotonic()
     # padded rows of decode graphs on a GPU write to one more block
     cache = decoder.allocate_cache(num_blocks + is_on_gpu)
     if not is_on_gpu:
         touch((*cache.keys, *cache.values))
-    _LOG.info(
+    size = num_blocks * need.block_bytes
+    _LOG.debug(
         "KV cache: %d blocks of %d tokens, %.2f GiB, allocated in %.1f s",
         num_blocks,
         cache.block_size,
-        num_blocks * per_block / 2**30,
+        size / 2**30,
         time.monotonic() - allocating,
     )
+    if context_length < need.model_context:
+        _LOG.info(
+            "context %s of %s tokens: %s of KV cache; --context-length and --kv-memory change it",
+            f"{context_length:,}",
+            f"{need.model_context:,}",
+            in_units(size),
+        )
     return cache
 
 

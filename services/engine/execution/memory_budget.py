@@ -1,81 +1,120 @@
-"""Memory budget: the number of KV blocks that fit into free memory."""
+"""Memory budget: the context and the KV blocks that fit into free memory."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from services.common.settings import StartupError
-from services.engine.settings import parse_bytes
+from services.engine.host_memory import free_host_memory, in_units
+from services.engine.settings import parse_bytes, parse_share, parse_tokens
 
-__all__ = ["available_memory", "choose_num_blocks", "in_units", "require_memory"]
+__all__ = [
+    "CacheNeed",
+    "available_memory",
+    "choose_num_blocks",
+    "context_in_force",
+    "require_memory",
+    "wanted_context",
+]
 
-_SHARES = {"cpu": 0.25, "cuda": 0.97}
+_SHARES = {"cpu": 0.5, "cuda": 0.97}
 """Share of free memory that the KV cache takes by default. A machine has other uses for the rest; a
 GPU needs some for fragments and for kernels that are loaded later"""
 _RESERVE = 512 * 2**20
 """Bytes left for activations and everything else"""
+_LEAST_CONTEXT = 512
+"""Tokens that a context has at least where --context-length is auto"""
 
 
 @dataclass(frozen=True, slots=True)
-class _Cgroup:
-    """Files in which one version of Linux's control groups reports memory."""
+class CacheNeed:
+    """What a KV cache is for."""
 
-    folder: str
-    limit: str
-    used: str
-    file_pages: tuple[str, str]
+    model_context: int
+    """Tokens of a sequence that the checkpoint states"""
+    block_size: int
+    """Tokens of a block"""
+    block_bytes: int
+    max_running: int
+
+    def blocks(self, tokens: int) -> int:
+        """Return the blocks that hold a sequence of so many tokens."""
+        return -(-tokens // self.block_size)
 
 
-_CGROUPS = (
-    _Cgroup("sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
-    _Cgroup(
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        ("total_active_file", "total_inactive_file"),
-    ),
-)
+def wanted_context(wanted: str, model_context: int) -> int:
+    """Return the most tokens of a sequence that --context-length allows. Raises StartupError."""
+    if wanted in ("auto", "max"):
+        return model_context
+    tokens = parse_tokens(wanted)
+    if tokens > model_context:
+        raise StartupError(
+            f"--context-length {tokens} is more than the {model_context} tokens of the checkpoint."
+        )
+    return tokens
+
+
+def context_in_force(wanted: str, need: CacheNeed, num_blocks: int) -> int:
+    """Return the tokens of a sequence for which `num_blocks` have room. Raises StartupError."""
+    return min(wanted_context(wanted, need.model_context), num_blocks * need.block_size)
 
 
 def choose_num_blocks(
-    wanted: str,
-    bytes_per_block: int,
-    most_blocks: int,
-    least_blocks: int,
-    device: torch.device,
-    sharers: int = 1,
-    step_bytes: int = 0,
+    kv_memory: str, context_length: str, need: CacheNeed, device_type: str, free: int
 ) -> int:
-    """Return the number of blocks for `wanted`: "auto" or an amount of memory.
+    """Return the number of KV blocks, by the flags of these names.
 
-    most_blocks: upper bound, enough for all running sequences; least_blocks: enough for one
-    sequence of the full context; sharers: processes that share the memory evenly; step_bytes: what
-    steps take beside the cache. Raises StartupError with the amount of missing memory.
+    free: bytes that the cache may use of those that this process can allocate, "cpu" or "cuda" ones
+    by `device_type`. Raises StartupError with the amount of missing memory.
     """
-    free = max(available_memory(device) // sharers - step_bytes, 0)
-    share = _SHARES[device.type]
-    if wanted == "auto":
-        number = min(int(free * share) // bytes_per_block, most_blocks)
-        if number < least_blocks:
-            missing = int(least_blocks * bytes_per_block / share) - free
-            raise StartupError(
-                "The KV cache of one full context takes "
-                f"{in_units(least_blocks * bytes_per_block)}; {in_units(missing)} of memory are "
-                "missing. Free some, or set --kv-memory."
-            )
-        return number
-    number = parse_bytes(wanted) // bytes_per_block
-    if number < 1:
-        raise StartupError(
-            f"--kv-memory {wanted} is less than one block of {in_units(bytes_per_block)}; raise it."
-        )
-    missing = number * bytes_per_block + _RESERVE - free
+    wanted = wanted_context(context_length, need.model_context)
+    most = need.blocks(wanted) * need.max_running
+    share = _SHARES[device_type] if kv_memory == "auto" else parse_share(kv_memory)
+    if share is None:
+        return min(_stated_blocks(kv_memory, context_length, need, free), most)
+    number, missing = int(free * share) // need.block_bytes, 0
+    if context_length == "auto":
+        least = need.blocks(min(wanted, _LEAST_CONTEXT))
+        missing = int(least * need.block_bytes / share) - free
+    elif number < (least := need.blocks(wanted)):
+        # a context that is asked for may take what the share leaves
+        missing = least * need.block_bytes + _RESERVE - free
+        number = least
     if missing > 0:
         raise StartupError(
-            f"--kv-memory {wanted}: {in_units(missing)} of memory are missing; lower it."
+            f"The KV cache of {min(wanted, least * need.block_size):,} tokens takes "
+            f"{in_units(least * need.block_bytes)}; {in_units(missing)} of memory are missing. "
+            f"{_remedy(context_length)}"
         )
-    return min(number, most_blocks)
+    return min(number, most)
+
+
+def _stated_blocks(kv_memory: str, context_length: str, need: CacheNeed, free: int) -> int:
+    """Return the blocks of an amount of memory. Raises StartupError."""
+    number = parse_bytes(kv_memory) // need.block_bytes
+    if number < 1:
+        raise StartupError(
+            f"--kv-memory {kv_memory} is less than one block of {in_units(need.block_bytes)}; "
+            "raise it."
+        )
+    missing = number * need.block_bytes + _RESERVE - free
+    if missing > 0:
+        raise StartupError(
+            f"--kv-memory {kv_memory}: {in_units(missing)} of memory are missing; lower it."
+        )
+    least = need.blocks(wanted_context(context_length, need.model_context))
+    if context_length != "auto" and number < least:
+        raise StartupError(
+            f"--context-length {context_length} takes {in_units(least * need.block_bytes)} of KV "
+            f"cache, more than --kv-memory {kv_memory}; raise that, or lower --context-length."
+        )
+    return number
+
+
+def _remedy(context_length: str) -> str:
+    if context_length == "auto":
+        return "Free some, or set --kv-memory."
+    return "Free some, or lower --context-length; auto takes what fits."
 
 
 def require_memory(needed: int, purpose: str, device: torch.device, sharers: int = 1) -> None:
@@ -87,33 +126,8 @@ def require_memory(needed: int, purpose: str, device: torch.device, sharers: int
         )
 
 
-def in_units(number: int) -> str:
-    """Return a number of bytes in the largest unit that fits, such as "1.5 GiB"."""
-    for exponent, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if number >= 1024**exponent:
-            return f"{number / 1024**exponent:,.1f} {unit}"
-    return f"{number} bytes"
-
-
-def available_memory(device: torch.device, root: Path = Path("/")) -> int:
-    """Return the bytes that can be allocated on a device: on the CPU, within the container's limit.
-
-    root: parent of /proc and /sys.
-    """
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that can be allocated on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = _counts(root / "proc/meminfo")["MemAvailable:"] * 1024
-    for group in _CGROUPS:
-        folder = root / group.folder
-        limit = folder / group.limit
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
-            counts = _counts(folder / "memory.stat")
-            cached = sum(counts.get(key, 0) for key in group.file_pages)
-            # page cache, such as the checkpoint's, counts as used but is freed under pressure
-            free = min(free, int(most) - int((folder / group.used).read_text()) + cached)
-    return free
-
-
-def _counts(file: Path) -> dict[str, int]:
-    lines = (line.split() for line in file.read_text().splitlines())
-    return {words[0]: int(words[1]) for words in lines}
+    return free_host_memory()

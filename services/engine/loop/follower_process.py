@@ -51,7 +51,7 @@ def run(settings: EngineSettings) -> NoReturn:
 def _follower(settings: EngineSettings, model: LoadedModel) -> Follower:
     """Return a follower that runs decode steps as CUDA graphs if rank 0 does."""
     decoder, cache, ranks = model.decoder, model.cache, model.ranks
-    capacity = graph_capacity(settings, decoder)
+    capacity = graph_capacity(settings, decoder, model.context_length)
     read_adapter = partial(convert_adapter, decoder)
     if capacity is None:
         return Follower(decoder, cache, ranks, read_adapter=read_adapter)

@@ -63,7 +63,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         architecture=spec.architecture,
         dtype=str(decoder.dtype).removeprefix("torch."),
         device=decoder.device.type,
-        context_length=spec.context_length,
+        context_length=model.context_length,
         vocabulary_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
         bos_token_id=spec.bos_token_id,
@@ -83,7 +83,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         vectors_are_normalized=pooler is not None and pooler.normalizes,
         takes_pairs=spec.num_token_types > 1,
     )
-    runner = ModelRunner(decoder, cache, graph_capacity(settings, decoder))
+    runner = ModelRunner(decoder, cache, graph_capacity(settings, decoder, model.context_length))
     model.ranks.watch()  # a rank may end while the graphs are captured
     _capture_graphs(runner, settings, model)
     overlaps = decoder.device.type == "cuda"
@@ -104,7 +104,7 @@ def _pooled(model: LoadedModel) -> Pooled | None:
 
 def _capture_graphs(runner: ModelRunner, settings: EngineSettings, model: LoadedModel) -> None:
     """Capture all CUDA graphs, on all ranks. Raises StartupError."""
-    capacity = graph_capacity(settings, model.decoder)
+    capacity = graph_capacity(settings, model.decoder, model.context_length)
     if capacity is None:
         return
     sizes = decode_sizes(capacity.sequences, capacity.blocks, model.num_blocks)

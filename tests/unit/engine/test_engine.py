@@ -84,11 +84,14 @@ def test_prompt_that_the_model_cannot_take_is_refused(engine: Engine, prompt: li
         engine.log_probabilities(prompt)
 
 
-def test_request_beyond_the_kv_cache_is_refused(tmp_path: Path) -> None:
-    small = EngineSettings(dtype="float32", device="cpu", kv_memory="8KiB")
-    with Engine(make_checkpoint(tmp_path), small) as engine, pytest.raises(ServiceError) as raised:
-        engine.generate(PROMPT, max_tokens=64)
-    assert raised.value.reason == "KV_CACHE_TOO_SMALL"
+def test_small_kv_cache_shortens_the_context(tmp_path: Path) -> None:
+    small = EngineSettings(dtype="float32", device="cpu", kv_memory="16KiB")
+    with Engine(make_checkpoint(tmp_path), small) as engine:
+        assert engine.model.context_length == 64
+        assert engine.generate(PROMPT, max_tokens=CONTEXT).finish is FinishCause.LENGTH
+        with pytest.raises(ServiceError) as raised:
+            engine.generate([1] * 65)
+    assert raised.value.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
 def test_closed_engine_says_so(tmp_path: Path) -> None:

@@ -9,13 +9,12 @@ from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.encoder_families import ENCODERS, pooling_family
-from services.engine.model.checkpoint.families import FAMILIES, Family, WindowRule
+from services.engine.model.checkpoint.families import Family, WindowRule
 from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.gguf_families import gguf_family
 from services.engine.model.checkpoint.schemes import SCHEMES, Scheme
-from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 
 __all__ = ["ExpertsSpec", "ModelSpec"]
 
@@ -122,7 +121,7 @@ class ModelSpec:
         that contradict one another.
         """
         whole = Config(file, dict(values))
-        family = _family(whole)
+        family = family_of(whole)
         if whole.has(MARK):
             family = gguf_family(family)
         nested = {} if family.section is None else whole.section(family.section).values
@@ -203,22 +202,6 @@ class ModelSpec:
             else config.integer("type_vocab_size", 2),
             num_labels=_num_labels(config) if family.head else 0,
         )
-
-
-def _family(config: Config) -> Family:
-    architectures = config.texts("architectures")
-    for name in architectures:
-        if name in FAMILIES:
-            return FAMILIES[name]
-        if name in VISION_LANGUAGE:
-            return VISION_LANGUAGE[name].family(config)
-        if (family := pooling_family(name, config)) is not None:
-            return family
-    named = ", ".join(architectures) or "none"
-    raise CheckpointError(
-        f"{config.file}: the architecture {named} is not supported. Supported: "
-        f"{', '.join((*FAMILIES, *VISION_LANGUAGE, *ENCODERS))}."
-    )
 
 
 def _quantization(config: Config, family: Family) -> Fp8Format | Scheme | Literal["mxfp4"] | None:

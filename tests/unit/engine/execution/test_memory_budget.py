@@ -1,56 +1,66 @@
-"""Memory that the engine counts as available."""
-
-from pathlib import Path
+"""The context and the KV blocks that fit into free memory."""
 
 import pytest
-import torch
 
-from services.engine.execution.memory_budget import available_memory, in_units
-
-MACHINE, LIMIT, USED, FILES = 100 << 30, 40 << 30, 18 << 30, 16 << 30
-
-
-@pytest.mark.parametrize(
-    ("folder", "limit", "used", "pages"),
-    [
-        ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        (
-            "sys/fs/cgroup/memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ],
+from services.common.settings import StartupError
+from services.engine.execution.memory_budget import (
+    CacheNeed,
+    choose_num_blocks,
+    context_in_force,
+    wanted_context,
 )
-def test_container_limit_applies_and_page_cache_counts_as_free(
-    tmp_path: Path, folder: str, limit: str, used: str, pages: str
+
+GIB, MIB = 1 << 30, 1 << 20
+NEED = CacheNeed(model_context=131_072, block_size=32, block_bytes=4 * MIB, max_running=256)
+"""One context of this model takes 16 GiB"""
+
+
+def context(free: int, kv_memory: str = "auto", context_length: str = "auto") -> int:
+    blocks = choose_num_blocks(kv_memory, context_length, NEED, "cpu", free)
+    return context_in_force(context_length, NEED, blocks)
+
+
+def test_long_context_is_cut_to_what_fits() -> None:
+    """A model whose context is longer than the memory must still start."""
+    assert choose_num_blocks("auto", "auto", NEED, "cpu", 24 * GIB) == 12 * GIB // NEED.block_bytes
+    assert context(24 * GIB) == 12 * GIB // NEED.block_bytes * 32
+    assert context(64 * GIB) == 131_072
+    assert context(64 * GIB, kv_memory="4GiB") == 1024 * 32
+    assert context(24 * GIB, kv_memory="25%") == 6 * GIB // NEED.block_bytes * 32
+
+
+def test_memory_of_a_gpu_is_taken_almost_whole() -> None:
+    blocks = choose_num_blocks("auto", "auto", NEED, "cuda", 10 * GIB)
+    assert blocks == int(0.97 * 10 * GIB) // NEED.block_bytes
+
+
+def test_cache_holds_no_more_than_all_running_sequences_need() -> None:
+    few = CacheNeed(model_context=64, block_size=32, block_bytes=4 * MIB, max_running=3)
+    assert choose_num_blocks("auto", "auto", few, "cpu", 640 * GIB) == 6
+    assert choose_num_blocks("4GiB", "auto", few, "cpu", 640 * GIB) == 6
+    assert choose_num_blocks("auto", "32", few, "cpu", 640 * GIB) == 3
+
+
+@pytest.mark.parametrize("context_length", ["max", "131072"])
+def test_fixed_context_takes_more_than_half_or_is_refused_with_what_is_missing(
+    context_length: str,
 ) -> None:
-    """Linux frees the pages of a checkpoint that was read when memory is needed."""
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {MACHINE >> 10} kB\nHugePages_Free: 0\n")
-    group = tmp_path / folder
-    group.mkdir(parents=True)
-    (group / used).write_text(f"{USED}\n")
-    (group / "memory.stat").write_text(f"anon 5\n{pages} {FILES}\n")
-    cpu = torch.device("cpu")
-    (group / limit).write_text(f"{LIMIT}\n")
-    assert available_memory(cpu, tmp_path) == LIMIT - USED + FILES
-    (group / limit).write_text(f"{2 * MACHINE}\n")
-    assert available_memory(cpu, tmp_path) == MACHINE
+    assert context(20 * GIB, context_length=context_length) == 131_072
+    assert context(20 * GIB, "25%", context_length) == 131_072
+    with pytest.raises(StartupError, match=r"takes 16\.0 GiB; 6\.5 GiB of memory are"):
+        context(10 * GIB, context_length=context_length)
+    with pytest.raises(StartupError, match=r"16\.0 GiB of KV cache, more than --kv-memory 4GiB"):
+        context(64 * GIB, "4GiB", context_length)
 
 
-def test_memory_of_the_machine_counts_without_a_container_limit(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text(f"MemAvailable: {MACHINE >> 10} kB\n")
-    group = tmp_path / "sys/fs/cgroup"
-    group.mkdir(parents=True)
-    (group / "memory.max").write_text("max\n")
-    assert available_memory(torch.device("cpu"), tmp_path) == MACHINE
+def test_shorter_context_needs_less_memory() -> None:
+    assert context(2 * GIB, context_length="8192") == 8192
+    assert wanted_context("8192", 131_072) == 8192
+    with pytest.raises(StartupError, match="more than the 131072 tokens of the checkpoint"):
+        context(64 * GIB, context_length="131073")
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(1023, "1023 bytes"), (1536, "1.5 KiB"), (109_932_929_486_848, "100.0 TiB")],
-)
-def test_amounts_are_in_units_that_people_compare(number: int, text: str) -> None:
-    assert in_units(number) == text
+def test_context_of_a_few_tokens_is_not_served_by_surprise() -> None:
+    with pytest.raises(StartupError, match=r"512 tokens takes 64\.0 MiB; 28\.0 MiB of memory are"):
+        context(100 * MIB)
+    assert context(GIB, kv_memory="4MiB") == 32  # as asked

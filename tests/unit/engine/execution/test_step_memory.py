@@ -8,7 +8,6 @@ import torch
 from services.common.settings import StartupError
 from services.engine.batch.buckets import decode_sizes
 from services.engine.execution.loaded_model import load
-from services.engine.execution.memory_budget import available_memory, choose_num_blocks
 from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.execution.step_memory import largest_step, total_of_graphs, usable_kernels
 from services.engine.settings import EngineSettings
@@ -46,15 +45,6 @@ def test_graphs_of_all_sizes_are_captured_before_the_first_request(embedded_mode
     for old, new in zip(before, cache.keys, strict=True):
         assert torch.equal(old[:-1], new[:-1])
         assert not torch.equal(old[-1], new[-1])
-
-
-def test_memory_of_steps_is_taken_from_the_cache() -> None:
-    free = available_memory(CPU)
-    most = choose_num_blocks("auto", 1 << 20, 10**9, 1, CPU)
-    less = choose_num_blocks("auto", 1 << 20, 10**9, 1, CPU, step_bytes=free // 2)
-    assert less < 0.6 * most
-    with pytest.raises(StartupError, match="are missing"):
-        choose_num_blocks("auto", 1 << 20, 10**9, 1, CPU, step_bytes=2 * free)
 
 
 def test_further_graphs_share_the_memory_of_the_first() -> None:

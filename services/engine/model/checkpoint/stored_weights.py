@@ -1,0 +1,102 @@
+"""Sizes of a checkpoint's weights, from the headers of its files alone. Free of torch."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+from services.common.gguf.gguf_file import GgufFile
+from services.engine.model.checkpoint.config import CheckpointError
+
+__all__ = ["StoredWeights"]
+
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+"""Types of safetensors that hold a weight per number"""
+_GGUF_FLOATS = frozenset({0, 1, 30})
+"""ggml's numbers of float32, float16 and bfloat16"""
+_EMBEDDINGS = ("embed_tokens.weight", "token_embd.weight", "wte.weight", "word_embeddings.weight")
+_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+_BYTES_OF_FORMAT = {"int8": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4": 0.5625}
+"""Bytes of a number in a format that rounds it; int4 with a scale of 16 bits for 32 of them"""
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    numbers: int
+    num_bytes: int
+    is_float: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What the products of a model read. The table of the tokens stays in the mapped file."""
+
+    floats: int
+    """Numbers in floating point"""
+    coded: int
+    """Numbers in codes; in safetensors, where a byte may hold two, their bytes"""
+    coded_bytes: int
+
+    @staticmethod
+    def of_gguf(file: GgufFile) -> "StoredWeights":
+        """Return the sizes of a GGUF file's weights."""
+        return _total(list(_gguf_tensors(file)))
+
+    @staticmethod
+    def of_directory(directory: Path) -> "StoredWeights":
+        """Return the sizes of the safetensors files. Raises CheckpointError for damaged ones."""
+        files = sorted(directory.glob("*.safetensors"))
+        return _total([tensor for file in files for tensor in _tensors(file)])
+
+    def num_bytes(self, weights: str, number_bytes: float) -> int:
+        """Return the least bytes that the weights take in memory.
+
+        weights: value of --weights. number_bytes: those of a number of --dtype.
+        """
+        if weights == "decoded":
+            return int((self.floats + self.coded) * number_bytes)
+        return int(self.floats * _BYTES_OF_FORMAT.get(weights, number_bytes)) + self.coded_bytes
+
+
+def _total(tensors: list[_Tensor]) -> StoredWeights:
+    if any(_is_named(tensor, _HEADS) for tensor in tensors):
+        tensors = [tensor for tensor in tensors if not _is_named(tensor, _EMBEDDINGS)]
+    coded = [tensor for tensor in tensors if not tensor.is_float]
+    return StoredWeights(
+        sum(tensor.numbers for tensor in tensors if tensor.is_float),
+        sum(tensor.numbers for tensor in coded),
+        sum(tensor.num_bytes for tensor in coded),
+    )
+
+
+def _is_named(tensor: _Tensor, names: tuple[str, ...]) -> bool:
+    return f".{tensor.name}".endswith(tuple(f".{name}" for name in names))
+
+
+def _gguf_tensors(file: GgufFile) -> Iterator[_Tensor]:
+    """Yield the tensors; each ends where the next one of its file starts."""
+    for part, size in file.sizes.items():
+        held = sorted((t for t in file.tensors.values() if t.file == part), key=lambda t: t.start)
+        ends = [*(after.start for _, after in pairwise(held)), size]
+        for tensor, end in zip(held, ends, strict=bool(held)):
+            is_float = tensor.kind in _GGUF_FLOATS
+            yield _Tensor(tensor.name, prod(tensor.shape), end - tensor.start, is_float)
+
+
+def _tensors(file: Path) -> Iterator[_Tensor]:
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+            header = json.loads(opened.read(min(length, file.stat().st_size)))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                is_float = tensor["dtype"] in _FLOATS
+                numbers = prod(tensor["shape"]) if is_float else end - begin
+                yield _Tensor(name, numbers, end - begin, is_float)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None

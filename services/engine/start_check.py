@@ -1,0 +1,102 @@
+"""Check of a model and of the free memory before the engine starts. Free of torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.common.gguf.checkpoint_files import PARTS
+from services.common.gguf.gguf_config import config_of
+from services.common.gguf.gguf_file import GgufError, GgufFile
+from services.common.settings import StartupError
+from services.engine.host_memory import free_host_memory, in_units
+from services.engine.model.checkpoint.architectures import family_of
+from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.stored_weights import StoredWeights
+from services.engine.ranks.rank import Rank
+from services.engine.settings import EngineSettings
+from tokenwire.serving.checkpoint_folder import gguf_of
+
+__all__ = ["check_config", "check_start", "require_room"]
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_PROCESSOR = Path("/proc/cpuinfo")
+_HALVES = frozenset({"avx512_bf16", "amx_bf16"})
+"""Flags of processors that multiply bfloat16"""
+_CODED_BYTES = 12.5 / 8
+"""Bytes of a number of bfloat16 in the CPU's coded form"""
+_ROUNDED = ("int8", "int4")
+
+
+def check_start(settings: EngineSettings) -> None:
+    """Raise StartupError for a model that is not served, and for too little memory.
+
+    What needs torch is checked when the model is loaded: other values of config.json, a GPU's
+    memory, and the room for the KV cache.
+    """
+    model = settings.model
+    try:
+        gguf = _gguf(model)
+        if gguf is None:
+            check_config(Config.read(model / "config.json"))
+        else:
+            check_config(Config(str(gguf), config_of(GgufFile(gguf))))
+        if settings.device == "cpu" or not _DRIVER.exists():
+            rank = Rank.from_environment()
+            free = free_host_memory() * rank.count // rank.local_count
+            require_room(settings, free, _number_bytes(settings), _ROUNDED)
+    except (CheckpointError, GgufError) as error:
+        raise StartupError(str(error)) from None
+
+
+def check_config(config: Config) -> None:
+    """Raise CheckpointError for a config.json of an architecture that is not served."""
+    family_of(config)
+
+
+def require_room(
+    settings: EngineSettings, free: int, number_bytes: float, rounded: Sequence[str]
+) -> None:
+    """Raise StartupError for weights that don't fit into `free` bytes, by the files' headers.
+
+    number_bytes: those of a number of --dtype. rounded: values of --weights that the device has;
+    the message names the first that would fit. Raises CheckpointError for a damaged file.
+    """
+    gguf = _gguf(settings.model)
+    weights = (
+        StoredWeights.of_directory(settings.model)
+        if gguf is None
+        else StoredWeights.of_gguf(GgufFile(gguf))
+    )
+    needed = weights.num_bytes(settings.weights, number_bytes)
+    if needed <= free:
+        return
+    others = () if weights.coded else rounded
+    if settings.weights == "decoded":
+        others = ("full", *others)
+    fits = (name for name in others if weights.num_bytes(name, number_bytes) <= free)
+    name = next(fits, None)
+    raise StartupError(
+        f"The weights take {in_units(needed)}; {in_units(needed - free)} of memory are missing. "
+        f"Free some, or {f'start with --weights {name}' if name else 'serve a smaller model'}."
+    )
+
+
+def _gguf(model: Path) -> Path | None:
+    """Return the GGUF file of a checkpoint, which may be described as a directory by now."""
+    parts = model / PARTS
+    return min(parts.iterdir()) if parts.is_dir() else gguf_of(model)
+
+
+def _number_bytes(settings: EngineSettings) -> float:
+    """Return the least bytes of a number of --dtype on this processor."""
+    halves = not _HALVES.isdisjoint(_processor_flags())
+    if settings.dtype == "float32" or (settings.dtype == "auto" and not halves):
+        return 4
+    is_coded = halves and settings.dtype != "float16" and settings.weights == "full"
+    return _CODED_BYTES if is_coded else 2
+
+
+def _processor_flags() -> list[str]:
+    if not _PROCESSOR.exists():
+        return []
+    lines = _PROCESSOR.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.split() for line in lines if line.startswith("flags")), [])
