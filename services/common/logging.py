@@ -12,7 +12,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 """The trace context of the caller (https://www.w3.org/TR/trace-context); empty: none"""
 
-_QUOTING = frozenset({"INVALID_GRAMMAR"})
+_QUOTING = frozenset({"INVALID_GRAMMAR", "TEMPLATE_REFUSED"})
 """Reasons whose messages quote what the client wrote"""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
@@ -18,7 +17,7 @@ from services.tokenizer.chat.answer.response_parser import ResponseParser
 from services.tokenizer.chat.answer.tool_formats import detect_reasoning_format, detect_tool_format
 from services.tokenizer.chat.answer_grammar import AnswerFormat
 from services.tokenizer.chat.template.arguments import read_arguments
-from services.tokenizer.chat.template.marker import MarkedText, Marker, unused_character
+from services.tokenizer.chat.template.control_tokens import ControlTokens
 from services.tokenizer.chat.template.render_protocol import RenderJob
 from services.tokenizer.chat.template.renderer import Renderer
 from services.tokenizer.chat.template.template_messages import (
@@ -43,6 +42,7 @@ _INLINE_SIZE = 4_096  # bytes or characters; larger inputs are processed in a th
 _MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation, like the limit of rendered text
 _ARGUMENTS = "template_arguments_json"
 _THINKING_SWITCHES = ("enable_thinking", "thinking")  # Qwen, GLM; DeepSeek, Granite
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _WITHIN = {
     ReasoningState.NONE: SegmentKind.CONTENT,
     ReasoningState.OPEN: SegmentKind.REASONING,
@@ -119,7 +119,7 @@ class ChatTemplates:
         self._model = model
         self._image_mark = images.mark if images is not None else ""
         self._image_text = images.generic if images is not None else ""
-        self._marker = Marker(vocabulary.control_tokens)
+        self._control_tokens = ControlTokens(vocabulary.control_tokens)
         require_syntax(vocabulary.chat_templates)
         self._renderer = Renderer(vocabulary.chat_templates, vocabulary.special_names)
         self._facts: dict[str, TemplateFacts] = {}
@@ -205,37 +205,25 @@ class ChatTemplates:
         assert self._probing is not None, "start was not called"
         await asyncio.shield(self._probing)
         is_large = prompt.size > _INLINE_SIZE
-        inputs, marked, image = (
-            await asyncio.to_thread(self._inputs, prompt) if is_large else self._inputs(prompt)
-        )
-        messages, tools, variables = inputs
-        text = await self._renderer.render(
-            RenderJob(
-                template=prompt.template or DEFAULT_TEMPLATE,
-                messages=messages,
-                tools=tools or None,
-                variables=variables,
-                add_generation_prompt=not prompt.continue_last_message
-                and prompt.add_generation_prompt is not False,
-                continue_last_message=prompt.continue_last_message,
-            )
-        )
-
-        if image:
-            text = text.replace(image, self._image_text)
+        job, image = await asyncio.to_thread(self._job, prompt) if is_large else self._job(prompt)
+        rendering = await self._renderer.render(job)
 
         def encode() -> RenderedChat:
-            plain = marked.plain(text)
+            parts = self._control_tokens.split(rendering.text, rendering.template_spans)
+            if image:
+                parts = [
+                    (part.replace(image, self._image_text), spelled) for part, spelled in parts
+                ]
+            text = "".join(part for part, _ in parts)
             if check_text is not None:
-                check_text(plain)
-            parts = marked.parts(text)
+                check_text(text)
             if images is None:
-                return RenderedChat(plain, self._vocabulary.encode_parts(parts), None)
+                return RenderedChat(text, self._vocabulary.encode_parts(parts), None)
             parts, placed = images.place_in_chat(parts)
             ids, _ = placed.lengthen(self._vocabulary.encode_parts(parts))
-            return RenderedChat(plain, ids, placed)
+            return RenderedChat(text, ids, placed)
 
-        is_long = images is not None or len(text) > _INLINE_SIZE
+        is_long = images is not None or len(rendering.text) > _INLINE_SIZE
         return await asyncio.to_thread(encode) if is_long else encode()
 
     def reasoning_state(self, prompt: str, *, behind: str | None = None) -> ReasoningState:
@@ -291,25 +279,30 @@ class ChatTemplates:
                 if text not in ("", within) and end.startswith(text)
             }
 
-    def _inputs(self, prompt: ChatPrompt) -> tuple[list[Any], MarkedText, str]:
-        """Return messages, tools and variables of the template, with control tokens marked.
-
-        The character at the end stands for images in texts; "" if no text contains it.
-        """
-        facts = self._facts[prompt.template or DEFAULT_TEMPLATE]
+    def _job(self, prompt: ChatPrompt) -> tuple[RenderJob, str]:
+        """Return the job, and the character that stands for images in texts; "" without any."""
+        name = prompt.template or DEFAULT_TEMPLATE
+        facts = self._facts[name]
         image = ""
         if not facts.takes_image_parts and _has_images(prompt.messages):
-            # no control token, which the marker would take for the user's
-            parts = (part for message in prompt.messages for part in message.parts)
-            image = unused_character(part.text for part in parts)
-        inputs: list[Json] = [
-            template_messages(prompt.messages, facts, image),
-            template_tools(prompt.tools),
-            prompt.variables(),
-        ]
-        marked, reader = self._marker.mark(inputs)
-        assert isinstance(marked, list)
-        return marked, reader, image
+            # no control token: that of a request is encoded as text
+            image = _unused_character(prompt.messages)
+        job = RenderJob(
+            template=name,
+            messages=template_messages(prompt.messages, facts, image),
+            tools=template_tools(prompt.tools) or None,
+            variables=prompt.variables(),
+            add_generation_prompt=not prompt.continue_last_message
+            and prompt.add_generation_prompt is not False,
+            continue_last_message=prompt.continue_last_message,
+        )
+        return job, image
+
+
+def _unused_character(messages: Sequence[completion_pb2.Message]) -> str:
+    """Return a character for private use that no text of the messages contains."""
+    used = frozenset().union(*(part.text for message in messages for part in message.parts))
+    return next(chr(code) for code in _PRIVATE_USE if chr(code) not in used)
 
 
 def _has_images(messages: Sequence[completion_pb2.Message]) -> bool:

@@ -123,7 +123,7 @@ class ImageExpander:
     def place_in_chat(
         self, parts: Sequence[tuple[str, bool]]
     ) -> tuple[list[tuple[str, bool]], ImagePrompt]:
-        """Return the parts of a rendered conversation with its images; see `MarkedText.parts`.
+        """Return the parts of a rendered conversation with its images; see `ControlTokens.split`.
 
         Raises INVALID_ARGUMENT unless the template wrote a mark for each image.
         """

@@ -11,12 +11,12 @@ Frames arrive on stdin: the templates, then jobs. Each is answered by one frame 
 import resource
 import signal
 import sys
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
-from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
+from jinja2 import Template, TemplateError
 
+from services.tokenizer.chat.template.environment import TemplateEnvironment
 from services.tokenizer.chat.template.render_protocol import (
     FRAME,
     READY,
@@ -25,33 +25,92 @@ from services.tokenizer.chat.template.render_protocol import (
     RenderJob,
     Templates,
 )
+from services.tokenizer.chat.template.traced_text import (
+    TracedText,
+    from_template,
+    plain_text,
+    template_spans,
+    trace_json,
+)
 
 _MAX_ADDED_MEMORY = 1 << 30  # bytes
 _PAGE = resource.getpagesize()
+_END_MARK = (
+    "CONTINUE_FINAL_MESSAGE_TAG "  # transformers'; the space shows whether texts are trimmed
+)
 
 
-def render(templates: Templates, job: RenderJob) -> Rendering:
-    """Render a conversation."""
-    try:
-        rendered = render_jinja_template(
-            conversations=[job.messages],
-            tools=job.tools,
-            chat_template=templates.sources[job.template],
+class PromptRenderer:
+    """Compiled templates of a checkpoint."""
+
+    def __init__(self, templates: Templates) -> None:
+        self._templates = templates
+        self._environment = TemplateEnvironment()
+        self._compiled: dict[str, Template] = {}
+        self._variables = {name: from_template(text) for name, text in templates.variables.items()}
+
+    def render(self, job: RenderJob) -> Rendering:
+        """Render a conversation."""
+        try:
+            text = self._text(job)
+            if len(text) > self._templates.max_length:
+                most = f"{self._templates.max_length:,}"
+                return Rendering(error=f"The chat template writes more than {most} characters.")
+            return Rendering(plain_text(text), template_spans(text))
+        except TemplateError as error:
+            return Rendering(error=plain_text(error.message or type(error).__name__))
+        except MemoryError:
+            return Rendering(error="The chat template takes too much memory.")
+        except Exception as error:  # a template can raise whatever Python can
+            return Rendering(error=f"The chat template failed: {type(error).__name__}: {error}")
+
+    def _text(self, job: RenderJob) -> TracedText:
+        messages = [_message(message) for message in job.messages]
+        if job.continue_last_message:
+            _mark_end(messages[-1])
+        variables = {name: trace_json(value) for name, value in job.variables.items()}
+        rendered = self._template(job.template).render(
+            {"documents": None, **self._variables, **variables},
+            messages=messages,
+            tools=trace_json(job.tools),
             add_generation_prompt=job.add_generation_prompt,
-            continue_final_message=job.continue_last_message,
-            **templates.variables | job.variables,
         )
-        text = rendered[0][0]
-    except TemplateError as error:
-        return Rendering(error=error.message or type(error).__name__)
-    except MemoryError:
-        return Rendering(error="The chat template takes too much memory.")
-    except Exception as error:  # a template can raise whatever Python can
-        return Rendering(error=f"The chat template failed: {type(error).__name__}: {error}")
-    if len(text) > templates.max_length:
-        most = f"{templates.max_length:,}"
-        return Rendering(error=f"The chat template writes more than {most} characters.")
-    return Rendering(text)
+        assert isinstance(rendered, TracedText)
+        return _cut_at_mark(rendered) if job.continue_last_message else rendered
+
+    def _template(self, name: str) -> Template:
+        if name not in self._compiled:
+            self._compiled[name] = self._environment.from_string(self._templates.sources[name])
+        return self._compiled[name]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Return a message whose role, which is one of few words, counts as the template's text."""
+    traced = trace_json(message)
+    assert isinstance(traced, dict)
+    return {**traced, "role": from_template(message["role"])}
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    """Put the mark behind the last text of a message."""
+    content = message["content"]
+    if isinstance(content, str):
+        message["content"] = content + _END_MARK
+        return
+    last = [part for part in content if "text" in part][-1]
+    last["text"] += _END_MARK
+
+
+def _cut_at_mark(rendered: TracedText) -> TracedText:
+    """Return what is before the mark. Raises TemplateError if the template left it out."""
+    place = rendered.rfind(_END_MARK.strip())
+    if place < 0:
+        raise TemplateError(
+            "The chat template leaves out the end of the last message, so that it can't be "
+            "continued. Send its text without reasoning, or leave the message out."
+        )
+    begin = rendered[:place]
+    return begin if rendered.startswith(_END_MARK, place) else begin.rstrip()
 
 
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
@@ -59,6 +118,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     if not (frame := _read(source)):
         return  # the service has stopped
     templates = msgspec.json.decode(frame, type=Templates)
+    renderer = PromptRenderer(templates)
     decoder, encoder = msgspec.json.Decoder(RenderJob), msgspec.json.Encoder()
     limit = _address_space() + _MAX_ADDED_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -66,7 +126,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     _write(sink, READY)
     while frame := _read(source):
         signal.setitimer(signal.ITIMER_PROF, templates.seconds)
-        answer = encoder.encode(render(templates, decoder.decode(frame)))
+        answer = encoder.encode(renderer.render(decoder.decode(frame)))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         _write(sink, answer)
 

@@ -44,5 +44,7 @@ class Rendering(msgspec.Struct, frozen=True):
     """Result of a job."""
 
     text: str = ""
+    template_spans: list[int] = []
+    """Begin and end of each run of characters that the template wrote, not the request"""
     error: str = ""
     """Error of the template or of the limits; "" without one."""

@@ -40,8 +40,8 @@ class Renderer:
         self._waiting = 0
         self._is_stopping = False
 
-    async def render(self, job: RenderJob) -> str:
-        """Return the text that the template renders from the conversation.
+    async def render(self, job: RenderJob) -> Rendering:
+        """Return what the template renders from the conversation, without an error.
 
         Raises INVALID_ARGUMENT for `messages` if the template refuses them or exceeds a limit,
         RESOURCE_EXHAUSTED if too many conversations wait, UNAVAILABLE if the process can't start.
@@ -59,8 +59,8 @@ class Renderer:
         exchange.add_done_callback(self._on_exchanged)
         rendering = await asyncio.shield(exchange)
         if rendering.error:
-            raise invalid("messages", rendering.error)
-        return rendering.text
+            raise invalid("messages", rendering.error, reason="TEMPLATE_REFUSED")
+        return rendering
 
     async def stop(self) -> None:
         """End the process, also one that only starts; that is no error."""

@@ -112,7 +112,7 @@ async def _render(
     renderer: Renderer, name: str, messages: Sequence[completion_pb2.Message], facts: TemplateFacts
 ) -> str:
     role = messages[-1].role
-    return await renderer.render(
+    rendering = await renderer.render(
         RenderJob(
             name,
             template_messages(messages, facts),
@@ -120,3 +120,4 @@ async def _render(
             add_generation_prompt=role != completion_pb2.ROLE_ASSISTANT,
         )
     )
+    return rendering.text

@@ -2,28 +2,17 @@
 
 from collections.abc import Mapping
 
-from jinja2 import Environment, TemplateSyntaxError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+from jinja2 import TemplateSyntaxError
 
 from services.common.settings import StartupError
+from services.tokenizer.chat.template.environment import TemplateEnvironment
 
 __all__ = ["require_syntax"]
 
 
-class _Generation(Extension):
-    """The tag `generation`, which marks the assistant's text for training."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def require_syntax(templates: Mapping[str, str]) -> None:
     """Raise StartupError for the first template that Jinja can't parse."""
-    environment = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+    environment = TemplateEnvironment()
     for name, source in templates.items():
         try:
             environment.parse(source)
