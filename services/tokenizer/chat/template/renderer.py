@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 import grpc
 import msgspec
@@ -24,9 +25,19 @@ __all__ = ["Renderer"]
 _LOG = logging.getLogger("renderer")
 _ENDED = "the process that renders chat templates ended with %s"
 _SECONDS = 5.0  # of CPU time for a conversation; most take less than 5 ms
+_WALL_SECONDS = 20.0  # of a process that gets a quarter of a processor, on a busy machine
 _START_SECONDS = 60.0
 _MAX_WAITING = 1_024
 _MAX_LENGTH = 8 * 1024 * 1024  # characters
+
+
+class _ProcessEndedError(Exception):
+    """End of the render process before it answered."""
+
+    def __init__(self, *, is_killed: bool) -> None:
+        super().__init__()
+        self.is_killed = is_killed
+        """True if somebody killed it, such as the kernel that lacks memory"""
 
 
 class Renderer:
@@ -44,7 +55,8 @@ class Renderer:
         """Return what the template renders from the conversation, without an error.
 
         Raises INVALID_ARGUMENT for `messages` if the template refuses them or exceeds a limit,
-        RESOURCE_EXHAUSTED if too many conversations wait, UNAVAILABLE if the process can't start.
+        RESOURCE_EXHAUSTED if too many conversations wait, UNAVAILABLE if the process can't start,
+        or if two of them end or hang for a reason that is not the conversation's.
         """
         if self._waiting >= _MAX_WAITING:
             raise ServiceError(
@@ -76,18 +88,37 @@ class Renderer:
             exchange.exception()  # retrieved, or asyncio logs it if the client left
 
     async def _exchange(self, job: bytes) -> Rendering:
+        """Return the answer of a process, or of a fresh one if the first ends or hangs."""
         async with self._turn:
-            process = await self._started_process()
+            with suppress(_ProcessEndedError):
+                return await self._answer(job)
             try:
-                answer = await _ask(process, job)
-            except (OSError, asyncio.IncompleteReadError):
-                # no kill here: it would hide the exit status
-                code = await process.wait()
-                if not self._is_stopping:
-                    _LOG.warning(_ENDED, exit_status(code))
-                self._process = None
-                return Rendering(error=_cause(code))
+                return await self._answer(job)
+            except _ProcessEndedError as end:
+                if end.is_killed:
+                    raise _no_renderer("was killed twice, or hung") from None
+                return Rendering(error="The chat template takes too much memory.")
+
+    async def _answer(self, job: bytes) -> Rendering:
+        """Return the answer of the process. Raises _ProcessEndedError if it ends or hangs."""
+        process = await self._started_process()
+        try:
+            answer = await asyncio.wait_for(_ask(process, job), _WALL_SECONDS)
             return msgspec.json.decode(answer, type=Rendering)
+        except TimeoutError:
+            _LOG.warning("the process that renders chat templates hangs: it is killed")
+            await self._kill(process)
+        except (OSError, asyncio.IncompleteReadError):
+            # no kill here: it would hide the exit status
+            status = exit_status(await process.wait())
+            if not self._is_stopping:
+                _LOG.warning(_ENDED, status)
+        self._process = None
+        code = process.returncode
+        if code == -TIMED_OUT:  # a fresh process would take as long
+            limit = f"{_SECONDS:g} s of CPU time"
+            return Rendering(error=f"The chat template takes more than {limit}.")
+        raise _ProcessEndedError(is_killed=code == -signal.SIGKILL)
 
     async def _started_process(self) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is not None:
@@ -100,7 +131,7 @@ class Renderer:
     async def _start(self) -> asyncio.subprocess.Process:
         """Return a new process. Raises UNAVAILABLE if it can't start, or after `stop`."""
         if self._is_stopping:
-            raise _no_renderer()
+            raise _no_renderer("does not start")
         process = self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.tokenizer.chat.template.render_process"),
             stdin=asyncio.subprocess.PIPE,
@@ -119,7 +150,7 @@ class Renderer:
             if not self._is_stopping:
                 _LOG.error(_ENDED, status)
             self._process = None
-            raise _no_renderer() from None
+            raise _no_renderer("does not start") from None
         return process
 
     async def _kill(self, process: asyncio.subprocess.Process) -> None:
@@ -128,19 +159,13 @@ class Renderer:
         await process.wait()
 
 
-def _no_renderer() -> ServiceError:
+def _no_renderer(problem: str) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.UNAVAILABLE,
         "NO_RENDERER",
-        "The process that renders conversations does not start; see the log.",
+        f"The process that renders conversations {problem}; see the server's log.",
         retry_seconds=1,
     )
-
-
-def _cause(code: int) -> str:
-    if code == -TIMED_OUT:
-        return f"The chat template takes more than {_SECONDS:g} s of CPU time."
-    return "The chat template takes too much memory."
 
 
 async def _ask(process: asyncio.subprocess.Process, content: bytes) -> bytes:

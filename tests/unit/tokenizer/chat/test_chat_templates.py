@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from services.common.settings import StartupError
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.message_parser import SegmentKind
-from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates
+from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates, RenderedChat
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tool_schemas import arguments_schemas
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
@@ -398,25 +398,72 @@ async def test_endless_template_fails_alone(
         assert (await behind).text == "b"
 
 
+async def _wait_in_stopped_process(
+    templates: ChatTemplates, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> tuple[asyncio.subprocess.Process, "asyncio.Future[RenderedChat]"]:
+    """Return a stopped render process, and a rendering that has waited for it so long."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    await templates.render(_prompt(_says("user", "a")))
+    process = templates._renderer._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    rendering = asyncio.ensure_future(templates.render(_prompt(_says("user", "b"))))
+    for _ in range(9):  # until the job was sent
+        await asyncio.sleep(0)
+    monkeypatch.setattr(loop, "time", lambda: now() + seconds)
+    await asyncio.sleep(0.01)  # one turn of the loop, in which all its timers are due
+    monkeypatch.undo()
+    return process, rendering
+
+
 async def test_busy_machine_fails_no_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is CPU time, which a process without a processor does not use."""
-    loop = asyncio.get_running_loop()
-    now = loop.time
+    """The limit of the template is CPU time, which a process without a processor does not use."""
     async with _started(tmp_path, "{{ messages[0].content }}") as templates:
-        await templates.render(_prompt(_says("user", "a")))
-        process = templates._renderer._process
-        assert process is not None
-        process.send_signal(signal.SIGSTOP)
-        rendering = asyncio.ensure_future(templates.render(_prompt(_says("user", "b"))))
-        for _ in range(9):  # until the job was sent
-            await asyncio.sleep(0)
-        monkeypatch.setattr(loop, "time", lambda: now() + 3600)
-        await asyncio.sleep(0.01)  # one turn of the loop, in which all its timers are due
+        process, rendering = await _wait_in_stopped_process(templates, monkeypatch, 10.0)
         process.send_signal(signal.SIGCONT)
         assert (await rendering).text == "b"
-        monkeypatch.undo()
+        assert templates._renderer._process is process
+
+
+async def test_hanging_render_process_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All chats would wait for it for ever."""
+    async with _started(tmp_path, "{{ messages[0].content }}") as templates:
+        process, rendering = await _wait_in_stopped_process(templates, monkeypatch, 3600.0)
+        assert (await rendering).text == "b"
+        assert templates._renderer._process is not process
+
+
+async def test_conversation_survives_the_end_of_the_render_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may kill the process for the memory that another one takes."""
+    async with _started(tmp_path, "{{ messages[0].content }}") as templates:
+        process, rendering = await _wait_in_stopped_process(templates, monkeypatch, 1.0)
+        process.kill()
+        assert (await rendering).text == "b"
+
+
+async def test_client_may_retry_when_render_processes_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal of the conversation would be final."""
+    async with _started(tmp_path, "{{ messages[0].content }}") as templates:
+        process, rendering = await _wait_in_stopped_process(templates, monkeypatch, 1.0)
+        process.kill()
+        while (other := templates._renderer._process) in (process, None):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert other is not None
+        other.kill()
+        with pytest.raises(ServiceError) as caught:
+            await rendering
+        assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+        assert caught.value.retry_seconds
+        assert (await templates.render(_prompt(_says("user", "c")))).text == "c"
 
 
 async def test_log_has_the_signal_that_ended_the_render_process(
