@@ -6,6 +6,7 @@ delivers each event to the listener of its request.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -29,6 +30,7 @@ __all__ = [
     "engine_session",
 ]
 
+_LOG = logging.getLogger("session")
 _MESSAGE_BYTES = MESSAGE_LIMIT // 4
 """Bytes of commands above which a new message starts"""
 _COMMAND_BYTES = MESSAGE_LIMIT - 16
@@ -145,6 +147,9 @@ class Session(Generic[Command, Event]):
                     await call.write(self._bundle(batch))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # The reader sees the same failure and reports it.
+        except Exception:  # no command would be sent any more, and every request would wait
+            _LOG.exception("the stream can't be written")
+            call.cancel()
 
     def _dispatch(self, event: Any) -> None:
         listener = self._listeners.get(event.handle)

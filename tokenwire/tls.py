@@ -120,18 +120,20 @@ class ServerTls:
 
     async def follow(self, context: ssl.SSLContext) -> None:
         """Put a replaced certificate into the context of an HTTP server, until cancelled."""
-        seen = stamp(self.files)
+        seen, problem = stamp(self.files), ""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             if (now := stamp(self.files)) == seen:
                 continue
-            seen = now
             try:
                 self.require()
                 context.load_cert_chain(self.certificate, self.key)
-            except TlsError as error:
-                _LOG.error("%s The previous certificate stays.", error)
+            except (TlsError, OSError) as error:  # such as no free file descriptor: try again
+                if problem != str(error):
+                    _LOG.error("%s The previous certificate stays.", error)
+                problem = str(error)
             else:
+                seen, problem = now, ""
                 _LOG.info("the certificate %s is in use", self.certificate)
 
     def _configuration(self) -> "grpc.ServerCertificateConfiguration":

@@ -20,6 +20,7 @@ from services.common.accounts.authenticator import Authenticator
 from services.common.accounts.keyring import open_keyring
 from services.common.checkpoint import opened
 from services.common.failed_start import tell_reason
+from services.common.faults import follow_faults
 from services.common.interceptor import RpcInterceptor
 from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import (
@@ -37,6 +38,8 @@ __all__ = ["SERVER_OPTIONS", "Application", "main"]
 
 _LOG = logging.getLogger("server")
 _UNIX = "unix:"
+_PART = "tokenwire.part."
+"""Begin of the names by which the health service knows the parts of a process"""
 S = TypeVar("S", bound=ServerSettings)
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
@@ -126,6 +129,7 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     health = _Health(application.register(server))
     application.on_serving(health.set_serving)
     health.register(server)
+    follow_faults(health.set_part)
     port = _bind(server, settings)
     _serve_metrics(settings, port, application.model)
     await server.start()
@@ -186,12 +190,19 @@ class _Health:
 
     def set_serving(self, serving: bool) -> None:
         """Set the health of all services, and of the whole server."""
+        for service in (*self._services, ""):
+            self._set(service, serving)
+
+    def set_part(self, part: str, works: bool) -> None:
+        """Set the health of a part of the process, which leaves that of the services as it is."""
+        self._set(f"{_PART}{part}", works)
+
+    def _set(self, service: str, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.ServingStatus
         value = status.SERVING if serving else status.NOT_SERVING
-        for service in (*self._services, ""):
-            task = asyncio.ensure_future(self._servicer.set(service, value))
-            self._changes.add(task)
-            task.add_done_callback(self._changes.discard)
+        task = asyncio.ensure_future(self._servicer.set(service, value))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
 
     async def shut_down(self) -> None:
         """Set the health to NOT_SERVING for good."""

@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from services.common.background import keep_running
 from services.common.settings import PeerSettings, StartupError
 from tokenwire.loopback import is_local_target
 from tokenwire.serving.addresses import DNS_SCHEME, split_targets
@@ -57,7 +58,7 @@ class Discovery:
         """Report the addresses; begin to resolve the names."""
         self._report()
         if self._names:
-            self._task = asyncio.ensure_future(self._run())
+            self._task = keep_running("discovery", self._run)
 
     def stop(self) -> None:
         if self._task is not None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import grpc
 from prometheus_client import REGISTRY
 
+from services.common.background import keep_running
 from services.common.server import Application
 from services.common.telemetry import describe_build
 from services.engine.frontend import metrics
@@ -80,7 +81,7 @@ class EngineApplication(Application):
         if model.kernels == "none":
             _LOG.warning(_WITHOUT_KERNELS)
         self.set_serving(True)
-        self._watchdog = asyncio.create_task(self._watch_loop())
+        self._watchdog = keep_running("loop_watchdog", self._watch_loop)
 
     async def drain(self) -> None:
         self._frontend.drain()

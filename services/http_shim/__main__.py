@@ -11,6 +11,7 @@ import sqlite3
 import ssl
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -22,6 +23,7 @@ from services.common import logging as service_logging
 from services.common import tracing
 from services.common.accounts.account import Account
 from services.common.accounts.keyring import Keyring, open_keyring
+from services.common.background import keep_running
 from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
 from services.common.targets import parse_targets, warn_of_clear_text
@@ -109,9 +111,10 @@ async def serve(settings: HttpShimSettings) -> None:
         if settings.vllm_metrics:
             router_metrics = RouterMetrics(models)
             REGISTRY.register(VllmLoadMetrics(router_metrics.loads))
-            watching.append(asyncio.ensure_future(router_metrics.follow()))
+            watching.append(keep_running("router_metrics", router_metrics.follow))
         if settings.tls is not None and context is not None:
-            watching.append(asyncio.ensure_future(settings.tls.follow(context)))
+            follow = partial(settings.tls.follow, context)
+            watching.append(keep_running("certificate", follow))
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
         gc.freeze()  # start-up objects live as long as the process; collections can skip them
         await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)

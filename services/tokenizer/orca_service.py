@@ -3,10 +3,12 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
 
+from services.common.background import keep_running
 from services.common.errors import draining_error
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.load_report import LoadAverage, RequestCounts
@@ -84,7 +86,7 @@ class OrcaServicer:
             self._pool.follow_load()
             self._average = LoadAverage(time.monotonic(), _counts(), time.process_time())
         if self._measuring is None:
-            self._measuring = asyncio.ensure_future(self._measure(self._average))
+            self._measuring = keep_running("load_average", partial(self._measure, self._average))
         return self._average
 
     async def _measure(self, average: LoadAverage) -> None:

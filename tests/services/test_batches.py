@@ -1,7 +1,9 @@
 """/v1/files and /v1/batches: OpenAI's SDK, bad input, cancellation, and a server that restarts."""
 
 import asyncio
+import itertools
 import json
+import resource
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -85,6 +87,36 @@ async def answers(client: AsyncOpenAI, file_id: str | None) -> dict[str | None, 
         return {}
     text = (await client.files.content(file_id)).text
     return {each["custom_id"]: each for each in map(json.loads, text.splitlines())}
+
+
+async def test_batch_goes_on_after_the_shim_was_out_of_file_descriptors(stack: Stack) -> None:
+    """/ready names the batches meanwhile. All requests use connections that exist."""
+    async with (
+        running_shim("--tokenizer", stack.tokenizer) as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
+        sdk(shim) as client,
+    ):
+        content = f"{line('a')}\n".encode()
+        file = await client.files.create(file=("in.jsonl", content), purpose="batch")
+        assert (await http.get("/ready")).json() == {"status": "ready"}
+        pid = shim.process.pid
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free_descriptor(pid), before[1]))
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        await shim.logged("the task batches failed")
+        assert (await http.get("/ready")).json() == {"status": "ready", "faults": ["batches"]}
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        batch = await ended(client, batch)
+        assert batch.status == "completed"
+        assert (await answers(client, batch.output_file_id)).keys() == {"a"}
+
+
+def first_free_descriptor(pid: int) -> int:
+    """Return the number that the next file would get."""
+    opened = {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    return next(number for number in itertools.count() if number not in opened)
 
 
 async def test_line_with_more_elements_than_a_body_may_have_is_not_parsed(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from services.common.accounts.account import Account
+from services.common.background import keep_running
 from services.common.settings import StartupError
 from tokenwire.errors import ServiceError
 from tokenwire.serving.key_file import Key, KeyFileError, key_id, matches, read_keys
@@ -30,6 +31,8 @@ class Keyring:
         self._path = path
         self._shared = shared
         self._stamp = _stamp(path)
+        self._problem = ""
+        """Why the changed file is not used, once that is logged"""
         self._keys: dict[str, Key] = {}
         self._accounts: dict[str, Account] = {}
         self._read()
@@ -57,11 +60,14 @@ class Keyring:
 
     async def watch(self) -> None:
         """Reload the file whenever it changes, and keep up the shared limits, until cancelled."""
-        following = asyncio.ensure_future(self._follow())
+        tasks = [keep_running("keys", self._follow)]
+        if self._shared is not None:
+            tasks.append(keep_running("shared_limits", self._shared.run))
         try:
-            await (following if self._shared is None else self._shared.run())
+            await asyncio.gather(*tasks)
         finally:
-            following.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def close(self) -> None:
         """Leave the shared limits."""
@@ -74,16 +80,21 @@ class Keyring:
             self.reload_if_changed()
 
     def reload_if_changed(self) -> None:
-        """Reload the file if it has changed; an invalid file changes nothing."""
+        """Reload the file if it has changed; one that can't be read changes nothing.
+
+        It is read again the next time: the process may only have been out of file descriptors.
+        """
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         try:
             self._read()
         except KeyFileError as error:
-            _LOG.error("%s The previous keys stay.", error)
+            if self._problem != str(error):
+                _LOG.error("%s The previous keys stay.", error)
+            self._problem = str(error)
         else:
+            self._stamp, self._problem = stamp, ""
             _LOG.info("keys reloaded", extra={"keys": len(self._keys)})
 
     def _read(self) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import grpc
 
+from services.common.background import keep_running
 from services.common.peer_health import PeerHealth, Status
 from services.engine.frontend.mask_stream import ANOTHER_TOKENIZER, GrammarClient, MaskStream
 from tokenwire.errors import ServiceError
@@ -68,7 +69,7 @@ class GrammarLink:
     def start(self, owner: LinkOwner) -> None:
         """Follow the service's health."""
         self._owner = owner
-        self._watching = asyncio.ensure_future(self._watch())
+        self._watching = keep_running("grammar_health", self._watch)
 
     def doubt(self) -> None:
         """Use the service no more until it says again that it serves."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from services.common.background import keep_running
 from services.common.block_hash import image_digest
 from services.common.settings import StartupError
 from services.engine.frontend import metrics
@@ -200,7 +201,7 @@ class ImageClient:
         self._on_work(False)
         _LOG.error("%s It starts again; text requests go on.", why)
         self._fail_all(why)
-        self._restart = asyncio.ensure_future(self._start_again())
+        self._restart = keep_running("image_encoder", self._start_again)
 
     async def _start_again(self) -> None:
         while self._process is None:

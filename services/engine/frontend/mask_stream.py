@@ -206,6 +206,9 @@ class MaskStream:
                 step += 1
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same failure and reports it
+        except Exception:  # no command would be sent any more, and every sequence would wait
+            _LOG.exception("the stream of masks can't be written")
+            clock.expire()
 
     def _state(self, state: grammar_pb2.MatcherState, slots: dict[int, bytes]) -> MaskState:
         if state.HasField("error"):
@@ -245,6 +248,10 @@ class _AnswerClock:
         self._unanswered += 1
         if self._unanswered == 1 and not self._timeout.expired():
             self._timeout.reschedule(self._loop.time() + self._seconds)
+
+    def expire(self) -> None:
+        """Let the timeout end the stream now."""
+        self._timeout.reschedule(self._loop.time())
 
     def on_answer(self) -> None:
         """Restart the timeout for the next answer."""

@@ -7,12 +7,14 @@ opened again, there or at another service, with the tokens that its sequence has
 import asyncio
 import hashlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
+from services.common.errors import internal_error
 from services.engine.frontend.grammar_link import GrammarLink
 from services.engine.frontend.grammar_pool import GrammarPool
 from services.engine.frontend.mask_stream import GRAMMAR_HANGS, MaskState, MaskStream
@@ -26,6 +28,7 @@ from tokenwire.token_file import TokenFile, shown
 
 __all__ = ["CompiledGrammar", "Matchers"]
 
+_LOG = logging.getLogger("matchers")
 _ANSWER_SECONDS = 10.0
 """Time limit of an answer; a service that takes longer counts as hanging"""
 _COMPILE_SECONDS = 20.0
@@ -336,6 +339,9 @@ class Matchers:
                         self._open(matcher, compiled.link)
         except ServiceError as error:
             failure = error
+        except Exception:  # the sequences would wait for ever
+            _LOG.exception("a grammar could not be restored")
+            failure = internal_error()
         finally:
             del self._restoring[grammar.grammar_id]
         if failure is not None:

@@ -116,11 +116,16 @@ class Compiler:
             del self._waiting[job]
 
     async def _read(self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader) -> None:
-        while line := await lines.readline():
-            verdict = Verdict(**json.loads(line))
-            waiting = self._waiting.get(verdict.job)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(verdict)
+        try:
+            while line := await lines.readline():
+                verdict = Verdict(**json.loads(line))
+                waiting = self._waiting.get(verdict.job)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(verdict)
+        except Exception:  # its next line can't be trusted either
+            _LOG.exception("the process that compiles grammars wrote an unreadable line")
+            if process.returncode is None:
+                process.kill()
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(_lost())

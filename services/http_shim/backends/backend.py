@@ -5,11 +5,13 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
 from services.common.accounts.account import GenerationRequest
+from services.common.background import keep_running
 from services.common.logging import request_id, traceparent
 from services.common.priority import PRIORITY_KEY, TENANT_KEY
 from services.common.targets import Discovery, parse_targets
@@ -121,7 +123,7 @@ class Backend:
     def doubt(self, link: TokenizerLink) -> None:
         """Use a service no more until it is ready again."""
         if link.probe is None:
-            link.probe = asyncio.ensure_future(self._probe(link))
+            link.probe = keep_running("tokenizer_probe", partial(self._probe, link))
             self._note_serving()
 
     async def wait_until_serving(self, error: ServiceError) -> None:

@@ -4,10 +4,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import grpc
 
+from services.common.background import keep_running
 from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.model_source import Connection, ServedModel, model_not_found
 from services.http_shim.formats.model_cards import ModelCard, catalog_card
@@ -72,7 +74,7 @@ class Catalog:
         for check in self._context_checks:
             check.cancel()
         self._context_checks = {
-            asyncio.ensure_future(self._check_contexts(target))
+            keep_running("catalog_check", partial(self._check_contexts, target))
             for target in {model.target for model in models if model.context is not None}
             if target is not None
         }

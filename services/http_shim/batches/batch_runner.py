@@ -16,6 +16,7 @@ import grpc
 from starlette.types import ASGIApp
 
 from services.common.accounts.account import Account
+from services.common.background import keep_running
 from services.http_shim.batches.inner_calls import Creator, InnerCalls
 from services.http_shim.http.json_limits import check_json_limits
 from services.http_shim.stored.file_store import (
@@ -83,7 +84,7 @@ class BatchRunner:
 
     def start(self) -> None:
         """Begin to run batches."""
-        self._running = asyncio.ensure_future(self._run_all())
+        self._running = keep_running("batches", self._run_all)
 
     async def stop(self) -> None:
         """Stop at once; unfinished batches stay in the store as they are."""
@@ -350,10 +351,11 @@ def _counted(batch: StoredBatch, summary: BatchSummary) -> StoredBatch:
 
 
 async def _locked(lock: BinaryIO) -> None:
+    """Wait until no other process has the lock. Raises OSError if it can't be taken at all."""
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             await asyncio.sleep(_LOCK_SECONDS)
         else:
             return

@@ -2,15 +2,17 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import grpc
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.common.faults import faulty_parts
 from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.formats.model_statuses import ModelStatus, Status
 from services.http_shim.http.body import json_response
@@ -24,6 +26,8 @@ class State(Struct):
     """Answer of a successful probe."""
 
     status: str
+    faults: Sequence[str] | UnsetType = UNSET
+    """Parts of the server that do not work; completions are served all the same"""
 
 
 class Version(Struct):
@@ -46,7 +50,10 @@ class Probes:
         return json_response(State("ok"))
 
     async def ready(self, request: Request) -> Response:
-        """Report whether the server accepts completions. Raises UNAVAILABLE."""
+        """Report whether the server accepts completions, and what else does not work.
+
+        Raises UNAVAILABLE.
+        """
         if self._gate.closed or not await self._models.is_ready():
             raise ServiceError(
                 grpc.StatusCode.UNAVAILABLE,
@@ -54,7 +61,7 @@ class Probes:
                 "The server is stopping." if self._gate.closed else "The model is not ready yet.",
                 retry_seconds=1,
             )
-        return json_response(State("ready"))
+        return json_response(State("ready", faulty_parts() or UNSET))
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' text format."""

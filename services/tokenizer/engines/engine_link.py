@@ -4,10 +4,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
 
+from services.common.background import keep_running
 from services.common.peer_health import PeerHealth, Status
 from services.tokenizer import metrics
 from services.tokenizer.engines.cached_blocks import CachedBlocks, CacheEventError
@@ -101,21 +103,21 @@ class EngineLink:
 
     def start(self) -> None:
         """Follow the engine's health."""
-        self._spawn(self._watch_health())
-        self._spawn(self._repeat(self._watch_adapters))
+        self._spawn("engine_health", self._watch_health)
+        self._spawn("engine_adapters", partial(self._repeat, self._watch_adapters))
 
     def follow(self) -> None:
         """Follow the engine's load and cache too: somebody chooses by them, or is told of them."""
         self.follow_load()
         if not self._is_followed:
             self._is_followed = True
-            self._spawn(self._repeat(self._watch_cache))
+            self._spawn("engine_cache", partial(self._repeat, self._watch_cache))
 
     def follow_load(self) -> None:
         """Follow the engine's load too."""
         if not self._is_load_followed:
             self._is_load_followed = True
-            self._spawn(self._repeat(self._watch_load))
+            self._spawn("engine_load", partial(self._repeat, self._watch_load))
 
     async def close(self) -> None:
         """End the Session; the engine aborts its requests."""
@@ -261,7 +263,7 @@ class EngineLink:
         """Use the engine no more until it says again that it serves; ask it for `seconds`."""
         if self.is_serving:
             self._change(is_serving=False)
-            self._spawn(self._regain(seconds))
+            self._spawn("engine_regain", partial(self._regain, seconds))
 
     def probe(self, seconds: float) -> "asyncio.Task[bool]":
         """Return a task, shared by all who wait, that tells whether the engine serves in time.
@@ -414,8 +416,8 @@ class EngineLink:
         finally:
             self.cached.forget()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _spawn(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = keep_running(name, work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

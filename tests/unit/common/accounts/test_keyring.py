@@ -1,6 +1,8 @@
 """Authentication of API keys, and reloads of the keys file."""
 
+import errno
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -47,6 +49,25 @@ def test_changes_of_the_file_apply(path: Path) -> None:
     revoke_key(path, key_id(first))
     keyring.reload_if_changed()
     assert refused(keyring, f"Bearer {first}") == "REVOKED_API_KEY"
+
+
+def test_change_that_could_not_be_read_once_is_read_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process without a free file descriptor would let a revoked key in for ever."""
+    secret = add_key(path)
+    keyring = Keyring(path)
+    revoke_key(path, key_id(secret))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", _no_descriptor)
+        keyring.reload_if_changed()
+    assert keyring.account(f"Bearer {secret}")
+    keyring.reload_if_changed()
+    assert refused(keyring, f"Bearer {secret}") == "REVOKED_API_KEY"
+
+
+def _no_descriptor(path: Path) -> bytes:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 def test_usage_survives_a_reload(path: Path) -> None:
