@@ -44,7 +44,12 @@ class CodingAgent:
             *arguments,
             task,
             cwd=work,
-            env={"PATH": os.environ["PATH"], "HOME": str(home), **self.configure(home, url)},
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(home),
+                "XDG_CACHE_HOME": str(installed / "cache"),  # of packages that an agent installs
+                **self.configure(home, url),
+            },
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
