@@ -60,7 +60,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Values of reasoning_effort"""
 MAX_TOOLS = 128
 """Tools of a request"""
-FUNCTION_NAME = "[A-Za-z0-9_-]{1,64}"
+FUNCTION_NAME = "[A-Za-z0-9_-]{1,128}"
 """Pattern of a function's name, all of it"""
 MAX_STRUCTURES = 128
 """Structures of a structural tag, and its triggers: each is a token of the grammar's lexer"""

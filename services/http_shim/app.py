@@ -37,7 +37,11 @@ from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
 from services.http_shim.endpoints.probes import Probes
 from services.http_shim.endpoints.stored_responses import StoredResponses
-from services.http_shim.endpoints.token_counting import TokenCounting
+from services.http_shim.endpoints.token_counting import (
+    MESSAGE_TOKENS,
+    TokenCounting,
+    input_tokens,
+)
 from services.http_shim.endpoints.tokenization import Tokenization
 from services.http_shim.endpoints.vectors import (
     EMBEDDINGS,
@@ -99,7 +103,8 @@ def create_app(
     api = responses_api(store, background)
     responses = GenerationEndpoint(api, models, gate, bodies, fetcher, documents, stall)
     stored_responses = StoredResponses(store, background)
-    token_counting = TokenCounting(models, bodies, fetcher, documents)
+    message_tokens = TokenCounting(MESSAGE_TOKENS, models, bodies, fetcher, documents)
+    response_tokens = TokenCounting(input_tokens(store), models, bodies, fetcher, documents)
     multi_completion = MultiCompletion(models, gate, bodies)
     model_cards = Models(models)
     tokenization = Tokenization(models, bodies, fetcher, documents)
@@ -131,7 +136,8 @@ def create_app(
         Route("/v1/batches", batches.all),
         Route("/v1/batches/{batch_id}", batches.one),
         Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
-        Route("/v1/messages/count_tokens", token_counting.count, methods=["POST"]),
+        Route("/v1/messages/count_tokens", message_tokens.count, methods=["POST"]),
+        Route("/v1/responses/input_tokens", response_tokens.count, methods=["POST"]),
         Route("/v1/responses/{response_id}", stored_responses.get),
         Route("/v1/responses/{response_id}", stored_responses.delete, methods=["DELETE"]),
         Route("/v1/responses/{response_id}/cancel", stored_responses.cancel, methods=["POST"]),

@@ -19,9 +19,8 @@ from services.tokenizer.images.request_images import take_message_images
 from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate, assemble_infill
 from services.tokenizer.text.vocabulary import Vocabulary
-from services.tokenizer.tool_schemas import check_tools
+from services.tokenizer.tool_schemas import check_tools, shown_tools
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceServicer
 
@@ -156,15 +155,16 @@ class TokenizerServicer(TokenizerServiceServicer):
             self._images.require(images[0].field)
         prompt = ChatPrompt(
             messages=request.messages,
-            tools=request.tools,
+            tools=shown_tools(request.tools, request.tool_choice),
             template=request.template,
             arguments_json=request.template_arguments_json,
             add_generation_prompt=(
                 request.add_generation_prompt if request.HasField("add_generation_prompt") else None
             ),
             continue_last_message=request.continue_last_message,
+            reasoning_effort=request.reasoning_effort,
         )
-        await _run(partial(self._check_chat, prompt), prompt.size)
+        await _run(partial(self._check_chat, prompt, request), request.ByteSize())
         check_text = partial(check_text_size, "messages")
         expander = await self._images.read(images)
         rendered = await self._templates.render(prompt, check_text, expander)
@@ -214,8 +214,8 @@ class TokenizerServicer(TokenizerServiceServicer):
             )
         return tokenizer_pb2.Encoding(ids=self._vocabulary.encode(text, add_special_tokens=special))
 
-    def _check_chat(self, prompt: ChatPrompt) -> None:
-        check_tools(prompt.tools, completion_pb2.ToolChoice())
+    def _check_chat(self, prompt: ChatPrompt, request: tokenizer_pb2.RenderChatRequest) -> None:
+        check_tools(request.tools, request.tool_choice)
         self._templates.check(prompt)
 
     def _decode_chunks(

@@ -20,6 +20,7 @@ __all__ = [
     "check_tools",
     "constrained_tools",
     "rebase_references",
+    "shown_tools",
     "template_tools",
     "tool_call_grammar",
     "unenforced_in_tools",
@@ -48,7 +49,7 @@ def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.Too
     for index, tool in enumerate(tools):
         field = f"tools[{index}]"
         if not _NAME.fullmatch(tool.name):
-            message = "A tool's name must have 1 to 64 characters of A-Z, a-z, 0-9, _ and -."
+            message = "A tool's name must have 1 to 128 characters of A-Z, a-z, 0-9, _ and -."
             raise invalid(f"{field}.name", message)
         if tool.name in names:
             raise invalid(f"{field}.name", f"Two tools have the name {tool.name}.")
@@ -107,6 +108,13 @@ def unenforced_in_tools(tools: Sequence[IndexedTool]) -> list[str]:
             arguments_schema(tool, f"tools[{index}]"), f"tools[{index}].parameters_json"
         )
     ]
+
+
+def shown_tools(
+    tools: Sequence[completion_pb2.Tool], choice: completion_pb2.ToolChoice
+) -> Sequence[completion_pb2.Tool]:
+    """Return the tools that a chat's prompt shows: none if the model must not call any."""
+    return () if choice.mode == completion_pb2.TOOL_MODE_NONE else tools
 
 
 def template_tools(tools: Sequence[completion_pb2.Tool]) -> list[Json]:

@@ -1,4 +1,4 @@
-"""Fixtures: OpenAI's SDKs for Python and Node.js, and what tests of any requests share."""
+"""Fixtures: SDKs for Python and Node.js, and what tests of any requests share."""
 
 import json
 import shutil
@@ -27,20 +27,25 @@ def client(stack: Stack) -> OpenAI:
 
 
 @pytest.fixture(scope="session")
-def node(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Node:
-    """Install OpenAI's SDK for Node.js once. Return a function that makes calls through it."""
+def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the programs for Node.js and the SDKs that they need."""
     if shutil.which("npm") is None:
         pytest.skip("this machine has no Node.js")
     folder = tmp_path_factory.mktemp("node")
-    for file in ("package.json", "calls.mjs"):
-        shutil.copy(NODE / file, folder)
+    shutil.copytree(NODE, folder, dirs_exist_ok=True)
     install = ["npm", "install", "--no-audit", "--no-fund"]
     subprocess.run(install, cwd=folder, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def node(stack: Stack, node_folder: Path) -> Node:
+    """Return a function that makes calls through OpenAI's SDK for Node.js."""
 
     def run(endpoint: str, calls: Mapping[str, Fields]) -> dict[str, Answer]:
         done = subprocess.run(
             ["node", "calls.mjs", f"{stack.url}/v1", endpoint],
-            cwd=folder,
+            cwd=node_folder,
             input=json.dumps(calls),
             capture_output=True,
             text=True,

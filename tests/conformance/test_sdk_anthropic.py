@@ -1,11 +1,11 @@
 """Messages through Anthropic's SDK for Python: answers, streams, tools, schemas, errors."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import pytest
-from anthropic import Anthropic, AsyncAnthropic
+from anthropic import Anthropic, AsyncAnthropic, beta_tool
 from anthropic.types import Message, MessageParam, ToolParam
 
 from tests.stack import Stack, left_early
@@ -121,6 +121,40 @@ def test_call_is_constrained_and_its_result_is_read(client: Anthropic) -> None:
     count = client.messages.count_tokens(model="default", messages=history, tools=[WEATHER])
     usage = answer.usage
     assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+@pytest.mark.parametrize("choice", [{"type": "none"}, {"type": "auto"}])
+def test_count_follows_the_tool_choice(client: Anthropic, choice: Any) -> None:
+    fields = {"messages": [QUESTION], "tools": [WEATHER], "tool_choice": choice}
+    usage = created(client, **fields).usage
+    count = client.messages.count_tokens(model="default", **fields)
+    assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_tool_runner_goes_on_after_the_server_held_no_thread(client: Anthropic) -> None:
+    @beta_tool
+    def get_weather(city: Literal["Rome", "Oslo"]) -> str:
+        """The weather of a city"""
+        return f"Sunny in {city}"
+
+    asked: Any = {"messages": [QUESTION], "tool_choice": {"type": "any"}, "max_tokens": 60}
+    runner = client.beta.messages.tool_runner(
+        model="default", tools=[get_weather], max_iterations=3, **asked
+    )
+    prompts = []
+    for message in runner:
+        assert message.stop_reason == "tool_use"
+        usage = message.usage
+        prompts.append(usage.input_tokens + (usage.cache_read_input_tokens or 0))
+    assert prompts[0] < prompts[1] < prompts[2], "a request lacked a part of the conversation"
+
+
+def test_answers_have_no_null_where_clients_expect_absence(client: Anthropic) -> None:
+    """The AI SDK refuses an answer with `citations: null`."""
+    raw = client.messages.with_raw_response.create(**BASE)
+    nulls = {name for name, value in raw.http_response.json().items() if value is None}
+    assert nulls == {"stop_sequence"}
+    assert all(None not in block.values() for block in raw.http_response.json()["content"])
 
 
 def test_schema_shapes_the_answer(client: Anthropic) -> None:

@@ -221,13 +221,12 @@ BAD: Mapping[str, tuple[Fields, str]] = {
     "logit_bias": (SHARED_BAD["logit_bias"], "logit_bias.300"),
     "audio": ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
     "modalities": ({"modalities": ["text", "audio"]}, "modalities"),
-    "verbosity": ({"verbosity": "low"}, "verbosity"),
     "web_search_options": ({"web_search_options": {}}, "web_search_options"),
 }
 # The server ignores these fields of OpenAI's, and names them in a response header.
 IGNORED = {
     "metadata", "moderation", "prediction", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+    "prompt_cache_retention", "safety_identifier", "service_tier", "store", "verbosity",
 }  # fmt: skip
 
 
@@ -265,10 +264,10 @@ def test_python_sdk_raises_bad_request_that_names_the_field(client: OpenAI, name
 
 def test_ignored_fields_are_named_in_a_header(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
-        **BASE, metadata={"a": "b"}, store=True, service_tier="auto"
+        **BASE, metadata={"a": "b"}, store=True, service_tier="auto", verbosity="low"
     )
     assert set(raw.headers["x-tokenwire-ignored"].split(", ")) == {
-        "metadata", "service_tier", "store",
+        "metadata", "service_tier", "store", "verbosity",
     }  # fmt: skip
     assert raw.parse().choices
 

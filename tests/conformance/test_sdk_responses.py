@@ -122,6 +122,24 @@ def test_stream_ends_with_the_whole_answer(client: OpenAI, fields: dict[str, Any
     assert added == kinds.count("response.output_item.done") == len(whole.output)
 
 
+@pytest.mark.parametrize("fields", FORMS, ids=lambda each: ", ".join(each) or "plain")
+def test_count_is_the_usage_of_the_response(client: OpenAI, fields: dict[str, Any]) -> None:
+    others = ("input", "instructions", "text", "tools", "tool_choice", "reasoning")
+    asked: Any = {name: value for name, value in (BASE | fields).items() if name in others}
+    counted = client.responses.input_tokens.count(model="default", **asked)
+    assert counted.input_tokens == input_tokens(created(client, **fields))
+    assert counted.object == "response.input_tokens"
+
+
+def test_count_covers_what_a_response_continues(client: OpenAI) -> None:
+    first = created(client)
+    asked: Any = {"input": "And now?", "previous_response_id": first.id}
+    counted = client.responses.input_tokens.count(model="default", **asked)
+    assert counted.input_tokens == input_tokens(created(client, **asked))
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_tokens.count(previous_response_id="resp_none", input="x")
+
+
 def test_answer_is_that_of_a_chat(client: OpenAI) -> None:
     chat = client.chat.completions.create(
         model="default",

@@ -243,7 +243,7 @@ GENERATION: Limits = [  # (accepted fields, refused fields)
     ({"mirostat_lr": 0.5}, {"mirostat_lr": 0}),
     ({"n": 128}, {"n": 129}),
     ({"tools": tools(128), "tool_choice": "none"}, {"tools": tools(129), "tool_choice": "none"}),
-    ({"tools": [tool("f" * 64)]}, {"tools": [tool("f" * 65)]}),
+    ({"tools": [tool("f" * 128)]}, {"tools": [tool("f" * 129)]}),
     ({"tools": [tool("f-1")]}, {"tools": [tool("f 1")]}),
     ({"tools": [tool("f")], "tool_choice": tool("f")},
      {"tools": [tool("f")], "tool_choice": tool("")}),

@@ -303,7 +303,7 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
         "max_tokens": ("Most tokens of the answer, with its reasoning.", {"minimum": 1}),
         "stop_sequences": ("Strings that end the answer.", {}),
         "metadata": ("`user_id` is a label for logs.", {}),
-        "thread": ("Not supported: send the whole conversation in messages.", _REFUSED),
+        "thread": ("`create` has no effect; `continue` is refused: no threads are held.", {}),
         "compaction": ("Not supported: ask for a summary in messages.", _REFUSED),
     },
     ResponseBody: {

@@ -12,7 +12,7 @@ from services.http_shim.endpoints.files import DeletedFile, FileList, FileObject
 from services.http_shim.endpoints.multi_completion import MultiAnswer
 from services.http_shim.endpoints.probes import State, Version
 from services.http_shim.endpoints.stored_responses import DeletedResponse, InputItemList
-from services.http_shim.endpoints.token_counting import TokenCount
+from services.http_shim.endpoints.token_counting import InputTokenCount, TokenCount
 from services.http_shim.endpoints.tokenization import (
     AppliedTemplate,
     Detokenized,
@@ -270,6 +270,14 @@ OPERATIONS: Sequence[Operation] = (
         chunk=ResponseEvent,
         last_event="The data of each event, whose name is its type; the last has the response.",
         example={"model": "default", "input": "What is a mutex?", "max_output_tokens": 100},
+    ),
+    _post(
+        path="/v1/responses/input_tokens",
+        name="countInputTokens",
+        summary="Count the tokens of a response's prompt.",
+        body=ResponseBody,
+        answer=InputTokenCount,
+        example={"model": "default", "input": "What is a mutex?"},
     ),
     _kept_response(
         method="get",

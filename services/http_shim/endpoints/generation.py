@@ -25,12 +25,13 @@ from services.http_shim.endpoints.answer_format import (
 )
 from services.http_shim.endpoints.background_responses import BackgroundResponses
 from services.http_shim.endpoints.documents import Documents
+from services.http_shim.endpoints.stored_responses import continued
 from services.http_shim.endpoints.stream_sender import CREDIT, client_left, send_stream
 from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.formats.anthropic.blocks import take_block_documents, take_block_images
 from services.http_shim.formats.anthropic.message_requests import (
     MessagesBody,
-    ignored_tools,
+    ignored_in_message,
     message_param_of,
     message_schema_param,
     to_message_request,
@@ -53,7 +54,6 @@ from services.http_shim.formats.openai_responses.response_requests import (
     PreparedResponse,
     ResponseBody,
     ignored_parts,
-    prepare,
     response_param_of,
     response_schema_param,
     to_response_request,
@@ -74,7 +74,6 @@ from services.http_shim.http.scheduling import priority_of
 from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
 from services.http_shim.images.request_images import RequestImages
 from services.http_shim.stored.response_store import ResponseStore
-from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
@@ -138,7 +137,7 @@ MESSAGES: GenerationApi[MessagesBody, completion_pb2.ChatDelta] = GenerationApi(
     message_param_of,
     lambda _: MessageFormat(),
     message_schema_param,
-    ignored_tools,
+    ignored_in_message,
     lambda body: take_block_documents(body.messages),
 )
 
@@ -147,20 +146,6 @@ def responses_api(
     store: ResponseStore, background: BackgroundResponses
 ) -> GenerationApi[PreparedResponse, completion_pb2.ChatDelta]:
     """Return the formats of /v1/responses, whose responses are kept in `store`."""
-
-    def prepared(body: ResponseBody, exchange: Exchange) -> PreparedResponse:
-        context = b"[]"
-        if (previous := body.previous_response_id) is not None:
-            try:
-                stored = store.get(previous, exchange.owner)
-            except ServiceError as error:
-                error.field = "previous_response_id"
-                raise
-            if stored.is_running:
-                message = f"The response {previous!r} is not complete; wait for its end."
-                raise invalid("previous_response_id", message)
-            context = stored.context
-        return prepare(body, exchange.owner, context)
 
     def format_of(body: PreparedResponse) -> AnswerFormat[completion_pb2.ChatDelta]:
         if body.body.background:
@@ -176,7 +161,7 @@ def responses_api(
         response_schema_param,
         ignored_parts,
         lambda body: take_item_documents(body.items),
-        prepared,
+        partial(continued, store),
     )
 
 

@@ -11,13 +11,18 @@ from starlette.types import Receive, Scope, Send
 
 from services.http_shim.endpoints.background_responses import BackgroundResponses, send_log
 from services.http_shim.endpoints.paging import page_of
+from services.http_shim.formats.openai_responses.response_requests import (
+    PreparedResponse,
+    ResponseBody,
+    prepare,
+)
 from services.http_shim.http.body import json_response
-from services.http_shim.http.exchange import exchange_of
+from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.stored.event_log import EventLog
 from services.http_shim.stored.response_store import ResponseStore, StoredResponse
-from tokenwire.errors import invalid
+from tokenwire.errors import ServiceError, invalid
 
-__all__ = ["DeletedResponse", "InputItemList", "StoredResponses"]
+__all__ = ["DeletedResponse", "InputItemList", "StoredResponses", "continued"]
 
 _MOST_DIGITS = 18
 
@@ -38,6 +43,25 @@ class InputItemList(Struct):
     last_id: str | None
     has_more: bool
     object: str = "list"
+
+
+def continued(store: ResponseStore, body: ResponseBody, exchange: Exchange) -> PreparedResponse:
+    """Put a body together with the response that it continues, if it names one.
+
+    Raises NOT_FOUND for a response that is not kept, INVALID_ARGUMENT for what is not served.
+    """
+    context = b"[]"
+    if (previous := body.previous_response_id) is not None:
+        try:
+            stored = store.get(previous, exchange.owner)
+        except ServiceError as error:
+            error.field = "previous_response_id"
+            raise
+        if stored.is_running:
+            message = f"The response {previous!r} is not complete; wait for its end."
+            raise invalid("previous_response_id", message)
+        context = stored.context
+    return prepare(body, exchange.owner, context)
 
 
 class StoredResponses:

@@ -42,10 +42,12 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
 _TEMPLATE = msgspec.json.Decoder(TemplateBody)
 _MESSAGE_FIELDS = (
     "tools",
+    "tool_choice",
     "chat_template",
     "chat_template_kwargs",
     "add_generation_prompt",
     "continue_final_message",
+    "reasoning_effort",
 )
 
 

@@ -4,8 +4,8 @@ The tokenizer service checks the fields that a role may have, for gRPC clients t
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -37,10 +37,7 @@ _ROLES = {
     "tool": completion_pb2.ROLE_TOOL,
 }
 _BOUNDED = Meta(max_length=4_096)  # the tokenizer service has lower limits
-_CLIENT_NAMES = (
-    (re.compile(r"\.reasoning$"), ".reasoning_content"),
-    (re.compile(r"\.parts\b"), ".content"),
-)
+_REASONING = re.compile(r"messages\[(?P<message>\d+)\]\.reasoning")
 _CALL = re.compile(
     r"(?P<call>messages\[(?P<message>\d+)\]\.tool_calls\[(?P<at>\d+)\])"
     r"\.(?P<field>name|arguments_json)"
@@ -52,6 +49,12 @@ class TextPart(Struct, tag_field="type", tag="text"):
     """A content part with text."""
 
     text: str
+
+
+class RefusalPart(Struct, tag_field="type", tag="refusal"):
+    """A content part with a refusal that the model wrote, which is text like any other."""
+
+    refusal: str
 
 
 class ImageUrl(Struct):
@@ -81,15 +84,20 @@ class FilePart(Struct, tag_field="type", tag="file"):
     file: FileData
 
 
+Part: TypeAlias = TextPart | RefusalPart | ImagePart | FilePart
+
+
 class Message(Struct):
-    """One of `messages`."""
+    """One of `messages`. `reasoning` is another name of `reasoning_content`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart | ImagePart | FilePart], _BOUNDED] | None = None
+    content: str | Annotated[list[Part], _BOUNDED] | None = None
+    refusal: str | None = None
     name: str | None = None
     tool_calls: Annotated[list[MessageCall], _BOUNDED] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: Any = None
 
 
@@ -154,9 +162,11 @@ def message_param(path: str, messages: Sequence[Message]) -> str:
     if place := _CALL.fullmatch(path):
         calls = messages[int(place["message"])].tool_calls or ()
         return f"{place['call']}.{_call_field(calls[int(place['at'])], place['field'])}"
-    for pattern, name in _CLIENT_NAMES:
-        path = pattern.sub(name, path)
-    return path
+    if place := _REASONING.fullmatch(path):
+        message = messages[int(place["message"])]
+        is_short = bool(message.reasoning) and not message.reasoning_content
+        return path if is_short else f"{path}_content"
+    return path.replace(".parts", ".content")
 
 
 def _take_url(part: ImagePart) -> str:
@@ -167,7 +177,7 @@ def _take_url(part: ImagePart) -> str:
     return url
 
 
-def _image_param(part: TextPart | ImagePart | FilePart | str, param: str) -> str:
+def _image_param(part: Part | str, param: str) -> str:
     """Return the client's name of an image, in the form of `image_url` that the client chose."""
     is_object = isinstance(part, ImagePart) and isinstance(part.image_url, ImageUrl)
     return f"{param}.image_url.url" if is_object else f"{param}.image_url"
@@ -178,28 +188,29 @@ def _message(message: Message, param: str) -> completion_pb2.Message:
         raise invalid(f"{param}.function_call", "function_call is not supported; use tool_calls.")
     return completion_pb2.Message(
         role=_ROLES[message.role],
-        parts=_parts(message.content),
+        parts=_parts(message),
         name=message.name or "",
         tool_calls=[_call(call) for call in message.tool_calls or ()],
         tool_call_id=message.tool_call_id or "",
-        reasoning=message.reasoning_content or "",
+        reasoning=message.reasoning_content or message.reasoning or "",
     )
 
 
-def _parts(
-    content: str | Iterable[TextPart | ImagePart | FilePart] | None,
-) -> list[completion_pb2.ContentPart]:
-    if content is None:
-        return []
-    if isinstance(content, str):
-        return [completion_pb2.ContentPart(text=content)]
-    return [_part(part) for part in content]
+def _parts(message: Message) -> list[completion_pb2.ContentPart]:
+    content = message.content
+    parts = [TextPart(content)] if isinstance(content, str) else content or []
+    converted = [_part(part) for part in parts]
+    if message.refusal is not None:
+        converted.append(completion_pb2.ContentPart(text=message.refusal))
+    return converted
 
 
-def _part(part: TextPart | ImagePart | FilePart) -> completion_pb2.ContentPart:
+def _part(part: Part) -> completion_pb2.ContentPart:
     match part:
         case TextPart():
             return completion_pb2.ContentPart(text=part.text)
+        case RefusalPart():
+            return completion_pb2.ContentPart(text=part.refusal)
         case ImagePart():
             return completion_pb2.ContentPart(image=b"")
         case FilePart():

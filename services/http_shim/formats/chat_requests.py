@@ -1,10 +1,12 @@
 """Conversion of a chat's JSON to its proto, and of proto field paths to the client's names."""
 
+from typing import Any
+
 from services.http_shim.formats.chat_messages import message_param, messages_of
 from services.http_shim.formats.completion_requests import param_of, shared_fields
 from services.http_shim.formats.constraints import json_text
 from services.http_shim.formats.request_bodies import ChatBody, TemplateBody
-from services.http_shim.formats.tools import tool_param, tools_of
+from services.http_shim.formats.tools import tool_choice_of, tool_param, tools_of
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -33,8 +35,7 @@ def rendered_param_of(path: str, body: ChatBody | TemplateBody) -> str:
     if path.startswith("messages["):
         return message_param(path, body.messages or ())
     if path.startswith("tools["):
-        choice = body.tool_choice if isinstance(body, ChatBody) else None
-        return tool_param(path, body.tools, choice)
+        return tool_param(path, body.tools, body.tool_choice)
     return _PARAMS.get(path, path)
 
 
@@ -49,14 +50,9 @@ def to_chat_request(body: ChatBody) -> completion_pb2.ChatRequest:
     _check_generation_prompt(body)
     return completion_pb2.ChatRequest(
         **shared_fields(body),
-        messages=messages_of(body.messages),
+        **_prompt_fields(body),
         parallel_tool_calls=body.parallel_tool_calls,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        template=body.chat_template or "",
-        template_arguments_json=_arguments(body),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_last_message=bool(body.continue_final_message),
-        reasoning_effort=body.reasoning_effort or "",
         drop_oldest_messages=body.truncation == "auto",
         echo=bool(body.echo),
     )
@@ -68,14 +64,24 @@ def to_render_request(
     """Convert a body to the request that renders its messages. Raises INVALID_ARGUMENT."""
     _check_generation_prompt(body)
     return tokenizer_pb2.RenderChatRequest(
-        messages=messages_of(body.messages),
-        tools=tools_of(body.tools),
-        template=body.chat_template or "",
-        template_arguments_json=_arguments(body),
-        add_generation_prompt=body.add_generation_prompt,
-        continue_last_message=bool(body.continue_final_message),
+        **_prompt_fields(body),
+        tools=tools_of(body.tools, body.tool_choice),
+        tool_choice=tool_choice_of(body.tools, body.tool_choice),
         with_texts=with_texts,
     )
+
+
+def _prompt_fields(body: ChatBody | TemplateBody) -> dict[str, Any]:
+    """Return the fields that make the prompt, besides the tools. Raises INVALID_ARGUMENT."""
+    arguments = body.chat_template_kwargs
+    return {
+        "messages": messages_of(body.messages),
+        "template": body.chat_template or "",
+        "template_arguments_json": "" if arguments is None else json_text(arguments),
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_last_message": bool(body.continue_final_message),
+        "reasoning_effort": body.reasoning_effort or "",
+    }
 
 
 def _check_generation_prompt(body: ChatBody | TemplateBody) -> None:
@@ -84,7 +90,3 @@ def _check_generation_prompt(body: ChatBody | TemplateBody) -> None:
             "add_generation_prompt",
             "add_generation_prompt and continue_final_message exclude each other; set one of them.",
         )
-
-
-def _arguments(body: ChatBody | TemplateBody) -> str:
-    return "" if body.chat_template_kwargs is None else json_text(body.chat_template_kwargs)

@@ -95,7 +95,6 @@ _FIELDS: ForeignFields = {
     "audio": ForeignField("requests speech"),
     "modalities": ForeignField("requests output other than text", (["text"], [])),
     "web_search_options": ForeignField("searches the web"),
-    "verbosity": ForeignField("requests a shorter or longer answer", ("medium",)),
     # transformers
     "num_beams": ForeignField("enables beam search", (1,)),
     "do_sample": ForeignField("disables sampling", (True,), "use temperature 0"),

@@ -126,6 +126,7 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedToolChoice
 ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
 Grammar: TypeAlias = RegexGrammar | JsonSchemaGrammar | LarkGrammar | LlguidanceGrammar
 
@@ -164,7 +165,7 @@ class GenerationBody(ConstraintFields):
     response_format: ResponseFormat | None = None
     grammar: Grammar | str | None = None
     tools: Annotated[list[Tool], _BOUNDED] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -240,10 +241,12 @@ class TemplateBody(Struct):
     model: str | None = None
     messages: Annotated[list[Message], _BOUNDED] | None = None
     tools: Annotated[list[Tool], _BOUNDED] | None = None
+    tool_choice: ToolChoice | None = None
     chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
 
 
 class TokenizeBody(TemplateBody):

@@ -33,7 +33,7 @@ from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.request_images import RequestImage, take_message_images
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
-from services.tokenizer.tool_schemas import arguments_schemas, check_tools
+from services.tokenizer.tool_schemas import arguments_schemas, check_tools, shown_tools
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
@@ -99,12 +99,14 @@ class ChatProcessor:
         request = self._request
         self._templates.check(self._prompt())
         check_tools(request.tools, request.tool_choice)
+        if request.stopping.HasField("max_tokens") and not request.stopping.max_tokens:
+            raise invalid("stopping.max_tokens", "An answer needs a limit of at least 1 token.")
         limits = replace(limits, max_logprobs=limits.max_chat_logprobs)
         check_complete(self._completion(limits.context_length), limits, None)
         if request.drop_oldest_messages and request.HasField("truncate_prompt_tokens"):
             raise invalid(
                 "drop_oldest_messages",
-                "drop_oldest_messages can't be combined with truncate_prompt_tokens.",
+                "truncate_prompt_tokens cuts the prompt, too: leave out one of the two.",
             )
         return images
 
@@ -207,7 +209,7 @@ class ChatProcessor:
         table = templates.table if plan.choice.skip_special_tokens else plan.full_table
         hidden = table.hidden if plan.choice.scored else None
         echo = _last_answer(request) if request.echo else ""
-        tools = arguments_schemas(() if self._hides_tools else request.tools)
+        tools = arguments_schemas(shown_tools(request.tools, request.tool_choice))
         resumed = {choice.index for choice in request.resume.choices}
         self._messages = [
             self._message(state, tools, hidden, table.pieces, "" if index in resumed else echo)
@@ -268,16 +270,11 @@ class ChatProcessor:
         max_tokens = request.stopping.max_tokens if request.stopping.HasField("max_tokens") else 1
         return kept_tokens(request.truncate_prompt_tokens, context, max_tokens)
 
-    @property
-    def _hides_tools(self) -> bool:
-        """True if the prompt leaves tools out, so that the model calls none."""
-        return self._request.tool_choice.mode == completion_pb2.TOOL_MODE_NONE
-
     def _prompt(self) -> ChatPrompt:
         request = self._request
         return ChatPrompt(
             messages=request.messages,
-            tools=() if self._hides_tools else request.tools,
+            tools=shown_tools(request.tools, request.tool_choice),
             template=request.template,
             arguments_json=request.template_arguments_json,
             add_generation_prompt=(

@@ -91,6 +91,12 @@ async def test_roles_parts_and_continuation_reach_the_template(services: Service
     text = await render(user("q"), asked, answered, tools=[tool("f")])
     assert '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>' in text
     assert "<tool_response>\n2\n</tool_response>" in text
+    silent = completion.Message(role=completion.ROLE_TOOL, tool_call_id="call_1")
+    text = await render(user("q"), asked, silent)
+    assert "<tool_response>\n\n</tool_response>" in text
+    no_calls = completion.ToolChoice(mode=completion.TOOL_MODE_NONE)
+    plain = await render(user("q"))
+    assert await render(user("q"), tools=[tool("f")], tool_choice=no_calls) == plain
     begun = says(completion.ROLE_ASSISTANT, "It is ")
     text = await render(user("q"), begun, continue_last_message=True)
     assert text.endswith("<|im_start|>assistant\nIt is ")

@@ -38,6 +38,7 @@ async def test_invalid_chat_is_refused_with_the_field_to_blame(services: Service
         ),
         ("tools", [hello], {"tools": [tool(f"f{place}") for place in range(129)]}),
         ("tools[0].name", [hello], {"tools": [tool("a b")]}),
+        ("tools[0].name", [hello], {"tools": [tool("a" * 129)]}),
         (
             "tool_choice",
             [hello],

@@ -106,7 +106,7 @@ def test_reference_shows_streams_oneofs_maps_and_optional_fields(
 
 def test_comments_of_the_protos_are_plain_text_in_the_site(site: Path) -> None:
     page = (site / "generated/grpc/completion.html").read_text(encoding="utf-8")
-    assert "[A-Za-z0-9_-]{1,64}." in html.unescape(re.sub("<[^>]*>", "", page))
+    assert "[A-Za-z0-9_-]{1,128}." in html.unescape(re.sub("<[^>]*>", "", page))
 
 
 def test_every_link_of_the_site_leads_to_a_file_and_a_heading(site: Path) -> None:

@@ -92,7 +92,7 @@ def test_references_hold_inside_the_schema_of_the_call() -> None:
     [
         ([_tool("")], "tools[0].name"),
         ([_tool("a b")], "tools[0].name"),
-        ([_tool("x" * 65)], "tools[0].name"),
+        ([_tool("x" * 129)], "tools[0].name"),
         ([_tool("f"), _tool("f")], "tools[1].name"),
         ([_tool(f"f{index}") for index in range(129)], "tools"),
         ([_tool("f", {"type": "array"})], "tools[0].parameters_json"),

@@ -289,6 +289,8 @@ def _assistant(message: InputMessage, place: str) -> PlacedMessage:
                 pass
             case _:
                 raise _misplaced(block, at, "an assistant's message")
+    if not made.message.parts and not made.message.tool_calls:
+        made.add_text("", f"{place}.content")  # an empty last message is continued, too
     return made
 
 
@@ -327,8 +329,6 @@ def _tool_result(block: ToolResultBlock, place: str) -> PlacedMessage:
     else:
         for k, inner in enumerate(block.content or ()):
             _add_content(made, inner, f"{place}.content[{k}]", "a tool's result")
-    if not made.message.parts:
-        made.add_text("", f"{place}.content")
     return made
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import grpc
 import msgspec
 from msgspec import Meta, Struct
 
@@ -11,11 +12,12 @@ from services.http_shim.formats.anthropic.blocks import (
     SystemPrompt,
     chat_messages,
 )
+from services.http_shim.formats.anthropic.message_responses import THREAD_NOT_FOUND
 from services.http_shim.formats.constraint_fields import JsonObject
 from services.http_shim.formats.constraints import json_text
 from services.http_shim.formats.placed_messages import PlacedMessage, place_of, tool_place
 from services.http_shim.formats.request_bodies import Priority, Seconds, Uint32
-from tokenwire.errors import invalid
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -23,6 +25,7 @@ from tokenwire.pb.types.v1 import types_pb2
 __all__ = [
     "CountTokensBody",
     "MessagesBody",
+    "ignored_in_message",
     "ignored_tools",
     "message_param_of",
     "message_schema_param",
@@ -33,11 +36,6 @@ __all__ = [
 _BOUNDED = Meta(max_length=4_096)  # the services have lower limits
 _OWN_TOOLS = (None, "custom")
 """Types of tools that the client runs"""
-_REFUSED = {
-    "thread": "send the whole conversation in messages",
-    "compaction": "ask for a summary in messages",
-}
-"""Fields whose absence would change what the answer means, and what to do instead"""
 _PARAMS = {
     "stop": "stop_sequences",
     "grammar": "output_config.format.schema",
@@ -106,6 +104,13 @@ class Metadata(Struct):
     user_id: str | None = None
 
 
+class Thread(Struct):
+    """`thread`. The server holds no conversations: each request has its whole conversation."""
+
+    type: Literal["create", "continue"]
+    previous_message_id: str | None = None
+
+
 class PromptBody(Struct):
     """Fields that make the prompt."""
 
@@ -134,7 +139,7 @@ class MessagesBody(PromptBody):
     top_p: float | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**32 - 1)] | None = None
     metadata: Metadata | None = None
-    thread: Any = None
+    thread: Thread | None = None
     compaction: Any = None
     # our own
     priority: Priority | None = None
@@ -146,21 +151,31 @@ def ignored_tools(body: PromptBody) -> list[str]:
     return [f"tools[{i}]" for i, tool in enumerate(body.tools or ()) if tool.type not in _OWN_TOOLS]
 
 
+def ignored_in_message(body: MessagesBody) -> list[str]:
+    """Return the paths of parts without effect."""
+    return [*ignored_tools(body), *(() if body.thread is None else ("thread",))]
+
+
 def to_message_request(body: MessagesBody) -> completion_pb2.ChatRequest:
     """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
     if body.max_tokens is None:
         raise invalid("max_tokens", "max_tokens is required: the most tokens of the answer.")
-    for name, remedy in _REFUSED.items():
-        if getattr(body, name) is not None:
-            raise invalid(name, f"{name} is not supported; {remedy}.")
-    prompt = _prompt(body)
+    if body.compaction is not None:
+        message = "compaction is not supported; ask for a summary in messages."
+        raise invalid("compaction", message)
+    if body.thread is not None and body.thread.type == "continue":
+        raise ServiceError(
+            grpc.StatusCode.NOT_FOUND,
+            THREAD_NOT_FOUND,
+            "This server holds no threads; send the whole conversation with the thread "
+            '{"type": "create"}, or without one.',
+            field="thread",
+        )
     choice = body.tool_choice
     calls = [] if choice is None or isinstance(choice, NoChoice) else [choice]
     return completion_pb2.ChatRequest(
+        **_prompt_fields(body),
         model=body.model or "",
-        messages=[placed.message for placed in prompt],
-        tools=[tool for _, tool in _tools(body)],
-        tool_choice=_tool_choice(body),
         parallel_tool_calls=not any(each.disable_parallel_tool_use for each in calls),
         sampling=types_pb2.SamplingParams(
             temperature=body.temperature,
@@ -171,22 +186,26 @@ def to_message_request(body: MessagesBody) -> completion_pb2.ChatRequest:
         stop=body.stop_sequences,
         grammar=_grammar(body),
         delivery=(completion_pb2.DELIVERY_DELTAS if body.stream else completion_pb2.DELIVERY_WHOLE),
-        template_arguments_json=_template_arguments(body),
-        continue_last_message=_continues(prompt),
         user=(body.metadata.user_id if body.metadata else None) or "",
-        reasoning_effort=_effort(body),
     )
 
 
 def to_count_request(body: CountTokensBody) -> tokenizer_pb2.RenderChatRequest:
     """Convert a body to the request that renders its prompt. Raises INVALID_ARGUMENT."""
+    return tokenizer_pb2.RenderChatRequest(**_prompt_fields(body))
+
+
+def _prompt_fields(body: PromptBody) -> dict[str, Any]:
+    """Return the fields of a chat that make its prompt. Raises INVALID_ARGUMENT."""
     prompt = _prompt(body)
-    return tokenizer_pb2.RenderChatRequest(
-        messages=[placed.message for placed in prompt],
-        tools=[tool for _, tool in _tools(body)],
-        template_arguments_json=_template_arguments(body),
-        continue_last_message=_continues(prompt),
-    )
+    return {
+        "messages": [placed.message for placed in prompt],
+        "tools": [tool for _, tool in _tools(body)],
+        "tool_choice": _tool_choice(body),
+        "template_arguments_json": _template_arguments(body),
+        "continue_last_message": _continues(prompt),
+        "reasoning_effort": _effort(body),
+    }
 
 
 def message_param_of(path: str, body: PromptBody) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from services.http_shim.errors import http_status, public_message
 from tokenwire.errors import ServiceError
@@ -12,6 +12,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
+    "THREAD_NOT_FOUND",
     "AnswerBlock",
     "BlockEvents",
     "ErrorDetail",
@@ -39,6 +40,8 @@ _ERRORS = {
     504: "timeout_error",
 }
 _EMPTY_OBJECT = Raw(b"{}")
+THREAD_NOT_FOUND = "THREAD_NOT_FOUND"
+"""Reason for which Anthropic's clients send the whole conversation again"""
 
 
 class MessageUsage(Struct):
@@ -54,7 +57,6 @@ class AnswerText(Struct, tag_field="type", tag="text"):
     """Text of an answer."""
 
     text: str
-    citations: None = None
 
 
 class AnswerThinking(Struct, tag_field="type", tag="thinking"):
@@ -88,11 +90,18 @@ class MessageAnswer(Struct):
     usage: MessageUsage
 
 
+class ErrorCode(Struct):
+    """The code of a failure for which clients have a remedy."""
+
+    error_code: str
+
+
 class ErrorDetail(Struct):
     """The failure."""
 
     type: str
     message: str
+    details: ErrorCode | UnsetType = UNSET
 
 
 class MessageError(Struct, tag_field="type", tag="error"):
@@ -138,13 +147,17 @@ def message_error(error: ServiceError, request_id: str) -> bytes:
     message = public_message(error)
     if error.field and error.field not in message:
         message = f"{error.field}: {message}"
-    return other_message_error(http_status(error.code), message, request_id)
+    code = error.reason.lower() if error.reason == THREAD_NOT_FOUND else None
+    return other_message_error(http_status(error.code), message, request_id, code)
 
 
-def other_message_error(status: int, message: str, request_id: str) -> bytes:
-    """Return the JSON body of a failure with an HTTP status."""
+def other_message_error(
+    status: int, message: str, request_id: str, code: str | None = None
+) -> bytes:
+    """Return the JSON body of a failure with an HTTP status. code: one of Anthropic's."""
     kind = _ERRORS.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
-    return _encode(MessageError(ErrorDetail(kind, message), request_id))
+    details = UNSET if code is None else ErrorCode(code)
+    return _encode(MessageError(ErrorDetail(kind, message, details), request_id))
 
 
 def event(name: str, **fields: Any) -> bytes:

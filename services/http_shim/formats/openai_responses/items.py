@@ -142,7 +142,7 @@ class CallOutputItem(Struct):
     """The result of a function or a custom tool."""
 
     call_id: str
-    output: _Content
+    output: _Content | None = None
 
 
 class ReasoningText(Struct):
@@ -285,8 +285,6 @@ def _add_output(messages: list[PlacedMessage], placed: PlacedItem) -> None:
     made.message.tool_call_id = item.call_id
     for part, at in _parts(item.output, f"{placed.place}.output"):
         _add_part(made, part, at)
-    if not made.message.parts:
-        made.add_text("", f"{placed.place}.output")
     messages.append(made)
 
 
@@ -312,11 +310,11 @@ def _assistant(
     return messages[-1]
 
 
-def _parts(content: _Content, place: str) -> Iterator[tuple[Part, str]]:
+def _parts(content: _Content | None, place: str) -> Iterator[tuple[Part, str]]:
     if isinstance(content, str):
         yield PlainText(content), place
     else:
-        for index, part in enumerate(content):
+        for index, part in enumerate(content or ()):
             yield part, f"{place}[{index}]"
 
 

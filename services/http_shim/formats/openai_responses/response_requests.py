@@ -23,15 +23,18 @@ from services.http_shim.formats.tool_fields import InputGrammar
 from services.http_shim.formats.tools import TOOL_MODES
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
     "PreparedResponse",
     "ResponseBody",
+    "ignored_in_count",
     "ignored_parts",
     "prepare",
     "response_param_of",
     "response_schema_param",
+    "to_input_count_request",
     "to_response_request",
 ]
 
@@ -195,14 +198,18 @@ def ignored_parts(prepared: PreparedResponse) -> list[str]:
     return paths
 
 
+def ignored_in_count(prepared: PreparedResponse) -> list[str]:
+    """Return the paths of parts without effect on the number of a prompt's tokens."""
+    truncates = prepared.body.truncation == "auto"
+    return [*ignored_parts(prepared), *(("truncation",) if truncates else ())]
+
+
 def to_response_request(prepared: PreparedResponse) -> completion_pb2.ChatRequest:
     """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
     body = prepared.body
     return completion_pb2.ChatRequest(
+        **_prompt_fields(prepared),
         model=body.model or "",
-        messages=[placed.message for placed in _prompt(prepared)],
-        tools=[tool for _, tool in _tools(body)],
-        tool_choice=_tool_choice(body),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         sampling=types_pb2.SamplingParams(temperature=body.temperature, top_p=body.top_p),
         stopping=types_pb2.StoppingParams(max_tokens=body.max_output_tokens),
@@ -215,8 +222,23 @@ def to_response_request(prepared: PreparedResponse) -> completion_pb2.ChatReques
         ),
         user=body.user or body.safety_identifier or "",
         drop_oldest_messages=body.truncation == "auto",
-        reasoning_effort=(body.reasoning.effort or "") if body.reasoning else "",
     )
+
+
+def to_input_count_request(prepared: PreparedResponse) -> tokenizer_pb2.RenderChatRequest:
+    """Convert a body to the request that renders its prompt. Raises INVALID_ARGUMENT."""
+    return tokenizer_pb2.RenderChatRequest(**_prompt_fields(prepared))
+
+
+def _prompt_fields(prepared: PreparedResponse) -> dict[str, Any]:
+    """Return the fields of a chat that make its prompt. Raises INVALID_ARGUMENT."""
+    body = prepared.body
+    return {
+        "messages": [placed.message for placed in _prompt(prepared)],
+        "tools": [tool for _, tool in _tools(body)],
+        "tool_choice": _tool_choice(body),
+        "reasoning_effort": (body.reasoning.effort or "") if body.reasoning else "",
+    }
 
 
 def response_param_of(path: str, prepared: PreparedResponse) -> str:

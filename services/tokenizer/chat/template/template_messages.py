@@ -83,7 +83,7 @@ def _check_message(message: completion_pb2.Message, field: str) -> None:
     role = _ROLES.get(message.role)
     if role is None:
         raise invalid(f"{field}.role", f"A role must be one of {', '.join(_ROLES.values())}.")
-    if not message.parts and role != "assistant":
+    if not message.parts and role not in ("assistant", "tool"):
         raise invalid(f"{field}.parts", "A message must have content.")
     if len(message.parts) > MAX_MESSAGE_PARTS:
         raise invalid(f"{field}.parts", f"A message must have at most {MAX_MESSAGE_PARTS:,} parts.")
@@ -157,9 +157,15 @@ def _content(message: completion_pb2.Message, facts: TemplateFacts, image_text: 
             {"type": "image"}
             if part.HasField("image") and facts.takes_image_parts
             else {"type": "text", "text": _part_text(part, image_text)}
-            for part in message.parts
+            for part in message.parts or _empty_parts(message)
         ]
     return "\n".join(_part_text(part, image_text) for part in message.parts)
+
+
+def _empty_parts(message: completion_pb2.Message) -> Sequence[completion_pb2.ContentPart]:
+    """Return the parts of a message without content: templates look at a tool's first one."""
+    is_result = message.role == completion_pb2.ROLE_TOOL
+    return (completion_pb2.ContentPart(text=""),) if is_result else ()
 
 
 def _part_text(part: completion_pb2.ContentPart, image_text: str) -> str:

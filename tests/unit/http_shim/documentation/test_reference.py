@@ -50,7 +50,7 @@ def test_types_are_described_in_words() -> None:
         "array of string (from 1 to 1000 characters) (up to 4096 items) or null",
         "array of array of integer (from 0) (from 1 items) (from 1 to 128 items), required",
         "array of Tool (up to 128 items)",
-        "string (like ^[A-Za-z0-9_-]{1,64}$), required",
+        "string (like ^[A-Za-z0-9_-]{1,128}$), required",
         "object of number (from -100 to 100)",
         '"error" or "truncate"',
     ):

@@ -122,6 +122,20 @@ def message(
             message("ASSISTANT", text("a"), reasoning="r"),
         ),
         (
+            {"role": "assistant", "content": "a", "reasoning": "r"},
+            message("ASSISTANT", text("a"), reasoning="r"),
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            message("ASSISTANT", text("no")),
+        ),
+        (
+            {"role": "assistant", "content": None, "refusal": "no"},
+            message("ASSISTANT", text("no")),
+        ),
+        ({"role": "tool", "tool_call_id": "c"}, message("TOOL", tool_call_id="c")),
+        ({"role": "tool", "content": [], "tool_call_id": "c"}, message("TOOL", tool_call_id="c")),
+        (
             {"role": "tool", "content": "a", "tool_call_id": "c"},
             message("TOOL", text("a"), tool_call_id="c"),
         ),

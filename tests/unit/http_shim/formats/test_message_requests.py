@@ -33,10 +33,11 @@ from services.http_shim.formats.anthropic.blocks import take_block_images
 from services.http_shim.formats.anthropic.message_requests import (
     CountTokensBody,
     MessagesBody,
-    ignored_tools,
+    ignored_in_message,
     to_count_request,
     to_message_request,
 )
+from services.http_shim.formats.anthropic.message_responses import message_error
 from services.http_shim.formats.request_bodies import parse
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -48,7 +49,11 @@ HELLO: Json = {"role": "user", "content": "Hello"}
 BASE: Json = {"max_tokens": 1, "messages": [HELLO]}
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
 """Parameters of the SDK's methods that are headers of the request"""
-REFUSED = {"thread", "compaction"}
+REFUSED = {"compaction"}
+PROMPT_FIELDS = (
+    *("messages", "tools", "tool_choice", "template_arguments_json"),
+    *("continue_last_message", "reasoning_effort"),
+)
 IGNORED = {
     "billing_policy",
     "container",
@@ -127,9 +132,10 @@ def asked(**fields: Any) -> tuple[completion_pb2.ChatRequest, list[str]]:
     """Return the request, and what is ignored."""
     body, ignored = parse(MESSAGES, json.dumps(BASE | fields).encode())
     counted, _ = parse(COUNT, json.dumps(BASE | fields).encode())
-    request = to_message_request(body)
-    assert to_count_request(counted).messages == request.messages
-    return request, ignored + ignored_tools(body)
+    request, count = to_message_request(body), to_count_request(counted)
+    for name in PROMPT_FIELDS:
+        assert getattr(count, name) == getattr(request, name)
+    return request, ignored + ignored_in_message(body)
 
 
 def test_every_field_of_the_sdk_is_used_ignored_or_refused() -> None:
@@ -202,6 +208,27 @@ def test_every_choice_of_the_sdk_has_a_meaning() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for fields in ({"output_format": form}, {"output_config": {"format": form}}):
         assert asked(**fields)[0].grammar.json_schema == '{"type":"object"}'
+
+
+def test_thread_that_begins_has_its_whole_conversation_in_the_request() -> None:
+    request, ignored = asked(thread={"type": "create"})
+    assert request == asked()[0]
+    assert ignored == ["thread"]
+
+
+def test_thread_that_goes_on_is_refused_with_the_code_that_clients_know() -> None:
+    with pytest.raises(ServiceError) as refused:
+        asked(thread={"type": "continue", "previous_message_id": "msg_1"})
+    body = json.loads(message_error(refused.value, "req_1"))
+    assert body["error"]["type"] == "not_found_error"
+    assert body["error"]["details"] == {"error_code": "thread_not_found"}
+
+
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+def test_empty_last_message_of_the_assistant_is_continued(content: Any) -> None:
+    request, _ = asked(messages=[HELLO, {"role": "assistant", "content": content}])
+    assert request.continue_last_message
+    assert [part.text for part in request.messages[-1].parts] == [""]
 
 
 def test_server_tools_of_a_history_are_left_out_and_the_answer_stays() -> None:
