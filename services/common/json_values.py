@@ -1,7 +1,7 @@
 """JSON values, as Python has them after parsing."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 __all__ = ["Json", "JsonConstantError", "parse_json"]
@@ -13,9 +13,9 @@ class JsonConstantError(ValueError):
     """NaN or an infinity, which Python's parser accepts and JSON does not have."""
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, parse_float: Callable[[str], float] = float) -> Any:
     """Return the value of JSON text. Raises ValueError, and RecursionError for deep nesting."""
-    return json.loads(text, parse_constant=_refuse_constant)
+    return json.loads(text, parse_float=parse_float, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -36,6 +36,7 @@ from services.common.json_values import Json
 from services.grammar import GrammarError, gbnf, structural_tag
 from services.grammar.patterns import white_space
 from services.grammar.schemas import validation
+from services.grammar.schemas.exact_numbers import narrow_bounds
 from services.grammar.schemas.json_positions import JsonPositions, allows_repeats
 from services.grammar.schemas.lowering import lower
 from services.grammar.schemas.string_keywords import lower_strings, restore_patterns
@@ -189,7 +190,7 @@ def _lark_of_choices(choices: Iterable[str]) -> str:
 def _lowered(schema: Json, path: str = "$") -> Mapping[str, Json]:
     """Return an equivalent schema that llguidance enforces exactly."""
     try:
-        lowered = lower(lower_strings(schema, path), path)
+        lowered = narrow_bounds(lower(lower_strings(schema, path), path))
     except GrammarError as error:
         raise GrammarError(restore_patterns(schema, path, str(error))) from None
     return lowered if isinstance(lowered, Mapping) else {}  # true allows everything

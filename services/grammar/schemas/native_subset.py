@@ -22,6 +22,7 @@ NON_ASSERTIONS = frozenset({
     "description", "example", "examples", "id", "readOnly", "title", "writeOnly",
 })  # fmt: skip
 """The keywords that do not constrain the value"""
+_MAX_MULTIPLE = 1_000
 _COUNTS = frozenset({
     "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties",
 })  # fmt: skip
@@ -91,6 +92,9 @@ def _is_native(schema: Mapping[str, Any]) -> bool:
         return False
     if any(isinstance(schema.get(keyword), float) for keyword in _COUNTS):
         return False
+    multiple = schema.get("multipleOf")
+    if isinstance(multiple, int | float) and multiple > _MAX_MULTIPLE:
+        return False  # the common multiple of several would overflow
     applied = schema.keys() & IN_PLACE
     others = schema.keys() - NON_ASSERTIONS - IN_PLACE
     if "$ref" in applied and (others or len(applied) > 1):

@@ -1,14 +1,16 @@
 """Sets of numbers: bounds, multiples and excluded numbers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from services.common.json_values import Json
+from services.grammar import GrammarError
 
 __all__ = ["EVERY_NUMBER", "NumberSet", "number_of"]
 
+_MAX_MULTIPLE = 2**32 - 1
 _INTERVALS = 16  # unit intervals that stand for all fractions
 
 
@@ -129,10 +131,8 @@ class NumberSet:
             schema["exclusiveMinimum" if self.low_open else "minimum"] = _json(self.low)
         if self.high is not None:
             schema["exclusiveMaximum" if self.high_open else "maximum"] = _json(self.high)
-        if len(self.multiples) == 1:
-            [schema["multipleOf"]] = map(_json, self.multiples)
-        elif self.multiples:
-            schema["allOf"] = [{"type": "number", "multipleOf": _json(m)} for m in self.multiples]
+        if self.multiples:
+            schema["multipleOf"] = _json(_least_common_multiple(self.multiples))
         return schema
 
 
@@ -144,6 +144,15 @@ def number_of(value: Json) -> Fraction | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return Fraction(value) if isinstance(value, int) else Fraction(repr(value))
+
+
+def _least_common_multiple(numbers: Collection[Fraction]) -> Fraction:
+    unit = math.lcm(*(number.denominator for number in numbers))
+    multiple = Fraction(math.lcm(*(int(number * unit) for number in numbers)), unit)
+    if len(numbers) > 1 and multiple * unit > _MAX_MULTIPLE:  # llguidance overflows there
+        listed = ", ".join(map(str, map(_json, sorted(numbers))))
+        raise GrammarError(f"multipleOf can't be enforced for {listed} together.")
+    return multiple
 
 
 def _json(value: Fraction) -> int | float:

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from services.common.json_values import Json, JsonConstantError, parse_json
 from services.grammar import GrammarError
+from services.grammar.schemas.exact_numbers import check_exact, parse_number
 from services.grammar.schemas.finiteness import check_finite
+from services.grammar.schemas.keyword_values import check_values
 from services.grammar.schemas.subschemas import MAX_DEPTH, reachable, subschemas
 
 __all__ = ["check", "locate", "parse"]
@@ -31,7 +33,6 @@ _LATER: Mapping[str, frozenset[str]] = {
 """By draft: the supported keywords that only later drafts define"""
 _OPTIONS = "x-guidance"
 """The keyword of llguidance's options, one of which silences unsupported keywords"""
-_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 # JSON strings and numbers; the rest of a JSON text contains neither quotes nor digits
 _SCALAR = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9][-+.0-9eE]*')
 
@@ -43,7 +44,7 @@ def parse(text: str) -> Json:
     numbers out of range and unpaired surrogates.
     """
     try:
-        value: Json = parse_json(text)
+        value: Json = parse_json(text, parse_number)
         _check_scalars(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
@@ -68,6 +69,8 @@ def check(schema: Json, path: str = "$", *, is_whole: bool = True) -> None:
     found = reachable(schema, path)
     for subschema, where in found:
         _check_keywords(subschema, where)
+        check_values(subschema, where)
+        check_exact(subschema, where)
         if not is_whole:
             _check_repetitions(subschema, where)
     _check_drafts(found)
@@ -97,10 +100,6 @@ def _check_keywords(schema: Mapping[str, Json], path: str) -> None:
             raise GrammarError(f'"{_OPTIONS}" at {path} is not allowed: the server sets it.')
         if keyword in _UNSUPPORTED:
             raise GrammarError(f'The keyword "{keyword}" at {path} is not supported.')
-    kinds = schema.get("type")
-    for kind in kinds if isinstance(kinds, list) else [kinds]:
-        if kind is not None and kind not in _TYPES:
-            raise GrammarError(f"{json.dumps(kind)} at {path}.type is not a JSON type.")
 
 
 def _check_repetitions(schema: Mapping[str, Json], path: str) -> None:
