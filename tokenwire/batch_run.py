@@ -121,7 +121,7 @@ class BatchRun:
         longest: int = _LONGEST_LINE,
         most_lines: int | None = None,
         repeats_failed: bool = True,
-        reserve: Callable[[int], None] = lambda _: None,
+        reserve: Callable[[int], Awaitable[None]] | None = None,
         check_line: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         """priority: that of requests without one; 0 = none.
@@ -152,7 +152,7 @@ class BatchRun:
         # in a thread: a server has streams to serve meanwhile
         done, sizes = await asyncio.to_thread(self._keep_answers)
         for size in sizes:
-            self._reserve(size)
+            await self._take_room(size)
         self.summary = BatchSummary(await asyncio.to_thread(self._count))
         with _opened(self._source, "r") as lines, _opened(self._target, "a") as output:
             await self._run(self._requests(lines, done), output)
@@ -197,10 +197,14 @@ class BatchRun:
         async with self._connect() as send:
             for request in requests:
                 answer = await self._answer(send, request)
-                self._reserve(len(answer))  # it is ASCII
+                await self._take_room(len(answer))  # it is ASCII
                 output.write(answer)
                 output.flush()
                 await asyncio.sleep(0)  # lines that can't be sent must not hold up other work
+
+    async def _take_room(self, size: int) -> None:
+        if self._reserve is not None:
+            await self._reserve(size)
 
     def _requests(self, lines: TextIO, done: Mapping[str, bool]) -> Iterator[_Request]:
         for number, line in enumerate(lines, start=1):

@@ -39,6 +39,7 @@ from services.http_shim.http.protocol import protocol_class
 from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.router_metrics import RouterMetrics
 from services.http_shim.settings import HttpShimSettings, check
+from services.http_shim.stored.database_guard import StoreUnavailableError
 from services.http_shim.stored.file_store import FileStore
 from tokenwire.serving.addresses import address, listen, why_unusable
 from tokenwire.serving.catalog_file import CatalogError
@@ -158,7 +159,7 @@ def _file_store(settings: HttpShimSettings) -> FileStore:
     """Open the store. Raises StartupError."""
     try:
         return FileStore(settings.file_folder, settings.max_files_bytes)
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, sqlite3.Error, StoreUnavailableError) as error:
         folder = settings.file_folder
         raise StartupError(f"--file-folder {folder} can't be used: {error}.") from None
 

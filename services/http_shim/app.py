@@ -61,6 +61,7 @@ from services.http_shim.http.host_header import HostMiddleware
 from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.images.image_fetcher import ImageFetcher
 from services.http_shim.settings import HttpShimSettings
+from services.http_shim.stored.database_guard import StoreUnavailableError
 from services.http_shim.stored.file_store import FileStore
 from services.http_shim.stored.response_store import ResponseStore
 
@@ -109,7 +110,7 @@ def create_app(
     model_cards = Models(models)
     tokenization = Tokenization(models, bodies, fetcher, documents)
     adapters = Adapters(models, bodies, is_allowed=settings.adapter_routes)
-    probes = Probes(models, gate)
+    probes = Probes(models, gate, [files.guard.check, store.guard.check])
     vector_routes = [
         Route(path, VectorEndpoint(api, models, gate, bodies), methods=["POST"])
         for path, api in _VECTOR_PATHS.items()
@@ -195,5 +196,5 @@ def _response_store(settings: HttpShimSettings) -> ResponseStore:
             failed = interrupted_response(each.response)
             store.put(dataclasses.replace(each, response=failed, is_running=False))
         return store
-    except sqlite3.Error as error:
+    except (sqlite3.Error, StoreUnavailableError) as error:
         raise StartupError(f"--response-store {path} can't be opened: {error}.") from None

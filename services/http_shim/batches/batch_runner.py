@@ -19,13 +19,13 @@ from services.common.accounts.account import Account
 from services.common.background import keep_running
 from services.http_shim.batches.inner_calls import Creator, InnerCalls
 from services.http_shim.http.json_limits import check_json_limits
+from services.http_shim.stored.database_guard import StoreUnavailableError
 from services.http_shim.stored.file_store import (
     PAGE_BYTES,
     BatchStatus,
     FileStore,
     StoredBatch,
     StoredFile,
-    StoreUnavailableError,
     full,
 )
 from tokenwire.batch_run import BatchRun, BatchSummary, InputError
@@ -92,19 +92,24 @@ class BatchRunner:
             self._running.cancel()
             await asyncio.wait((self._running,))
 
-    def add(self, batch: StoredBatch) -> None:
+    async def add(self, batch: StoredBatch) -> None:
         """Queue a new batch. Raises RESOURCE_EXHAUSTED."""
-        self._store.add(batch)
+        await self._store.thread.run(self._store.add, batch)
         self._added.set()
 
-    def cancel(self, batch: StoredBatch) -> StoredBatch:
+    async def cancel(self, batch: StoredBatch) -> StoredBatch:
         """Have a batch that has not ended end with what it has. Returns its new state."""
         if batch.status != "in_progress":
             return batch
-        self._store.update(replace(batch, status="cancelling", cancelled=int(time.time())))
+        wished = replace(batch, status="cancelling", cancelled=int(time.time()))
+        await self._store.thread.run(self._store.update, wished)
         self._cancelled.set()
         self._added.set()
-        return self._store.batch(batch.id, batch.owner)
+        return await self._state_of(batch)
+
+    async def _state_of(self, batch: StoredBatch) -> StoredBatch:
+        """Return a batch as it is now."""
+        return await self._store.thread.run(self._store.batch, batch.id, batch.owner)
 
     async def _run_all(self) -> None:
         if not self._store.is_open:
@@ -112,12 +117,12 @@ class BatchRunner:
         with self._store.path("lock").open("wb") as lock:
             await _locked(lock)  # another process may run the batches of this folder
             with contextlib.suppress(StoreUnavailableError):
-                self._store.remove_strays()
+                await self._store.thread.run(self._store.remove_strays)
             running: dict[str, _Running] = {}
             try:
                 while True:
                     self._added.clear()
-                    self._start_some(running)
+                    await self._start_some(running)
                     with contextlib.suppress(TimeoutError):  # another process may add some
                         # wait_for of Python 3.11 would lose a stop as a batch ends
                         async with asyncio.timeout(_POLL_SECONDS):
@@ -128,7 +133,7 @@ class BatchRunner:
                 if running:
                     await asyncio.wait([each.task for each in running.values()])
 
-    def _start_some(self, running: dict[str, "_Running"]) -> None:
+    async def _start_some(self, running: dict[str, "_Running"]) -> None:
         """Run a batch of each owner, as long as there are not too many. running: by id.
 
         Queued batches that are cancelled or expired end at once.
@@ -140,7 +145,7 @@ class BatchRunner:
                     _LOG.error("a batch could not be run or kept: %r", error)
         owners = {each.owner for each in running.values() if not each.only_ends}
         try:
-            for batch in self._store.unfinished():
+            for batch in await self._store.thread.run(self._store.unfinished):
                 if batch.id in running:
                     continue
                 only_ends = batch.status == "cancelling" or batch.expires <= time.time()
@@ -187,7 +192,7 @@ class BatchRunner:
 
         Raises OSError and StoreUnavailableError, and can be repeated then.
         """
-        now = self._store.batch(batch.id, batch.owner)
+        now = await self._state_of(batch)
         if now.ended is None:
             if now.status == "cancelling":
                 outcome = _Outcome(outcome.total, "cancelled")
@@ -200,7 +205,7 @@ class BatchRunner:
                 total=max(outcome.total, now.total),
             )
             ended, outputs = await self._with_files(ended)
-            self._store.end(ended, outputs)
+            await self._store.thread.run(self._store.end, ended, outputs)
             counts = ended.answered, ended.total
             _LOG.info("batch %s: %s, %d of %d answered", batch.id, ended.status, *counts)
         self._store.path(batch.id).unlink(missing_ok=True)
@@ -237,10 +242,11 @@ class BatchRunner:
                 )
                 waking.cancel()
                 with contextlib.suppress(StoreUnavailableError):  # the next turn tries it again
-                    now = self._store.batch(batch.id, batch.owner)
+                    now = await self._state_of(batch)
                     if now.status == "cancelling":
                         return
-                    self._store.update(_counted(now, run.summary))
+                    counted = _counted(now, run.summary)
+                    await self._store.thread.run(self._store.update, counted)
             running.result()
         finally:
             running.cancel()
@@ -310,21 +316,26 @@ class _Output:
         self._most = most
         self._size = _FILES_BYTES
         self._reserved = 0
+        self._turn = asyncio.Lock()
 
-    def grow(self, size: int) -> None:
+    async def grow(self, size: int) -> None:
         """Take room for a line. Raises RESOURCE_EXHAUSTED."""
+        async with self._turn:  # a second reservation replaces the first
+            await self._grow(size)
+
+    async def _grow(self, size: int) -> None:
         self._size += size + _ID_BYTES
         if self._size > self._most:
             message = f"The output would have more than {self._most:,} bytes; divide the batch."
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             raise ServiceError(code, "OUTPUT_TOO_LARGE", message)
         if self._size > self._reserved and not (
-            self._take(min(self._size + _PIECE, self._most)) or self._take(self._size)
+            await self._take(min(self._size + _PIECE, self._most)) or await self._take(self._size)
         ):
             raise full()
 
-    def _take(self, size: int) -> bool:
-        is_taken = self._store.reserve(self._batch, size)
+    async def _take(self, size: int) -> bool:
+        is_taken = await self._store.thread.run(self._store.reserve, self._batch, size)
         if is_taken:
             self._reserved = size
         return is_taken

@@ -1,5 +1,7 @@
 """Forms of an answer: what an API makes of the output of a request."""
 
+import asyncio
+import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -38,6 +40,7 @@ from services.http_shim.formats.responses import (
     usage_of,
 )
 from services.http_shim.http.exchange import Exchange
+from services.http_shim.stored.database_guard import StoreUnavailableError
 from services.http_shim.stored.response_store import ResponseStore, StoredResponse
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -50,6 +53,10 @@ __all__ = [
     "MessageFormat",
     "ResponseFormat",
 ]
+
+_LOG = logging.getLogger("responses")
+_KEEP_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+"""Seconds between two attempts to keep the end of a response in the background"""
 
 
 class AnswerFormat(ABC, Generic[Delta]):
@@ -73,6 +80,19 @@ class AnswerFormat(ABC, Generic[Delta]):
         usage: types_pb2.Usage,
     ) -> bytes:
         """Return the answer as JSON."""
+
+    async def answer(
+        self,
+        collector: OutputCollector[Delta],
+        accepted: completion_pb2.CompleteAccepted,
+        usage: types_pb2.Usage,
+        *,
+        is_large: bool,
+    ) -> bytes:
+        """Return the answer as JSON; a large one is put together in a thread."""
+        if is_large:
+            return await asyncio.to_thread(self.whole, collector, accepted, usage)
+        return self.whole(collector, accepted, usage)
 
     @abstractmethod
     def tokens_in(self, deltas: list[Delta]) -> int:
@@ -175,12 +195,35 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
         response = self._begun(accepted)
         return ResponseStream(collector, response, accepted, exchange, self._keep, items)
 
+    async def answer(
+        self,
+        collector: OutputCollector[completion_pb2.ChatDelta],
+        accepted: completion_pb2.CompleteAccepted,
+        usage: types_pb2.Usage,
+        *,
+        is_large: bool,
+    ) -> bytes:
+        if is_large:
+            response = await asyncio.to_thread(self._ended, collector, accepted, usage)
+        else:
+            response = self._ended(collector, accepted, usage)
+        await self._keep(response)
+        return msgspec.json.encode(response)
+
     def whole(
         self,
         collector: OutputCollector[completion_pb2.ChatDelta],
         accepted: completion_pb2.CompleteAccepted,
         usage: types_pb2.Usage,
     ) -> bytes:
+        return msgspec.json.encode(self._ended(collector, accepted, usage))
+
+    def _ended(
+        self,
+        collector: OutputCollector[completion_pb2.ChatDelta],
+        accepted: completion_pb2.CompleteAccepted,
+        usage: types_pb2.Usage,
+    ) -> ResponseObject:
         deltas, finished = collector.pending.get(0, []), collector.finished[0]
         output = output_of(
             deltas,
@@ -190,8 +233,7 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
         )
         response = self._begun(accepted)
         end_response(response, output, finished, usage, int(time.time()))
-        self._keep(response)
-        return msgspec.json.encode(response)
+        return response
 
     def tokens_in(self, deltas: list[completion_pb2.ChatDelta]) -> int:
         return sum(len(delta.token_ids) for delta in deltas)
@@ -200,18 +242,20 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
         identity = f"resp_{uuid.uuid4().hex}"
         return begun_response(identity, int(time.time()), accepted.model, self._prepared)
 
-    def _keep(self, response: ResponseObject) -> None:
+    async def _keep(self, response: ResponseObject) -> None:
         if not response.store:
             return
-        response.store = self._put(response)
+        try:
+            response.store = await self._put(response)
+        except StoreUnavailableError:  # the answer itself is complete
+            response.store = False
 
-    def _put(self, response: ResponseObject, *, is_running: bool = False) -> bool:
+    async def _put(self, response: ResponseObject, *, is_running: bool = False) -> bool:
         asked, output = self._prepared.original_input, msgspec.json.encode(response.output)
         context = _joined(self._prepared.original_context, asked, output)
         encoded, owner = msgspec.json.encode(response), self._prepared.owner
-        return self._store.put(
-            StoredResponse(response.id, owner, encoded, asked, context, is_running=is_running)
-        )
+        stored = StoredResponse(response.id, owner, encoded, asked, context, is_running=is_running)
+        return await self._store.thread.run(self._store.put, stored)
 
 
 class BackgroundFormat(ResponseFormat):
@@ -223,29 +267,45 @@ class BackgroundFormat(ResponseFormat):
         super().__init__(prepared, store)
         self.background = background
 
-    def running(
+    async def running(
         self,
         collector: OutputCollector[Any],
         accepted: completion_pb2.CompleteAccepted,
         exchange: Exchange,
         submission: Submission,
     ) -> BackgroundResponse:
-        """Begin the response. Raises INVALID_ARGUMENT if it is too large to be kept."""
+        """Begin the response.
+
+        Raises INVALID_ARGUMENT if it is too large to be kept, and UNAVAILABLE if the store fails.
+        """
         events = self.events(collector, accepted, exchange, lambda path: path)
-        if not self._put(events.response, is_running=True):
+        if not await self._put(events.response, is_running=True):
             raise invalid(
                 "background",
                 "background needs a response that can be kept, and this one can't: its context "
-                "is too large, or the store fails.",
+                "is too large.",
             )
         owner = self._prepared.owner
         return BackgroundResponse(owner, events, collector, submission, self._keep)
 
-    def _keep(self, response: ResponseObject) -> None:
-        if not self._put(response):
+    async def _keep(self, response: ResponseObject) -> None:
+        if not await self._kept(response):
             code, message = grpc.StatusCode.INTERNAL, "The response is too large to be kept."
             fail_response(response, [], ServiceError(code, "NOT_KEPT", message))
-            self._put(response)
+            await self._kept(response)
+
+    async def _kept(self, response: ResponseObject) -> bool:
+        """Keep a response, which can be read only later; return false if it is too large.
+
+        A store that can't be used may soon be usable again.
+        """
+        for pause in _KEEP_PAUSES:
+            try:
+                return await self._put(response)
+            except StoreUnavailableError:
+                await asyncio.sleep(pause)
+        _LOG.error("the response %s in the background is lost: it could not be kept", response.id)
+        return True
 
 
 def _joined(*arrays: bytes) -> bytes:

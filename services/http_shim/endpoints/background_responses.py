@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
@@ -44,7 +44,7 @@ class BackgroundResponse:
         events: ResponseStream,
         collector: OutputCollector[completion_pb2.ChatDelta],
         submission: Submission,
-        keep: Callable[[ResponseObject], None],
+        keep: Callable[[ResponseObject], Awaitable[None]],
     ) -> None:
         """`keep` stores the response, running or final."""
         self.owner = owner
@@ -74,7 +74,7 @@ class BackgroundResponse:
             if not has_ended(self.response):  # unexpected
                 code, message = grpc.StatusCode.INTERNAL, "The response ended unexpectedly."
                 fail_response(self.response, [], ServiceError(code, "INTERNAL", message))
-                self._keep(self.response)
+                await self._keep(self.response)
             if log is not None:
                 log.end()
             self.ended.set()
@@ -90,7 +90,7 @@ class BackgroundResponse:
             collector.changed.set()
             await asyncio.sleep(0)  # other requests get a turn
         elif is_last:
-            body += self._events.tail()
+            body += await self._events.last()
         return body
 
 

@@ -100,7 +100,7 @@ class Batches:
         if not body.input_file_id:
             raise invalid("input_file_id", "input_file_id is required: the id of a file.")
         try:
-            self._store.file(body.input_file_id, exchange.owner)
+            await self._store.thread.run(self._store.file, body.input_file_id, exchange.owner)
         except ServiceError as error:
             error.field = "input_file_id"
             raise
@@ -115,27 +115,29 @@ class Batches:
             created=now,
             expires=now + _DAY,
         )
-        self._runner.add(batch)
+        await self._runner.add(batch)
         return json_response(_object(batch))
 
     async def all(self, request: Request) -> Response:
         """List the caller's batches, the newest first unless the query says otherwise."""
         page = page_of(request.query_params)
-        batches, has_more = self._store.batches(exchange_of(request.scope).owner, page)
+        owner = exchange_of(request.scope).owner
+        batches, has_more = await self._store.thread.run(self._store.batches, owner, page)
         data = list(map(_object, batches))
         first, last = (data[0].id, data[-1].id) if data else (None, None)
         return json_response(BatchList(data, first, last, has_more))
 
     async def one(self, request: Request) -> Response:
-        return json_response(_object(self._found(request)))
+        return json_response(_object(await self._found(request)))
 
     async def cancel(self, request: Request) -> Response:
         """End a batch with the answers that it has."""
-        return json_response(_object(self._runner.cancel(self._found(request))))
+        return json_response(_object(await self._runner.cancel(await self._found(request))))
 
-    def _found(self, request: Request) -> StoredBatch:
+    async def _found(self, request: Request) -> StoredBatch:
         identity = request.path_params["batch_id"]
-        return self._store.batch(identity, exchange_of(request.scope).owner)
+        owner = exchange_of(request.scope).owner
+        return await self._store.thread.run(self._store.batch, identity, owner)
 
 
 def _object(batch: StoredBatch) -> BatchObject:

@@ -73,6 +73,10 @@ class ChatStream(ABC):
             events.extend(self._closed(finished))
         return b"".join(events)
 
+    async def last(self) -> bytes:
+        """Return the last events, after the end of the request."""
+        return self.tail()
+
     def tail(self) -> bytes:
         error, usage = self._collector.error, self._collector.usage
         if error is not None:

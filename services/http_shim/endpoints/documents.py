@@ -44,7 +44,7 @@ class Documents:
         """
         if not documents:
             return
-        sizes = [self._size(each, owner) for each in documents]
+        sizes = [await self._size(each, owner) for each in documents]
         if sum(sizes) > _MOST_BYTES:
             param = documents[0].param
             raise invalid(param, f"The documents have more than {_MOST_BYTES:,} bytes together.")
@@ -83,14 +83,15 @@ class Documents:
                 raise invalid(each.param, f"The documents have more than {most} characters.")
             each.put(text)
 
-    def _size(self, document: RequestDocument, owner: str) -> int:
+    async def _size(self, document: RequestDocument, owner: str) -> int:
         if not document.file_id:
             return len(document.data)
         try:
-            return self._store.file(document.file_id, owner).bytes
+            stored = await self._store.thread.run(self._store.file, document.file_id, owner)
         except ServiceError as error:
             error.field = document.param
             raise
+        return stored.bytes
 
     async def _data(self, document: RequestDocument) -> bytes:
         if not document.file_id:

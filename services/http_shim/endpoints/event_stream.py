@@ -83,6 +83,10 @@ class EventStream(Generic[Delta]):
             events.append(self._event(index, pending.get(index, []), end, opening, usage))
         return b"".join(events)
 
+    async def last(self) -> bytes:
+        """Return the last events, after the end of the request."""
+        return self.tail()
+
     def tail(self) -> bytes:
         """Return the last events, after the end of the request."""
         if (error := self._running.error) is not None:

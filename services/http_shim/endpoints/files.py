@@ -1,6 +1,8 @@
 """Endpoints of files: /v1/files."""
 
+import asyncio
 from collections.abc import AsyncGenerator
+from typing import BinaryIO
 
 import grpc
 from msgspec import Struct
@@ -96,38 +98,53 @@ class Files:
             if not isinstance(purpose, str) or purpose not in _PURPOSES:
                 raise invalid("purpose", f"purpose must be one of {', '.join(_PURPOSES)}.")
             name = (upload.filename or "file")[:_MOST_NAME].encode("utf-8", "replace").decode()
-            with self._store.adding(exchange_of(request.scope).owner, name, purpose) as new:
-                while data := await upload.read(_PIECE):
-                    new.write(data)
+            owner = exchange_of(request.scope).owner
+            identity = await asyncio.to_thread(self._keep, owner, name, purpose, upload.file)
         finally:
             await form.close()
-        stored = self._store.file(new.stored.id, exchange_of(request.scope).owner)
+        stored = await self._store.thread.run(self._store.file, identity, owner)
         return json_response(_object(stored))
+
+    def _keep(self, owner: str, name: str, purpose: str, content: BinaryIO) -> str:
+        """Keep a file, and return its id."""
+        with self._store.adding(owner, name, purpose) as new:
+            while data := content.read(_PIECE):
+                new.write(data)
+        return new.stored.id
 
     async def all(self, request: Request) -> Response:
         """List the caller's files, the newest first unless the query says otherwise."""
         owner, query = exchange_of(request.scope).owner, request.query_params
-        files, has_more = self._store.files(owner, page_of(query), query.get("purpose"))
+        listed = self._store.thread.run(
+            self._store.files, owner, page_of(query), query.get("purpose")
+        )
+        files, has_more = await listed
         return json_response(FileList(list(map(_object, files)), has_more))
 
     async def one(self, request: Request) -> Response:
-        return json_response(_object(self._found(request)))
+        return json_response(_object(await self._found(request)))
 
     async def delete(self, request: Request) -> Response:
         identity = request.path_params["file_id"]
-        self._store.delete_file(identity, exchange_of(request.scope).owner)
+        owner = exchange_of(request.scope).owner
+        await self._store.thread.run(self._store.delete_file, identity, owner)
         return json_response(DeletedFile(identity))
 
     async def content(self, request: Request) -> Response:
         """Return a file's content."""
-        found = self._found(request)
+        found = await self._found(request)
         is_of_user = found.purpose == "user_data"
         media_type = "application/octet-stream" if is_of_user else "application/jsonl"
-        return FileResponse(self._store.path(found.id), media_type=media_type)
+        path = self._store.path(found.id)
+        if not await asyncio.to_thread(path.is_file):
+            message = f"The content of file {found.id!r} is gone from the server's folder."
+            raise ServiceError(grpc.StatusCode.NOT_FOUND, "FILE_NOT_FOUND", message)
+        return FileResponse(path, media_type=media_type)
 
-    def _found(self, request: Request) -> StoredFile:
+    async def _found(self, request: Request) -> StoredFile:
         identity = request.path_params["file_id"]
-        return self._store.file(identity, exchange_of(request.scope).owner)
+        owner = exchange_of(request.scope).owner
+        return await self._store.thread.run(self._store.file, identity, owner)
 
     async def _limited(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield a body. Raises BodyTooLargeError once it exceeds the limit of a file."""

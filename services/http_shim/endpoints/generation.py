@@ -25,7 +25,12 @@ from services.http_shim.endpoints.answer_format import (
 )
 from services.http_shim.endpoints.background_responses import BackgroundResponses
 from services.http_shim.endpoints.documents import Documents
-from services.http_shim.endpoints.stored_responses import continued
+from services.http_shim.endpoints.stored_responses import (
+    LookUp,
+    look_up,
+    prepare_continued,
+    read_continuing,
+)
 from services.http_shim.endpoints.stream_sender import CREDIT, client_left, send_stream
 from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.formats.anthropic.blocks import take_block_documents, take_block_images
@@ -73,7 +78,7 @@ from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
 from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
 from services.http_shim.images.request_images import RequestImages
-from services.http_shim.stored.response_store import ResponseStore
+from services.http_shim.stored.response_store import ResponseStore, StoredResponse
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
@@ -85,7 +90,7 @@ __all__ = [
     "watch_for_disconnect",
 ]
 
-_INLINE = 256 * 1024  # bytes of output; a larger answer is put together in a thread
+_INLINE = 256 * 1024  # bytes; a larger body or answer is read or put together in a thread
 Body = TypeVar("Body", bound=GenerationBody | MessagesBody | PreparedResponse)
 
 
@@ -107,7 +112,8 @@ class GenerationApi(Generic[Body, Delta]):
     """Returns the paths of parts that have no effect, besides unknown fields"""
     take_documents: Callable[[Body], list[RequestDocument]] = lambda _: []
     """Returns the documents of a body, which must be read before it is converted"""
-    prepare: Callable[[Any, Exchange], Body] = lambda body, _: body
+    look_up: LookUp | None = None
+    prepare: Callable[[Any, Exchange, StoredResponse | None], Body] = lambda body, *_: body
     """Makes the body of what was decoded; raises ServiceError for what is not served"""
 
 
@@ -161,7 +167,8 @@ def responses_api(
         response_schema_param,
         ignored_parts,
         lambda body: take_item_documents(body.items),
-        partial(continued, store),
+        partial(look_up, store),
+        prepare_continued,
     )
 
 
@@ -189,8 +196,7 @@ class GenerationEndpoint(Generic[Body, Delta]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         with self._bodies.held() as held:
-            parse_body = partial(self._parse, exchange)
-            asked = await self._bodies.read_with_images(scope, receive, parse_body, held)
+            asked = await self._read(scope, receive, exchange, held)
             body, exchange.ignored = asked.body, asked.ignored
             request = await self._request(exchange, asked, held)
             model = await assign_model(exchange, self._models, body.model, request)
@@ -237,6 +243,15 @@ class GenerationEndpoint(Generic[Body, Delta]):
         if collector.gone:
             raise ClientGoneError
 
+    async def _read(
+        self, scope: Scope, receive: Receive, exchange: Exchange, held: HeldBytes
+    ) -> "_Asked[Body]":
+        """Read and parse the body."""
+        parse_body = partial(self._parse, exchange)
+        return await read_continuing(
+            self._bodies, scope, receive, held, exchange, self._api.look_up, parse_body
+        )
+
     async def _request(
         self, exchange: Exchange, asked: "_Asked[Body]", held: HeldBytes
     ) -> GenerationRequest:
@@ -252,9 +267,11 @@ class GenerationEndpoint(Generic[Body, Delta]):
     def _schema_param(self, body: Body, path: str) -> str:
         return self._api.schema_param(path, body)
 
-    def _parse(self, exchange: Exchange, encoded: bytes) -> "_Asked[Body]":
+    def _parse(
+        self, exchange: Exchange, encoded: bytes, continued: StoredResponse | None
+    ) -> "_Asked[Body]":
         decoded, ignored = parse(self._api.decoder, encoded)
-        body = self._api.prepare(decoded, exchange)
+        body = self._api.prepare(decoded, exchange, continued)
         ignored += self._api.ignored(body)
         images = self._api.take_images(body)
         documents = self._api.take_documents(body)
@@ -312,7 +329,7 @@ class _Answer(Generic[Delta]):
         """Complete the answer whether or not the client stays; stream: send it as events."""
         with format_.background.admitted():
             accepted = await self._admitted()
-            running = format_.running(self.collector, accepted, self.exchange, submission)
+            running = await format_.running(self.collector, accepted, self.exchange, submission)
             await format_.background.answer(scope, receive, send, running, stream)
 
     async def whole(self) -> Response:
@@ -321,10 +338,8 @@ class _Answer(Generic[Delta]):
         accepted = await self._admitted()
         self.exchange.prompt_tokens = usage.prompt_tokens
         self.exchange.completion_tokens = usage.completion_tokens
-        if self._output_bytes() < _INLINE:
-            encoded = self.format.whole(self.collector, accepted, usage)
-        else:
-            encoded = await asyncio.to_thread(self.format.whole, self.collector, accepted, usage)
+        is_large = self._output_bytes() >= _INLINE
+        encoded = await self.format.answer(self.collector, accepted, usage, is_large=is_large)
         used = usage.prompt_tokens + usage.completion_tokens
         return Response(
             encoded, headers={"x-tokens-used": str(used)}, media_type="application/json"

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 import grpc
@@ -39,9 +39,13 @@ class Version(Struct):
 class Probes:
     """The endpoints for operators."""
 
-    def __init__(self, models: ModelSource, gate: Gate) -> None:
+    def __init__(
+        self, models: ModelSource, gate: Gate, checks: Sequence[Callable[[], object]] = ()
+    ) -> None:
+        """checks: note the faults that only a look finds; called in a thread."""
         self._models = models
         self._gate = gate
+        self._checks = checks
         self._began = time.monotonic()
         self._asking: asyncio.Task[list[ModelStatus]] | None = None
 
@@ -61,6 +65,7 @@ class Probes:
                 "The server is stopping." if self._gate.closed else "The model is not ready yet.",
                 retry_seconds=1,
             )
+        await asyncio.to_thread(lambda: [check() for check in self._checks])
         return json_response(State("ready", faulty_parts() or UNSET))
 
     async def metrics(self, request: Request) -> Response:

@@ -1,7 +1,7 @@
 """Server-sent events of a streamed response, as in OpenAI's Responses API."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.chat_stream import ChatStream
@@ -12,6 +12,7 @@ from services.http_shim.formats.openai_responses.response_objects import (
     cancel_response,
     end_response,
     fail_response,
+    has_ended,
     is_cut,
 )
 from services.http_shim.http.exchange import Exchange
@@ -34,7 +35,7 @@ class ResponseStream(ChatStream):
         response: ResponseObject,
         accepted: completion_pb2.CompleteAccepted,
         exchange: Exchange,
-        keep: Callable[[ResponseObject], None],
+        keep: Callable[[ResponseObject], Awaitable[None]],
         items: ItemEvents,
     ) -> None:
         """`keep` stores the final response."""
@@ -59,7 +60,7 @@ class ResponseStream(ChatStream):
         self, finished: completion_pb2.ChoiceFinished, usage: types_pb2.Usage
     ) -> Iterable[bytes]:
         end_response(self.response, self._items.items, finished, usage, int(time.time()))
-        return [self._end()]
+        return ()
 
     def _failed(self, error: ServiceError) -> Iterable[bytes]:
         yield from self._items.close(is_cut=True)
@@ -67,11 +68,14 @@ class ResponseStream(ChatStream):
             cancel_response(self.response, self._items.items)
         else:
             fail_response(self.response, self._items.items, error)
-        yield self._end()
 
-    def _end(self) -> bytes:
-        self._keep(self.response)
-        return self._event(self.response.status)
+    async def last(self) -> bytes:
+        """Store the response; return the last events, which tell whether it is kept."""
+        body = self.tail()
+        if not has_ended(self.response):
+            return body  # the client left
+        await self._keep(self.response)
+        return body + self._event(self.response.status)
 
     def _event(self, kind: str) -> bytes:
         return self._items.event(f"response.{kind}", response=self.response)

@@ -1,7 +1,9 @@
 """Endpoints of kept responses: GET and DELETE /v1/responses/{id}, and what belongs to them."""
 
+import asyncio
 import hashlib
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -15,16 +17,28 @@ from services.http_shim.formats.openai_responses.response_requests import (
     PreparedResponse,
     ResponseBody,
     prepare,
+    previous_response,
 )
-from services.http_shim.http.body import json_response
+from services.http_shim.http.body import BodyReader, HeldBytes, ParsedImages, json_response
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.stored.event_log import EventLog
 from services.http_shim.stored.response_store import ResponseStore, StoredResponse
 from tokenwire.errors import ServiceError, invalid
 
-__all__ = ["DeletedResponse", "InputItemList", "StoredResponses", "continued"]
+__all__ = [
+    "DeletedResponse",
+    "InputItemList",
+    "LookUp",
+    "StoredResponses",
+    "look_up",
+    "prepare_continued",
+    "read_continuing",
+]
 
 _MOST_DIGITS = 18
+_INLINE = 256 * 1024  # bytes; a larger body is read in a thread
+LookUp: TypeAlias = Callable[[bytes, Exchange], Awaitable[StoredResponse | None]]
+"""Waits for the response that an encoded body continues"""
 
 
 class DeletedResponse(Struct):
@@ -45,23 +59,64 @@ class InputItemList(Struct):
     object: str = "list"
 
 
-def continued(store: ResponseStore, body: ResponseBody, exchange: Exchange) -> PreparedResponse:
-    """Put a body together with the response that it continues, if it names one.
+async def look_up(
+    store: ResponseStore, encoded: bytes, exchange: Exchange
+) -> StoredResponse | None:
+    """Return the response that an encoded body continues; None if it names none.
 
-    Raises NOT_FOUND for a response that is not kept, INVALID_ARGUMENT for what is not served.
+    Raises NOT_FOUND for a response that is not kept, INVALID_ARGUMENT for one that still runs.
     """
-    context = b"[]"
-    if (previous := body.previous_response_id) is not None:
-        try:
-            stored = store.get(previous, exchange.owner)
-        except ServiceError as error:
-            error.field = "previous_response_id"
-            raise
-        if stored.is_running:
-            message = f"The response {previous!r} is not complete; wait for its end."
-            raise invalid("previous_response_id", message)
-        context = stored.context
-    return prepare(body, exchange.owner, context)
+    if len(encoded) < _INLINE:
+        previous = previous_response(encoded)
+    else:
+        previous = await asyncio.to_thread(previous_response, encoded)
+    if previous is None:
+        return None
+    try:
+        stored = await store.thread.run(store.get, previous, exchange.owner)
+    except ServiceError as error:
+        error.field = "previous_response_id"
+        raise
+    if stored.is_running:
+        message = f"The response {previous!r} is not complete; wait for its end."
+        raise invalid("previous_response_id", message)
+    return stored
+
+
+def prepare_continued(
+    body: ResponseBody, exchange: Exchange, continued: StoredResponse | None
+) -> PreparedResponse:
+    """Put a body together with the response that it continues.
+
+    Raises INVALID_ARGUMENT for what is not served.
+    """
+    return prepare(body, exchange.owner, b"[]" if continued is None else continued.context)
+
+
+async def read_continuing(
+    bodies: BodyReader,
+    scope: Scope,
+    receive: Receive,
+    held: HeldBytes,
+    exchange: Exchange,
+    look_up: LookUp | None,
+    parse: Callable[[bytes, StoredResponse | None], ParsedImages],
+) -> ParsedImages:
+    """Read a body, look up the response that it continues, and parse it with that response."""
+    continued: StoredResponse | None = None
+
+    async def before(encoded: bytes) -> None:
+        nonlocal continued
+        if look_up is not None:
+            continued = await look_up(encoded, exchange)
+
+    return await bodies.read_with_images(
+        scope,
+        receive,
+        lambda encoded: parse(encoded, continued),
+        held,
+        None if look_up is None else before,
+    )
 
 
 class StoredResponses:
@@ -77,8 +132,8 @@ class StoredResponses:
         if query.get("stream", "false").lower() not in ("true", "1"):
             if "starting_after" in query:
                 raise invalid("starting_after", "starting_after needs stream=true.")
-            return Response(self._json(request), media_type="application/json")
-        self._json(request)
+            return Response(await self._json(request), media_type="application/json")
+        await self._json(request)
         identity, owner = _place(request)
         log = self._background.logs.find(identity, owner)
         if log is None:
@@ -99,7 +154,7 @@ class StoredResponses:
         if (running := self._background.find(identity, owner)) is not None:
             running.cancel()
             await running.ended.wait()
-        self._store.delete(identity, owner)
+        await self._store.thread.run(self._store.delete, identity, owner)
         self._background.logs.delete(identity)
         return json_response(DeletedResponse(identity))
 
@@ -109,7 +164,7 @@ class StoredResponses:
             running.cancel()
             await running.ended.wait()
             return json_response(running.response)
-        found = self._found(request).response
+        found = (await self._found(request)).response
         if not msgspec.json.decode(found)["background"]:
             raise invalid(
                 "response_id",
@@ -120,7 +175,7 @@ class StoredResponses:
 
     async def input_items(self, request: Request) -> Response:
         """List the items of a response's input: `limit`, `order` and `after` as in OpenAI's API."""
-        stored = self._found(request)
+        stored = await self._found(request)
         items = [
             {"id": _item_id(stored.id, index)} | item
             for index, item in enumerate(msgspec.json.decode(stored.input))
@@ -137,14 +192,14 @@ class StoredResponses:
         first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
         return json_response(InputItemList(page, first, last, len(items) > asked.limit))
 
-    def _found(self, request: Request) -> StoredResponse:
-        return self._store.get(*_place(request))
+    async def _found(self, request: Request) -> StoredResponse:
+        return await self._store.thread.run(self._store.get, *_place(request))
 
-    def _json(self, request: Request) -> bytes:
+    async def _json(self, request: Request) -> bytes:
         """Return a response as it is now. Raises NOT_FOUND."""
         if (running := self._background.find(*_place(request))) is not None:
             return msgspec.json.encode(running.response)
-        return self._found(request).response
+        return (await self._found(request)).response
 
 
 class _Stream(Response):

@@ -46,7 +46,7 @@ class Events(Protocol):
     def take(self) -> bytes:
         """Return the events of pending output; some of it may wait for the next call."""
 
-    def tail(self) -> bytes:
+    async def last(self) -> bytes:
         """Return the last events, after the end of the request."""
 
 
@@ -127,7 +127,7 @@ async def _next_body(
             collector.changed.set()
             await asyncio.sleep(0)  # `send` need not yield; give other streams a turn
         elif has_ended:
-            return body + events.tail(), True
+            return body + await events.last(), True
         if body:
             return body, False
         if timer.ping_is_due:

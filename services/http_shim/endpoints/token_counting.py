@@ -13,7 +13,12 @@ from starlette.responses import Response
 from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.documents.request_documents import RequestDocument
 from services.http_shim.endpoints.documents import Documents
-from services.http_shim.endpoints.stored_responses import continued
+from services.http_shim.endpoints.stored_responses import (
+    LookUp,
+    look_up,
+    prepare_continued,
+    read_continuing,
+)
 from services.http_shim.errors import client_field_names
 from services.http_shim.formats.anthropic.blocks import take_block_documents, take_block_images
 from services.http_shim.formats.anthropic.message_requests import (
@@ -39,7 +44,7 @@ from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
 from services.http_shim.images.request_images import RequestImages
-from services.http_shim.stored.response_store import ResponseStore
+from services.http_shim.stored.response_store import ResponseStore, StoredResponse
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 
 __all__ = ["MESSAGE_TOKENS", "InputTokenCount", "TokenCount", "TokenCounting", "input_tokens"]
@@ -65,7 +70,7 @@ class CountingApi(Generic[Body]):
     """The formats that one endpoint reads and writes."""
 
     decoder: msgspec.json.Decoder[Any]
-    prepare: Callable[[Any, Exchange], Body]
+    prepare: Callable[[Any, Exchange, StoredResponse | None], Body]
     """Makes the body of what was decoded; raises ServiceError for what is not served"""
     take_images: Callable[[Body], RequestImages]
     """Removes the images from a body; raises INVALID_ARGUMENT for invalid ones"""
@@ -78,11 +83,12 @@ class CountingApi(Generic[Body]):
     param_of: Callable[[str, Body], str]
     """Returns the client's name of a field of the request"""
     answer: Callable[[int], Struct]
+    look_up: LookUp | None = None
 
 
 MESSAGE_TOKENS: CountingApi[CountTokensBody] = CountingApi(
     msgspec.json.Decoder(CountTokensBody),
-    lambda body, _: body,
+    lambda body, *_: body,
     lambda body: take_block_images(body.messages),
     lambda body: take_block_documents(body.messages),
     ignored_tools,
@@ -96,13 +102,14 @@ def input_tokens(store: ResponseStore) -> CountingApi[PreparedResponse]:
     """Return the formats of /v1/responses/input_tokens, whose input may continue a response."""
     return CountingApi(
         msgspec.json.Decoder(ResponseBody),
-        partial(continued, store),
+        prepare_continued,
         lambda body: take_item_images(body.items),
         lambda body: take_item_documents(body.items),
         ignored_in_count,
         to_input_count_request,
         response_param_of,
         InputTokenCount,
+        partial(look_up, store),
     )
 
 
@@ -127,8 +134,14 @@ class TokenCounting(Generic[Body]):
         """Return the length of a prompt, in tokens."""
         exchange = exchange_of(request.scope)
         with self._bodies.held() as held:
-            asked = await self._bodies.read_with_images(
-                request.scope, request.receive, partial(self._parse, exchange), held
+            asked = await read_continuing(
+                self._bodies,
+                request.scope,
+                request.receive,
+                held,
+                exchange,
+                self._api.look_up,
+                partial(self._parse, exchange),
             )
             exchange.ignored = asked.ignored
             served = await authorized_model(exchange, self._models, asked.body.model)
@@ -143,9 +156,11 @@ class TokenCounting(Generic[Body]):
                 answer = await backend.render(rendered)
         return json_response(self._api.answer(len(answer.ids)))
 
-    def _parse(self, exchange: Exchange, encoded: bytes) -> "_Asked[Body]":
+    def _parse(
+        self, exchange: Exchange, encoded: bytes, continued: StoredResponse | None
+    ) -> "_Asked[Body]":
         decoded, ignored = parse(self._api.decoder, encoded)
-        body = self._api.prepare(decoded, exchange)
+        body = self._api.prepare(decoded, exchange, continued)
         return _Asked(
             body,
             ignored + self._api.ignored(body),

@@ -1,7 +1,7 @@
 """JSON bodies of requests and responses."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
@@ -19,7 +19,7 @@ from services.http_shim.http.json_limits import check_json_limits
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import ServiceError
 
-__all__ = ["BodyReader", "HeldBytes", "json_response"]
+__all__ = ["BodyReader", "HeldBytes", "ParsedImages", "json_response"]
 
 _SMALL = 64 * 1024  # bytes; a connection may buffer as many anyway, so they are not counted
 _URL_BYTES = MAX_IMAGES_BYTES // 3 * 4  # of the images of a request, in base64
@@ -106,10 +106,12 @@ class BodyReader:
         receive: Receive,
         parse: Callable[[bytes], ParsedImages],
         held: HeldBytes,
+        before: Callable[[bytes], Awaitable[None]] | None = None,
     ) -> ParsedImages:
         """Read and parse a body that may have images; `held` then counts these.
 
-        The limit of a body does not count the URLs of its images. Raises as `read` does.
+        before: waits for what `parse` needs besides the body. The limit of a body does not count
+        the URLs of its images. Raises as `read` does.
         """
 
         def parse_within_limit(body: bytes) -> ParsedImages:
@@ -119,7 +121,7 @@ class BodyReader:
             return parsed
 
         limit = min(self._max_bytes + _URL_BYTES, self._max_held)
-        parsed = await self._read(scope, receive, parse_within_limit, held, limit)
+        parsed = await self._read(scope, receive, parse_within_limit, held, limit, before)
         held.resize(parsed.images.size)
         return parsed
 
@@ -130,6 +132,7 @@ class BodyReader:
         parse: Callable[[bytes], Parsed],
         held: HeldBytes,
         limit: int,
+        before: Callable[[bytes], Awaitable[None]] | None = None,
     ) -> Parsed:
         _require_json(scope, limit)
         body = bytearray()
@@ -143,6 +146,8 @@ class BodyReader:
             held.resize(len(body))
             if not message.get("more_body", False):
                 break
+        if before is not None:
+            await before(bytes(body))
         if len(body) <= _SMALL:
             return parse(bytes(body))
         loop = asyncio.get_running_loop()

@@ -7,16 +7,18 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Concatenate, Literal, ParamSpec, TypeVar
 
 import grpc
 import msgspec
 
+from services.http_shim.stored.database_guard import DatabaseGuard, connect
+from services.http_shim.stored.store_thread import StoreThread
 from tokenwire.errors import ServiceError, invalid
 
 __all__ = [
@@ -24,7 +26,6 @@ __all__ = [
     "BatchStatus",
     "FileStore",
     "Page",
-    "StoreUnavailableError",
     "StoredBatch",
     "StoredFile",
     "full",
@@ -39,9 +40,7 @@ _MOST_UNFINISHED = 100
 """Batches of an owner that have not ended"""
 _MOST_ENDED = 1_000
 """Batches of an owner that are kept after their end"""
-_OPEN_SECONDS, _LOCK_SECONDS = 5.0, 0.2
-"""How long another process may lock the database: while it is opened, and later, when all streams
-wait meanwhile"""
+_PART = "files"
 _STRAY_SECONDS = 3600.0
 """Age of content that no process can be about to keep any more"""
 _CONTENT = re.compile("(file-|batch_)[0-9a-f]{24}(-output|-error)?")
@@ -67,6 +66,8 @@ _BYTES = f"""
 """Bytes of all files, and of the outputs of batches that have not ended. A file takes a page of
 the disk at least"""
 _FILE = "id, owner, name, purpose, created, bytes"
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,29 +129,24 @@ class Page:
     """True if the oldest item is the first"""
 
 
-class StoreUnavailableError(ServiceError):
-    """The database can't be read or written now."""
+def _uses_database(
+    method: Callable[Concatenate["FileStore", P], T],
+) -> Callable[Concatenate["FileStore", P], T]:
+    """Let one thread at a time run a method, which raises StoreUnavailableError."""
 
-    def __init__(self) -> None:
-        message = "The server's store of files can't be used now; try again."
-        code = grpc.StatusCode.UNAVAILABLE
-        super().__init__(code, "FILES_UNAVAILABLE", message, retry_seconds=1)
+    @wraps(method)
+    def guarded(self: "FileStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.guard.used():
+            return method(self, *args, **kwargs)
 
-
-@contextmanager
-def _uses_database() -> Iterator[None]:
-    """Raise StoreUnavailableError for what the database raises."""
-    try:
-        yield
-    except (OSError, sqlite3.Error) as error:
-        _LOG.error("the store of files can't be used: %s", error)
-        raise StoreUnavailableError from None
+    return guarded
 
 
 class FileStore:
-    """Files and batches, each of an owner. Used on the event loop alone.
+    """Files and batches, each of an owner.
 
-    Its methods raise StoreUnavailableError.
+    Its methods raise StoreUnavailableError. Any thread may call them; coroutines call them through
+    `thread`.
     """
 
     def __init__(self, folder: str, max_bytes: int) -> None:
@@ -159,6 +155,8 @@ class FileStore:
         max_bytes: of all files, and of the outputs that batches write. Raises OSError and
         sqlite3.Error.
         """
+        self.thread = StoreThread(_PART)
+        self.guard = DatabaseGuard(_PART)
         self._is_temporary = not folder
         self._place = folder
         self._max_bytes = max_bytes
@@ -173,10 +171,8 @@ class FileStore:
     @cached_property
     def _database(self) -> sqlite3.Connection:
         path = self._folder / "files.sqlite"
-        database = sqlite3.connect(path, timeout=_OPEN_SECONDS, isolation_level=None)
-        database.execute("PRAGMA journal_mode = WAL")
-        database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA busy_timeout = {_LOCK_SECONDS * 1000:.0f}")
+        database = connect(path, _SCHEMA)
+        self.guard.guard(path)
         return database
 
     @property
@@ -191,13 +187,14 @@ class FileStore:
         return "_database" in self.__dict__
 
     def close(self) -> None:
+        self.thread.close()
         if not self.is_open:
             return
         self._database.close()
         if self._is_temporary:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    @_uses_database()
+    @_uses_database
     def remove_strays(self) -> None:
         """Remove the content that killed processes left, which no file and no batch owns."""
         written = [path for path in self._folder.iterdir() if _CONTENT.fullmatch(path.name)]
@@ -221,10 +218,9 @@ class FileStore:
         new = NewFile(StoredFile(f"file-{secrets.token_hex(12)}", owner, name, purpose, 0, 0))
         path: Path | None = None
         try:
+            new.room = self._room()
             path = self.path(new.stored.id)
             with path.open("wb") as new.content:
-                with _uses_database():
-                    new.room = self._max_bytes - self._bytes
                 yield new
             self._keep(replace(new.stored, created=int(time.time()), bytes=path.stat().st_size))
         except OSError as error:
@@ -236,7 +232,11 @@ class FileStore:
             if path is not None:
                 path.unlink(missing_ok=True)
 
-    @_uses_database()
+    @_uses_database
+    def _room(self) -> int:
+        return self._max_bytes - self._bytes
+
+    @_uses_database
     def _keep(self, stored: StoredFile) -> None:
         self._database.execute("BEGIN IMMEDIATE")  # another process may take the room
         with self._database:
@@ -250,7 +250,7 @@ class FileStore:
             asdict(stored),
         )
 
-    @_uses_database()
+    @_uses_database
     def file(self, identity: str, owner: str) -> StoredFile:
         """Return an owner's file. Raises NOT_FOUND."""
         found = self._database.execute(
@@ -260,7 +260,7 @@ class FileStore:
             raise _unknown("file", identity)
         return StoredFile(*found)
 
-    @_uses_database()
+    @_uses_database
     def files(
         self, owner: str, page: Page, purpose: str | None = None
     ) -> tuple[Sequence[StoredFile], bool]:
@@ -293,7 +293,7 @@ class FileStore:
         ).fetchall()
         return rows[: page.limit], len(rows) > page.limit
 
-    @_uses_database()
+    @_uses_database
     def delete_file(self, identity: str, owner: str) -> None:
         """Drop an owner's file. Raises NOT_FOUND, and INVALID_ARGUMENT if a batch reads it."""
         stored = self.file(identity, owner)
@@ -304,7 +304,7 @@ class FileStore:
 
     # Batches.
 
-    @_uses_database()
+    @_uses_database
     def add(self, batch: StoredBatch) -> None:
         """Keep a new batch; drop those that ended long ago. Raises RESOURCE_EXHAUSTED."""
         [[unfinished]] = self._database.execute(
@@ -321,7 +321,7 @@ class FileStore:
         )
         self.put(batch)
 
-    @_uses_database()
+    @_uses_database
     def put(self, batch: StoredBatch) -> None:
         """Keep a batch, in place of its former state."""
         self._database.execute(
@@ -330,7 +330,7 @@ class FileStore:
             (batch.id, batch.owner, batch.status, msgspec.json.encode(batch)),
         )
 
-    @_uses_database()
+    @_uses_database
     def end(self, batch: StoredBatch, outputs: Sequence[StoredFile]) -> None:
         """Keep an ended batch and its files, all or none."""
         self._database.execute("BEGIN IMMEDIATE")
@@ -339,7 +339,7 @@ class FileStore:
                 self._insert(output)
             self.put(batch)
 
-    @_uses_database()
+    @_uses_database
     def reserve(self, batch: StoredBatch, size: int) -> bool:
         """Set aside room for the whole output of a running batch, in place of what it had.
 
@@ -352,7 +352,7 @@ class FileStore:
         )
         return changed.rowcount > 0
 
-    @_uses_database()
+    @_uses_database
     def update(self, batch: StoredBatch) -> None:
         """Keep a batch's new state if it is in progress; another process may have changed that."""
         self._database.execute(
@@ -360,7 +360,7 @@ class FileStore:
             (batch.status, msgspec.json.encode(batch), batch.id),
         )
 
-    @_uses_database()
+    @_uses_database
     def batch(self, identity: str, owner: str) -> StoredBatch:
         """Return an owner's batch. Raises NOT_FOUND."""
         found = self._database.execute(
@@ -370,7 +370,7 @@ class FileStore:
             raise _unknown("batch", identity)
         return _batch(found[0])
 
-    @_uses_database()
+    @_uses_database
     def batches(self, owner: str, page: Page) -> tuple[Sequence[StoredBatch], bool]:
         """Return a page of an owner's batches, and whether more follow.
 
@@ -379,7 +379,7 @@ class FileStore:
         rows, has_more = self._page("batches", "content", owner, page)
         return [_batch(content) for [content] in rows], has_more
 
-    @_uses_database()
+    @_uses_database
     def unfinished(self) -> Sequence[StoredBatch]:
         """Return the batches of all owners that have not ended, the oldest first."""
         found = self._database.execute(

@@ -1,21 +1,21 @@
 """Store of responses: in memory, or in a SQLite file that survives a restart."""
 
-import logging
-import sqlite3
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
+from services.http_shim.stored.database_guard import DatabaseGuard, connect
+from services.http_shim.stored.store_thread import StoreThread
 from tokenwire.errors import ServiceError
 
 __all__ = ["ResponseStore", "StoredResponse"]
 
-_LOG = logging.getLogger("responses")
-_MOST_BYTES = 16 * 1024 * 1024  # of a response; reading it delays all streams by up to 0.2 s
+_PART = "responses"
+_MOST_BYTES = 16 * 1024 * 1024  # of a response; decoding it delays all streams by up to 0.2 s
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -53,41 +53,39 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """A bounded store; the oldest responses give way to new ones. Safe to use from any thread."""
+    """A bounded store; the oldest responses give way to new ones.
+
+    Any thread may call its methods; coroutines call them through `thread`.
+    """
 
     def __init__(self, path: str, max_bytes: int, seconds: float) -> None:
         """path: of the file; empty = memory. seconds: how long a response is kept.
 
         Raises sqlite3.Error if the file can't be opened.
         """
-        self._lock = threading.Lock()
+        self.thread = StoreThread(_PART)
+        self.guard = DatabaseGuard(_PART)
         self._max_bytes = max_bytes
         self._seconds = seconds
-        self._database = sqlite3.connect(
-            path or ":memory:", isolation_level=None, check_same_thread=False
-        )
-        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database = connect(path or ":memory:", _SCHEMA)
         self._database.execute("PRAGMA synchronous = NORMAL")
-        self._database.executescript(_SCHEMA)
+        if path:
+            self.guard.guard(Path(path))
         [[self._bytes]] = self._database.execute("SELECT coalesce(sum(bytes), 0) FROM responses")
 
     def put(self, stored: StoredResponse) -> bool:
         """Keep a response, in place of what is kept of it.
 
-        Returns False if it is too large, or can't be written.
+        Returns False if it is too large. Raises StoreUnavailableError.
         """
         if stored.size > min(self._max_bytes, _MOST_BYTES):
             return False
-        try:
-            self._write(stored)
-        except sqlite3.Error as error:  # the answer itself is complete
-            _LOG.warning("could not keep a response: %s", error)
-            return False
+        self._write(stored)
         return True
 
     def get(self, identity: str, owner: str) -> StoredResponse:
-        """Return an owner's response. Raises NOT_FOUND."""
-        with self._lock:
+        """Return an owner's response. Raises NOT_FOUND and StoreUnavailableError."""
+        with self.guard.used():
             found = self._database.execute(
                 "SELECT response, input, context, id IN running FROM responses "
                 "WHERE id = ? AND owner = ? AND created > ?",
@@ -99,26 +97,30 @@ class ResponseStore:
         return StoredResponse(identity, owner, response, asked, context, bool(is_running))
 
     def interrupted(self) -> list[StoredResponse]:
-        """Return the running responses; after a start, an earlier process has left them."""
-        with self._lock:
+        """Return the running responses; after a start, an earlier process has left them.
+
+        Raises StoreUnavailableError.
+        """
+        with self.guard.used():
             found = self._database.execute(
                 "SELECT id, owner, response, input, context, 1 FROM responses WHERE id IN running"
             ).fetchall()
         return [StoredResponse(*each) for each in found]
 
     def delete(self, identity: str, owner: str) -> None:
-        """Drop an owner's response. Raises NOT_FOUND."""
+        """Drop an owner's response. Raises NOT_FOUND and StoreUnavailableError."""
         self.get(identity, owner)
         with self._change():
             self._drop(identity)
 
     def close(self) -> None:
+        self.thread.close()
         self._database.close()
 
     @contextmanager
     def _change(self) -> Iterator[None]:
         """Change the store as a whole, or not at all if the block raises or the process ends."""
-        with self._lock:
+        with self.guard.used():
             before = self._bytes
             self._database.execute("BEGIN IMMEDIATE")
             try:

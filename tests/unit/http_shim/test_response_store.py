@@ -4,8 +4,10 @@ import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 
+from services.common.faults import faulty_parts
 from services.http_shim.stored.response_store import ResponseStore, StoredResponse
 from tokenwire.errors import ServiceError
 
@@ -104,8 +106,26 @@ def test_state_that_can_not_be_written_leaves_the_one_before(tmp_path: Path) -> 
             "CREATE TRIGGER full BEFORE INSERT ON responses WHEN NEW.id = 'a' "
             "BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
         )
-    assert not store.put(stored("a"))
+    with pytest.raises(ServiceError) as refused:
+        store.put(stored("a"))
+    assert refused.value.code is grpc.StatusCode.UNAVAILABLE
     assert store.get("a", "").is_running
     assert [each.id for each in store.interrupted()] == ["a"]
     assert store.put(stored("b", 990))  # the bytes of what failed are not counted
     assert holds(store, "a")
+
+
+def test_removed_file_takes_nothing_until_it_is_put_back(tmp_path: Path) -> None:
+    """What a removed file takes is lost when the server ends."""
+    path = tmp_path / "responses"
+    store = ResponseStore(str(path), 1_000, DAY)
+    store.put(stored("a"))
+    path.rename(tmp_path / "elsewhere")
+    for attempt in (lambda: store.put(stored("b")), lambda: store.get("a", "")):
+        with pytest.raises(ServiceError, match="removed or replaced") as refused:
+            attempt()
+        assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+    assert faulty_parts() == ["responses"]
+    (tmp_path / "elsewhere").rename(path)
+    assert holds(store, "a")
+    assert faulty_parts() == []

@@ -32,6 +32,7 @@ __all__ = [
     "ignored_in_count",
     "ignored_parts",
     "prepare",
+    "previous_response",
     "response_param_of",
     "response_schema_param",
     "to_input_count_request",
@@ -152,6 +153,20 @@ class PreparedResponse(Struct):
     @property
     def has_logprobs(self) -> bool:
         return self.body.top_logprobs is not None or _LOGPROBS in (self.body.include or ())
+
+
+class _Previous(Struct):
+    """The part of a body that says what it continues."""
+
+    previous_response_id: str | None = None
+
+
+def previous_response(encoded: bytes) -> str | None:
+    """Return the id of the response that an encoded body continues; None if it is wrong."""
+    try:
+        return msgspec.json.decode(encoded, type=_Previous).previous_response_id
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None  # the whole body will be refused
 
 
 def prepare(body: ResponseBody, owner: str, context: bytes) -> PreparedResponse:
