@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -126,6 +127,20 @@ def test_engine_that_cannot_restart_is_tried_again_while_the_other_serves(
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert process.returncode == 0
+
+
+def test_services_end_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    """Else a second start would find the ports taken, by services that nobody stops."""
+    ports = free_ports(4)
+    process = _started(ports, tmp_path)
+    ends = [os.pidfd_open(pid) for pid in _children(process.pid)]
+    assert len(ends) == 4
+    process.kill()
+    for end in ends:
+        assert select.select([end], [], [], 120)[0], "a service outlived its supervisor"
+        os.close(end)
+    assert not [port for port in ports if why_unusable("127.0.0.1", port)]
+    process.communicate(timeout=60)
 
 
 def test_no_restart_stops_the_others_with_the_first_that_ends(tmp_path: Path) -> None:
