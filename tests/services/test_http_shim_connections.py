@@ -248,6 +248,38 @@ async def test_http_1_0_client_gets_a_content_length(shim: Shim) -> None:
     assert json.loads(body)["model"] == "m"
 
 
+@pytest.mark.parametrize("version", [b"HTTP/1.1", b"HTTP/1.0"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_ended_its_requests_gets_its_answer(
+    shim: Shim, version: bytes, stream: bool
+) -> None:
+    """`nc -N` and other simple clients close their side of a connection behind the request."""
+    asked = body_of(LONG | {"max_tokens": 64, "n": 1, "stream": stream})
+    async with connected(shim) as client:
+        await client.send(asked.replace(b"HTTP/1.1", version))
+        client.writer.write_eof()
+        answer = await client.reader.read(-1)
+    assert answer.rpartition(b"HTTP/1.")[2].startswith(b"1 200 OK\r\n")
+    assert b'"completion_tokens":64' in answer
+
+
+async def test_client_that_leaves_a_whole_request_is_counted(shim: Shim, stack: Stack) -> None:
+    """An operator would look for the load of the engine in vain among requests of 0 tokens."""
+    named = body_of(LONG).replace(b"\r\n", b"\r\nx-request-id: left\r\n", 1)
+    async with left_early(stack.engine, 16 * 2000), connected(shim) as client:
+        await client.send(named)
+        await watch_load(stack.engine, until=is_busy)
+        client.writer.close()
+        line = await shim.answered("left")
+    assert line["status"] == 499
+    assert line["prompt_tokens"] > 0
+    assert line["completion_tokens"] > 0
+    async with httpx.AsyncClient(base_url=shim.url, timeout=HANG_SECONDS) as http:
+        metrics = (await http.get("/metrics")).text
+    labels = 'model="m",route="/v1/completions",status="499"'
+    assert f"tokenwire_http_requests_total{{{labels}}}" in metrics
+
+
 async def test_idle_keep_alive_connection_outlives_the_stall_time(shim: Shim) -> None:
     """Clients keep connections open for their next request."""
     async with connected(shim) as idle:

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.http_shim.documentation.openapi import document
 from tests.services.shim import running_shim
 from tests.stack import Stack
 from tokenwire.serving.key_file import add_key
@@ -57,6 +58,18 @@ async def test_preflight_needs_no_key(http: httpx.AsyncClient) -> None:
     assert response.headers["x-request-id"]
     other = await http.options("/v1/completions", headers=headers | {"origin": OTHER})
     assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [(path, method) for path, item in document()["paths"].items() for method in item],
+)
+async def test_page_may_call_every_operation(
+    http: httpx.AsyncClient, path: str, method: str
+) -> None:
+    headers = ASKED | {"access-control-request-method": method.upper()}
+    response = await http.options(path, headers=headers)
+    assert response.status_code == 200, response.text
 
 
 async def test_allowed_origin_can_read_answers_streams_and_errors(http: httpx.AsyncClient) -> None:

@@ -50,6 +50,24 @@ async def test_body_with_too_many_values_is_refused(
     assert "the limit is" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/files", "GET, HEAD, POST"),
+        ("/v1/files/file-1", "DELETE, GET, HEAD"),
+        ("/v1/batches", "GET, HEAD, POST"),
+        ("/v1/responses/resp_1", "DELETE, GET, HEAD"),
+        ("/v1/completions", "POST"),
+    ],
+)
+async def test_refused_method_names_all_others(
+    http: httpx.AsyncClient, path: str, methods: str
+) -> None:
+    answer = await http.put(path)
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == methods
+
+
 async def status_of(shim: Shim, head: str) -> int:
     """Send a raw request head, and return the status of the answer."""
     url = httpx.URL(shim.url)

@@ -104,6 +104,13 @@ class OutputCollector(Generic[Delta]):
         assert self.usage is not None
         return self.usage
 
+    async def last_usage(self) -> types_pb2.Usage | None:
+        """Wait for the end of an aborted request; return its usage, None if it failed."""
+        while self.is_open():
+            self.changed.clear()
+            await self.changed.wait()
+        return self.usage
+
     def take(
         self, max_bytes: int
     ) -> tuple[dict[int, list[Delta]], dict[int, completion_pb2.ChoiceFinished]]:

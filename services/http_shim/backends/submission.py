@@ -13,9 +13,12 @@ from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["Submission", "TokenizerChoice"]
 
+_LAST_SECONDS = 5.0
+"""Longest wait for the end of an aborted request"""
 _RETRIED = frozenset({"SESSION_LOST", "DRAINING", "NO_SERVICE", "NOT_KNOWN"})
 """Reasons after which a request continues on another service, or when one is back"""
 
@@ -133,13 +136,28 @@ class Submission:
 
     def cancel(self) -> None:
         """Abort the request; its collector gets no more events."""
+        self._abort()
+        if self._link is not None:
+            self._link.session.detach(self._handle)
+
+    async def cancelled_usage(self) -> types_pb2.Usage | None:
+        """Abort the request; return the tokens that it used, None if its service does not say."""
+        self._abort()
+        if self._link is None:
+            return None
+        try:
+            async with asyncio.timeout(_LAST_SECONDS):
+                return await self._collector.last_usage()
+        except TimeoutError:
+            self._link.session.detach(self._handle)
+            return None
+
+    def _abort(self) -> None:
         self._cancelled = True
         if self._images is not None:
             self._services.kept_images.drop(self._images)
         if self._retry is not None:
             self._retry.cancel()
-        if self._link is not None:
-            self._link.session.detach(self._handle)
         self._send(completion_pb2.SessionCommand(cancel=completion_pb2.Cancel()))
 
     def _count_loss(self) -> None:

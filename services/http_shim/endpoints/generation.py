@@ -80,6 +80,7 @@ from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
 from services.http_shim.images.request_images import RequestImages
 from services.http_shim.stored.response_store import ResponseStore, StoredResponse
 from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
     "CHAT",
@@ -236,7 +237,9 @@ class GenerationEndpoint(Generic[Body, Delta]):
                                 response = await answer.whole()
                                 await response(scope, receive, send)
                 finally:
-                    if collector.is_open():
+                    if collector.gone and not body.stream:
+                        answer.count_tokens(await submission.cancelled_usage())
+                    elif collector.is_open():
                         submission.cancel()
                     if body.stream:
                         answer.count_unsent_tokens()
@@ -334,16 +337,21 @@ class _Answer(Generic[Delta]):
 
     async def whole(self) -> Response:
         """Wait for the end of the request, and return the answer as one JSON object."""
-        usage = await self.collector.completed()
         accepted = await self._admitted()
-        self.exchange.prompt_tokens = usage.prompt_tokens
-        self.exchange.completion_tokens = usage.completion_tokens
+        usage = await self.collector.completed()
+        self.count_tokens(usage)
         is_large = self._output_bytes() >= _INLINE
         encoded = await self.format.answer(self.collector, accepted, usage, is_large=is_large)
         used = usage.prompt_tokens + usage.completion_tokens
         return Response(
             encoded, headers={"x-tokens-used": str(used)}, media_type="application/json"
         )
+
+    def count_tokens(self, usage: types_pb2.Usage | None) -> None:
+        """Count the tokens of a request that ended, also one that its client left."""
+        if usage is not None:
+            self.exchange.prompt_tokens = usage.prompt_tokens
+            self.exchange.completion_tokens = usage.completion_tokens
 
     def count_unsent_tokens(self) -> None:
         """Count the tokens that were generated but not sent before the client left."""

@@ -17,7 +17,7 @@ from services.common.contract import MAX_SEQUENCES
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.generation import watch_for_disconnect
-from services.http_shim.errors import client_field_names
+from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.formats.completion_responses import CompletionFormatter
 from services.http_shim.formats.request_bodies import MultiCompletionBody, parse
 from services.http_shim.http.access import assign_model, charged, reserve
@@ -98,10 +98,11 @@ class MultiCompletion:
             charged(exchange, await reserve(exchange, *[part.request for part in parts])),
             self._gate.entered(*collectors),
         ):
-            choices = await _complete_all(parts, collectors, exchange, receive)
+            try:
+                choices = await _complete_all(parts, collectors, exchange, receive)
+            finally:
+                exchange.model = _one_model(parts, collectors)
             usage = _total(choices)
-            answering = {choice.model for choice in choices}
-            exchange.model = answering.pop() if len(answering) == 1 else ""
             exchange.prompt_tokens = usage.prompt_tokens
             exchange.completion_tokens = usage.completion_tokens
             await _response(choices, usage)(scope, receive, send)
@@ -142,6 +143,16 @@ def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.CompleteRe
     )
 
 
+def _one_model(parts: list[_Part], collectors: list[_Collector]) -> str:
+    """Return the name of the model that took all admitted parts, "" for none or several."""
+    answering = {
+        part.model.id or collector.accepted.model
+        for part, collector in zip(parts, collectors, strict=True)
+        if collector.accepted is not None
+    }
+    return answering.pop() if len(answering) == 1 else ""
+
+
 async def _complete_all(
     parts: list[_Part], collectors: list[_Collector], exchange: Exchange, receive: Receive
 ) -> list[ModelChoice]:
@@ -155,7 +166,11 @@ async def _complete_all(
         ]
         for task in tasks:
             cleanup.callback(task.cancel)
-        return await asyncio.gather(*tasks)
+        try:
+            return await asyncio.gather(*tasks)
+        except ClientGoneError:
+            await asyncio.wait(tasks)  # each counts the tokens that it used
+            raise
 
 
 async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> ModelChoice:
@@ -167,6 +182,12 @@ async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> M
         try:
             with client_field_names(_param_of):
                 usage = await collector.completed()
+        except ClientGoneError:
+            cut = await submission.cancelled_usage()
+            if cut is not None:
+                exchange.prompt_tokens += cut.prompt_tokens
+                exchange.completion_tokens += cut.completion_tokens
+            raise
         finally:
             if collector.is_open():
                 submission.cancel()

@@ -118,8 +118,8 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
         ):
             asking = api.ask(backend, request, exchange.tenant, priority, body.timeout)
             answer = await call.result_of(asking, receive)
-        exchange.model = served.id or answer.model
-        exchange.prompt_tokens = answer.usage.prompt_tokens
+            exchange.model = served.id or answer.model
+            exchange.prompt_tokens = answer.usage.prompt_tokens
         made = partial(api.to_answer, body, answer, exchange.model, exchange.request_id)
         # numbers of a large answer take long to write
         response = await asyncio.to_thread(lambda: json_response(made()))

@@ -40,7 +40,7 @@ def cors(origins: Sequence[str]) -> Middleware:
     return Middleware(
         CORSMiddleware,
         allow_origins=origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=_EXPOSED_HEADERS,
     )

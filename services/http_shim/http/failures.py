@@ -6,6 +6,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.http_shim.errors import (
@@ -81,9 +82,18 @@ async def _on_http(request: Request, error: HTTPException) -> Response:
     path = request.scope["path"]
     if error.status_code == 405:
         message, code = f"{path} does not support {request.method}.", "method_not_allowed"
-    else:
-        message, code = f"The path {path} does not exist.", "not_found"
-    return _other(request, error.status_code, message, code, dict(error.headers or {}))
+        return _other(request, 405, message, code, {"allow": ", ".join(_methods_of(request))})
+    return _other(request, error.status_code, f"The path {path} does not exist.", "not_found")
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods of a path; each is a route of its own, and Starlette names only one's."""
+    matching = (
+        route.methods or set()
+        for route in request.app.routes
+        if route.matches(request.scope)[0] is not Match.NONE
+    )
+    return sorted(set().union(*matching))
 
 
 def _other(

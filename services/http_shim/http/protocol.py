@@ -8,6 +8,7 @@ The class relies on undocumented parts of uvicorn, tested with 0.40 to 0.54:
 - `cycle` is the latest request, with `response_started`, `response_complete` and `keep_alive`;
   clearing the last closes the connection after the response. The application learns of
   `disconnected` by `message_event`. `url`, `headers` and `scope` belong to the latest head.
+- `eof_received` does nothing, so that asyncio closes the connection.
 - `app` answers. The cycle chooses chunked encoding when the response starts, unless
   `chunked_encoding` is set. Without chunks it sends `expected_content_length` more bytes.
 - `flow` says whether reading or writing is paused, and resumes reading. Nothing is written while
@@ -18,6 +19,7 @@ The class relies on undocumented parts of uvicorn, tested with 0.40 to 0.54:
 import asyncio
 import logging
 import math
+import socket
 from collections.abc import Iterable
 from http import HTTPStatus
 from typing import ClassVar, cast
@@ -36,6 +38,8 @@ __all__ = ["protocol_class"]
 _LOG = logging.getLogger("connection")
 _MAX_HEAD_BYTES = 64 * 1024
 _CHECKS_PER_STALL = 4  # a stall is noticed at most a quarter too late
+_INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+_FIRST_LOOK, _LAST_LOOK = 0.05, 10.0  # seconds between looks for a reset, ever longer
 _FRAMING = (b"content-length", b"transfer-encoding")  # headers that define the end of a body
 
 
@@ -67,6 +71,37 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio takes True to keep it open
+        """Keep the connection if an answer is due: the client may only have ended its requests."""
+        has_tls = self.transport.get_extra_info("sslcontext") is not None  # can't be half closed
+        if has_tls or not self._is_answering():
+            return False
+        self.cycle.keep_alive = False
+        self._send_interim()
+        self._look_for_reset(_FIRST_LOOK)
+        return True
+
+    def _send_interim(self) -> None:
+        """Make the system of a client that is gone reset the connection.
+
+        Nothing else tells it from a client that waits. HTTP/1.0 has no interim answers.
+        """
+        scope = cast(Scope, self.scope)
+        if not self.cycle.response_started and scope["http_version"] != "1.0":
+            self.transport.write(_INTERIM)
+
+    def _look_for_reset(self, pause: float) -> None:
+        """Abort a half-closed connection once it is reset: asyncio reads it no more."""
+        if self.transport.is_closing() or self.cycle.response_complete:
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if pause >= _LAST_LOOK:
+            self._send_interim()
+        self.loop.call_later(pause, self._look_for_reset, min(2 * pause, _LAST_LOOK))
 
     def data_received(self, data: bytes) -> None:
         if self._drops_input:
