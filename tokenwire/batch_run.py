@@ -46,7 +46,13 @@ _BEGIN = '{"custom_id": '
 
 
 class InputError(Exception):
-    """An input or output file that can't be used. The message is a sentence."""
+    """An input or output file that can't be used. The message is its path and the problem."""
+
+    def __init__(self, path: Path, problem: str, line: int | None = None) -> None:
+        """problem: a sentence without capital and period. line: number of the line at fault."""
+        super().__init__(f"{path}: {problem}.")
+        self.problem = problem
+        self.line = line
 
 
 class NotReachedError(Exception):
@@ -178,7 +184,7 @@ class BatchRun:
                         kept.write(line)
             except ValueError:  # not UTF-8, or no line of a batch
                 part.unlink()
-                raise InputError(f"{self._target} has lines that no batch wrote.") from None
+                raise InputError(self._target, "there are lines that no batch wrote") from None
         os.replace(part, self._target)
         return done, sizes
 
@@ -233,12 +239,13 @@ class BatchRun:
                     count += bool(line.strip())
                     if len(line) > self._longest:
                         why = f"line {number} has more than {self._longest:,} characters"
-                        raise InputError(f"{self._source}: {why}.")
+                        raise InputError(self._source, why, number)
                     if self._most_lines is not None and number > self._most_lines:
-                        why = f"it has more than {self._most_lines:,} lines"
-                        raise InputError(f"{self._source}: {why}.")
-            except UnicodeDecodeError:
-                raise InputError(f"{self._source} is not UTF-8.") from None
+                        why = f"there are more than {self._most_lines:,} lines"
+                        raise InputError(self._source, why, number)
+            except UnicodeDecodeError as error:  # in the part of the file that was read ahead
+                number += 1 + error.object.count(b"\n", 0, error.start)
+                raise InputError(self._source, f"line {number} is not UTF-8", number) from None
         return count
 
     async def _answer(self, send: Send, request: _Request) -> str:
@@ -369,8 +376,9 @@ def _answered(line: str) -> tuple[str, int]:
 
 
 def _opened(path: Path, mode: str) -> TextIO:
+    encoding = "utf-8-sig" if mode == "r" else "utf-8"  # some editors begin files with a BOM
     try:
-        file: TextIO = path.open(mode, encoding="utf-8")  # type: ignore[assignment]
+        file: TextIO = path.open(mode, encoding=encoding)  # type: ignore[assignment]
     except OSError as error:
-        raise InputError(f"{path}: {os.strerror(error.errno or 0)}.") from None
+        raise InputError(path, os.strerror(error.errno or 0)) from None
     return file

@@ -55,7 +55,7 @@ async def http(shim: Shim) -> AsyncIterator[httpx.AsyncClient]:
 async def started(
     client: AsyncOpenAI, lines: Sequence[str], endpoint: Any = "/v1/completions"
 ) -> Batch:
-    content = "".join(f"{each}\n" for each in lines).encode()
+    content = "".join(f"{each}\n" for each in lines).encode(errors="surrogateescape")
     file = await client.files.create(file=("in.jsonl", content), purpose="batch")
     return await client.batches.create(
         input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"for": "test"}
@@ -343,6 +343,28 @@ async def test_page_after_an_unknown_id_is_refused(http: httpx.AsyncClient) -> N
             assert answer.json()["error"]["param"] == param
 
 
+async def test_list_with_a_limit_above_the_most_has_what_there_is(client: AsyncOpenAI) -> None:
+    batch = await ended(client, await started(client, [line("a")]))
+    assert (await client.batches.list(limit=5_000)).data[0].id == batch.id
+    listed = await client.files.list(limit=10_000)
+    assert batch.input_file_id in {each.id for each in listed.data}
+
+
+async def test_byte_order_mark_is_no_part_of_the_first_line(client: AsyncOpenAI) -> None:
+    batch = await ended(client, await started(client, ["\ufeff" + line("a"), line("b")]))
+    assert (await answers(client, batch.output_file_id)).keys() == {"a", "b"}
+
+
+async def test_file_that_is_not_utf_8_fails_with_its_line_and_no_path(
+    client: AsyncOpenAI,
+) -> None:
+    batch = await ended(client, await started(client, [*map(line, map(str, range(200))), "\udcff"]))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    [error] = batch.errors.data or []
+    assert (error.line, error.message) == (201, "Line 201 is not UTF-8.")
+
+
 async def test_file_of_too_many_lines_fails_and_others_go_on(client: AsyncOpenAI) -> None:
     """Lines that can't be sent take no time that streams need."""
     too_many = await started(client, ["0"] * 49_000 + [""] * 2_000)
@@ -350,7 +372,8 @@ async def test_file_of_too_many_lines_fails_and_others_go_on(client: AsyncOpenAI
     assert batch.status == "failed"
     assert batch.errors is not None
     assert batch.errors.data is not None
-    assert "more than 50,000 lines" in (batch.errors.data[0].message or "")
+    [error] = batch.errors.data
+    assert (error.line, error.message) == (50_001, "There are more than 50,000 lines.")
     bad = await ended(client, await started(client, ["0"] * 2_000 + [line("a")]))
     assert bad.request_counts is not None
     assert (bad.request_counts.completed, bad.request_counts.failed) == (1, 2_000)

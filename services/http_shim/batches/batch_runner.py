@@ -169,6 +169,7 @@ class BatchRunner:
         run = self._new_run(batch)
         status: BatchStatus = "completed"
         problem = reason = ""
+        line: int | None = None
         try:
             if batch.status == "in_progress":
                 self._account_of(batch.account)  # raises if the key is gone
@@ -177,7 +178,8 @@ class BatchRunner:
         except TimeoutError:
             status = "expired"
         except InputError as error:
-            status, problem, reason = "failed", str(error), "INVALID_FILE"
+            status, reason, line = "failed", "INVALID_FILE", error.line
+            problem = f"{error.problem[:1].upper()}{error.problem[1:]}."
         except StoreUnavailableError:
             raise
         except ServiceError as error:
@@ -185,7 +187,7 @@ class BatchRunner:
         except Exception:
             _LOG.exception("batch %s failed", batch.id)
             status, problem = "failed", "The server failed; its log has the details."
-        return _Outcome(run.summary.total, status, problem, reason)
+        return _Outcome(run.summary.total, status, problem, reason, line)
 
     async def _end(self, batch: StoredBatch, outcome: "_Outcome") -> None:
         """Keep the end of a batch with its files, then remove its output.
@@ -201,6 +203,7 @@ class BatchRunner:
                 status=outcome.status,
                 problem=outcome.problem,
                 reason=outcome.reason,
+                line=outcome.line,
                 ended=int(time.time()),
                 total=max(outcome.total, now.total),
             )
@@ -304,6 +307,8 @@ class _Outcome:
     """Why it failed"""
     reason: str = ""
     """Reason of that error"""
+    line: int | None = None
+    """Line of its input at fault"""
 
 
 class _Output:

@@ -147,7 +147,7 @@ def _object(batch: StoredBatch) -> BatchObject:
     errors = None
     if batch.problem:
         code = batch.reason.lower() or "batch_failed"
-        error = {"code": code, "message": batch.problem, "line": None, "param": None}
+        error = {"code": code, "message": batch.problem, "line": batch.line, "param": None}
         errors = {"object": "list", "data": [error]}
     return BatchObject(
         id=batch.id,

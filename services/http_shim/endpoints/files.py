@@ -23,6 +23,7 @@ __all__ = ["DeletedFile", "FileList", "FileObject", "Files"]
 _PURPOSES = ("batch", "user_data")
 """Lines of a batch, or a document that a prompt names"""
 _MOST_NAME = 256
+_MOST_LISTED = 1_000
 _PIECE = 1 << 20
 _MOST_UPLOADS = 4
 _FIELDS = 16
@@ -115,10 +116,8 @@ class Files:
     async def all(self, request: Request) -> Response:
         """List the caller's files, the newest first unless the query says otherwise."""
         owner, query = exchange_of(request.scope).owner, request.query_params
-        listed = self._store.thread.run(
-            self._store.files, owner, page_of(query), query.get("purpose")
-        )
-        files, has_more = await listed
+        page, purpose = page_of(query, _MOST_LISTED), query.get("purpose")
+        files, has_more = await self._store.thread.run(self._store.files, owner, page, purpose)
         return json_response(FileList(list(map(_object, files)), has_more))
 
     async def one(self, request: Request) -> Response:

@@ -111,6 +111,8 @@ class StoredBatch:
     """Why it failed"""
     reason: str = ""
     """Reason of that error"""
+    line: int | None = None
+    """Line of its input at fault"""
 
     @property
     def owner(self) -> str:
