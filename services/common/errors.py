@@ -1,5 +1,7 @@
 """Errors common to all services, and their way to the caller of an RPC."""
 
+import errno
+import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -7,12 +9,38 @@ import grpc
 
 from tokenwire.errors import DETAILS_KEY, ServiceError
 
-__all__ = ["abort", "cut_stalled", "draining_error", "internal_error"]
+__all__ = ["abort", "cut_stalled", "draining_error", "internal_error", "out_of_resources"]
+
+_LACKS = {
+    *(errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT),
+}
+_NO_THREAD = "can't start new thread"
 
 
 def internal_error() -> ServiceError:
-    """Return the error for a defect of the server, without its details."""
-    return ServiceError(grpc.StatusCode.INTERNAL, "INTERNAL", "The server failed; see its log.")
+    """Return the error for the exception that is being handled, without its details.
+
+    It is a defect of the server, unless the machine lacks something.
+    """
+    lack = out_of_resources(sys.exception())
+    defect = "INTERNAL", "The server failed; see its log."
+    return lack or ServiceError(grpc.StatusCode.INTERNAL, *defect)
+
+
+def out_of_resources(error: BaseException | None) -> ServiceError | None:
+    """Return UNAVAILABLE if the machine lacked something that it may have later, else None."""
+    if not (
+        (isinstance(error, OSError) and error.errno in _LACKS)
+        or isinstance(error, MemoryError)
+        or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
+    ):
+        return None
+    return ServiceError(
+        grpc.StatusCode.UNAVAILABLE,
+        "OUT_OF_RESOURCES",
+        "The server has no process, thread, file, memory or disk left for the request; try again.",
+        retry_seconds=1,
+    )
 
 
 def draining_error() -> ServiceError:

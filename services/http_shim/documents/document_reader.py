@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,17 +85,23 @@ class DocumentReader:
             except TimeoutError:
                 raise documents_busy() from None
             try:
-                kind, text = await self._run(data)
+                read = await self._run(data) or await self._run(data)
             finally:
                 self._places.release()
         finally:
             self._waiting -= 1
+        if read is None:
+            raise _reader_lost()
+        kind, text = read
         if kind != "text":
             raise invalid(param, f"{param}: the PDF {text}.", reason="UNREADABLE_PDF")
         return text
 
-    async def _run(self, data: bytes) -> tuple[str, str]:
-        """Return what the program writes: "text" or "problem", and the one or the other."""
+    async def _run(self, data: bytes) -> tuple[str, str] | None:
+        """Return what the program writes: "text" or "problem", and the one or the other.
+
+        None = another process killed it, or the machine ran out of memory.
+        """
         limits = self._limits
         numbers = (limits.pages, limits.characters, limits.seconds, limits.memory)
         process = await asyncio.create_subprocess_exec(
@@ -114,12 +121,21 @@ class DocumentReader:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+        if process.returncode == -signal.SIGKILL:
+            _LOG.warning("the reader of a PDF was killed")
+            return None
         if process.returncode != 0:  # the system ended it
             end = errors[-1000:].decode(errors="replace")
             _LOG.warning("a PDF ended its reader with %s: %s", process.returncode, end)
             return "problem", "takes too much time or memory to read"
         kind, _, text = output.decode().partition("\n")
         return kind, text
+
+
+def _reader_lost() -> ServiceError:
+    message = "The process that reads the PDF was killed, twice; try again."
+    code = grpc.StatusCode.UNAVAILABLE
+    return ServiceError(code, "DOCUMENT_READER_LOST", message, retry_seconds=5)
 
 
 def documents_busy() -> ServiceError:

@@ -31,7 +31,8 @@ def main() -> None:
     data = sys.stdin.buffer.read()
     os.nice(10)  # streams go first
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    # the soft limit sends SIGXCPU first: SIGKILL then means that another process ended this one
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     try:
         kind, text = "text", _text(data, most_pages, most_characters)

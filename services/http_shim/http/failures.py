@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.common.errors import out_of_resources
 from services.http_shim.errors import (
     INTERNAL,
     BodyTooLargeError,
@@ -52,11 +53,14 @@ class FailureMiddleware:
             await self._app(scope, receive, send)
         except ClientGoneError:
             raise
-        except Exception:
+        except Exception as error:
             _LOG.exception("unexpected failure")
             exchange_of(scope).span.fail("INTERNAL")
             if exchange_of(scope).status:
                 raise  # the response has started: only a broken connection shows the failure
+            if (lack := out_of_resources(error)) is not None:
+                await error_response(scope, lack)(scope, receive, send)
+                return
             await _shaped(scope, internal_error(), INTERNAL)(scope, receive, send)
 
 

@@ -1,6 +1,7 @@
 """Text of documents, and PDFs that a reader must survive."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -69,6 +70,31 @@ async def test_pdf_that_fills_the_memory_is_given_up() -> None:
     large = pdf_of_stream(b"0" * (60 * 2**20))
     assert "no text" in await problem(large)
     assert "too much memory" in await problem(large, limits=DocumentLimits(memory=128 * 2**20))
+
+
+@pytest.mark.parametrize(
+    ("kills", "expected"), [(1, "Hello"), (2, "UNAVAILABLE DOCUMENT_READER_LOST")]
+)
+async def test_killed_reader_is_no_fault_of_the_pdf(
+    kills: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is repeated; a client may repeat what was killed twice."""
+    start, left = asyncio.create_subprocess_exec, kills
+
+    async def killed(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        nonlocal left
+        process = await start(*arguments, **options)
+        if left:
+            left -= 1
+            process.kill()
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", killed)
+    try:
+        found = await text(pdf("Hello"))
+    except ServiceError as error:
+        found = f"{error.code.name} {error.reason}"
+    assert found == expected
 
 
 async def test_more_pdfs_than_may_wait_are_refused() -> None:
