@@ -377,6 +377,48 @@ async def test_malformed_http_gets_a_json_error_with_request_id(shim: Shim, sent
         assert logged["status"] in (400, 499)
 
 
+_BODY = b"14\r\n" + b" " * 20 + b"\r\n0\r\n\r\n"
+_TE = b"transfer-encoding: "
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        POST + b"content-length: 4\r\n" + _TE + b"chunked\r\n\r\n" + _BODY,
+        POST + _TE + b"chunked\r\ncontent-length: 4\r\n\r\n" + _BODY,
+        POST + b"content-length: 20\r\ncontent-length: 0\r\n\r\n" + b" " * 20,
+        POST + b"content-length: 20, 20\r\n\r\n" + b" " * 20,
+        POST + b"content-length: +20\r\n\r\n" + b" " * 20,
+        POST + _TE + b"gzip, chunked\r\n\r\n" + _BODY,
+        POST + _TE + b"chunked, identity\r\n\r\n" + _BODY,
+        POST + _TE + b"chunked\r\n" + _TE + b"chunked\r\n\r\n" + _BODY,
+        POST + _TE + b"\x0bchunked\r\n\r\n" + _BODY,
+        POST + b"transfer-encoding : chunked\r\n\r\n" + _BODY,
+        POST + _TE + b"\r\n chunked\r\n\r\n" + _BODY,
+        POST.replace(b"1.1", b"1.0") + _TE + b"chunked\r\n\r\n" + _BODY,
+        GET.replace(b"1.1", b"2.0") + b"\r\n",
+        GET + b"x-a: b\r\n content-length: 20\r\n\r\n" + b" " * 20,
+        GET + b"x-a: b\ncontent-length: 20\r\n\r\n" + b" " * 20,
+        GET + b"x-a: b\rcontent-length: 20\r\n\r\n" + b" " * 20,
+        GET.replace(b"\r\n", b"\n") + b"\n",
+        CHUNKED + b"14;a\n" + b" " * 20 + b"\r\n0\r\n\r\n",
+        CHUNKED + b"0x14\r\n" + b" " * 20 + b"\r\n0\r\n\r\n",
+        CHUNKED + b"14\n" + b" " * 20 + b"\n0\n\n",
+        CHUNKED + b"14\r\n" + b" " * 20 + b"0\r\n\r\n",
+        CHUNKED + b"10000000000000014\r\n" + b" " * 20 + b"\r\n0\r\n\r\n",
+    ],
+)
+async def test_request_that_a_proxy_may_read_otherwise_is_refused_and_ends_the_connection(
+    shim: Shim, sent: bytes
+) -> None:
+    """What follows would be a request of another client, with that client's key."""
+    async with connected(shim) as client:
+        await client.send(sent + GET + b"\r\n")
+        received = await client.reader.read()
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert received.startswith(b"HTTP/1.1 400 ")
+
+
 async def test_malformed_request_keeps_its_request_id(shim: Shim) -> None:
     async with connected(shim) as client:
         await client.send(GET + b"x-request-id: mine\r\ncontent-length: x\r\n\r\n")

@@ -142,12 +142,22 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._undelivered > _MAX_HEAD_BYTES and self._head_bytes() > _MAX_HEAD_BYTES:
             raise ValueError("the head is too large")
+        self._require_certain_end()
         has_chunks = self.parser.get_http_version() == "1.1"
         self.app = self._answer_with_trailers if has_chunks else self._answer_without_chunks
         super().on_headers_complete()
         self._in_head = False
         self._undelivered = 0
         self._offers_upgrade = self.parser.should_upgrade() and bool(self._framing())
+
+    def _require_certain_end(self) -> None:
+        """Refuse a head that a proxy may read otherwise: it would see other requests behind it."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise ValueError("another version of HTTP")
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (version == "1.0" or [each.lower() for each in codings] != [b"chunked"]):
+            raise ValueError("a transfer coding besides chunked, or with HTTP/1.0")
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
