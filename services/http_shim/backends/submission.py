@@ -1,12 +1,14 @@
 """One completion or chat, on one tokenizer service after the other if they are lost."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
 
 from services.common.accounts.account import GenerationRequest
+from services.common.errors import internal_error
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
 from services.http_shim.images.kept_images import KeptImages
@@ -17,6 +19,7 @@ from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["Submission", "TokenizerChoice"]
 
+_LOG = logging.getLogger("submission")
 _LAST_SECONDS = 5.0
 """Longest wait for the end of an aborted request"""
 _RETRIED = frozenset({"SESSION_LOST", "DRAINING", "NO_SERVICE", "NOT_KNOWN"})
@@ -218,7 +221,11 @@ class Submission:
         except ServiceError as refusal:
             self._fail(refusal)
         else:
-            self._submit()
+            try:
+                self._submit()
+            except Exception:  # the client would wait for ever
+                _LOG.exception("a request could not be submitted again")
+                self._fail(internal_error())
 
 
 def _not_resumable(error: ServiceError) -> ServiceError:

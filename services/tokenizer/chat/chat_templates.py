@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.background import keep_running
 from services.common.contract import MAX_TEMPLATE_JSON, REASONING_EFFORTS
 from services.common.json_values import Json
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
@@ -38,6 +39,8 @@ from tokenwire.pb.completion.v1 import completion_pb2
 __all__ = ["ChatPrompt", "ChatTemplates", "RenderedChat"]
 
 _LOG = logging.getLogger("chat")
+_PROBE_SECONDS = 60.0
+"""Time for which a chat waits for the probe of the templates"""
 _INLINE_SIZE = 4_096  # bytes or characters; larger inputs are processed in a thread
 _MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation, like the limit of rendered text
 _ARGUMENTS = "template_arguments_json"
@@ -144,7 +147,7 @@ class ChatTemplates:
 
     def start(self) -> None:
         """Start to probe the templates; `render` waits for the result."""
-        self._probing = asyncio.ensure_future(self._probe())
+        self._probing = keep_running("chat_templates", self._probe)
 
     async def stop(self) -> None:
         """End the render process."""
@@ -203,7 +206,7 @@ class ChatTemplates:
         without any. Raises as `check_text`, `Renderer.render` and `ImageExpander.place_in_chat`.
         """
         assert self._probing is not None, "start was not called"
-        await asyncio.shield(self._probing)
+        await self._until_probed(self._probing)
         is_large = prompt.size > _INLINE_SIZE
         job, image = await asyncio.to_thread(self._job, prompt) if is_large else self._job(prompt)
         rendering = await self._renderer.render(job)
@@ -261,11 +264,25 @@ class ChatTemplates:
             frame=frame,
         )
 
+    async def _until_probed(self, probing: "asyncio.Future[None]") -> None:
+        """Wait for the probe, which starts again when it fails. Raises UNAVAILABLE."""
+        if probing.done():
+            return
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                await asyncio.shield(probing)
+        except TimeoutError:
+            message = "The server can't read the model's chat template now; see its log."
+            code = grpc.StatusCode.UNAVAILABLE
+            raise ServiceError(code, "NO_RENDERER", message, retry_seconds=5) from None
+
     async def _probe(self) -> None:
         for name, source in self._vocabulary.chat_templates.items():
             try:
                 facts = await probe_template(self._renderer, name, source, self._image_mark)
             except ServiceError as error:
+                if error.code is grpc.StatusCode.UNAVAILABLE:
+                    raise  # the template is not at fault
                 _LOG.warning("the chat template %s refuses messages: %s", name, error.message)
                 facts = TemplateFacts()
             self._facts[name] = facts

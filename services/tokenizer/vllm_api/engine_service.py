@@ -154,7 +154,8 @@ class VllmEngine(VllmEngineServicer):
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         """Stream the tokenizer's files as a zip archive."""
-        if self._bundle is None:
+        has_failed = self._bundle is not None and self._bundle.done() and self._bundle.exception()
+        if self._bundle is None or has_failed:
             packing = asyncio.to_thread(pack_tokenizer, self._model.directory)
             self._bundle = asyncio.ensure_future(packing)
         bundle = await asyncio.shield(self._bundle)

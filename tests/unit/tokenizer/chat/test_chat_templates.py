@@ -1,7 +1,9 @@
 """Chat templates: prompts equal those of transformers for every form of template."""
 
 import asyncio
+import errno
 import json
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -350,6 +352,25 @@ async def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
         "NO_CHAT_TEMPLATE",
     )
     await templates.stop()
+
+
+async def test_templates_are_probed_again_after_a_start_without_a_free_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every later chat would fail, or be rendered as if the template refused all messages."""
+    start, failures = asyncio.create_subprocess_exec, 2
+
+    async def started(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+    async with _started(tmp_path, "{{ messages[0].content }}") as templates:
+        assert (await templates.render(_prompt(_says("user", "a")))).text == "a"
+    assert not failures
 
 
 def test_broken_template_is_refused_at_start(tmp_path: Path) -> None:
