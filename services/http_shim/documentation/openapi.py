@@ -59,7 +59,8 @@ _HEADERS: Mapping[str, str] = {
     "x-request-id": "Id of the request in every log; the client's own if it sent a valid one.",
     "x-tokens-used": "Tokens of prompt and output; a trailer of a streamed answer.",
     "x-tokenwire-ignored": "Everything that was ignored: paths of unknown fields, paths of schema "
-    "keywords that are not enforced, and names of headers.",
+    "keywords that are not enforced, roles of messages that the chat template takes elsewhere, "
+    "names of headers.",
     "retry-after": "Seconds after which a retry makes sense.",
     "x-ratelimit-limit-requests": "Requests per minute of the API key.",
     "x-ratelimit-remaining-requests": "Requests that the API key has left.",

@@ -93,10 +93,12 @@ def param_of(path: str, body: GenerationBody) -> str:
 
 
 def schema_param(path: str, body: GenerationBody) -> str:
-    """Return the client's name of a path into a schema.
+    """Return the client's name of a path into a schema or a message.
 
     "tools[0].parameters_json.items" becomes "tools[0].function.parameters.items".
     """
+    if path.startswith("messages["):
+        return path
     if path.startswith("tools["):
         return tool_schema_param(path, body.tools, body.tool_choice)
     _, _, place = path.split(".", 2)  # after "grammar" and its kind

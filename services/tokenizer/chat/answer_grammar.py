@@ -11,8 +11,9 @@ from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-_MOST_IGNORED = 100  # paths
-__all__ = ["AnswerFormat", "AnswerGrammar", "build_answer_grammar", "forces_calls"]
+__all__ = ["MOST_IGNORED", "AnswerFormat", "AnswerGrammar", "build_answer_grammar", "forces_calls"]
+
+MOST_IGNORED = 100  # paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def build_answer_grammar(
     ignored = [
         *(unenforced_in(request.grammar, "grammar") if has_content else ()),
         *unenforced_in_tools(tools),
-        *grammar.ignored[:_MOST_IGNORED],
+        *grammar.ignored[:MOST_IGNORED],
     ]
     spec = grammar.finish(message)
     if has_content and request.grammar.HasField("json_whitespace"):

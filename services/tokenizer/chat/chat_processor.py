@@ -10,7 +10,11 @@ from services.tokenizer.chat.answer.call_parts import Parameters
 from services.tokenizer.chat.answer.content_tokens import ContentTokens
 from services.tokenizer.chat.answer.message import ChatMessage
 from services.tokenizer.chat.answer.reasoning_tokens import ReasoningTokens
-from services.tokenizer.chat.answer_grammar import build_answer_grammar, forces_calls
+from services.tokenizer.chat.answer_grammar import (
+    MOST_IGNORED,
+    build_answer_grammar,
+    forces_calls,
+)
 from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates, RenderedChat
 from services.tokenizer.chat.dropped_messages import KeptMessages, shorter_conversations
 from services.tokenizer.completion.choice import ChoiceOutput
@@ -153,7 +157,9 @@ class ChatProcessor:
             else:
                 fits = len(rendered.ids) <= most
             if fits:
-                found = self._request, rendered, shown
+                indices = [*ways[place].indices(len(whole.messages))]
+                moved = [indices[index] for index in rendered.moved]
+                found = self._request, replace(rendered, moved=moved), shown
                 high = place - 1
             else:
                 low = place + 1
@@ -215,10 +221,12 @@ class ChatProcessor:
             self._message(state, tools, hidden, table.pieces, "" if index in resumed else echo)
             for index in range(request.n if request.HasField("n") else 1)
         ]
+        moved = [f"messages[{index}].role" for index in rendered.moved]
         if grammar is not None:
             plan = replace(plan, remap_error=grammar.remap_error, ignored=grammar.ignored)
         return replace(
             plan,
+            ignored=[*moved, *plan.ignored][:MOST_IGNORED],
             table=table,
             begins_text=not request.continue_last_message,
             # scores of content that is held back are sent later than its ids

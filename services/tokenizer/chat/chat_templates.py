@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -15,10 +15,16 @@ from services.tokenizer.chat.answer.call_parts import Parameters
 from services.tokenizer.chat.answer.harmony_parser import HarmonyParser
 from services.tokenizer.chat.answer.message_parser import MessageParser, PlainText, SegmentKind
 from services.tokenizer.chat.answer.response_parser import ResponseParser
-from services.tokenizer.chat.answer.tool_formats import detect_reasoning_format, detect_tool_format
+from services.tokenizer.chat.answer.tool_formats import (
+    ReasoningFormat,
+    ToolFormat,
+    detect_reasoning_format,
+    detect_tool_format,
+)
 from services.tokenizer.chat.answer_grammar import AnswerFormat
 from services.tokenizer.chat.template.arguments import read_arguments
 from services.tokenizer.chat.template.control_tokens import ControlTokens
+from services.tokenizer.chat.template.fitted_conversation import fit_conversation
 from services.tokenizer.chat.template.render_protocol import RenderJob
 from services.tokenizer.chat.template.renderer import Renderer
 from services.tokenizer.chat.template.template_messages import (
@@ -45,6 +51,7 @@ _INLINE_SIZE = 4_096  # bytes or characters; larger inputs are processed in a th
 _MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation, like the limit of rendered text
 _ARGUMENTS = "template_arguments_json"
 _THINKING_SWITCHES = ("enable_thinking", "thinking")  # Qwen, GLM; DeepSeek, Granite
+_TOOL_TEMPLATE = "tool_use"
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _WITHIN = {
     ReasoningState.NONE: SegmentKind.CONTENT,
@@ -103,6 +110,8 @@ class RenderedChat:
     ids: Sequence[int]
     images: ImagePrompt | None
     """The prompt with its images; None if it has none"""
+    moved: Sequence[int] = ()
+    """Indices of messages that the template got as part of another one, or in another role"""
 
 
 class ChatTemplates:
@@ -127,23 +136,30 @@ class ChatTemplates:
         self._renderer = Renderer(vocabulary.chat_templates, vocabulary.special_names)
         self._facts: dict[str, TemplateFacts] = {}
         templates = vocabulary.chat_templates.values()
-        calls = detect_tool_format(tool_format, templates)
-        reasoning = detect_reasoning_format(reasoning_format, templates)
-        marks = [*calls.marks, *(reasoning.marks if reasoning else ())]
-        token_ids = {mark: vocabulary.ids[mark] for mark in marks if _is_control(mark, vocabulary)}
-        self.answers = AnswerFormat(calls, reasoning, token_ids)
-        self.table = vocabulary.table_with(marks)
-        """Texts of generated tokens, with the marks of calls and reasoning"""
-        self._probing: asyncio.Future[None] | None = None
-        self.turn_end_ids = frozenset(
-            vocabulary.ids[mark] for mark in calls.ends if mark in vocabulary.control_tokens
-        )
+        self._finds_tool_format = tool_format == "auto"
+        self.turn_end_ids: frozenset[int] = frozenset()
         """Ids that end a message of the assistant"""
+        self._set_answers(
+            detect_tool_format(tool_format, templates),
+            detect_reasoning_format(reasoning_format, templates),
+        )
+        self._probing: asyncio.Future[None] | None = None
 
     @property
     def is_available(self) -> bool:
         """True if the checkpoint has any template."""
         return bool(self._vocabulary.chat_templates)
+
+    def _set_answers(self, calls: ToolFormat, reasoning: ReasoningFormat | None) -> None:
+        vocabulary = self._vocabulary
+        marks = [*calls.marks, *(reasoning.marks if reasoning else ())]
+        token_ids = {mark: vocabulary.ids[mark] for mark in marks if _is_control(mark, vocabulary)}
+        self.answers = AnswerFormat(calls, reasoning, token_ids)
+        self.table = vocabulary.table_with(marks)
+        """Texts of generated tokens, with the marks of calls and reasoning"""
+        self.turn_end_ids |= {
+            vocabulary.ids[mark] for mark in calls.ends if mark in vocabulary.control_tokens
+        }
 
     def start(self) -> None:
         """Start to probe the templates; `render` waits for the result."""
@@ -160,7 +176,7 @@ class ChatTemplates:
 
         Raises FAILED_PRECONDITION if the model has no template, INVALID_ARGUMENT for wrong fields.
         """
-        name = prompt.template or DEFAULT_TEMPLATE
+        name = self._template_of(prompt)
         if not self.is_available:
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
@@ -208,23 +224,23 @@ class ChatTemplates:
         assert self._probing is not None, "start was not called"
         await self._until_probed(self._probing)
         is_large = prompt.size > _INLINE_SIZE
-        job, image = await asyncio.to_thread(self._job, prompt) if is_large else self._job(prompt)
-        rendering = await self._renderer.render(job)
+        prepare = asyncio.to_thread(self._prepared, prompt) if is_large else None
+        prepared = await prepare if prepare is not None else self._prepared(prompt)
+        rendering = await self._renderer.render(prepared.job)
 
         def encode() -> RenderedChat:
             parts = self._control_tokens.split(rendering.text, rendering.template_spans)
-            if image:
-                parts = [
-                    (part.replace(image, self._image_text), spelled) for part, spelled in parts
-                ]
+            parts = prepared.place(parts)
             text = "".join(part for part, _ in parts)
             if check_text is not None:
                 check_text(text)
             if images is None:
-                return RenderedChat(text, self._vocabulary.encode_parts(parts), None)
+                return RenderedChat(
+                    text, self._vocabulary.encode_parts(parts), None, prepared.moved
+                )
             parts, placed = images.place_in_chat(parts)
             ids, _ = placed.lengthen(self._vocabulary.encode_parts(parts))
-            return RenderedChat(text, ids, placed)
+            return RenderedChat(text, ids, placed, prepared.moved)
 
         is_long = images is not None or len(rendering.text) > _INLINE_SIZE
         return await asyncio.to_thread(encode) if is_long else encode()
@@ -277,6 +293,8 @@ class ChatTemplates:
             raise ServiceError(code, "NO_RENDERER", message, retry_seconds=5) from None
 
     async def _probe(self) -> None:
+        names = self._vocabulary.chat_templates
+        with_tools = _TOOL_TEMPLATE if _TOOL_TEMPLATE in names else DEFAULT_TEMPLATE
         for name, source in self._vocabulary.chat_templates.items():
             try:
                 facts = await probe_template(self._renderer, name, source, self._image_mark)
@@ -286,6 +304,9 @@ class ChatTemplates:
                 _LOG.warning("the chat template %s refuses messages: %s", name, error.message)
                 facts = TemplateFacts()
             self._facts[name] = facts
+            is_told = not (facts.shows_tools or facts.shows_calls)  # the form of a call
+            if name == with_tools and is_told and self._finds_tool_format:
+                self._set_answers(detect_tool_format("hermes", ()), self.answers.reasoning)
             end = await find_turn_end(self._renderer, name, facts)
             form = self.answers.reasoning
             within = form.closes if form is not None else ""  # a part's end need not end the turn
@@ -296,30 +317,74 @@ class ChatTemplates:
                 if text not in ("", within) and end.startswith(text)
             }
 
-    def _job(self, prompt: ChatPrompt) -> tuple[RenderJob, str]:
-        """Return the job, and the character that stands for images in texts; "" without any."""
-        name = prompt.template or DEFAULT_TEMPLATE
-        facts = self._facts[name]
-        image = ""
+    def _template_of(self, prompt: ChatPrompt) -> str:
+        """Return the name of the template: "tool_use" renders tools, as in transformers."""
+        if prompt.template:
+            return prompt.template
+        has_own = prompt.tools and _TOOL_TEMPLATE in self._vocabulary.chat_templates
+        return _TOOL_TEMPLATE if has_own else DEFAULT_TEMPLATE
+
+    def _prepared(self, prompt: ChatPrompt) -> "_PreparedChat":
+        name = self._template_of(prompt)
+        facts, variables = self._facts[name], prompt.variables()
+        own_texts: list[str] = []
         if not facts.takes_image_parts and _has_images(prompt.messages):
-            # no control token: that of a request is encoded as text
-            image = _unused_character(prompt.messages)
+            own_texts.append(self._image_text)
+        if facts.call_example and prompt.tools:
+            own_texts.append(facts.call_example)
+        # marks stand for texts with control tokens, which in a request would be encoded as text
+        marks: dict[str, str] = {}
+        if own_texts:
+            written = template_messages(prompt.messages, facts)
+            free = _unused_characters([written, template_tools(prompt.tools), variables])
+            marks = {text: next(free) for text in own_texts}
+        fitted = fit_conversation(
+            prompt.messages, prompt.tools, facts, marks.get(facts.call_example, "")
+        )
         job = RenderJob(
             template=name,
-            messages=template_messages(prompt.messages, facts, image),
-            tools=template_tools(prompt.tools) or None,
-            variables=prompt.variables(),
+            messages=template_messages(fitted.messages, facts, marks.get(self._image_text, "")),
+            tools=template_tools(fitted.tools) or None,
+            variables=variables,
             add_generation_prompt=not prompt.continue_last_message
             and prompt.add_generation_prompt is not False,
             continue_last_message=prompt.continue_last_message,
         )
-        return job, image
+        return _PreparedChat(job, marks, fitted.moved)
 
 
-def _unused_character(messages: Sequence[completion_pb2.Message]) -> str:
-    """Return a character for private use that no text of the messages contains."""
-    used = frozenset().union(*(part.text for message in messages for part in message.parts))
-    return next(chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+@dataclass(frozen=True, slots=True)
+class _PreparedChat:
+    job: RenderJob
+    marks: Mapping[str, str]
+    """Characters of the conversation that stand for these texts"""
+    moved: Sequence[int]
+
+    def place(self, parts: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
+        """Return parts of the prompt with the texts in place of their marks."""
+        placed = []
+        for part, is_spelled in parts:
+            for text, mark in self.marks.items():
+                part = part.replace(mark, text)
+            placed.append((part, is_spelled))
+        return placed
+
+
+def _unused_characters(value: Json) -> Iterator[str]:
+    """Yield characters for private use that no text of the value contains."""
+    used = frozenset().union(*_texts(value))
+    return (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+
+
+def _texts(value: Json) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        yield from _texts([*value.values()])
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
 
 
 def _has_images(messages: Sequence[completion_pb2.Message]) -> bool:

@@ -222,7 +222,9 @@ def message_param_of(path: str, body: PromptBody) -> str:
 
 
 def message_schema_param(path: str, body: PromptBody) -> str:
-    """Return the client's name of a path into a schema."""
+    """Return the client's name of a path into a schema or a message."""
+    if (place := place_of(path, _prompt(body))) is not None:
+        return place
     if (tool := _tool_place(path, body)) is not None:
         return "".join(tool)
     _, _, rest = path.split(".", 2)  # after "grammar" and its kind

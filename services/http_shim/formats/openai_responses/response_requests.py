@@ -273,7 +273,9 @@ def response_param_of(path: str, prepared: PreparedResponse) -> str:
 
 
 def response_schema_param(path: str, prepared: PreparedResponse) -> str:
-    """Return the client's name of a path into a schema."""
+    """Return the client's name of a path into a schema or a message."""
+    if (place := place_of(path, _prompt(prepared))) is not None:
+        return place
     if (tool := _tool_place(path, prepared.body)) is not None:
         return "".join(tool)
     _, _, rest = path.split(".", 2)  # after "grammar" and its kind

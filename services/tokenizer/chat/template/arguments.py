@@ -5,7 +5,7 @@ from services.tokenizer.chat.answer.json_scanner import JsonScanner
 from services.tokenizer.text.strict_json import parse_strictly
 from tokenwire.errors import ServiceError, invalid
 
-__all__ = ["read_arguments", "repaired_arguments"]
+__all__ = ["lenient_arguments", "read_arguments", "repaired_arguments"]
 
 _MAX_DEPTH = 64  # levels of JSON, which templates write recursively
 _MAX_REPAIRED = 64 * 1024  # characters, which the scanner reads one by one
@@ -28,6 +28,14 @@ def read_arguments(text: str, field: str) -> dict[str, Json]:
     if not isinstance(value, dict):
         raise invalid(field, f"{field} must be a JSON object.")
     return value
+
+
+def lenient_arguments(text: str) -> dict[str, Json]:
+    """Return the JSON object, or what `repaired_arguments` makes of any other text."""
+    try:
+        return read_arguments(text, "")
+    except ServiceError:
+        return repaired_arguments(text)
 
 
 def repaired_arguments(text: str) -> dict[str, Json]:

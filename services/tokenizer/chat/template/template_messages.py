@@ -3,14 +3,15 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from services.common.contract import MAX_ARGUMENTS, MAX_MESSAGE_PARTS, MAX_MESSAGES, MAX_TOOL_CALLS
 from services.common.json_values import Json
-from services.tokenizer.chat.template.arguments import read_arguments, repaired_arguments
+from services.tokenizer.chat.template.arguments import lenient_arguments, read_arguments
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["TemplateFacts", "check_messages", "template_messages"]
+__all__ = ["EmptyContent", "TemplateFacts", "check_messages", "template_messages"]
 
 _SHORT_ID = 9  # characters of a call's id in Mistral's templates
 _ROLES: Mapping["completion_pb2.Role.ValueType", str] = {
@@ -20,6 +21,15 @@ _ROLES: Mapping["completion_pb2.Role.ValueType", str] = {
     completion_pb2.ROLE_ASSISTANT: "assistant",
     completion_pb2.ROLE_TOOL: "tool",
 }
+
+
+class EmptyContent(Enum):
+    """Forms of a content without text."""
+
+    ABSENT = "absent"
+    """As in transformers, which leaves out fields that are null"""
+    TEXT = "text"
+    NULL = "null"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +45,7 @@ class TemplateFacts:
     """True if a content is a list of parts instead of a string"""
     takes_image_parts: bool = False
     """True if parts that are images become marks; otherwise texts must contain the marks"""
-    empty_content: str | None = None
+    empty_content: EmptyContent = EmptyContent.TEXT
     """Content of a message that only calls tools; that of other empty messages is ""."""
     arguments_are_text: bool = False
     """True if arguments of calls are JSON text instead of objects"""
@@ -43,6 +53,24 @@ class TemplateFacts:
     """True if arguments that are no object are written as their text"""
     short_ids: bool = False
     """True if the id of a call must have nine letters and digits"""
+    shows_tools: bool = True
+    """True if the prompt has the names of the tools"""
+    shows_calls: bool = True
+    """True if the prompt has earlier calls and their results"""
+    call_example: str = ""
+    """Call as the template writes it, with its control tokens, if it shows calls but no tools"""
+    takes_call_pair: bool = True
+    """True if the prompt has both calls of a message with two"""
+    shows_results: bool = True
+    """True if the prompt has the messages of tools"""
+    takes_system: bool = True
+    """True if the first message may be the system's"""
+    takes_system_pair: bool = True
+    """True if two messages of the system may begin the conversation"""
+    takes_late_system: bool = True
+    """True if the system may speak after the user and the assistant"""
+    takes_user_pair: bool = True
+    """True if the user may speak twice in a row"""
 
 
 def check_messages(messages: Sequence[completion_pb2.Message], *, continues_last: bool) -> None:
@@ -122,16 +150,19 @@ def _written(
     role = _ROLES[message.role]
     if role == "developer" and not facts.knows_developer:
         role = "system"
-    written: dict[str, Json] = {"role": role, "content": _content(message, facts, image_text)}
+    written: dict[str, Json] = {"role": role}
+    if message.parts or not message.tool_calls:
+        written["content"] = _content(message, facts, image_text)
+    elif facts.empty_content is not EmptyContent.ABSENT:
+        written["content"] = None if facts.empty_content is EmptyContent.NULL else ""
     if message.name:
         written["name"] = message.name
     if message.reasoning and facts.names_thinking:
         written["thinking"] = message.reasoning
-        if message.tool_calls and written["content"]:
-            written["thinking"] = f"{message.reasoning}\n{written['content']}"
-            written["content"] = facts.empty_content
+        if message.tool_calls and (content := written.pop("content", "")):
+            written["thinking"] = f"{message.reasoning}\n{content}"
     elif message.reasoning:
-        written["reasoning_content"] = message.reasoning
+        written["reasoning_content"] = written["thinking"] = message.reasoning
     if role == "tool":
         written["tool_call_id"] = _call_id(message.tool_call_id, facts)
         if name := message.name or callers.get(message.tool_call_id):
@@ -149,8 +180,6 @@ def _written(
 
 
 def _content(message: completion_pb2.Message, facts: TemplateFacts, image_text: str) -> Json:
-    if not message.parts and message.tool_calls:
-        return facts.empty_content
     has_images = any(part.HasField("image") for part in message.parts)
     if facts.takes_parts or (has_images and facts.takes_image_parts):
         return [
@@ -177,10 +206,12 @@ def _arguments(call: completion_pb2.ToolCall, facts: TemplateFacts) -> Json:
     text = call.arguments_json
     if facts.arguments_are_text:
         return text or "{}"
+    if not facts.keeps_broken_arguments:
+        return lenient_arguments(text)
     try:
         return read_arguments(text, "")
     except ServiceError:
-        return text if facts.keeps_broken_arguments else repaired_arguments(text)
+        return text
 
 
 def _call_id(call_id: str, facts: TemplateFacts) -> str:

@@ -153,7 +153,7 @@ async def test_ids_equal_those_of_transformers(family: _Family) -> None:
         {"role": "assistant", "content": "a\n\nb"},
         {"role": "user", "content": "c"},
     ]
-    if templates.answers.calls.name == form:
+    if form not in ("json", "thinking"):
         [(name, arguments)] = _CALLS[:1]
         call = completion.ToolCall(id="abcdef012", name=name, arguments_json=json.dumps(arguments))
         messages += [
@@ -182,7 +182,7 @@ async def test_calls_that_a_template_writes_are_parsed(family: _Family) -> None:
     """The format is detected, and no part of the calls is left as content."""
     form, templates = family.form, family.templates
     if form in ("json", "thinking"):
-        assert templates.answers.calls.name == "json"
+        assert templates.answers.calls.name == "hermes"  # the form that the prompt asks for
         return
     calls = _CALLS[:1] if form in ("harmony", "llama3_json") else _CALLS
     assert templates.answers.calls.name == form
@@ -578,3 +578,80 @@ def test_marks_of_calls_stay_in_the_decoded_text(tmp_path: Path) -> None:
     assert table.texts[vocabulary.ids["[TOOL_CALLS]"]] == "[TOOL_CALLS]"
     assert table.texts[vocabulary.ids["[INST]"]] == ""
     assert vocabulary.table.texts[vocabulary.ids["[TOOL_CALLS]"]] == ""
+
+
+async def test_template_of_tools_is_taken_where_tools_are_given(tmp_path: Path) -> None:
+    """As in transformers: the default template may not know them."""
+    source = "{{ messages[0].content }}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    named = [
+        {"name": "default", "template": "D" + source},
+        {"name": "tool_use", "template": "T" + source},
+    ]
+    async with _started(tmp_path, named) as templates:
+        asked = _says("user", "a")
+        assert (await templates.render(_prompt(asked))).text == "Da"
+        assert (await templates.render(_prompt(asked, tools=_TOOLS))).text.startswith("Ta{")
+        chosen = _prompt(asked, tools=_TOOLS, template="default")
+        assert (await templates.render(chosen)).text.startswith("Da{")
+
+
+async def test_template_without_tools_describes_them_and_reads_their_calls(tmp_path: Path) -> None:
+    """A model that never saw its tools could not call them."""
+    async with _started(tmp_path, TEMPLATES["json"].replace("tool_calls", "none")) as templates:
+        call = completion.ToolCall(id="a", name="get_time", arguments_json="{}")
+        rendered = await templates.render(
+            _prompt(
+                _says("user", "q"),
+                _says("assistant", tool_calls=[call]),
+                _says("tool", "21", tool_call_id="a"),
+                tools=_TOOLS,
+            )
+        )
+        assert rendered.text.startswith("<|im_start|>system\n# Tools")
+        assert '"name": "get_weather"' in rendered.text
+        written = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+        assert f"<|im_start|>assistant\n{written}<|im_end|>" in rendered.text
+        assert templates.answers.calls.name == "hermes"
+        parser = templates.parser(ReasoningState.NONE, arguments_schemas(_TOOLS))
+        parts = [*parser.feed(written), *parser.finish(is_cut=False)]
+        assert [part.text for part in parts if part.kind is SegmentKind.CALL] == ["get_time"]
+
+
+async def test_description_of_tools_has_the_form_and_tokens_of_a_call(tmp_path: Path) -> None:
+    """DeepSeek's templates write calls, but leave the description of tools to the caller."""
+    async with _started(tmp_path, TEMPLATES["deepseek_v31"]) as templates:
+        rendered = await templates.render(
+            _prompt(_says("user", "q\U000f0000"), tools=[completion.Tool(name="\U000f0001f")])
+        )
+        form = (
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"ARGUMENT": "VALUE"}'
+            "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        )
+        assert rendered.text.count(form) == 1
+        assert "q\U000f0000" in rendered.text
+        begin = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).token_to_id(form[:20])
+        assert [token for token in rendered.ids if token == begin] == [begin]
+        assert templates.answers.calls.name == "deepseek_v31"
+
+
+async def test_conversation_of_agents_fits_a_template_that_guards_its_order(tmp_path: Path) -> None:
+    guard = (
+        "{% if message.role == 'system' and not loop.first %}{{ raise_exception('first') }}"
+        "{% endif %}"
+    )
+    source = TEMPLATES["hermes"].replace("{{- '<|im_start|>'", guard + "{{- '<|im_start|>'", 1)
+    async with _started(tmp_path, source) as templates:
+        rendered = await templates.render(
+            _prompt(
+                _says("system", "s"),
+                _says("developer", "d"),
+                _says("user", "q"),
+                _says("system", "late"),
+            )
+        )
+        assert rendered.moved == [1, 3]
+        assert rendered.text == (
+            "<|im_start|>system\ns\n\nd<|im_end|>\n<|im_start|>user\nq<|im_end|>\n"
+            "<|im_start|>user\n<system_message>\nlate\n</system_message><|im_end|>\n"
+            "<|im_start|>assistant\n"
+        )

@@ -6,6 +6,7 @@ import pytest
 
 from services.common.json_values import Json
 from services.tokenizer.chat.template.template_messages import (
+    EmptyContent,
     TemplateFacts,
     check_messages,
     template_messages,
@@ -68,7 +69,8 @@ def test_answer_without_content_is_accepted_in_the_next_turn() -> None:
     check_messages(messages, continues_last=False)
     _, empty, reasoned, _ = template_messages(messages, TemplateFacts())
     assert empty == {"role": "assistant", "content": ""}
-    assert reasoned == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    thought = {"reasoning_content": "hm", "thinking": "hm"}  # as transformers names it
+    assert reasoned == {"role": "assistant", "content": "", **thought}
     with pytest.raises(ServiceError):
         check_messages([_USER, _assistant()], continues_last=True)
 
@@ -84,21 +86,22 @@ def test_messages_have_the_form_that_the_template_expects() -> None:
         {"role": "system", "content": "a\na"},
         {
             "role": "assistant",
-            "content": None,
+            "content": "",
             "reasoning_content": "hm",
+            "thinking": "hm",
             "tool_calls": [{"id": "c", "type": "function", "function": call}],
         },
         {"role": "tool", "content": "a", "tool_call_id": "c", "name": "f"},
     ]
     facts = TemplateFacts(
-        knows_developer=True, takes_parts=True, empty_content="", arguments_are_text=True,
-        short_ids=True,
+        knows_developer=True, takes_parts=True, empty_content=EmptyContent.ABSENT,
+        arguments_are_text=True, short_ids=True,
     )  # fmt: skip
     developer, assistant, tool = template_messages(messages, facts)
     text = {"type": "text", "text": "a"}
     assert developer == {"role": "developer", "content": [text, text]}
     assert isinstance(assistant, dict)
-    assert assistant["content"] == ""
+    assert "content" not in assistant
     assert assistant["tool_calls"] == [
         {
             "id": "00000000c",
