@@ -227,7 +227,7 @@ class _Rpc:
         if error is None:
             self._log("OK", logging.INFO)
         elif isinstance(error, ServiceError):
-            why = failure(_LOG, error.reason, error.message)
+            why = failure(_LOG, error)
             self._log(error.code.name, logging.INFO, **why)
             self._span.fail(**why)
             await abort(self._context, error)

@@ -2,9 +2,14 @@
 
 import json
 import logging
+import re
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
+
+import grpc
+
+from tokenwire.errors import ServiceError
 
 __all__ = ["configure", "failure", "request_fields", "request_id", "traceparent"]
 
@@ -12,8 +17,19 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 """The trace context of the caller (https://www.w3.org/TR/trace-context); empty: none"""
 
-_QUOTING = frozenset({"INVALID_GRAMMAR", "TEMPLATE_REFUSED"})
-"""Reasons whose messages quote what the client wrote"""
+_QUOTING = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.PERMISSION_DENIED,
+    }
+)
+"""Codes of errors whose messages may quote what the client wrote"""
+_MOST_TEXT, _MOST_TRACEBACK = 1_000, 16_000
+"""Characters of a field, and of the traceback of an exception"""
+_FIELD = re.compile(r"\w*")
+"""The name in front of a path, which no client chooses"""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
@@ -34,7 +50,8 @@ class _JsonFormatter(logging.Formatter):
         line |= request_fields(request_id.get(), traceparent.get())
         line |= {key: value for key, value in vars(record).items() if key not in _STANDARD}
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = self.formatException(record.exc_info)[-_MOST_TRACEBACK:]
+        line |= {key: _cut(value) for key, value in line.items() if key != "exception"}
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
@@ -45,14 +62,24 @@ def request_fields(request_id: str, traceparent: str) -> dict[str, str]:
     return {key: value for key, value in fields.items() if value}
 
 
-def failure(log: logging.Logger, reason: str, error: str) -> dict[str, str]:
+def failure(log: logging.Logger, error: ServiceError) -> dict[str, str]:
     """Return the log fields of a failed request.
 
-    A message that quotes the client's input is logged at level debug only.
+    A message that may quote the client is logged at level debug only.
     """
-    if reason in _QUOTING and not log.isEnabledFor(logging.DEBUG):
-        return {"reason": reason}
-    return {"reason": reason, "error": error}
+    fields = {"reason": error.reason}
+    if (field := _FIELD.match(error.field)) is not None and field[0]:
+        fields["field"] = field[0]
+    if error.code not in _QUOTING or log.isEnabledFor(logging.DEBUG):
+        fields["error"] = error.message
+    return fields
+
+
+def _cut(value: object) -> object:
+    """Return a value whose text, which a client may have chosen, has a sane length."""
+    if isinstance(value, str) and len(value) > _MOST_TEXT:
+        return f"{value[:_MOST_TEXT]}… ({len(value):,} characters)"
+    return value
 
 
 def configure(service: str, level: str) -> None:

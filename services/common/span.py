@@ -25,7 +25,7 @@ class Span:
     def rename(self, name: str) -> None:
         """Replace the name."""
 
-    def fail(self, reason: str, error: str = "") -> None:
+    def fail(self, reason: str, error: str = "", field: str = "") -> None:
         """Set the status to error. The parameters are those of `ServiceError`."""
 
     def end(self) -> None:

@@ -73,8 +73,10 @@ class _ExportedSpan(Span):
     def rename(self, name: str) -> None:
         self._span.update_name(name)
 
-    def fail(self, reason: str, error: str = "") -> None:
+    def fail(self, reason: str, error: str = "", field: str = "") -> None:
         self._span.set_attribute("error.type", reason)
+        if field:
+            self._span.set_attribute("tokenwire.field", field)
         self._span.set_status(Status(StatusCode.ERROR, error or None))
 
     def end(self) -> None:

@@ -54,26 +54,51 @@ async def test_trace_id_is_in_every_services_log(embedded_model: Path, tmp_path:
         assert not any("trace_id" in line for line in named["untraced"])
 
 
+@pytest.mark.parametrize("level", ["info", "debug"])
 @pytest.mark.parametrize(
-    ("path", "body", "reason"),
+    ("path", "body", "reason", "field"),
     [
-        ("/v1/completions", {"prompt": "x", "temperature": -1}, "INVALID_FIELD"),
-        ("/v1/completions", {"prompt": "x", "model": "none"}, "MODEL_NOT_FOUND"),
-        ("/nowhere", {}, "NOT_FOUND"),
+        ("/v1/completions", {"prompt": "x", "stop": ["secret"] * 99}, "INVALID_FIELD", "stop"),
+        ("/v1/completions", {"prompt": "x", "model": "secret"}, "MODEL_NOT_FOUND", "model"),
+        ("/v1/completions", {"prompt": "", "logit_bias": {"secret": 1}}, "INVALID_FIELD", None),
+        ("/secret", {}, "NOT_FOUND", None),
     ],
 )
-async def test_log_gives_the_reason_of_a_refusal(
-    stack: Stack, path: str, body: dict[str, object], reason: str
+async def test_log_has_the_reason_of_a_refusal_and_only_at_debug_its_text(
+    stack: Stack, level: str, path: str, body: dict[str, object], reason: str, field: str | None
 ) -> None:
-    """The log has the error message that the client received."""
+    """docs/security.md promises that no text of clients is logged otherwise."""
     async with (
-        running_shim("--tokenizer", stack.tokenizer) as shim,
+        running_shim("--tokenizer", stack.tokenizer, "--log-level", level) as shim,
         httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
     ):
         answer = await http.post(path, json=body, headers={"x-request-id": "refused"})
         line = await shim.answered("refused")
-        assert (line["status"], line["reason"]) == (answer.status_code, reason)
+    assert (line["status"], line["reason"]) == (answer.status_code, reason)
+    assert field is None or line["field"] == field
+    if level == "info":
+        assert "secret" not in json.dumps(line)
+    else:
         assert line["error"] == answer.json()["error"]["message"]
+        assert line["path"] == path
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+async def test_long_path_makes_neither_a_long_line_nor_a_long_answer(
+    stack: Stack, level: str
+) -> None:
+    """A few thousand such requests would rotate all logs away."""
+    async with (
+        running_shim("--tokenizer", stack.tokenizer, "--log-level", level) as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
+    ):
+        named = {"x-request-id": "long"}
+        answer = await http.get("/v1/models/" + "a" * 60_000, headers=named)
+        assert answer.status_code == 404
+        assert len(answer.content) < 3_000
+        line = await shim.answered("long")
+    assert line["message"] == "GET /v1/models/{model:path}"
+    assert len(json.dumps(line)) < 3_000
 
 
 async def test_stream_cut_by_shutdown_ends_with_an_error_and_is_logged(stack: Stack) -> None:

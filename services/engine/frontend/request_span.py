@@ -69,5 +69,5 @@ class RequestSpan:
             self.cancel()
             return
         known = error if isinstance(error, ServiceError) else internal_error()
-        self._span.fail(**failure(_LOG, known.reason, known.message))
+        self._span.fail(**failure(_LOG, known))
         self._span.end()

@@ -176,7 +176,7 @@ class Session:
                 extra={"prompts": len(request.prompts), "handle": self._handles[handle]},
             )
         except ServiceError as error:
-            _LOG.info("refused", extra=failure(_LOG, error.reason, error.message))
+            _LOG.info("refused", extra=failure(_LOG, error))
             sink.on_error(error)
         except Exception:
             _LOG.exception("unexpected failure")

@@ -81,7 +81,7 @@ class ChatStream(ABC):
         error, usage = self._collector.error, self._collector.usage
         if error is not None:
             self._exchange.status = http_status(error.code)  # as if it had failed before the stream
-            self._exchange.note_failure(error.reason, error.message)
+            self._exchange.error = error
             return b"".join(self._failed(error))
         if usage is None or self._finished is None:
             return b""  # the client left

@@ -91,7 +91,7 @@ class EventStream(Generic[Delta]):
         """Return the last events, after the end of the request."""
         if (error := self._running.error) is not None:
             self._exchange.status = http_status(error.code)  # as if it had failed before the stream
-            self._exchange.note_failure(error.reason, error.message)
+            self._exchange.error = error
             if error.field:
                 error.field = self._name_of(error.field)
             return b"data: %b\n\n" % error_body(error)

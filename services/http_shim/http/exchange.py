@@ -20,6 +20,7 @@ from services.common.logging import failure, request_id, traceparent
 from services.common.span import Span
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUEST_SECONDS, REQUESTS, TOKENS
+from tokenwire.errors import ServiceError
 
 __all__ = ["Exchange", "ExchangeMiddleware", "exchange_of"]
 
@@ -48,9 +49,8 @@ class Exchange:
     completion_tokens: int = 0
     account: Account | None = None
     """Account of the API key; None on a server without keys"""
-    reason: str = ""
-    error: str = ""
-    """Reason and message of the failure, as in ServiceError; "" = no failure"""
+    error: ServiceError | None = None
+    """The failure that the client sees; None = no failure"""
     tenant: str = ""
     """Tenant whose prefix cache the request uses"""
     priority: int = 0
@@ -71,10 +71,6 @@ class Exchange:
     def tokens_used(self) -> int:
         """Tokens of prompt and output so far, which are billed."""
         return self.prompt_tokens + self.completion_tokens
-
-    def note_failure(self, reason: str, error: str) -> None:
-        """Record the failure that the client sees, for the log."""
-        self.reason, self.error = reason, error
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -130,13 +126,15 @@ class ExchangeMiddleware:
         if exchange.prompt_tokens or exchange.completion_tokens:
             fields["prompt_tokens"] = exchange.prompt_tokens
             fields["completion_tokens"] = exchange.completion_tokens
-        if exchange.reason:
-            fields |= failure(_LOG, exchange.reason, exchange.error)
+        if exchange.error is not None:
+            fields |= failure(_LOG, exchange.error)
         if exchange.account is not None:
             fields["key"] = exchange.account.id
         _end_span(exchange, scope["method"], route)
         level = logging.DEBUG if route in _PROBES else logging.INFO
-        _LOG.log(level, "%s %s", scope["method"], scope["path"], extra=fields)
+        if _LOG.isEnabledFor(logging.DEBUG):
+            fields["path"] = scope["path"]  # the client's text
+        _LOG.log(level, "%s %s", scope["method"], route, extra=fields)
 
     def _route(self, scope: Scope) -> str:
         """Return the requested route, also for a request that a middleware refused."""
@@ -165,8 +163,8 @@ def _end_span(exchange: Exchange, method: str, route: str) -> None:
                     "gen_ai.usage.output_tokens": exchange.completion_tokens,
                 }
             )
-        if exchange.reason:
-            span.fail(**failure(_LOG, exchange.reason, exchange.error))
+        if exchange.error is not None:
+            span.fail(**failure(_LOG, exchange.error))
     span.end()
 
 

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import grpc
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,7 +36,7 @@ _MESSAGES = "/v1/messages"
 def error_response(scope: Scope, error: ServiceError) -> Response:
     """Return the response for a request that the API or a service refuses."""
     exchange = exchange_of(scope)
-    exchange.note_failure(error.reason, error.message)
+    exchange.error = error
     response = to_response(error)
     if _speaks_messages(scope):
         response = _as_message_error(response, message_error(error, exchange.request_id))
@@ -103,8 +104,9 @@ def _methods_of(request: Request) -> list[str]:
 def _other(
     request: Request, status: int, message: str, code: str, headers: dict[str, str] | None = None
 ) -> Response:
-    exchange_of(request.scope).note_failure(code.upper(), message)
-    return _shaped(request.scope, other_error(status, message, code, headers), message)
+    error = ServiceError(grpc.StatusCode.NOT_FOUND, code.upper(), message)  # may quote the path
+    exchange_of(request.scope).error = error
+    return _shaped(request.scope, other_error(status, error.message, code, headers), error.message)
 
 
 def _shaped(scope: Scope, response: Response, message: str) -> Response:

@@ -323,7 +323,7 @@ class CompletionStream(Generic[Response]):
             self._task.cancel()
         self.error = error
         self._send_queue.mark(self)
-        self._end(error.code.name.lower(), **failure(_LOG, error.reason, error.message))
+        self._end(error.code.name.lower(), **failure(_LOG, error))
 
     def _end(self, outcome: str, **why: str) -> None:
         self._is_ended = True

@@ -128,7 +128,7 @@ class EmbeddingCalls:
             answered = await answer(engines)
             outcome = "ok"
         except ServiceError as error:
-            outcome, why = error.code.name.lower(), failure(_LOG, error.reason, error.message)
+            outcome, why = error.code.name.lower(), failure(_LOG, error)
             raise
         finally:
             self._running -= 1

@@ -1,0 +1,48 @@
+"""Log lines: their length, and what they show of a failure."""
+
+import json
+import logging
+import sys
+
+import grpc
+import pytest
+
+from services.common import logging as service_logging
+from services.common.logging import failure
+from tokenwire.errors import ServiceError, invalid
+
+
+@pytest.fixture
+def log() -> logging.Logger:
+    return logging.getLogger("test_logging")
+
+
+def test_long_values_are_cut(
+    log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    service_logging.configure("test", "info")
+    try:
+        raise ValueError("x" * 60_000)
+    except ValueError:
+        log.exception("m" * 60_000, extra={"path": "p" * 60_000, "status": 400}, exc_info=True)
+    sys.stderr.flush()
+    line = json.loads(capsys.readouterr().err)
+    assert line["message"].startswith("mmm")
+    assert line["path"].endswith("(60,000 characters)")
+    assert line["status"] == 400
+    assert len(json.dumps(line)) < 20_000
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+def test_failure_quotes_the_client_only_at_level_debug(log: logging.Logger, level: int) -> None:
+    log.setLevel(level)
+    refused = invalid("logit_bias.secret", "logit_bias.secret: the key must be a token id.")
+    told = failure(log, refused)
+    assert told["reason"] == "INVALID_FIELD"
+    assert told["field"] == "logit_bias"
+    assert ("secret" in str(told)) is (level == logging.DEBUG)
+    full = ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "The queue is full.")
+    assert failure(log, full) == {"reason": "QUEUE_FULL", "error": "The queue is full."}
