@@ -24,6 +24,7 @@ __all__ = [
     "template_tools",
     "tool_call_grammar",
     "unenforced_in_tools",
+    "without_unique_items",
 ]
 
 IndexedTool: TypeAlias = tuple[int, completion_pb2.Tool]
@@ -152,6 +153,48 @@ def arguments_schemas(tools: Sequence[completion_pb2.Tool]) -> dict[str, dict[st
     return {
         tool.name: arguments_schema(tool, f"tools[{index}]") for index, tool in enumerate(tools)
     }
+
+
+def without_unique_items(indexed: IndexedTool) -> tuple[IndexedTool, list[str]]:
+    """Return a valid tool whose schema lacks uniqueItems, and the paths of what was left out.
+
+    Grammars detect repeated items only in JSON that is the whole output. A strict tool stays as it
+    is: the grammar service refuses it.
+    """
+    index, tool = indexed
+    if tool.strict or "uniqueItems" not in tool.parameters_json:
+        return indexed, []
+    left_out: list[str] = []
+    schema = _without_unique_items(
+        json.loads(tool.parameters_json), f"tools[{index}].parameters_json", left_out
+    )
+    shown = completion_pb2.Tool()
+    shown.CopyFrom(tool)
+    shown.parameters_json = json.dumps(schema)
+    return (index, shown), left_out
+
+
+def _without_unique_items(schema: Any, path: str, left_out: list[str]) -> Any:
+    if isinstance(schema, list):
+        parts = enumerate(schema)
+        return [_without_unique_items(part, f"{path}[{i}]", left_out) for i, part in parts]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        place = f"{path}.{key}"
+        if key == "uniqueItems" and value is True:
+            left_out.append(place)
+        elif key in NAMED_SCHEMAS and isinstance(value, dict):
+            kept[key] = {
+                name: _without_unique_items(part, f"{place}.{name}", left_out)
+                for name, part in value.items()
+            }
+        elif key in LITERAL_KEYWORDS:
+            kept[key] = value
+        else:
+            kept[key] = _without_unique_items(value, place, left_out)
+    return kept
 
 
 def rebase_references(schema: Any, base: str, depth: int = 0) -> Any:

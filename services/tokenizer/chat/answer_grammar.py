@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from services.common.annotations import unenforced_in
 from services.tokenizer.chat.answer.call_grammars import MessageGrammar, ReasoningState
 from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
-from services.tokenizer.tool_schemas import IndexedTool, unenforced_in_tools
+from services.tokenizer.tool_schemas import (
+    IndexedTool,
+    unenforced_in_tools,
+    without_unique_items,
+)
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -75,6 +79,10 @@ def build_answer_grammar(
         tools = [(index, tool) for index, tool in tools if tool.name == choice.name]
     elif choice.mode == completion_pb2.TOOL_MODE_NONE:
         tools = []
+    left_out: list[str] = []
+    for place, tool in enumerate(tools):
+        tools[place], paths = without_unique_items(tool)
+        left_out += paths
     is_forced = forces_calls(choice)
     has_content = request.HasField("grammar") and not is_forced
     is_strict = any(tool.strict for _, tool in tools)
@@ -109,6 +117,7 @@ def build_answer_grammar(
     ignored = [
         *(unenforced_in(request.grammar, "grammar") if has_content else ()),
         *unenforced_in_tools(tools),
+        *left_out[:MOST_IGNORED],
         *grammar.ignored[:MOST_IGNORED],
     ]
     spec = grammar.finish(message)

@@ -48,7 +48,7 @@ async def test_invalid_chat_is_refused_with_the_field_to_blame(services: Service
         (
             "tools[1].parameters_json",
             [hello],
-            {"tools": [tool(), tool("f", unique)], "tool_choice": REQUIRED},
+            {"tools": [tool(), tool("f", unique, strict=True)], "tool_choice": REQUIRED},
         ),
         ("tools[0].parameters_json", [hello], {"tools": [tool("f", unique, strict=True)]}),
         ("template", [hello], {"template": "nope"}),
@@ -76,6 +76,8 @@ async def test_invalid_chat_is_refused_with_the_field_to_blame(services: Service
             grpc.StatusCode.NOT_FOUND,
             grpc.StatusCode.OUT_OF_RANGE,
         )
+    none = await services.refused(hello, stopping=types.StoppingParams(max_tokens=0))
+    assert "echo" not in none.message, "only completions have it"
     assert (await services.chat(hello, sampling=GREEDY)).message.content
 
 

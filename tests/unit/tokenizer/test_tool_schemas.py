@@ -6,7 +6,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from services.tokenizer.tool_schemas import check_tools, tool_call_grammar
+from services.tokenizer.tool_schemas import check_tools, tool_call_grammar, without_unique_items
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 
@@ -85,6 +85,24 @@ def test_references_hold_inside_the_schema_of_the_call() -> None:
     assert not accepts({"left": {"left": {"color": "green"}}})
     assert not accepts({"const": "green"})
     assert not accepts("red")  # arguments are an object, even if the schema has no type
+
+
+def test_unique_items_are_left_out_where_they_are_a_keyword() -> None:
+    schema = {
+        "properties": {
+            "uniqueItems": {"const": {"uniqueItems": True}},  # a name, and a value
+            "a": {"anyOf": [{"type": "array", "uniqueItems": True}, {"type": "null"}]},
+            "b": {"type": "array", "uniqueItems": False},
+        }
+    }
+    (index, tool), left_out = without_unique_items((3, _tool("f", schema)))
+    assert index == 3
+    assert left_out == ["tools[3].parameters_json.properties.a.anyOf[0].uniqueItems"]
+    kept = json.loads(tool.parameters_json)
+    assert kept["properties"].pop("a") == {"anyOf": [{"type": "array"}, {"type": "null"}]}
+    assert kept["properties"] == {name: schema["properties"][name] for name in kept["properties"]}
+    strict = (0, _tool("f", schema, strict=True))
+    assert without_unique_items(strict) == (strict, [])
 
 
 @pytest.mark.parametrize(
