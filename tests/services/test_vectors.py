@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
+from tokenwire.serving.key_file import add_key
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -372,3 +375,21 @@ async def test_client_that_leaves_ends_its_request(served: Served) -> None:
                 if is_idle(each.load):
                     break
             cancelled = await cancelled_requests(served.tokenizer)
+
+
+async def test_key_is_charged_for_the_tokens_of_the_texts(served: Served, tmp_path: Path) -> None:
+    """The reservation, one token for 4 bytes, is less than half of them here."""
+    limit, keys = 900, tmp_path / "keys.json"
+    keys.write_text(json.dumps({"tiers": {"few": {"tokens_per_minute": limit}}}))
+    headers = {"authorization": f"Bearer {add_key(keys, 'few')}"}
+    async with (
+        running_shim("--tokenizer", served.tokenizer, "--keys", str(keys)) as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=60, headers=headers) as client,
+    ):
+        began = time.monotonic()
+        answer = await post(client, "/v1/embeddings", input=["a " * 10] * 20)
+        left = (await client.get("/v1/models")).headers["x-ratelimit-remaining-tokens"]
+        refilled = (time.monotonic() - began) * limit / 60
+    used = answer["usage"]["prompt_tokens"]
+    assert used > 200
+    assert limit - int(left) + refilled >= used - 1
