@@ -11,8 +11,10 @@ from tokenwire.errors import DETAILS_KEY, ServiceError
 
 __all__ = ["abort", "cut_stalled", "draining_error", "internal_error", "out_of_resources"]
 
+_NO_PIPE = -1  # uvloop's number where a new process gets no pipe
 _LACKS = {
     *(errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT),
+    _NO_PIPE,
 }
 _NO_THREAD = "can't start new thread"
 

@@ -1,11 +1,14 @@
 """HTTP shim in a process of its own, with the backends that a test passes as flags."""
 
 import asyncio
+import itertools
 import json
+import resource
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -46,6 +49,19 @@ class Shim:
     def hang_up(self) -> None:
         """Send SIGHUP."""
         self.process.send_signal(signal.SIGHUP)
+
+    @contextmanager
+    def out_of_descriptors(self) -> Iterator[None]:
+        """Let the shim open no file and no socket in the block; open connections stay."""
+        pid = self.process.pid
+        opened = {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        first_free = next(number for number in itertools.count() if number not in opened)
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free, before[1]))
+        try:
+            yield
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
     async def listen(self) -> None:
         """Read the shim's log to its end."""

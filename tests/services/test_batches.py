@@ -1,9 +1,7 @@
 """/v1/files and /v1/batches: OpenAI's SDK, bad input, cancellation, and a server that restarts."""
 
 import asyncio
-import itertools
 import json
-import resource
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -99,24 +97,15 @@ async def test_batch_goes_on_after_the_shim_was_out_of_file_descriptors(stack: S
         content = f"{line('a')}\n".encode()
         file = await client.files.create(file=("in.jsonl", content), purpose="batch")
         assert (await http.get("/ready")).json() == {"status": "ready"}
-        pid = shim.process.pid
-        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free_descriptor(pid), before[1]))
-        batch = await client.batches.create(
-            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-        )
-        await shim.logged("the task batches failed")
-        assert (await http.get("/ready")).json() == {"status": "ready", "faults": ["batches"]}
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        with shim.out_of_descriptors():
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            await shim.logged("the task batches failed")
+            assert (await http.get("/ready")).json() == {"status": "ready", "faults": ["batches"]}
         batch = await ended(client, batch)
         assert batch.status == "completed"
         assert (await answers(client, batch.output_file_id)).keys() == {"a"}
-
-
-def first_free_descriptor(pid: int) -> int:
-    """Return the number that the next file would get."""
-    opened = {int(each.name) for each in Path(f"/proc/{pid}/fd").iterdir()}
-    return next(number for number in itertools.count() if number not in opened)
 
 
 async def test_line_with_more_elements_than_a_body_may_have_is_not_parsed(

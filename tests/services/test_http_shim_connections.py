@@ -1,6 +1,7 @@
 """HTTP shim over plain sockets: limits, stalls, malformed HTTP, disconnects and shutdown."""
 
 import asyncio
+import base64
 import json
 import signal
 import socket
@@ -13,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.pdfs import pdf
 from tests.services.shim import Shim, assert_documented, running_shim
 from tests.stack import Stack, is_busy, is_idle, left_early, watch_load
 
@@ -494,3 +496,20 @@ async def test_stream_ends_with_a_trailer_of_the_tokens_used(shim: Shim, path: s
             usage = json.loads(last.removeprefix("data: "))["usage"]
             assert trailer == b"x-tokens-used: %d\r\n\r\n" % usage["total_tokens"]
             assert usage["completion_tokens"] == 5
+
+
+async def test_request_that_needs_a_process_that_can_not_start_asks_for_another_try() -> None:
+    """A 500 would tell the client that the server is broken, and it only lacks descriptors."""
+    data = base64.b64encode(pdf("Hello")).decode()
+    file = {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{data}"}}
+    chat = {"messages": [{"role": "user", "content": [file]}]}
+    async with (
+        running_shim("--tokenizer", "127.0.0.1:1") as shim,
+        httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
+    ):
+        assert (await http.get("/health")).status_code == 200
+        with shim.out_of_descriptors():
+            reply = await http.post("/v1/chat/completions", json=chat)
+        assert reply.status_code == 503
+        assert reply.json()["error"]["code"] == "out_of_resources"
+        assert int(reply.headers["retry-after"]) >= 1

@@ -11,7 +11,7 @@ from services.http_shim.stored.database_guard import StoreUnavailableError
 __all__ = ["StoreThread"]
 
 _MOST_WAITING = 1024
-_MOST_SECONDS = 1.0
+_MOST_SECONDS = 3.0
 """Time for which a call may wait for its turn: one that waits longer meets a database that is
 locked, or a disk that is too slow"""
 P = ParamSpec("P")
