@@ -1,7 +1,9 @@
 """Prometheus metrics: the HTTP endpoint, the model's label, and the shared histogram buckets."""
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
+from typing import TypeVar
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge, Metric, start_http_server
@@ -19,6 +21,8 @@ LATENCY_BUCKETS = (
 INTER_TOKEN_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
 )  # fmt: skip
+_PAUSE_SECONDS = 0.5
+Accepted = TypeVar("Accepted")
 
 
 _BUILD_INFO = Gauge("tokenwire_build_info", "The service.", ["service", "version", "kernels"])
@@ -41,9 +45,23 @@ def serve_metrics(host: str, port: int, model: str = "") -> None:
     except OSError as error:
         why = why_unusable(host, port) or str(error.strerror)
         raise StartupError(f"Can't serve metrics on {address(host, port)}: {why}.") from None
+    server.get_request = _paced(server.get_request)  # type: ignore[method-assign]
     application = server.get_app()
     assert application is not None
     server.set_app(_guarded(application, AllowedHosts(host, ())))
+
+
+def _paced(accept: Callable[[], Accepted]) -> Callable[[], Accepted]:
+    """Pause after a connection that can't be accepted: it still waits, and a loop would spin."""
+
+    def paced() -> Accepted:
+        try:
+            return accept()
+        except OSError:  # no file descriptor is free
+            time.sleep(_PAUSE_SECONDS)
+            raise
+
+    return paced
 
 
 def _registry(model: str) -> CollectorRegistry:
