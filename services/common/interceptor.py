@@ -17,7 +17,8 @@ from services.common.accounts.authenticator import Authenticator
 from services.common.accounts.identity import ANYONE, Identity
 from services.common.errors import abort, internal_error
 from services.common.logging import failure, request_id, traceparent
-from services.common.priority import PRIORITY_KEY, parse_priority
+from services.common.priority import PRIORITY_KEY, TENANT_KEY, parse_priority
+from services.common.sharing.tenant import current_tenant
 from services.common.span import Span
 from tokenwire.errors import ServiceError
 
@@ -207,6 +208,8 @@ class _Rpc:
     async def __aenter__(self) -> None:
         if self._caller is not None:
             identity.current.set(self._caller)
+            asked = metadata_value(self._context, TENANT_KEY)
+            current_tenant.set(self._caller.paying_tenant(asked or ""))
         own_id = sane_request_id(metadata_value(self._context, "x-request-id"))
         request_id.set(own_id)
         parent = sane_traceparent(metadata_value(self._context, "traceparent"))

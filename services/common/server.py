@@ -30,6 +30,7 @@ from services.common.settings import (
     StreamSettings,
     parse,
 )
+from services.common.sharing.fair_executor import use_fair_threads
 from services.common.telemetry import serve_metrics
 from tokenwire.channel import MESSAGE_LIMITS, QUIET
 from tokenwire.serving.addresses import METRICS_PORT_OFFSET, address, is_loopback, why_unusable
@@ -122,6 +123,7 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
 
 async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     stop = stop_signal()
+    use_fair_threads()
     authenticator = _authenticator(settings)
     application = make(settings)
     interceptor = RpcInterceptor(authenticator, application.peer_methods)

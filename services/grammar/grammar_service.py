@@ -10,7 +10,10 @@ from llguidance import LLExecutor
 
 from services.common import tracing
 from services.common.errors import draining_error
+from services.common.sharing.fair_executor import FairExecutor
+from services.common.sharing.tenant import current_tenant
 from services.grammar import GrammarError, specification
+from services.grammar.compiling.compile_slots import too_many_compiles
 from services.grammar.compiling.compiler import Compiler
 from services.grammar.matching.cache import CompiledGrammar, GrammarCache
 from services.grammar.matching.matcher_batch import MatcherBatch
@@ -27,6 +30,11 @@ from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["GrammarServicer"]
 
+_THREADS = 2
+"""Threads that compile grammars"""
+_RETRY_SECONDS = 5.0
+_ANSWER_SECONDS = 2.0
+"""Time of an answer on its way: an engine takes a later one for that of a service that hangs"""
 _QUICK = 0.005  # seconds; longer steps run in a thread, so that the event loop stays responsive
 
 
@@ -42,6 +50,7 @@ class GrammarServicer(GrammarServiceServicer):
         self._cache = cache
         self._max_bytes = max_bytes
         self._executor = LLExecutor()
+        self._threads = FairExecutor(_THREADS, "grammars")
         self._compiling: dict[str, asyncio.Task[CompiledGrammar]] = {}
         self._batches: set[MatcherBatch] = set()
         self._draining = False
@@ -67,7 +76,11 @@ class GrammarServicer(GrammarServiceServicer):
         span = tracing.current.get()
         span.set({"tokenwire.grammar.kind": kind})
         try:
-            compiled, outcome = await self._find_or_compile(spec)
+            async with asyncio.timeout(_within(context.time_remaining())):
+                compiled, outcome = await self._find_or_compile(spec)
+        except TimeoutError:
+            COMPILES.labels(kind, "failed").inc()
+            raise too_many_compiles(_RETRY_SECONDS) from None
         except GrammarError as error:
             COMPILES.labels(kind, "refused").inc()
             raise invalid(f"grammar.{kind}", str(error), reason="INVALID_GRAMMAR") from None
@@ -131,8 +144,11 @@ class GrammarServicer(GrammarServiceServicer):
         return kind
 
     async def _find_or_compile(self, spec: GrammarSpec) -> tuple[CompiledGrammar, str]:
-        """Return a grammar, and "cached" or "compiled". Concurrent calls compile it only once."""
-        grammar_id = specification.identity(spec)
+        """Return a grammar, and "cached" or "compiled".
+
+        Concurrent calls of a tenant compile it only once.
+        """
+        grammar_id = specification.identity(spec, current_tenant.get())
         if cached := self._cache.get(grammar_id):
             return cached, "cached"
         task = self._compiling.get(grammar_id)
@@ -152,8 +168,11 @@ class GrammarServicer(GrammarServiceServicer):
     async def _compile(self, grammar_id: str, spec: GrammarSpec) -> CompiledGrammar:
         with COMPILE_SECONDS.time():
             size = await self._compiler.try_out(spec)
-            compiled = await asyncio.to_thread(self._compile_tried, grammar_id, spec, size)
-        self._cache.put(compiled)
+            # not in the threads of the masks, for which running sequences wait
+            compiled = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._compile_tried, grammar_id, spec, size
+            )
+        self._cache.put(compiled, current_tenant.get())
         return compiled
 
     def _compile_tried(self, grammar_id: str, spec: GrammarSpec, size: int) -> CompiledGrammar:
@@ -176,3 +195,8 @@ class GrammarServicer(GrammarServiceServicer):
         MATCHERS.set(matchers)
         if self._draining and not self._compiling:
             self._idle.set()
+
+
+def _within(seconds: float | None) -> float | None:
+    """Return the time for an answer that a caller waits for, and has in time; None = no limit."""
+    return None if seconds is None else max(seconds / 2, seconds - _ANSWER_SECONDS)

@@ -77,8 +77,11 @@ def kind_of(spec: GrammarSpec) -> Kind:
     return kind
 
 
-def identity(spec: GrammarSpec) -> str:
-    """Return the SHA-256, in hex, of a grammar's kind and content."""
+def identity(spec: GrammarSpec, tenant: str = "") -> str:
+    """Return the SHA-256, in hex, of a grammar's tenant, kind and content.
+
+    Tenants share no compiled grammars: the time of a request would tell one what another sent.
+    """
     kind = kind_of(spec)
     if kind == "choice":
         content = json.dumps(list(spec.choice.choices))
@@ -88,7 +91,8 @@ def identity(spec: GrammarSpec) -> str:
         content = "" if kind == "json_object" else getattr(spec, kind)
     if spec.HasField("json_whitespace"):
         content = json.dumps([content, spec.json_whitespace])
-    return hashlib.sha256(f"{kind}\n{content}".encode()).hexdigest()
+    salt = hashlib.sha256(tenant.encode()).hexdigest()
+    return hashlib.sha256(f"{salt}\n{kind}\n{content}".encode()).hexdigest()
 
 
 def check_white_space(spec: GrammarSpec) -> None:

@@ -26,6 +26,7 @@ from services.common.accounts.keyring import Keyring, open_keyring
 from services.common.background import keep_running
 from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
+from services.common.sharing.fair_executor import use_fair_threads
 from services.common.targets import parse_targets, warn_of_clear_text
 from services.common.telemetry import describe_build, serve_metrics
 from services.common.vllm_metrics import VllmLoadMetrics
@@ -92,6 +93,7 @@ def main() -> None:
 async def serve(settings: HttpShimSettings) -> None:
     """Serve until SIGTERM or SIGINT; requests then have the grace period to finish."""
     stop = stop_signal()
+    use_fair_threads()
     keyring = open_keyring(settings.keys, settings.limits_url)
     with _listen(settings) as bound:
         settings = dataclasses.replace(settings, host=bound.getsockname()[0])

@@ -10,6 +10,7 @@ from services.common.accounts.identity import Identity
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
 from services.common.settings import StreamSettings
+from services.common.sharing.tenant import current_tenant
 from services.tokenizer.completion.complete_processor import (
     RequestProcessor,
     Response,
@@ -290,12 +291,17 @@ class _ClientSession:
         start: completion_pb2.StartComplete | completion_pb2.StartChat,
         processor: RequestProcessor[Any],
     ) -> None:
-        stream = self._registry.start(
-            processor,
-            _context_of_start(start.context, start.request, self._caller, self._model),
-            self._send_queue,
-            credit=start.credit if start.HasField("credit") else None,
-        )
+        context = _context_of_start(start.context, start.request, self._caller, self._model)
+        previous = current_tenant.set(context.tenant)  # of the tasks that the request starts
+        try:
+            stream = self._registry.start(
+                processor,
+                context,
+                self._send_queue,
+                credit=start.credit if start.HasField("credit") else None,
+            )
+        finally:
+            current_tenant.reset(previous)
         self._streams[handle] = stream
         self._handles[stream] = handle
 

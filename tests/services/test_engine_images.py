@@ -120,6 +120,19 @@ async def test_equal_images_are_encoded_once(
     assert counts == {"encoded": 1, "cached": 2}
 
 
+async def test_tenants_share_no_encoded_image(
+    engine: RunningService, channel: grpc.aio.Channel
+) -> None:
+    """The time would tell one tenant that another has sent the image."""
+    file, key = png(40, 40, 4), 'tokenwire_engine_images_total{outcome="cached"}'
+    before = (await metrics_of(engine.target)).get(key, 0)
+    for tenant in ("one", "two"):
+        await generate(channel, about(file), **{"x-tenant": tenant})
+    assert (await metrics_of(engine.target)).get(key, 0) == before
+    await generate(channel, about(file), **{"x-tenant": "two"})
+    assert (await metrics_of(engine.target))[key] == before + 1
+
+
 @pytest.mark.parametrize(
     ("request_", "field", "message"),
     [

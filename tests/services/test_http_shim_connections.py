@@ -316,13 +316,25 @@ async def test_refused_request_does_not_wait_for_its_whole_body(shim: Shim) -> N
 async def test_slow_body_is_accepted(shim: Shim) -> None:
     """A slow network must not end the request."""
     async with connected(shim) as client:
-        whole = body_of({"model": "none", "prompt": "x"})
+        whole = body_of({"model": "none", "prompt": "x" * 6_000})
         head, _, body = whole.partition(b"\r\n\r\n")
         await client.send(head + b"\r\n\r\n")
-        for i in range(len(body)):
-            await asyncio.sleep(3 * STALL / len(body))  # a tenth of the stall
-            await client.send(body[i : i + 1])
+        for i in range(0, len(body), 200):
+            await asyncio.sleep(3 * STALL / 30)  # a tenth of the stall
+            await client.send(body[i : i + 200])
         assert (await client.answer()).status == 404
+
+
+async def test_body_that_trickles_is_408(shim: Shim) -> None:
+    """A byte now and then would hold the room of a body for ever."""
+    async with connected(shim) as client:
+        await client.send(POST + b"content-length: 100000\r\n\r\n{")
+        answering = asyncio.ensure_future(client.last_answer())
+        while not answering.done():
+            await client.send(b" ")
+            await asyncio.wait([answering], timeout=STALL / 10)
+        answer = await answering
+        assert (answer.status, error_of(answer)["code"]) == (408, "body_timeout")
 
 
 async def test_unread_answer_is_dropped_after_the_stall(long_lists: Shim) -> None:

@@ -19,6 +19,7 @@ PROMPT = "def add(a, b):\n    return a +"
 TIERS = {
     "default": {},
     "few": {"requests_per_minute": 2},
+    "readers": {"requests_per_minute": 20},
     "short": {"max_tokens": 5},
     "poor": {"tokens_per_minute": 60},
     "single": {"concurrent_streams": 1},
@@ -242,7 +243,45 @@ async def test_requests_over_the_requests_per_minute_are_429(shim: Shim, keys: P
         assert response.headers["x-ratelimit-remaining-requests"] == "0"
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        assert (await http.get("/v1/models")).status_code == 200, "lists do not count"
+        assert (await http.get("/v1/models")).status_code == 429
+
+
+async def test_large_answers_count_as_several_requests(shim: Shim, keys: Path) -> None:
+    """Else a key could have files sent all day that cost it no token."""
+    async with await client_of(shim, keys, "readers") as http:
+        fields, size = {"purpose": "user_data"}, 3 * 2**20
+        uploaded = await http.post("/v1/files", data=fields, files={"file": ("a", b"x" * size)})
+        path = f"/v1/files/{uploaded.json()['id']}"
+        for _ in range(4):
+            assert len((await http.get(f"{path}/content")).content) == size
+        deleted = await http.delete(path)
+        assert int(deleted.headers["x-ratelimit-remaining-requests"]) < 12
+
+
+async def test_slow_uploads_of_a_key_leave_room_for_another(shim: Shim, keys: Path) -> None:
+    async with (
+        await client_of(shim, keys, "default") as slow,
+        await client_of(shim, keys, "default") as other,
+    ):
+        host, port = slow.base_url.host, slow.base_url.port
+        connections = [await asyncio.open_connection(host, port) for _ in range(5)]
+        head = (
+            "POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n"
+            f"authorization: {slow.headers['authorization']}\r\n"
+            "content-type: multipart/form-data; boundary=x\r\n\r\n"
+        )
+        for _, writer in connections:
+            writer.write(head.encode())
+        answers = [asyncio.ensure_future(reader.readline()) for reader, _ in connections]
+        [refused], waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        assert b"429" in refused.result()
+        fields, files = {"purpose": "user_data"}, {"file": ("a", b"x")}
+        answer = await other.post("/v1/files", data=fields, files=files)
+        assert answer.status_code == 200
+        for each in waiting:
+            each.cancel()
+        for _, writer in connections:
+            writer.close()
 
 
 async def test_requests_over_the_tokens_per_minute_are_429(shim: Shim, keys: Path) -> None:

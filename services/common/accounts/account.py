@@ -106,6 +106,11 @@ class Account:
                 raise self.requests_exhausted(now)
             self._requests.take(1, now)
 
+    def charge_requests(self, more: int, now: float) -> None:
+        """Count further requests, into debt if necessary."""
+        if self._requests is not None:
+            self._requests.take(more, now)
+
     def require_model(self, model: str) -> None:
         """Raise PERMISSION_DENIED for a canonical model id that the tier excludes."""
         if self.tier.models is not None and model not in self.tier.models:

@@ -69,6 +69,13 @@ class Identity:
             )
         return self.key_id
 
+    def paying_tenant(self, asked: str) -> str:
+        """Return the tenant that pays for a request: its key's, or one that a trusted caller asks.
+
+        asked: empty = none.
+        """
+        return (asked if self.may_schedule else "") or self.key_id
+
     def priority(self, asked: int, field: str) -> int:
         """Return the priority of a request, higher first. Raises PERMISSION_DENIED if it is raised.
 

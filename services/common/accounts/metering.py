@@ -18,7 +18,7 @@ from tokenwire.errors import ServiceError
 if TYPE_CHECKING:
     from services.common.accounts.shared_limits import Lease, SharedLimits
 
-__all__ = ["Charge", "Meter", "begin", "count_call", "count_request"]
+__all__ = ["Charge", "Meter", "begin", "charge_requests", "count_call", "count_request"]
 
 
 class Charge:
@@ -101,6 +101,12 @@ async def count_request(account: Account) -> None:
     """Count a request. Raises RESOURCE_EXHAUSTED."""
     if account.shared is None or not await account.shared.count_request(account):
         account.count_request(time.monotonic())
+
+
+def charge_requests(account: Account, more: int) -> None:
+    """Count what an answer cost beyond its request, into debt if necessary."""
+    if account.shared is None or not account.shared.charge_requests(account, more):
+        account.charge_requests(more, time.monotonic())
 
 
 async def begin(account: Account, tokens: int, choices: int) -> Charge:

@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from prometheus_client import Gauge
@@ -200,6 +200,13 @@ class SharedLimits:
             raise account.requests_exhausted(now)
         return True
 
+    def charge_requests(self, account: Account, more: int) -> bool:
+        """Count further requests, into debt if necessary; return False if Redis is away."""
+        per_minute = account.tier.requests_per_minute
+        if per_minute is not None and not self._is_away:
+            self._run_later(self._charge(account, per_minute, more))
+        return not self._is_away
+
     async def begin(self, account: Account, tokens: int, choices: int) -> Lease:
         """Start a request; the lease is not shared if Redis is away. Raises RESOURCE_EXHAUSTED."""
         tier, lease = account.tier, Lease(choices)
@@ -238,9 +245,18 @@ class SharedLimits:
         if account.tier.tokens_per_minute is None:
             difference = 0
         if not self._is_away and (is_counted or difference):
-            task = asyncio.ensure_future(self._settle(account, lease.name, difference))
-            self._settling.add(task)
-            task.add_done_callback(self._settling.discard)
+            self._run_later(self._settle(account, lease.name, difference))
+
+    def _run_later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _charge(self, account: Account, per_minute: int, more: int) -> None:
+        keys = [_key(account, "requests"), _key(account, "streams")]
+        left = await self._call(self._end, keys, [per_minute, more, ""])
+        if left is not None:
+            account.mirror(time.monotonic(), requests=float(left))
 
     async def _settle(self, account: Account, name: str, tokens: int) -> None:
         keys = [_key(account, "tokens"), _key(account, "streams")]

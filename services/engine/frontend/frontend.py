@@ -19,6 +19,7 @@ from services.common.contract import MAX_SEQUENCES
 from services.common.errors import draining_error, internal_error
 from services.common.logging import request_fields
 from services.common.settings import StartupError
+from services.common.sharing.shares import Shares
 from services.common.targets import parse_targets, warn_of_clear_text
 from services.engine.frontend import events, request_accounting
 from services.engine.frontend.adapter_registry import Adapter, AdapterRegistry, parse_adapters
@@ -109,8 +110,10 @@ class Frontend:
         self._matchers: Matchers | None = None
         self._preparations = Preparations(settings.max_waiting, self.notify)
         self._live: dict[int, _LiveRequest] = {}
-        self._image_bytes = 0
-        """Embeddings of the live requests' images, of which the loop has a copy for each request"""
+        self._places = Shares(self._max_requests, reserve=self._max_requests)
+        """Live requests"""
+        self._image_shares = Shares(parse_bytes(settings.held_image_memory))
+        """Bytes of the live requests' encoded images, of which the loop copies each request's"""
         self._handles = itertools.count(1)
         self._flushes: deque[asyncio.Future[int]] = deque()
         self._token_rate = request_accounting.TokenRate()
@@ -356,18 +359,19 @@ class Frontend:
     ) -> tuple[CompiledGrammar | None, CheckedRequest]:
         """Check a request and prepare it, as `_prepare` returns it. Raises ServiceError."""
         try:
-            self._require_room()
+            self._require_room(caller.tenant)
             if isinstance(request, EmbedRequest):
                 return None, self.admission.check_embed(request, self.adapters.named)
             checked = self.admission.check(request, self.adapters.named)
             if not (checked.constrained or request.images):
                 return None, checked
             grammar, checked = await self._preparations.run(
-                lambda: self._prepare(request, checked),
+                lambda: self._prepare(request, checked, caller.tenant),
                 caller.request_id,
                 caller.timeout_seconds,
+                caller.tenant,
             )
-            self._require_image_memory(checked)
+            self._require_image_memory(checked, caller.tenant)
         except ServiceError as error:
             n = 1 if isinstance(request, EmbedRequest) else request.n
             sequences = max(1, len(request.prompts)) * max(1, n)  # not checked yet
@@ -377,11 +381,11 @@ class Frontend:
         return grammar, checked
 
     async def _prepare(
-        self, request: GenerateRequest, checked: CheckedRequest
+        self, request: GenerateRequest, checked: CheckedRequest, tenant: str
     ) -> tuple[CompiledGrammar | None, CheckedRequest]:
         """Return the grammar, None without one, and the request with its images placed."""
-        compiling = asyncio.ensure_future(self._compile(request, checked))
-        encoding = asyncio.ensure_future(self._with_images(request, checked))
+        compiling = asyncio.ensure_future(self._compile(request, checked, tenant))
+        encoding = asyncio.ensure_future(self._with_images(request, checked, tenant))
         try:
             return await asyncio.gather(compiling, encoding)
         finally:
@@ -389,18 +393,18 @@ class Frontend:
             encoding.cancel()
 
     async def _compile(
-        self, request: GenerateRequest, checked: CheckedRequest
+        self, request: GenerateRequest, checked: CheckedRequest, tenant: str
     ) -> CompiledGrammar | None:
         if self._matchers is None or not checked.constrained:
             return None
-        return await self._matchers.compile(request.grammar)
+        return await self._matchers.compile(request.grammar, tenant)
 
     async def _with_images(
-        self, request: GenerateRequest, checked: CheckedRequest
+        self, request: GenerateRequest, checked: CheckedRequest, tenant: str
     ) -> CheckedRequest:
         if self._images is None or not request.images:
             return checked
-        images = await self._images.encode([image.data for image in request.images])
+        images = await self._images.encode([image.data for image in request.images], tenant)
         placed = place_images(
             checked.prompts,
             request.images,
@@ -410,10 +414,10 @@ class Frontend:
         )
         return replace(checked, images=placed)
 
-    def _require_room(self) -> None:
+    def _require_room(self, tenant: str) -> None:
         if self.draining:
             raise draining_error()
-        if self.num_requests >= self._max_requests:
+        if not self._places.has_room(tenant, 1):
             # the loop would refuse it too, but counting its sequences there costs a step time
             raise queue_full(f"{self.num_requests} requests are here already; try again.")
 
@@ -423,9 +427,9 @@ class Frontend:
             rate = self._token_rate.while_busy
             error.retry_seconds = self._retry_clock.turn(sequences, self.load.waiting, rate)
 
-    def _require_image_memory(self, checked: CheckedRequest) -> None:
-        held, size = self._image_bytes, checked.image_bytes
-        if held and held + size > parse_bytes(self._settings.held_image_memory):
+    def _require_image_memory(self, checked: CheckedRequest, tenant: str) -> None:
+        held, size = self._image_shares.held, checked.image_bytes
+        if held and size and not self._image_shares.has_room(tenant, size):
             raise queue_full(f"Other requests hold {held:,} bytes of encoded images; try again.")
 
     # Outputs of the loop.
@@ -515,7 +519,8 @@ class Frontend:
         if not self._live:
             self._last_output = time.monotonic()
         self._live[handle] = live
-        self._image_bytes += live.checked.image_bytes
+        self._places.add(live.caller.tenant, 1)
+        self._image_shares.add(live.caller.tenant, live.checked.image_bytes)
 
     def _set_deadline(self, handle: int, deadline: float) -> None:
         """Fail the request at this time.monotonic()."""
@@ -533,7 +538,8 @@ class Frontend:
 
     def _leave(self, handle: int) -> _LiveRequest:
         live = self._live.pop(handle)
-        self._image_bytes -= live.checked.image_bytes
+        self._places.add(live.caller.tenant, -1)
+        self._image_shares.add(live.caller.tenant, -live.checked.image_bytes)
         if live.deadline is not None:
             live.deadline.cancel()
         self._close_matchers(handle, live, range(live.checked.num_sequences))

@@ -85,14 +85,14 @@ class GrammarLink:
         await self._masks.aclose()
         await self._channel.close()
 
-    async def compile(self, spec: GrammarSpec, timeout: float) -> str:
-        """Return the grammar's id.
+    async def compile(self, spec: GrammarSpec, timeout: float, tenant: str) -> str:
+        """Return the id of a tenant's grammar.
 
         timeout: seconds. Raises ServiceError: INVALID_ARGUMENT with the invalid field,
         DEADLINE_EXCEEDED, or UNAVAILABLE if the service is lost or must not be used.
         """
         try:
-            return await self._grammar.compile(spec, timeout)
+            return await self._grammar.compile(spec, timeout, tenant)
         except ServiceError as error:
             if error.reason == ANOTHER_TOKENIZER:
                 self._refuse(f"The grammar service at {self.target} can't be used: {error.message}")

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -12,8 +11,12 @@ from typing import Any
 import grpc
 
 from services.common.background import keep_running
-from services.common.block_hash import image_digest
+from services.common.block_hash import image_digest, tenant_salt
+from services.common.contract import MAX_IMAGE_BYTES
 from services.common.settings import StartupError
+from services.common.sharing.fair_queue import FairQueue
+from services.common.sharing.shares import Shares
+from services.common.sharing.tenant_cache import TenantCache
 from services.engine.frontend import metrics
 from services.engine.frontend.child_process import ChildProcess
 from services.engine.frontend.preparations import queue_full
@@ -54,6 +57,7 @@ class _Waiting:
     """An image that waits for the encoder, for one request or several."""
 
     file: bytes
+    tenant: str
     result: asyncio.Future[EncodedImage | UnreadableImage] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -72,8 +76,12 @@ class ImageClient:
         self._restart: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._cache = _EncodedImages(parse_bytes(settings.image_memory))
-        self._waiting: OrderedDict[bytes, _Waiting] = OrderedDict()
-        """By digest, in order of arrival"""
+        self._waiting: dict[bytes, _Waiting] = {}
+        """By tenant and digest"""
+        self._order: FairQueue[bytes] = FairQueue()
+        """Keys of `_waiting`, and of images that nobody waits for any more"""
+        self._places = Shares(_MAX_WAITING, reserve=_MAX_WAITING)
+        self._bytes = Shares(_MAX_WAITING_BYTES, least=MAX_IMAGE_BYTES)
         self._batch: dict[bytes, _Waiting] = {}
         """Images that the encoder works on"""
         self._batch_size = 1
@@ -124,19 +132,23 @@ class ImageClient:
         if self._process is not None:
             await self._process.stop()
 
-    async def encode(self, files: Sequence[bytes]) -> list[ClientImage]:
-        """Return the images in order; equal ones are encoded once. Raises ServiceError."""
+    async def encode(self, files: Sequence[bytes], tenant: str = "") -> list[ClientImage]:
+        """Return a tenant's images in order; equal ones are encoded once. Raises ServiceError.
+
+        Tenants share no encoded images: the time would tell one what another sent.
+        """
         digests = await asyncio.to_thread(lambda: [image_digest(file) for file in files])
+        salt = tenant_salt(tenant)
         wanted: dict[bytes, _Waiting] = {}
         results: dict[bytes, EncodedImage | UnreadableImage] = {}
         try:
             for digest, file in zip(digests, files, strict=True):
                 if digest in wanted or digest in results:
                     continue
-                if (encoded := self._cache.get(digest)) is not None:
+                if (encoded := self._cache.get(salt + digest)) is not None:
                     results[digest] = encoded
                 else:
-                    wanted[digest] = self._wait_for(digest, file)
+                    wanted[digest] = self._wait_for(salt + digest, file, tenant)
             metrics.IMAGES.labels("cached").inc(len(results))
             self._send()
             for digest, waiting in wanted.items():
@@ -144,49 +156,56 @@ class ImageClient:
                 results[digest] = await asyncio.shield(waiting.result)
         finally:
             for digest, waiting in wanted.items():
-                self._leave(digest, waiting)
+                self._leave(salt + digest, waiting)
         return [ClientImage(digest, results[digest]) for digest in digests]
 
-    def _wait_for(self, digest: bytes, file: bytes) -> _Waiting:
-        waiting = self._batch.get(digest) or self._waiting.get(digest)
+    def _wait_for(self, key: bytes, file: bytes, tenant: str) -> _Waiting:
+        waiting = self._batch.get(key) or self._waiting.get(key)
         if waiting is None:
             if self._process is None:
                 raise _encoder_lost("The image encoder starts again; try again.")
-            self._require_room(len(file))
-            waiting = self._waiting[digest] = _Waiting(file)
-            metrics.WAITING_IMAGES.set(len(self._waiting))
+            self._require_room(len(file), tenant)
+            waiting = self._waiting[key] = _Waiting(file, tenant)
+            self._order.put(tenant, key)
+            self._count(waiting, 1)
         waiting.requests += 1
         return waiting
 
-    def _require_room(self, size: int) -> None:
-        waiting = sum(len(each.file) for each in self._waiting.values())
-        if len(self._waiting) >= _MAX_WAITING or waiting + size > _MAX_WAITING_BYTES:
+    def _require_room(self, size: int, tenant: str) -> None:
+        if not (self._places.has_room(tenant, 1) and self._bytes.has_room(tenant, size)):
             raise queue_full(f"{len(self._waiting)} images wait for the encoder; try again.")
 
-    def _leave(self, digest: bytes, waiting: _Waiting) -> None:
+    def _leave(self, key: bytes, waiting: _Waiting) -> None:
         waiting.requests -= 1
-        if not waiting.requests and self._waiting.get(digest) is waiting:
-            del self._waiting[digest]
+        if not waiting.requests and self._waiting.get(key) is waiting:
+            del self._waiting[key]
             waiting.result.cancel()
-            metrics.WAITING_IMAGES.set(len(self._waiting))
+            self._count(waiting, -1)
+
+    def _count(self, waiting: _Waiting, images: int) -> None:
+        """Count an image that begins to wait, with 1, or that waits no longer, with -1."""
+        self._places.add(waiting.tenant, images)
+        self._bytes.add(waiting.tenant, images * len(waiting.file))
+        metrics.WAITING_IMAGES.set(len(self._waiting))
 
     def _send(self) -> None:
         """Give the encoder its next batch, unless it works on one."""
         if self._process is None or self._batch or not self._waiting:
             return
-        for _ in range(min(self._batch_size, len(self._waiting))):
-            digest, waiting = self._waiting.popitem(last=False)
-            self._batch[digest] = waiting
-        metrics.WAITING_IMAGES.set(len(self._waiting))
+        while self._waiting and len(self._batch) < self._batch_size:
+            key = self._order.take()
+            if (waiting := self._waiting.pop(key, None)) is not None:
+                self._batch[key] = waiting
+                self._count(waiting, -1)
         self._process.send(EncodeImages([waiting.file for waiting in self._batch.values()]))
         self._on_work(True)
 
     def _on_encoded(self, answer: ImagesEncoded) -> None:
         batch, self._batch = self._batch, {}
         self._on_work(False)
-        for (digest, waiting), encoded in zip(batch.items(), answer.images, strict=True):
+        for (key, waiting), encoded in zip(batch.items(), answer.images, strict=True):
             if isinstance(encoded, EncodedImage):
-                self._cache.put(digest, encoded)
+                self._cache.put(waiting.tenant, key, encoded)
             outcome = "encoded" if isinstance(encoded, EncodedImage) else "unreadable"
             metrics.IMAGES.labels(outcome).inc()
             if not waiting.result.done():
@@ -215,38 +234,37 @@ class ImageClient:
                 self._on_work(False)
 
     def _fail_all(self, why: str) -> None:
-        failed = [*self._batch.values(), *self._waiting.values()]
+        waits = [*self._waiting.values()]
+        failed = [*self._batch.values(), *waits]
         self._batch = {}
         self._waiting.clear()
+        for waiting in waits:
+            self._count(waiting, -1)
         for waiting in failed:
             if not waiting.result.done():
                 waiting.result.set_exception(_encoder_lost(why))
                 waiting.result.exception()  # a request that waits for several images reads only one
-        metrics.WAITING_IMAGES.set(0)
 
 
 class _EncodedImages:
-    """Encoded images by digest, the least recently used of which are evicted."""
+    """Encoded images by tenant and digest; a full cache evicts from the tenant with most."""
 
     def __init__(self, limit: int) -> None:
         """limit: bytes of embeddings."""
         self._limit = limit
-        self._images: OrderedDict[bytes, EncodedImage] = OrderedDict()
-        self.size = 0
+        self._images: TenantCache[bytes, EncodedImage] = TenantCache(limit)
 
-    def get(self, digest: bytes) -> EncodedImage | None:
-        if digest in self._images:
-            self._images.move_to_end(digest)
-        return self._images.get(digest)
+    @property
+    def size(self) -> int:
+        """Bytes of all embeddings."""
+        return self._images.size
 
-    def put(self, digest: bytes, image: EncodedImage) -> None:
-        if len(image.embeddings) > self._limit:
-            return
-        self._images[digest] = image
-        self.size += len(image.embeddings)
-        while self.size > self._limit:
-            _, oldest = self._images.popitem(last=False)
-            self.size -= len(oldest.embeddings)
+    def get(self, key: bytes) -> EncodedImage | None:
+        return self._images.get(key)
+
+    def put(self, tenant: str, key: bytes, image: EncodedImage) -> None:
+        if len(image.embeddings) <= self._limit:
+            self._images.put(tenant, key, image, len(image.embeddings))
 
 
 def _encoder_lost(message: str) -> ServiceError:

@@ -12,7 +12,9 @@ from typing import Any, TypeAlias, cast
 
 import grpc
 
+from services.common.block_hash import tenant_salt
 from services.common.logging import request_id, traceparent
+from services.common.priority import TENANT_KEY
 from services.engine.messages import bitmask
 from tokenwire.errors import ServiceError
 from tokenwire.pb.grammar.v1 import grammar_pb2
@@ -64,13 +66,19 @@ class GrammarClient:
         self._fingerprint = fingerprint
         self._is_refused = False
 
-    async def compile(self, spec: GrammarSpec, timeout: float | None = None) -> str:
-        """Return the grammar's id.
+    async def compile(
+        self, spec: GrammarSpec, timeout: float | None = None, tenant: str = ""
+    ) -> str:
+        """Return the id of a tenant's grammar.
 
         timeout: seconds. Raises ServiceError: INVALID_ARGUMENT with the invalid field, or
         UNAVAILABLE with the time of a retry if the service is lost or has another tokenizer.
         """
-        names = (("x-request-id", request_id.get()), ("traceparent", traceparent.get()))
+        names = (
+            ("x-request-id", request_id.get()),
+            ("traceparent", traceparent.get()),
+            (TENANT_KEY, tenant_salt(tenant).hex() if tenant else ""),  # metadata is ASCII
+        )
         try:
             response = await self._stub.Compile(
                 grammar_pb2.CompileRequest(grammar=spec),

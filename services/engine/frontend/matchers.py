@@ -17,7 +17,12 @@ import grpc
 from services.common.errors import internal_error
 from services.engine.frontend.grammar_link import GrammarLink
 from services.engine.frontend.grammar_pool import GrammarPool
-from services.engine.frontend.mask_stream import GRAMMAR_HANGS, MaskState, MaskStream
+from services.engine.frontend.mask_stream import (
+    GRAMMAR_HANGS,
+    MaskState,
+    MaskStream,
+    lost_service,
+)
 from services.engine.frontend.metrics import MOVED_MATCHERS
 from services.engine.messages import DraftTokens, Mask, Token
 from tokenwire.channel import LOST_SECONDS, connect
@@ -33,6 +38,7 @@ _ANSWER_SECONDS = 10.0
 """Time limit of an answer; a service that takes longer counts as hanging"""
 _COMPILE_SECONDS = 20.0
 """Time limit of a compilation that another service can take over"""
+_LATE = "The grammar was not compiled in time: the grammar service is busy or does not answer."
 _RETRY_SECONDS = 0.1
 """Time between attempts to reach the service"""
 _MAX_RESTORES = 3
@@ -47,6 +53,8 @@ class CompiledGrammar:
     grammar_id: str
     """The same at all services"""
     spec: GrammarSpec
+    tenant: str
+    """Tenant whose cache has it"""
     key: bytes
     """Digest of the grammar, by which its service is chosen"""
     link: GrammarLink
@@ -122,30 +130,35 @@ class Matchers:
         """Running compilations for matchers that wait, by grammar id"""
         self._pool = GrammarPool(targets, self._connect, self._on_leaving)
 
-    async def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile a grammar at the service that should have its sequences, once one serves.
+    async def compile(self, spec: GrammarSpec, tenant: str = "") -> CompiledGrammar:
+        """Compile a tenant's grammar at the service that should have its sequences.
 
-        Raises ServiceError, also when no service compiles the grammar in time.
+        Waits until a service serves. Raises ServiceError, also when none compiles the grammar in
+        time.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_seconds
         content = spec.SerializeToString(deterministic=True)
         key = hashlib.blake2b(content, digest_size=16).digest()
         tried: set[GrammarLink] = set()
+        busy: ServiceError | None = None
         while True:
             link = await self._pool.wait_and_choose(key, deadline, tried)
             tried.add(link)
             has_other = self._pool.has_other(tried)
             left = deadline - loop.time()
             try:
-                grammar_id = await link.compile(
-                    spec, min(left, _COMPILE_SECONDS) if has_other else left
-                )
-                return CompiledGrammar(grammar_id, spec, key, link)
+                timeout = min(left, _COMPILE_SECONDS) if has_other else left
+                grammar_id = await link.compile(spec, timeout, tenant)
+                return CompiledGrammar(grammar_id, spec, tenant, key, link)
             except ServiceError as error:
-                if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    busy = error
+                elif error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    if busy is not None:  # the service answers: others' grammars took the time
+                        raise busy from None
                     link.doubt()
-                    error = self._pool.unreachable()
+                    error = lost_service(_LATE)
                 if error.code not in _TRANSIENT or loop.time() + _RETRY_SECONDS >= deadline:
                     raise error from None
             if not has_other:
@@ -332,7 +345,7 @@ class Matchers:
         waiting: list[_Matcher] = []
         try:
             while waiting := self._waiting(grammar.grammar_id):
-                compiled = await self.compile(grammar.spec)
+                compiled = await self.compile(grammar.spec, grammar.tenant)
                 self._open(waiting[0], compiled.link)
                 for matcher in waiting[1:]:
                     if self._pool.choose(grammar.key) is compiled.link:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import grpc
 
+from services.common.sharing.shares import Shares
 from tokenwire.errors import ServiceError
 
 __all__ = ["Preparations", "deadline_exceeded", "queue_full"]
@@ -34,8 +35,8 @@ class Preparations:
     """The waits of all requests."""
 
     def __init__(self, limit: int, on_change: Callable[[], None]) -> None:
-        """Allow `limit` waits at once, and call `on_change` after each."""
-        self._limit = limit
+        """Allow `limit` waits of a tenant at once, and call `on_change` after each."""
+        self._shares = Shares(limit, reserve=limit)
         self._on_change = on_change
         self._running: set[_Preparation] = set()
 
@@ -47,14 +48,16 @@ class Preparations:
         prepare: Callable[[], Awaitable[Prepared]],
         request_id: str,
         timeout_seconds: float | None,
+        tenant: str = "",
     ) -> Prepared:
         """Return what `prepare` returns. Raises ServiceError."""
-        if len(self) >= self._limit:
+        if not self._shares.has_room(tenant, 1):
             raise queue_full(
                 f"{len(self)} requests already wait for grammars or images; try again."
             )
         preparation = _Preparation(request_id, asyncio.timeout(timeout_seconds))
         self._running.add(preparation)
+        self._shares.add(tenant, 1)
         try:
             async with preparation.timeout:
                 return await prepare()
@@ -62,6 +65,7 @@ class Preparations:
             raise (preparation.error or deadline_exceeded()) from None
         finally:
             self._running.discard(preparation)
+            self._shares.add(tenant, -1)
             self._on_change()
 
     def fail(self, error: ServiceError, request_ids: Collection[str] | None = None) -> int:

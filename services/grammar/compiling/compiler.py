@@ -87,7 +87,7 @@ class Compiler:
         return verdict.size
 
     async def _run(self, content: bytes, slots: CompileSlots, timeout: float) -> Verdict:
-        await slots.take()
+        await slots.take(len(content))
         seconds = 0.0
         try:
             verdict = await self._attempt(content, timeout)

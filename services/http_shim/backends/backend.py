@@ -14,6 +14,8 @@ from services.common.accounts.account import GenerationRequest
 from services.common.background import keep_running
 from services.common.logging import request_id, traceparent
 from services.common.priority import PRIORITY_KEY, TENANT_KEY
+from services.common.sharing.shares import Shares
+from services.common.sharing.tenant import current_tenant
 from services.common.targets import Discovery, parse_targets
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
@@ -61,7 +63,7 @@ class Backend:
         self._retry_policy = retry_policy
         self._links: dict[str, TokenizerLink] = {}
         self._some_serves = asyncio.Event()
-        self._waiting = 0
+        self._waiting = Shares(retry_policy.max_waiting, reserve=retry_policy.max_waiting)
         self._closing: set[asyncio.Task[None]] = set()
         self._discovery = Discovery(parse_targets(targets, "--tokenizer"), self._on_addresses)
         self._discovery.start()
@@ -133,18 +135,19 @@ class Backend:
         """
         if self._some_serves.is_set():
             return
-        if self._waiting >= self._retry_policy.max_waiting:
-            message = f"{self._waiting} requests already wait for the model; try again."
+        tenant = current_tenant.get()
+        if not self._waiting.has_room(tenant, 1):
+            message = f"{self._waiting.held} requests already wait for the model; try again."
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             raise ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
-        self._waiting += 1
+        self._waiting.add(tenant, 1)
         try:
             async with asyncio.timeout(self._retry_policy.wait_seconds):
                 await self._some_serves.wait()
         except TimeoutError:
             raise error from None
         finally:
-            self._waiting -= 1
+            self._waiting.add(tenant, -1)
 
     async def models(self) -> list[completion_pb2.Model]:
         """Return the models that a service serves."""
@@ -319,12 +322,20 @@ def _sum(statuses: Sequence[completion_pb2.ModelStatus]) -> completion_pb2.Model
 
 def _context_of(tenant: str, priority: int, timeout: float | None) -> dict[str, Any]:
     """Return the context of a request that engines compute. timeout: in seconds; None = none."""
-    context = _context()
-    scheduling = ((TENANT_KEY, tenant), (PRIORITY_KEY, str(priority) if priority else ""))
-    context["metadata"] += [entry for entry in scheduling if entry[1]]
+    context = _context(tenant)
+    if priority:
+        context["metadata"].append((PRIORITY_KEY, str(priority)))
     return context | {"timeout": timeout}
 
 
-def _context() -> dict[str, Any]:
-    ids = (("x-request-id", request_id.get()), ("traceparent", traceparent.get()))
-    return {"timeout": _CALL_SECONDS, "metadata": [entry for entry in ids if entry[1]]}
+def _context(tenant: str | None = None) -> dict[str, Any]:
+    """Return the context of a call for a tenant; None = the one that pays for it."""
+    if tenant is None:
+        payer = current_tenant.get()
+        tenant = payer if payer.isascii() else ""  # as metadata must be
+    entries = (
+        ("x-request-id", request_id.get()),
+        ("traceparent", traceparent.get()),
+        (TENANT_KEY, tenant),
+    )
+    return {"timeout": _CALL_SECONDS, "metadata": [entry for entry in entries if entry[1]]}

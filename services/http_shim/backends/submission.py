@@ -109,7 +109,7 @@ class Submission:
         if self._collector.accepted is None:
             self._on_admitted()
             if self._images is not None:
-                self._services.kept_images.keep(self._images)
+                self._services.kept_images.keep(self._images, self._context.tenant)
         self._collector.on_event(event)
         if self._images is not None and not self._collector.is_open():
             self._services.kept_images.drop(self._images)

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.accounts.account import Account
 from services.common.accounts.metering import count_request
 from services.common.priority import PRIORITY_LIMIT
+from services.common.sharing.tenant import current_tenant
 from services.http_shim.http.exchange import exchange_of
 from services.http_shim.http.failures import error_response
 from tokenwire import batch_run
@@ -44,6 +45,7 @@ class CreatorMiddleware:
             exchange.account = creator.account()
             if exchange.account is not None:
                 await count_request(exchange.account)
+            current_tenant.set(exchange.owner)
         except ServiceError as error:
             await error_response(scope, error)(scope, receive, send)
         else:

@@ -10,6 +10,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.common.sharing.shares import Shares
+from services.common.sharing.tenant import current_tenant
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
 from services.http_shim.endpoints.response_stream import CANCELLED, ResponseStream
@@ -102,7 +104,7 @@ class BackgroundResponses:
         self.logs = EventLogs(max_event_bytes)
         self.stall_seconds = stall_seconds
         self._most = most
-        self._admitted = 0
+        self._admitted = Shares(most, reserve=most)
         self._running: dict[str, BackgroundResponse] = {}
 
     def find(self, identity: str, owner: str) -> BackgroundResponse | None:
@@ -113,7 +115,8 @@ class BackgroundResponses:
     @contextmanager
     def admitted(self) -> Iterator[None]:
         """Count a response while it runs. Raises RESOURCE_EXHAUSTED if too many do."""
-        if self._admitted >= self._most:
+        owner = current_tenant.get()
+        if not self._admitted.has_room(owner, 1):
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "TOO_MANY_BACKGROUND",
@@ -122,11 +125,11 @@ class BackgroundResponses:
                 field="background",
                 retry_seconds=1,
             )
-        self._admitted += 1
+        self._admitted.add(owner, 1)
         try:
             yield
         finally:
-            self._admitted -= 1
+            self._admitted.add(owner, -1)
 
     async def answer(
         self, scope: Scope, receive: Receive, send: Send, running: BackgroundResponse, stream: bool

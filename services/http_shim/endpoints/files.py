@@ -11,6 +11,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 
+from services.common.sharing.shares import Shares
 from services.http_shim.endpoints.paging import page_of
 from services.http_shim.errors import BodyTooLargeError, ClientGoneError
 from services.http_shim.http.body import json_response
@@ -26,6 +27,7 @@ _MOST_NAME = 256
 _MOST_LISTED = 1_000
 _PIECE = 1 << 20
 _MOST_UPLOADS = 4
+"""Of one owner; of all owners twice as many"""
 _FIELDS = 16
 """Fields of a form besides the file"""
 
@@ -65,18 +67,19 @@ class Files:
         """max_bytes: of one file."""
         self._store = store
         self._max_bytes = max_bytes
-        self._uploads = 0
+        self._uploads = Shares(_MOST_UPLOADS, reserve=_MOST_UPLOADS)
         """Forms that are being read, into temporary files"""
 
     async def create(self, request: Request) -> Response:
         """Keep a file that a form uploads."""
         if not request.headers.get("content-type", "").startswith("multipart/form-data"):
             raise invalid("file", "A file is uploaded as multipart/form-data.")
-        if self._uploads >= _MOST_UPLOADS:
-            message = f"{self._uploads} files are being uploaded; try again."
+        owner = exchange_of(request.scope).owner
+        if not self._uploads.has_room(owner, 1):
+            message = f"{self._uploads.held} files are being uploaded; try again."
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             raise ServiceError(code, "UPLOADS_FULL", message, retry_seconds=1)
-        self._uploads += 1
+        self._uploads.add(owner, 1)
         parser = MultiPartParser(
             request.headers, self._limited(request), max_files=1, max_fields=_FIELDS
         )
@@ -90,7 +93,7 @@ class Files:
         except OSError:
             raise full() from None
         finally:
-            self._uploads -= 1
+            self._uploads.add(owner, -1)
         exchange_of(request.scope).ignored = sorted({*form} - {"file", "purpose"})
         try:
             upload, purpose = form.get("file"), form.get("purpose")

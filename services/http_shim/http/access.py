@@ -1,4 +1,8 @@
-"""Access control: API keys, models of a tier, rate limits."""
+"""Access control: API keys, models of a tier, rate limits.
+
+Each request counts against the requests per minute, whatever its method. Answers that cost no
+tokens, such as files and kept responses, count by their size as well.
+"""
 
 import time
 from collections.abc import Collection, Iterator
@@ -15,18 +19,20 @@ from services.common.accounts.account import (
     sequence_count,
 )
 from services.common.accounts.keyring import Keyring
-from services.common.accounts.metering import Charge, begin, count_request
+from services.common.accounts.metering import Charge, begin, charge_requests, count_request
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.failures import error_response
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 
+_REQUEST_BYTES = 1 << 20
+"""Bytes of an answer to a GET that count as one more request"""
 __all__ = ["AccessMiddleware", "assign_model", "authorized_model", "charged", "reserve"]
 
 
 class AccessMiddleware:
-    """Authenticates requests, counts each POST, and adds the rate-limit headers.
+    """Authenticates and counts requests, and adds the rate-limit headers.
 
     The paths in `public` need no key.
     """
@@ -47,18 +53,25 @@ class AccessMiddleware:
             return
         exchange_of(scope).account = account
 
+        sent = 0
+
         async def send_on(message: Message) -> None:
+            nonlocal sent
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(account.headers(time.monotonic()))
+            sent += len(message.get("body", b""))
             await send(message)
 
         try:
-            if scope["method"] == "POST":
-                await count_request(account)
+            await count_request(account)
         except ServiceError as error:
             await error_response(scope, error)(scope, receive, send_on)
             return
-        await self._app(scope, receive, send_on)
+        try:
+            await self._app(scope, receive, send_on)
+        finally:
+            if scope["method"] == "GET" and (more := sent // _REQUEST_BYTES):
+                charge_requests(account, more)
 
 
 def _shown_key(headers: Headers) -> str | None:

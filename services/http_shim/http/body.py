@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -14,6 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from services.common.contract import MAX_IMAGES_BYTES
+from services.common.sharing.fair_executor import FairExecutor
+from services.common.sharing.shares import Shares
+from services.common.sharing.tenant import current_tenant
 from services.http_shim.errors import BodyTooLargeError, ClientGoneError
 from services.http_shim.http.json_limits import check_json_limits
 from services.http_shim.images.request_images import RequestImages
@@ -43,16 +45,20 @@ class HeldBytes:
     The first 64 KiB of each request do not count.
     """
 
-    __slots__ = ("_counted", "_reader")
+    __slots__ = ("_counted", "_shares", "_tenant")
 
-    def __init__(self, reader: "BodyReader") -> None:
-        self._reader = reader
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._tenant = current_tenant.get()
         self._counted = 0
 
     def resize(self, size: int) -> None:
-        """Set the number of bytes. Raises UNAVAILABLE if all requests together hold too many."""
+        """Set the number of bytes. Raises UNAVAILABLE if the tenant, or all, hold too many."""
         counted = max(0, size - _SMALL)
-        self._reader.count(counted - self._counted)
+        more = counted - self._counted
+        if more > 0 and not self._shares.has_room(self._tenant, more):
+            raise _too_many()
+        self._shares.add(self._tenant, more)
         self._counted = counted
 
     def release(self) -> None:
@@ -66,28 +72,23 @@ class BodyReader:
     def __init__(self, max_bytes: int, max_held_bytes: int) -> None:
         """Limit a body without its images, and the bytes that all requests hold.
 
-        A request holds its body until it is decoded, then its images until they are sent.
+        A request holds its body until it is decoded, then its images until they are sent. A tenant
+        gets its share of them.
         """
         self._max_bytes = max_bytes
         self._max_held = max_held_bytes
-        self._held = 0
+        self._shares = Shares(max_held_bytes, least=max_bytes)
         # one thread: more of them would take the interpreter from the event loop more often
-        self._thread = ThreadPoolExecutor(1, "bodies")
+        self._thread = FairExecutor(1, "bodies")
 
     @contextmanager
     def held(self) -> Iterator[HeldBytes]:
         """Return the count of one request, which ends with the context at the latest."""
-        held = HeldBytes(self)
+        held = HeldBytes(self._shares)
         try:
             yield held
         finally:
             held.release()
-
-    def count(self, more: int) -> None:
-        """Count bytes that a request holds, or no longer holds. Raises UNAVAILABLE."""
-        if more > 0 and self._held + more > self._max_held:
-            raise _too_many()
-        self._held += more
 
     async def read(
         self, scope: Scope, receive: Receive, parse: Callable[[bytes], Parsed]

@@ -40,6 +40,8 @@ _MAX_HEAD_BYTES = 64 * 1024
 _CHECKS_PER_STALL = 4  # a stall is noticed at most a quarter too late
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FIRST_LOOK, _LAST_LOOK = 0.05, 10.0  # seconds between looks for a reset, ever longer
+_LEAST_RATE = 500
+"""Bytes of a body that must arrive in a second, on average after the first stall"""
 _FRAMING = (b"content-length", b"transfer-encoding")  # headers that define the end of a body
 
 
@@ -64,6 +66,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = True  # or before it; else in the body
         self._drops_input = False
         self._undelivered = 0  # bytes since the parser's last event: a head, or a part of a body
+        self._body_bytes = 0  # that arrived since the head
+        self._body_began = 0.0
         self._unsent = 0  # bytes at the last check
         self._last_received = self._last_sent = self.loop.time()
         self._timer = self.loop.call_later(self._check_seconds(), self._check_stall)
@@ -147,6 +151,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.app = self._answer_with_trailers if has_chunks else self._answer_without_chunks
         super().on_headers_complete()
         self._in_head = False
+        self._body_bytes, self._body_began = 0, self.loop.time()
         self._undelivered = 0
         self._offers_upgrade = self.parser.should_upgrade() and bool(self._framing())
 
@@ -161,6 +166,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        self._body_bytes += len(body)
         self._undelivered = 0
 
     def on_message_complete(self) -> None:
@@ -281,12 +287,15 @@ class HttpProtocol(HttpToolsProtocol):
         unsent = self.transport.get_write_buffer_size()
         if unsent != self._unsent or not self._is_waiting_for_reader():
             self._unsent, self._last_sent = unsent, now
-        if self.flow.read_paused:
+        if self.flow.read_paused:  # the server does not read: the client is not late
             self._last_received = now
+            self._body_began += self._check_seconds()
         if now - self._last_sent >= self.stall_seconds:
             self._abort()
             return
-        if now - self._last_received >= self._receive_timeout() and not self.transport.is_closing():
+        if (
+            now - self._last_received >= self._receive_timeout() or self._is_too_slow(now)
+        ) and not self.transport.is_closing():
             self._on_receive_timeout()
         self._timer = self.loop.call_later(self._check_seconds(), self._check_stall)
 
@@ -305,6 +314,12 @@ class HttpProtocol(HttpToolsProtocol):
             return math.inf
         return self.timeout_keep_alive if self._is_idle() else self.stall_seconds
 
+    def _is_too_slow(self, now: float) -> bool:
+        """Return whether a body arrives at less than the least rate: it takes others' room."""
+        if self._in_head or self._drops_input:
+            return False
+        return now - self._body_began >= self.stall_seconds + self._body_bytes / _LEAST_RATE
+
     def _abort(self) -> None:
         if not self.transport.is_closing():
             _LOG.warning("disconnected a client that read nothing for %g s", self.stall_seconds)
@@ -314,7 +329,10 @@ class HttpProtocol(HttpToolsProtocol):
         if self._in_head or self._drops_input:
             self.transport.close()
             return
-        message = f"No part of the body arrived for {self.stall_seconds:g} s."
+        message = (
+            f"The body arrives too slowly: nothing for {self.stall_seconds:g} s, or less than "
+            f"{_LEAST_RATE} bytes a second."
+        )
         self._refuse(408, message, "body_timeout")
 
 

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.priority import PRIORITY_KEY, PRIORITY_LIMIT, TENANT_KEY, parse_priority
+from services.common.sharing.tenant import current_tenant
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.failures import error_response
 from tokenwire.errors import ServiceError
@@ -57,6 +58,7 @@ class SchedulingMiddleware:
             exchange.ignored_headers = [
                 name for name in (PRIORITY_KEY, TENANT_KEY) if name in headers
             ]
+        current_tenant.set(exchange.owner)
         await self._app(scope, receive, send)
 
 

@@ -9,16 +9,20 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 import grpc
 import httpcore
 
 from services.common.contract import MAX_IMAGE_BYTES
+from services.common.sharing.fair_turns import FairTurns
+from services.common.sharing.tenant import current_tenant
 from services.http_shim.images.addresses import is_public
 from services.http_shim.images.remote_urls import (
     AllowedSources,
@@ -86,7 +90,9 @@ class ImageFetcher:
         self._limits = limits
         self._network = _CheckedNetwork(resolve or _SystemResolver(), is_allowed)
         self._tls = tls or ssl.create_default_context()
-        self._places = asyncio.Semaphore(limits.concurrent)
+        self._places = FairTurns(limits.concurrent)
+        self._own_places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """By tenant, while it fetches: half of all, so that slow hosts leave some to others"""
 
     async def fetch(self, image: RemoteImage, count: Callable[[int], None]) -> bytes:
         """Return the bytes of an image; `count` is called with the size of each piece.
@@ -94,21 +100,31 @@ class ImageFetcher:
         Raises INVALID_ARGUMENT with the image's field, and UNAVAILABLE if others take all places
         for long. Raises what `count` raises.
         """
-        try:
-            async with asyncio.timeout(self._limits.seconds):
-                await self._places.acquire()
-        except TimeoutError:
-            raise _busy() from None
-        try:
-            async with asyncio.timeout(self._limits.seconds):
-                return await self._follow(image.url, count)
-        except TimeoutError:
-            why = f"did not answer within {self._limits.seconds:g} s"
-        except (RemoteUrlError, _FetchError) as error:
-            why = str(error)
-        finally:
-            self._places.release()
+        async with self._place():
+            try:
+                async with asyncio.timeout(self._limits.seconds):
+                    return await self._follow(image.url, count)
+            except TimeoutError:
+                why = f"did not answer within {self._limits.seconds:g} s"
+            except (RemoteUrlError, _FetchError) as error:
+                why = str(error)
         raise invalid(image.param, f"The URL in {image.param} {why}.")
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """Wait for a place, and hold it during the context. Raises UNAVAILABLE after a while."""
+        tenant, most = current_tenant.get(), self._limits.concurrent
+        own = self._own_places.setdefault(
+            tenant, asyncio.Semaphore(max(1, most // 2) if tenant else most)
+        )
+        async with AsyncExitStack() as places:
+            try:
+                async with asyncio.timeout(self._limits.seconds):
+                    await places.enter_async_context(own)
+                    await places.enter_async_context(self._places.turn(tenant))
+            except TimeoutError:
+                raise _busy() from None
+            yield
 
     async def _follow(self, text: str, count: Callable[[int], None]) -> bytes:
         """Fetch a URL, and those that it redirects to; each is checked anew."""

@@ -1,29 +1,27 @@
 """Images of running requests, kept in case that their tokenizer service is lost."""
 
+from services.common.sharing.tenant_cache import TenantCache
 from services.http_shim.images.request_images import RequestImages
 
 __all__ = ["KeptImages"]
 
 
 class KeptImages:
-    """Images up to a number of bytes; the oldest ones go first."""
+    """Images up to a number of bytes; the oldest ones of the tenant that has most go first."""
 
     def __init__(self, max_bytes: int = 0) -> None:
         self._max_bytes = max_bytes
-        self._size = 0
-        self._images: dict[RequestImages, None] = {}
-        """In the order in which they were added"""
+        self._images: TenantCache[RequestImages, RequestImages] = TenantCache(max_bytes)
 
-    def keep(self, images: RequestImages) -> None:
+    def keep(self, images: RequestImages, tenant: str) -> None:
         """Keep the images of a request until `drop`, or until newer ones need their place."""
-        self._images[images] = None
-        self._size += images.size
-        while self._size > self._max_bytes:
-            self.drop(next(iter(self._images)))
+        if images.size > self._max_bytes:
+            images.drop()
+            return
+        for displaced in self._images.put(tenant, images, images, images.size):
+            displaced.drop()
 
     def drop(self, images: RequestImages) -> None:
         """Hold these images no longer. A second call has no effect."""
-        if images in self._images:
-            del self._images[images]
-            self._size -= images.size
+        self._images.drop(images)
         images.drop()

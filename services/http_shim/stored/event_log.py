@@ -4,6 +4,7 @@ import asyncio
 
 import grpc
 
+from services.common.sharing.shares import Shares
 from tokenwire.errors import ServiceError
 
 __all__ = ["EventLog", "EventLogs"]
@@ -86,11 +87,11 @@ class EventLog:
 
 
 class EventLogs:
-    """Events of all responses; those of responses that have ended give way first."""
+    """Events of all responses. Those of the owner that has most give way."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._bytes = 0
+        self._shares = Shares(max_bytes)
         self._logs: dict[str, EventLog] = {}
 
     def open(self, identity: str, owner: str) -> EventLog:
@@ -108,19 +109,24 @@ class EventLogs:
         log = self._logs.pop(identity, None)
         if log is not None:
             log.is_kept = False
-            self._bytes -= log.size
+            self._shares.add(log.owner, -log.size)
 
     def grow(self, log: EventLog, more: int) -> None:
-        """Count bytes of a log. Ended logs give way to it, and then events of the largest one."""
+        """Count bytes of a log. When all have too many, the owner that has most loses events.
+
+        Its ended logs go first, then the oldest events of its largest log.
+        """
         if not log.is_kept:
             return
-        self._bytes += more
-        while more > 0 and self._bytes > self._max_bytes:
-            ended = next((name for name, each in self._logs.items() if each.has_ended), None)
+        self._shares.add(log.owner, more)
+        while more > 0 and self._shares.held > self._max_bytes:
+            owner = max((each.owner for each in self._logs.values()), key=self._shares.of)
+            logs = {name: each for name, each in self._logs.items() if each.owner == owner}
+            ended = next((name for name, each in logs.items() if each.has_ended), None)
             if ended is not None:
                 self.delete(ended)
                 continue
-            largest = max(self._logs.values(), key=lambda each: each.size)
+            largest = max(logs.values(), key=lambda each: each.size)
             if not largest.size:
                 return
             largest.drop_oldest()

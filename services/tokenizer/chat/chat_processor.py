@@ -32,6 +32,7 @@ from services.tokenizer.completion.validation import (
     check_model,
     require,
 )
+from services.tokenizer.images.held_images import NO_IMAGES
 from services.tokenizer.images.image_expander import ImageExpander
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.request_images import RequestImage, take_message_images
@@ -63,8 +64,8 @@ class ChatProcessor:
         self._vocabulary = vocabulary
         self._templates = templates
         self._reader = reader
-        self._held = 0
-        """Bytes of images, in `reader.held`"""
+        self._held = NO_IMAGES
+        """Images in `reader.held`"""
         self._messages: list[ChatMessage] = []
         """Answers by index of the choice; empty until `plan`."""
 
@@ -93,7 +94,7 @@ class ChatProcessor:
 
     def close(self) -> None:
         self._reader.held.release(self._held)
-        self._held = 0
+        self._held = NO_IMAGES
 
     def _check(self, limits: ModelLimits) -> Sequence[RequestImage]:
         """Validate the request; take and return its images."""

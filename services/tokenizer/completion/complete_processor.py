@@ -7,6 +7,7 @@ from typing import Protocol, TypeVar
 from services.tokenizer.completion.choice import ChoiceOutput
 from services.tokenizer.completion.plan import CompletionPlan, plan_completion
 from services.tokenizer.completion.validation import check_complete
+from services.tokenizer.images.held_images import NO_IMAGES
 from services.tokenizer.images.image_expander import ImageExpander
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.request_images import RequestImage, has_images, take_images
@@ -77,8 +78,8 @@ class CompleteProcessor:
         self._vocabulary = vocabulary
         self._infill = infill
         self._reader = reader
-        self._held = 0
-        """Bytes of images, in `reader.held`"""
+        self._held = NO_IMAGES
+        """Images in `reader.held`"""
 
     @property
     def model(self) -> str:
@@ -102,7 +103,7 @@ class CompleteProcessor:
 
     def close(self) -> None:
         self._reader.held.release(self._held)
-        self._held = 0
+        self._held = NO_IMAGES
 
     @staticmethod
     def write_choice(

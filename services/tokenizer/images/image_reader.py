@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import grpc
 
 from services.common.block_hash import image_digest
 from services.common.images import ImageError, decode, size_of
+from services.common.sharing.fair_executor import FairExecutor
+from services.common.sharing.shares import Shares
+from services.common.sharing.tenant import current_tenant
 from services.tokenizer.images.held_images import HeldImages
 from services.tokenizer.images.image_expander import ImageExpander
 from services.tokenizer.images.image_family import ImageFamily, ImageSize
@@ -32,9 +34,9 @@ class ImageReader:
         self._family = family
         self._vocabulary = vocabulary
         self._model = model
-        self._threads = ThreadPoolExecutor(_THREADS, "image")
+        self._threads = FairExecutor(_THREADS, "image")
         self.held = HeldImages()
-        self._waiting = 0
+        self._waiting = Shares(_MAX_WAITING, reserve=_MAX_WAITING)
         """Requests whose images are decoded, or wait for it"""
 
     def require(self, field: str, limits: ModelLimits | None = None) -> None:
@@ -68,7 +70,8 @@ class ImageReader:
         if not images:
             return None
         assert self._family is not None, "require was not called"
-        if self._waiting >= _MAX_WAITING:
+        tenant = current_tenant.get()
+        if not self._waiting.has_room(tenant, 1):
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "QUEUE_FULL",
@@ -77,7 +80,7 @@ class ImageReader:
             )
         loop = asyncio.get_running_loop()
         expansions, hashed = [], []
-        self._waiting += 1
+        self._waiting.add(tenant, 1)
         try:
             for image in images:  # one at a time: other requests take turns
                 try:
@@ -87,7 +90,7 @@ class ImageReader:
                 except ImageError as error:
                     raise invalid(image.field, str(error)) from None
         finally:
-            self._waiting -= 1
+            self._waiting.add(tenant, -1)
         return ImageExpander(self._family, self._vocabulary, hashed, expansions)
 
     def close(self) -> None:

@@ -130,6 +130,45 @@ async def test_quick_grammars_compile_while_slow_ones_do(channel: grpc.aio.Chann
     await asyncio.wait(slow)
 
 
+async def test_grammars_of_a_tenant_do_not_delay_those_of_another(
+    channel: grpc.aio.Channel,
+) -> None:
+    client = GrammarClient(channel)
+    many = [
+        asyncio.ensure_future(
+            client.compile(GrammarSpec(json_schema=_optional_properties(9000 + i)), None, "many")
+        )
+        for i in range(12)
+    ]
+    await asyncio.sleep(0)
+    await client.compile(GrammarSpec(json_schema=_optional_properties(3)), None, "one")
+    assert sum(task.done() for task in many) < len(many) // 2
+    for task in many:
+        task.cancel()
+    await asyncio.wait(many)
+
+
+async def test_grammar_without_a_turn_in_time_is_refused_as_such(
+    channel: grpc.aio.Channel,
+) -> None:
+    """An engine would take a late answer for that of a service that hangs."""
+    client = GrammarClient(channel)
+    specs = [GrammarSpec(json_schema=_optional_properties(9000 + i)) for i in range(6)]
+    results = await asyncio.gather(
+        *(client.compile(spec, 1.5, "many") for spec in specs), return_exceptions=True
+    )
+    reasons = {result.reason for result in results if isinstance(result, ServiceError)}
+    assert reasons == {"TOO_MANY_COMPILES"}
+
+
+async def test_tenants_share_no_compiled_grammar(channel: grpc.aio.Channel) -> None:
+    """The time would tell one tenant that another has sent the schema."""
+    client, spec = GrammarClient(channel), GrammarSpec(regex="a secret of one tenant")
+    ids = [await client.compile(spec, None, tenant) for tenant in ("one", "two", "one", "")]
+    assert len(set(ids)) == 3
+    assert ids[0] == ids[2]
+
+
 async def test_grammar_that_exceeds_the_library_limits_fails_alone(
     channel: grpc.aio.Channel, tokenizer: Tokenizer
 ) -> None:

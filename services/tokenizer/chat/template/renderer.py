@@ -6,10 +6,14 @@ import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 
 import grpc
 import msgspec
 
+from services.common.sharing.fair_turns import FairTurns
+from services.common.sharing.shares import Shares
+from services.common.sharing.tenant import current_tenant
 from services.tokenizer.chat.template.render_protocol import (
     FRAME,
     TIMED_OUT,
@@ -47,8 +51,8 @@ class Renderer:
         """Take the sources and variables of `Templates`."""
         self._templates = Templates(dict(templates), dict(variables), _MAX_LENGTH, _SECONDS)
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
-        self._waiting = 0
+        self._turns = FairTurns(1)
+        self._waiting = Shares(_MAX_WAITING, reserve=_MAX_WAITING)
         self._is_stopping = False
 
     async def render(self, job: RenderJob) -> Rendering:
@@ -58,17 +62,18 @@ class Renderer:
         RESOURCE_EXHAUSTED if too many conversations wait, UNAVAILABLE if the process can't start,
         or if two of them end or hang for a reason that is not the conversation's.
         """
-        if self._waiting >= _MAX_WAITING:
+        tenant = current_tenant.get()
+        if not self._waiting.has_room(tenant, 1):
             raise ServiceError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 "TOO_MANY_RENDERS",
                 "Too many conversations wait to be rendered; try again.",
                 retry_seconds=1,
             )
-        self._waiting += 1
+        self._waiting.add(tenant, 1)
         # shielded: the answer to a client that left must not reach the next one
-        exchange = asyncio.ensure_future(self._exchange(msgspec.json.encode(job)))
-        exchange.add_done_callback(self._on_exchanged)
+        exchange = asyncio.ensure_future(self._exchange(msgspec.json.encode(job), tenant))
+        exchange.add_done_callback(partial(self._on_exchanged, tenant))
         rendering = await asyncio.shield(exchange)
         if rendering.error:
             raise invalid("messages", rendering.error, reason="TEMPLATE_REFUSED")
@@ -79,17 +84,19 @@ class Renderer:
         self._is_stopping = True
         if self._process is not None:
             await self._kill(self._process)
-        async with self._turn:  # a process that is being created ends as soon as it exists
+        async with self._turns.turn(
+            ""
+        ):  # a process that is being created ends as soon as it exists
             pass
 
-    def _on_exchanged(self, exchange: "asyncio.Future[Rendering]") -> None:
-        self._waiting -= 1
+    def _on_exchanged(self, tenant: str, exchange: "asyncio.Future[Rendering]") -> None:
+        self._waiting.add(tenant, -1)
         if not exchange.cancelled():
             exchange.exception()  # retrieved, or asyncio logs it if the client left
 
-    async def _exchange(self, job: bytes) -> Rendering:
+    async def _exchange(self, job: bytes, tenant: str) -> Rendering:
         """Return the answer of a process, or of a fresh one if the first ends or hangs."""
-        async with self._turn:
+        async with self._turns.turn(tenant, len(job)):
             with suppress(_ProcessEndedError):
                 return await self._answer(job)
             try:

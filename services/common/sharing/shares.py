@@ -1,0 +1,45 @@
+"""Room that tenants share: bytes or places, of which none may take what all need."""
+
+from collections import Counter
+
+__all__ = ["Shares"]
+
+
+class Shares:
+    """Amounts that tenants hold of one total.
+
+    A tenant may hold as much as then stays free (dynamic thresholds: Choudhury and Hahne, 1998).
+    So a newcomer always finds room. The empty tenant, that of a server without keys, may hold the
+    whole total.
+    """
+
+    def __init__(self, total: int, *, reserve: int = 0, least: int = 1) -> None:
+        """reserve: room beyond the total for newcomers; as large as the total, it lets a tenant
+        that is alone hold the whole total, instead of half.
+
+        least: what each tenant may hold while it is free, whatever its share.
+        """
+        self._total = total
+        self._reserve = reserve
+        self._least = least
+        self._of: Counter[str] = Counter()
+        self.held = 0
+        """Amount of all tenants together"""
+
+    def of(self, tenant: str) -> int:
+        """Return the amount that a tenant holds."""
+        return self._of[tenant]
+
+    def has_room(self, tenant: str, more: int) -> bool:
+        """Return whether a tenant may hold that much more."""
+        if not tenant:
+            return self.held + more <= self._total
+        left = self._total + self._reserve - self.held - more
+        return left >= 0 and self._of[tenant] + more <= max(min(left, self._total), self._least)
+
+    def add(self, tenant: str, more: int) -> None:
+        """Let a tenant hold more, or less if it is negative."""
+        self.held += more
+        self._of[tenant] += more
+        if not self._of[tenant]:
+            del self._of[tenant]
