@@ -47,8 +47,13 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     *MESSAGE_LIMITS,
     *QUIET,
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail instead of sharing it
+    # gRPC admits streams before it knows the caller. Without a limit, one connection could open, or
+    # open and reset, as many as it has bytes for; beyond it they are refused at almost no cost.
+    ("grpc.max_concurrent_streams", 1000),
     ("grpc.http2.min_ping_interval_without_data_ms", 250),
-    ("grpc.http2.max_ping_strikes", 0),  # gateways ping while a call waits for its only message
+    # Gateways ping while a call waits for its only message. Data that is sent clears the strikes,
+    # so that only a flood has so many of them.
+    ("grpc.http2.max_ping_strikes", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
