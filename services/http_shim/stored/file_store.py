@@ -65,6 +65,10 @@ _BYTES = f"""
 """
 """Bytes of all files, and of the outputs of batches that have not ended. A file takes a page of
 the disk at least"""
+_BYTES_OF_OWNER = _BYTES.replace("FROM files", "FROM files WHERE owner = :owner").replace(
+    _UNFINISHED, f"owner = :owner AND {_UNFINISHED}"
+)
+"""The same of one owner"""
 _FILE = "id, owner, name, purpose, created, bytes"
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -154,8 +158,8 @@ class FileStore:
     def __init__(self, folder: str, max_bytes: int) -> None:
         """folder: empty = a temporary one, made when it is needed, which `close` removes.
 
-        max_bytes: of all files, and of the outputs that batches write. Raises OSError and
-        sqlite3.Error.
+        max_bytes: of all files, and of the outputs that batches write; each owner gets a share.
+        Raises OSError and sqlite3.Error.
         """
         self.thread = StoreThread(_PART)
         self.guard = DatabaseGuard(_PART)
@@ -164,7 +168,7 @@ class FileStore:
         self._max_bytes = max_bytes
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            _ = self._bytes
+            _ = self._database
 
     @cached_property
     def _folder(self) -> Path:
@@ -177,11 +181,17 @@ class FileStore:
         self.guard.guard(path)
         return database
 
-    @property
-    def _bytes(self) -> int:
-        [[total]] = self._database.execute(f"SELECT {_BYTES}")
-        size: int = total
-        return size
+    @_uses_database
+    def _room_of(self, owner: str) -> int:
+        """Return the bytes that an owner may add: so many that as many as it then has stay free.
+
+        The empty owner, that of a server without keys, may add all that is free.
+        """
+        [[total, own]] = self._database.execute(
+            f"SELECT {_BYTES}, {_BYTES_OF_OWNER}", {"owner": owner}
+        )
+        left: int = self._max_bytes - total
+        return (left - own) // 2 if owner else left
 
     @property
     def is_open(self) -> bool:
@@ -220,7 +230,7 @@ class FileStore:
         new = NewFile(StoredFile(f"file-{secrets.token_hex(12)}", owner, name, purpose, 0, 0))
         path: Path | None = None
         try:
-            new.room = self._room()
+            new.room = self._room_of(owner)
             path = self.path(new.stored.id)
             with path.open("wb") as new.content:
                 yield new
@@ -235,14 +245,10 @@ class FileStore:
                 path.unlink(missing_ok=True)
 
     @_uses_database
-    def _room(self) -> int:
-        return self._max_bytes - self._bytes
-
-    @_uses_database
     def _keep(self, stored: StoredFile) -> None:
         self._database.execute("BEGIN IMMEDIATE")  # another process may take the room
         with self._database:
-            if self._bytes + stored.bytes + PAGE_BYTES > self._max_bytes:
+            if stored.bytes + PAGE_BYTES > self._room_of(stored.owner):
                 raise full()
             self._insert(stored)
 
@@ -347,10 +353,11 @@ class FileStore:
 
         Returns False if there is no room. size: in bytes.
         """
+        left = f"(:most - ({_BYTES} - reserved + :size))"
         changed = self._database.execute(
-            "UPDATE batches SET reserved = :size "
-            f"WHERE id = :id AND {_BYTES} - reserved + :size <= :most",
-            {"id": batch.id, "size": size, "most": self._max_bytes},
+            f"UPDATE batches SET reserved = :size WHERE id = :id AND {left} >= "
+            f"CASE :owner WHEN '' THEN 0 ELSE {_BYTES_OF_OWNER} - reserved + :size END",
+            {"id": batch.id, "size": size, "most": self._max_bytes, "owner": batch.owner},
         )
         return changed.rowcount > 0
 
@@ -410,7 +417,10 @@ class NewFile:
 
 def full() -> ServiceError:
     """Return the error of a file for which the store has no room."""
-    message = "The server's store of files is full: delete files that are no longer needed."
+    message = (
+        "The server's store of files is full, or your share of it: delete files that are no longer "
+        "needed."
+    )
     return ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "FILES_FULL", message)
 
 

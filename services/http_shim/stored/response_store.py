@@ -1,5 +1,7 @@
 """Store of responses: in memory, or in a SQLite file that survives a restart."""
 
+import itertools
+import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ CREATE TABLE IF NOT EXISTS responses (
     context BLOB NOT NULL,
     bytes INTEGER NOT NULL
 );
+CREATE INDEX IF NOT EXISTS responses_of_owner ON responses (owner, number, id, bytes);
 CREATE TABLE IF NOT EXISTS running (id TEXT PRIMARY KEY)
 """
 
@@ -53,7 +56,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """A bounded store; the oldest responses give way to new ones.
+    """A bounded store, whose oldest responses give way to new ones: those of who has most first.
 
     Any thread may call its methods; coroutines call them through `thread`.
     """
@@ -135,7 +138,8 @@ class ResponseStore:
     def _write(self, stored: StoredResponse) -> None:
         with self._change():
             self._drop(stored.id)
-            self._drop_oldest(self._max_bytes - stored.size)
+            self._drop_expired()
+            self._make_room(stored)
             self._database.execute(
                 "INSERT INTO responses (id, owner, created, response, input, context, bytes) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -155,17 +159,35 @@ class ResponseStore:
         self._bytes -= sum(size for [size] in dropped)
         self._database.execute("DELETE FROM running WHERE id = ?", (identity,))
 
-    def _drop_oldest(self, max_bytes: int) -> None:
-        """Drop expired responses, and the oldest until the others have `max_bytes`."""
-        oldest = self._database.execute("SELECT id, created, bytes FROM responses ORDER BY number")
-        expired, drops = time.time() - self._seconds, []
-        for identity, created, size in oldest:
-            if created > expired and self._bytes <= max_bytes:
-                break
-            drops.append((identity,))
-            self._bytes -= size
-        for table in ("responses", "running"):
-            self._database.executemany(f"DELETE FROM {table} WHERE id = ?", drops)
+    def _drop_expired(self) -> None:
+        expired = time.time() - self._seconds
+        oldest = self._database.execute("SELECT id, created FROM responses ORDER BY number")
+        drops = itertools.takewhile(lambda row: row[1] <= expired, oldest)
+        for identity in [identity for identity, _ in drops]:
+            self._drop(identity)
+
+    def _make_room(self, new: StoredResponse) -> None:
+        """Drop the oldest response of the owner that has most, until there is room for a new one.
+
+        An owner that keeps much thus displaces its own responses.
+        """
+        if self._bytes + new.size <= self._max_bytes:
+            return
+        sizes = dict(
+            self._database.execute("SELECT owner, sum(bytes) FROM responses GROUP BY owner")
+        )
+        while sizes and self._bytes + new.size > self._max_bytes:
+            added = {new.owner: new.size}
+            owner = max(sizes, key=lambda each: sizes[each] + added.get(each, 0))
+            oldest = self._database.execute(
+                "SELECT id, bytes FROM responses WHERE owner = ? ORDER BY number LIMIT 1", (owner,)
+            ).fetchone()
+            if oldest is None:
+                del sizes[owner]
+                continue
+            identity, size = oldest
+            sizes[owner] -= size
+            self._drop(identity)
 
 
 def _unknown(identity: str) -> ServiceError:

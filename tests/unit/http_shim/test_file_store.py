@@ -85,8 +85,24 @@ def test_running_outputs_and_uploads_share_the_room(tmp_path: Path) -> None:
         add_file(other, "me")
     assert refused.value.reason == "FILES_FULL"
     one.end(replace(first, status="completed"), [])
-    add_file(other, "me", 7 * PAGE)
+    add_file(other, "", 7 * PAGE)
     assert not one.reserve(second, 3 * PAGE)
+
+
+def test_files_of_an_owner_leave_room_for_another(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path), 24 * PAGE)
+    for _ in range(6):  # of two pages each: half of all
+        add_file(store, "me", PAGE)
+    with pytest.raises(ServiceError) as refused:
+        add_file(store, "me")
+    assert refused.value.reason == "FILES_FULL"
+    add_file(store, "other", 5 * PAGE)
+    mine, others = (replace(batch(each), account=each) for each in ("me", "third"))
+    for each in (mine, others):
+        store.add(each)
+    assert not store.reserve(mine, PAGE)
+    assert store.reserve(others, 3 * PAGE)
+    assert not store.reserve(others, 4 * PAGE)
 
 
 def test_locked_database_asks_for_another_try(tmp_path: Path) -> None:

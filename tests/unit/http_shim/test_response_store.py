@@ -50,6 +50,15 @@ def test_oldest_responses_give_way() -> None:
     assert [holds(store, each) for each in ("c", "e")] == [True, True]
 
 
+def test_owner_with_most_bytes_displaces_its_own_responses() -> None:
+    store = ResponseStore("", 100, DAY)
+    store.put(stored("kept", 10, "other"))
+    for number in range(9):
+        store.put(stored(f"r{number}", 40, "me"))
+    assert holds(store, "kept", "other")
+    assert [holds(store, f"r{number}", "me") for number in (6, 7, 8)] == [False, True, True]
+
+
 def test_huge_responses_are_not_kept() -> None:
     """To read one would hold up all streams."""
     store = ResponseStore("", 2**30, DAY)
