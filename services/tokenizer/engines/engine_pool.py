@@ -11,6 +11,8 @@ import grpc
 
 from services.common.contract import MAX_CHAT_LOGPROBS
 from services.common.settings import StartupError
+from services.common.sharing.shares import Shares
+from services.common.sharing.tenant import current_tenant
 from services.common.targets import Discovery
 from services.tokenizer import metrics
 from services.tokenizer.engines.engine_link import EngineLink, EngineRefusedError
@@ -89,7 +91,7 @@ class EnginePool:
         self._closing: set[asyncio.Task[None]] = set()
         self.blocks = KnownBlocks(self._is_cached) if settings.knows_blocks else None
         """Blocks with known token ids; None if nobody watches them"""
-        self._waiting = 0
+        self._waiting = Shares(settings.max_waiting, reserve=settings.max_waiting)
         """New requests that wait for an engine"""
         self._follows_load = False
 
@@ -243,11 +245,12 @@ class EnginePool:
         """
         if self._serving:
             return
-        if is_new and self._waiting >= self._settings.max_waiting:
-            message = f"{self._waiting} requests already wait for the engine; try again."
+        tenant = current_tenant.get()
+        if is_new and not self._waiting.has_room(tenant, 1):
+            message = f"{self._waiting.held} requests already wait for the engine; try again."
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             raise ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
-        self._waiting += is_new
+        self._waiting.add(tenant, is_new)
         try:
             async with asyncio.timeout_at(deadline):
                 serves = await self._serves_again()
@@ -256,7 +259,7 @@ class EnginePool:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
             raise ServiceError(code, "DEADLINE_EXCEEDED", message) from None
         finally:
-            self._waiting -= is_new
+            self._waiting.add(tenant, -is_new)
         if not serves:
             message = f"The engine is unreachable or does not serve: {why}"
             code = grpc.StatusCode.UNAVAILABLE
