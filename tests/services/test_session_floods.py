@@ -92,3 +92,30 @@ async def test_credit_beyond_the_maximum_saturates(tokenizer: grpc.aio.Channel) 
         events = [event async for response in call for event in response.events]
     assert not any(event.HasField("error") for event in events)
     assert events[-1].complete.completed.usage.completion_tokens == 3
+
+
+async def test_large_chats_of_a_tenant_do_not_delay_those_of_another(
+    tokenizer: grpc.aio.Channel,
+) -> None:
+    """They share the threads and the process that render and encode."""
+
+    def chat(handle: int, tenant: str) -> completion_pb2.SessionCommand:
+        part = completion_pb2.ContentPart(text="some words " * 10_000)  # longer than the context
+        message = completion_pb2.Message(role=completion_pb2.ROLE_USER, parts=[part])
+        start = completion_pb2.StartChat(
+            request=completion_pb2.ChatRequest(messages=[message]),
+            context=completion_pb2.RequestContext(tenant=tenant),
+        )
+        return completion_pb2.SessionCommand(handle=handle, start_chat=start)
+
+    many, one = 60, 61
+    call: Any = CompletionServiceStub(tokenizer).Session()
+    commands = [chat(handle, "many") for handle in range(1, many + 1)]
+    ended: list[int] = []
+    async with asyncio.timeout(HANG_SECONDS):
+        await call.write(completion_pb2.SessionRequest(commands=[*commands, chat(one, "one")]))
+        await call.done_writing()
+        while (response := await call.read()) is not grpc.aio.EOF:
+            ended += [event.handle for event in response.events if event.HasField("error")]
+    assert len(ended) == one
+    assert ended.index(one) < many // 2
