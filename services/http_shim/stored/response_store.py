@@ -1,7 +1,6 @@
 """Store of responses: in memory, or in a SQLite file that survives a restart."""
 
 import itertools
-import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
