@@ -33,6 +33,12 @@ IndexedTool: TypeAlias = tuple[int, completion_pb2.Tool]
 _NAME = re.compile(FUNCTION_NAME)
 _MAX_SCHEMA_LENGTH = 1024 * 1024  # characters of all schemas; json.loads blocks the event loop
 _MAX_DEPTH = 100  # levels of a schema; the grammar service allows few more
+_OPEN_KEYWORDS = frozenset({
+    "$dynamicRef", "$ref", "additionalProperties", "allOf", "anyOf", "dependencies",
+    "dependentRequired", "dependentSchemas", "else", "if", "maxProperties", "minProperties", "not",
+    "oneOf", "patternProperties", "propertyNames", "then", "unevaluatedProperties",
+})  # fmt: skip
+"""The keywords that apply to members without a name in "properties" """
 _NO_ARGUMENTS = '{"properties":{},"additionalProperties":false}'
 _NO_PARAMETERS = '{"type":"object","properties":{}}'
 
@@ -134,7 +140,11 @@ def template_tools(tools: Sequence[completion_pb2.Tool]) -> list[Json]:
 
 
 def arguments_schema(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
-    """Return the schema of a tool's arguments, always an object's. Raises INVALID_ARGUMENT."""
+    """Return the schema of a tool's arguments, always an object's. Raises INVALID_ARGUMENT.
+
+    Without further keywords about members, it allows the named ones only: models invent arguments
+    wherever they may, and no function takes them.
+    """
     field = f"{field}.parameters_json"
     try:
         schema = parse_strictly(tool.parameters_json or _NO_ARGUMENTS)
@@ -145,7 +155,20 @@ def arguments_schema(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
         raise invalid(field, f"The parameters of {tool.name} are not JSON: {error}.") from None
     if not isinstance(schema, dict) or schema.setdefault("type", "object") != "object":
         raise invalid(field, f"The parameters of {tool.name} must be a schema of an object.")
+    if _names_all_members(schema):
+        schema["additionalProperties"] = False
     return {key: value for key, value in schema.items() if key not in ("$id", "$schema")}
+
+
+def _names_all_members(schema: dict[str, Any]) -> bool:
+    """Return whether no keyword of an object's schema is about members without a name there."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    return (
+        isinstance(properties, dict)
+        and isinstance(required, list)
+        and all(name in properties for name in required)
+        and not schema.keys() & _OPEN_KEYWORDS
+    )
 
 
 def arguments_schemas(tools: Sequence[completion_pb2.Tool]) -> dict[str, dict[str, Any]]:

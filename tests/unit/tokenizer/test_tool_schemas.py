@@ -61,6 +61,26 @@ def test_schema_requires_a_tool_name_and_its_arguments() -> None:
     assert not _accepts({"name": "g", "arguments": {}}, tools, "f")  # the choice names another tool
 
 
+@pytest.mark.parametrize(
+    ("others", "is_open"),
+    [
+        ({}, False),
+        ({"required": ["n"]}, False),
+        ({"required": ["other"]}, True),
+        ({"additionalProperties": True}, True),
+        ({"additionalProperties": {"type": "integer"}}, True),
+        ({"patternProperties": {"^o": {}}}, True),
+        ({"anyOf": [{"required": ["other"]}, {}]}, True),
+        ({"minProperties": 2}, True),
+    ],
+)
+def test_arguments_without_a_name_need_a_keyword(others: dict[str, Any], is_open: bool) -> None:
+    """A model invents arguments wherever it may, and no function takes them."""
+    tools = [_tool("f", {"type": "object", "properties": {"n": {}}} | others)]
+    assert _accepts({"name": "f", "arguments": {"n": 1, "other": 2}}, tools) == is_open
+    assert _accepts({"name": "f", "arguments": {"n": 1, "other": 2}}, [_tool("f", {})])
+
+
 def test_references_hold_inside_the_schema_of_the_call() -> None:
     tree = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
