@@ -222,17 +222,19 @@ def shots_of(every: Sequence[Task]) -> dict[str, str]:
     }
 
 
-def measure(model: Path, log: Path) -> Report:
-    """Answer all tasks with and without constraints, and measure the pushes."""
+def measure(model: Path, log: Path, limit: int) -> Report:
+    """Answer tasks of all kinds with and without constraints, and measure the pushes."""
     every = tasks()
+    shots = shots_of(every)
+    every = every[:: max(1, len(every) // limit)]
     ports = [free_port() for _ in range(4)]
     names = ("--port", "--tokenizer-port", "--engine-port", "--grammar-port")
     flags = [part for pair in zip(names, map(str, ports), strict=True) for part in pair]
     url = f"http://127.0.0.1:{ports[0]}"
     command = [sys.executable, "-m", "tokenwire", "serve", "--model", str(model), *flags]
     launch = Launch(command, os.environ, url, "/ready")
-    with running(launch, log), httpx.Client(base_url=url, timeout=600) as http:
-        asker = Asker(http, shots_of(every))
+    with running(launch, log, start_seconds=900), httpx.Client(base_url=url, timeout=600) as http:
+        asker = Asker(http, shots)
         report = Report(now(), Machine.this(), model.name, asker.has_template())
         answers = _ask_all(asker, every, is_chat=report.has_template)
     with tempfile.TemporaryDirectory() as directory:
@@ -306,9 +308,10 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file or a directory")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the results")
+    parser.add_argument("--limit", type=int, default=200, help="number of tasks, at most")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "quality.log")
     arguments = parser.parse_args()
-    report = measure(arguments.model, arguments.log)
+    report = measure(arguments.model, arguments.log, arguments.limit)
     print(table(report))
     for push in report.pushes:
         print(json.dumps(asdict(push), ensure_ascii=False))
