@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from services.engine.engine import Engine
-from services.engine.messages import FinishCause, RequestDone, Token
+from services.engine.engine import Engine, GenerateOptions
+from services.engine.messages import FinishCause, RequestDone, Score, Token
 from services.engine.settings import EngineSettings
 from tests.unit.engine.tiny import CONTEXT, VOCABULARY, make_checkpoint
 from tokenwire.errors import ServiceError
@@ -67,6 +68,28 @@ def test_requests_side_by_side_generate_what_each_generates_alone(engine: Engine
             elif isinstance(output, RequestDone):
                 unfinished.remove(output.handle)
     assert list(together.values()) == alone
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="oneDNN has no such kernels for this CPU",
+)
+def test_scores_in_float32_are_to_the_bit_those_without_other_requests(engine: Engine) -> None:
+    """A draw between two tokens would turn out differently beside other requests."""
+    prompts = [[3, 1, 4], [1, 5, 9, 2], [6], [8, 2, 7, 5], [3, 3]]
+    options = GenerateOptions(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    alone = [engine.generate(p, **options).scores for p in prompts]
+    handles = [engine.submit(prompt, **options) for prompt in prompts]
+    scores: dict[int, list[Score]] = {handle: [] for handle in handles}
+    running = set(handles)
+    while running:
+        for output in engine.step():
+            if isinstance(output, Token) and output.score is not None:
+                scores[output.handle].append(output.score)
+            elif isinstance(output, RequestDone):
+                running.discard(output.handle)
+    for handle, expected in zip(handles, alone, strict=True):
+        assert [score.logprob for score in scores[handle]] == [s.logprob for s in expected]
 
 
 def test_stop_token_ends_a_sequence(engine: Engine) -> None:

@@ -39,7 +39,7 @@ class TorchOperators(Operators):
             self.rows_at_once = _CUDA_ROWS
         on_cpu = device.type == "cpu"
         self.groups_experts = _runs_expert_kernels(dtype, device)
-        self._prepacks = on_cpu and dtype == torch.bfloat16 and _is_onednn_available()
+        self._prepacks = on_cpu and _has_onednn_kernels(dtype)
 
     def empty(self, rows: int, width: int) -> Tensor:
         return self.temporary(rows, width)
@@ -133,7 +133,11 @@ class _TorchProjection(Projection):
 
 
 class _PrepackedProjection(Projection):
-    """bfloat16 on a CPU with the weight in oneDNN's layout: 1.4 times as fast as F.linear."""
+    """A product on a CPU with the weight in oneDNN's layout, and in no other one.
+
+    bfloat16 takes 0.7 of the time of F.linear. float32 takes 0.5 to 0.8 of that of torch.mm with
+    2 to 32 rows. One row takes longer on one thread, and less on several: oneDNN splits it.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -205,5 +209,11 @@ def _runs_expert_kernels(dtype: torch.dtype, device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= _AMPERE
 
 
-def _is_onednn_available() -> bool:
-    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _has_onednn_kernels(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has its fast kernels for products in `dtype` on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return dtype == torch.float32 and vectors in ("AVX2", "AVX512")
