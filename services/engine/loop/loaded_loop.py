@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.engine.batch.buckets import decode_sizes
+from services.engine.execution.first_steps import run_first_steps
 from services.engine.execution.loaded_model import LoadedModel, graph_capacity, load, step_tokens
 from services.engine.execution.model_runner import ModelRunner, max_logit_rows
 from services.engine.execution.start_progress import StartProgress
@@ -11,6 +12,7 @@ from services.engine.kernels.library import instruction_set
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import ModelDescription, Pooled
+from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.checkpoint.sentence_modules import Pooling
 from services.engine.model.decoder import Decoder
@@ -87,12 +89,21 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     model.ranks.watch()  # a rank may end while the graphs are captured
     _capture_graphs(runner, settings, model)
     overlaps = decoder.device.type == "cuda"
-    if overlaps and description.generates:
-        with usable_kernels():
-            warm_up(spec.vocab_size, decoder.device)
+    _warm_up(decoder, cache, description)
     alone = model.ranks.rank.is_alone
     steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone, pooler=pooler)
     return LoadedLoop(steps, pool, model, description)
+
+
+def _warm_up(decoder: Decoder, cache: KVCache, description: ModelDescription) -> None:
+    """Do first what the first request would wait for, seconds on a busy machine."""
+    if decoder.device.type == "cpu":
+        run_first_steps(decoder, cache)
+        if description.generates:
+            warm_up(description.vocabulary_size, decoder.device)
+    elif description.generates:
+        with usable_kernels():
+            warm_up(description.vocabulary_size, decoder.device)
 
 
 def _pooled(model: LoadedModel) -> Pooled | None:

@@ -1,4 +1,4 @@
-"""First draws on a GPU, before the first request."""
+"""First draws, before the first request."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ _KINDS = (_PLAIN, replace(_PLAIN, temperature=0.0), replace(_PLAIN, top_p=0.9))
 
 
 def warm_up(vocabulary: int, device: torch.device) -> None:
-    """Draw in every way that has a kernel, so that all are compiled.
+    """Draw in every way that has a kernel, so that all are compiled or loaded.
 
     A second row of logits may be aligned otherwise than the first, which takes other machine code.
     """

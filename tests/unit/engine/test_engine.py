@@ -1,5 +1,7 @@
 """The engine in the process of a script."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +117,24 @@ def test_small_kv_cache_shortens_the_context(tmp_path: Path) -> None:
         with pytest.raises(ServiceError) as raised:
             engine.generate([1] * 65)
     assert raised.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_first_request_loads_no_module(tmp_path: Path, dtype: str) -> None:
+    """torch imports 900 modules at its first product: seconds in which streams stand still."""
+    program = (
+        "import sys\n"
+        "from services.engine.engine import Engine, EngineSettings\n"
+        f"settings = EngineSettings(dtype={dtype!r}, device='cpu', kv_memory='1MiB')\n"
+        f"with Engine({str(make_checkpoint(tmp_path))!r}, settings) as engine:\n"
+        "    ready = set(sys.modules)\n"
+        "    engine.generate([1, 2, 3], max_tokens=4, temperature=0)\n"
+        "    engine.generate([1, 2, 3], max_tokens=4, top_p=0.9, top_k=5, logprobs=2)\n"
+        "    print(sorted(set(sys.modules) - ready))\n"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert result.stdout == "[]\n"
 
 
 def test_closed_engine_says_so(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""First steps of a CPU, before the first request: they load what torch loads at its first product.
+
+A GPU has run its largest step by then.
+"""
+
+import torch
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.attention import KVCache
+from services.engine.model.decoder import Decoder
+
+__all__ = ["run_first_steps"]
+
+_PROMPT = 2
+"""Tokens of the prompt; more rows than one take other kernels than a decode does"""
+
+
+def run_first_steps(decoder: Decoder, cache: KVCache) -> None:
+    """Compute a prompt, and a decode behind it, in the first block of `cache`."""
+    steps = [range(_PROMPT)]
+    if not decoder.computes_whole_prompts:
+        steps.append(range(_PROMPT, _PROMPT + 1))
+    for positions in steps:
+        hidden = decoder.forward(_batch(decoder, positions), cache)
+        if decoder.computes_logits:
+            decoder.logits(hidden[-1:])
+        else:
+            decoder.states(hidden)
+
+
+def _batch(decoder: Decoder, positions: range) -> StepBatch:
+    """Return a batch of one sequence in the first block."""
+    device, count = decoder.device, len(positions)
+    places = torch.tensor(positions, dtype=torch.int64, device=device)
+    return StepBatch(
+        token_ids=torch.zeros(count, dtype=torch.int64, device=device),
+        positions=places,
+        slots=places,
+        query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
+        context_lengths=torch.tensor([positions.stop], dtype=torch.int32, device=device),
+        block_tables=torch.zeros((1, 1), dtype=torch.int32, device=device),
+        num_decodes=0 if positions.start == 0 else 1,
+        query_lengths_host=(count,),
+        context_lengths_host=(positions.stop,),
+    )
