@@ -12,6 +12,7 @@ TOKENIZER_PORT ?= 50051
 ENGINE_PORT ?= 50052
 GRAMMAR_PORT ?= 50053
 ENGINE_ARGS ?=
+SERVE_ARGS ?=
 REPLICAS ?= 1
 FAULTS ?= 500
 SEED ?= 1
@@ -49,7 +50,7 @@ SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(shell find protos services/e
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTYPE, REPLICAS, ENGINE_ARGS, …
+serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTYPE, REPLICAS, ENGINE_ARGS, SERVE_ARGS, …
 	@exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
 	  --tokenizer-port "$(TOKENIZER_PORT)" --engine-port "$(ENGINE_PORT)" \
 	  --grammar-port "$(GRAMMAR_PORT)" --engine-args="$(ENGINE_ARGS)" --replicas "$(REPLICAS)" \
@@ -57,7 +58,7 @@ serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTY
 	  $(if $(CATALOG),--catalog "$(CATALOG)") $(if $(KEYS),--keys "$(KEYS)") \
 	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(LOG_SIZE),--log-size "$(LOG_SIZE)") $(if $(OPEN),--open) \
 	  $(if $(CORS_ORIGINS),--cors-origins "$(CORS_ORIGINS)") \
-	  $(if $(ALLOWED_HOSTS),--allowed-hosts "$(ALLOWED_HOSTS)")
+	  $(if $(ALLOWED_HOSTS),--allowed-hosts "$(ALLOWED_HOSTS)") $(SERVE_ARGS)
 
 # Each worker takes whole files. One thread of OpenMP: the tests' models are too small for more.
 test: .venv/.dev ## Run the tests (without those of containers): WORKERS, PYTEST_ARGS

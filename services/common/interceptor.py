@@ -231,7 +231,9 @@ class _Rpc:
             self._log("OK", logging.INFO)
         elif isinstance(error, ServiceError):
             why = failure(_LOG, error)
-            self._log(error.code.name, logging.INFO, **why)
+            # peers ask again and again until the model is loaded
+            level = logging.DEBUG if error.reason == "LOADING" else logging.INFO
+            self._log(error.code.name, level, **why)
             self._span.fail(**why)
             await abort(self._context, error)
         elif isinstance(error, grpc.aio.AbortError):  # from `cut_stalled`

@@ -1,17 +1,23 @@
 """Logs as JSON lines on stderr, each with the ids of its request."""
 
+import contextlib
 import json
 import logging
+import os
 import re
+import stat
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import partial
 
 import grpc
 
 from tokenwire.errors import ServiceError
+from tokenwire.serving.line_writer import LineWriter, write_to
 
-__all__ = ["configure", "failure", "request_fields", "request_id", "traceparent"]
+__all__ = ["configure", "failure", "flush", "request_fields", "request_id", "traceparent"]
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")
@@ -30,6 +36,7 @@ _MOST_TEXT, _MOST_TRACEBACK = 1_000, 16_000
 """Characters of a field, and of the traceback of an exception"""
 _FIELD = re.compile(r"\w*")
 """The name in front of a path, which no client chooses"""
+_FLUSH_SECONDS = 1.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
@@ -82,8 +89,64 @@ def _cut(value: object) -> object:
     return value
 
 
-def configure(service: str, level: str) -> None:
-    """Log all records of `level` and above to stderr as JSON lines."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(service))
+def configure(service: str, level: str, on_lost: Callable[[], None] = lambda: None) -> None:
+    """Log all records of `level` and above to stderr as JSON lines.
+
+    A log that nobody reads loses lines instead of delaying a request. on_lost: called
+    for each of them.
+    """
+    _unblock_stderr()
+    handler = _LineHandler(service, on_lost)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def flush() -> None:
+    """Wait until all lines are written, but not for a reader that does not come.
+
+    A process that ends by os._exit must call it.
+    """
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+class _LineHandler(logging.Handler):
+    """Hands the lines to a thread that writes them."""
+
+    def __init__(self, service: str, on_lost: Callable[[], None]) -> None:
+        super().__init__()
+        self.setFormatter(_JsonFormatter(service))
+        self._on_lost = on_lost
+        self._writer = LineWriter(partial(write_to, sys.stderr.fileno()), self._notice)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if not self._writer.put(self._line(record)):
+                self._on_lost()
+        except Exception:
+            self.handleError(record)
+
+    def flush(self) -> None:
+        self._writer.flush(_FLUSH_SECONDS)
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return f"{self.format(record)}\n".encode("utf-8", "backslashreplace")
+
+    def _notice(self, lost: int) -> bytes:
+        fields = {"name": "log", "levelno": logging.WARNING, "levelname": "WARNING"}
+        message = f"{lost} log lines were lost: stderr was not read in time"
+        return self._line(logging.makeLogRecord({**fields, "msg": message, "lost_lines": lost}))
+
+
+def _unblock_stderr() -> None:
+    """Let no write to a pipe or terminal on stderr block, whichever library writes.
+
+    The descriptor is opened anew: the mode of an inherited one would change for other processes.
+    """
+    number = sys.stderr.fileno()
+    kind = os.fstat(number).st_mode
+    if stat.S_ISFIFO(kind) or os.isatty(number):
+        with contextlib.suppress(OSError):  # of another user: library writes may block then
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
+            opened = os.open(f"/proc/self/fd/{number}", flags)
+            os.dup2(opened, number)
+            os.close(opened)

@@ -31,7 +31,7 @@ from services.common.settings import (
     parse,
 )
 from services.common.sharing.fair_executor import use_fair_threads
-from services.common.telemetry import serve_metrics
+from services.common.telemetry import LOST_LOG_LINES, serve_metrics
 from tokenwire.channel import MESSAGE_LIMITS, QUIET
 from tokenwire.serving.addresses import METRICS_PORT_OFFSET, address, is_loopback, why_unusable
 
@@ -112,11 +112,12 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     try:
-        service_logging.configure(name, settings.log_level)
+        service_logging.configure(name, settings.log_level, LOST_LOG_LINES.inc)
         raise_file_limit()
         with tracing.exporting(name, settings.otlp_endpoint), opened(settings) as opened_settings:
             code = uvloop.run(_serve(opened_settings, make))
     except StartupError as error:
+        service_logging.flush()
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         if settings.hold_on_error > 0:
             uvloop.run(tell_reason(settings, str(error)))

@@ -210,8 +210,11 @@ class StreamSettings(ServerSettings):
     )
 
 
-def parse(settings: type[S], prog: str, prefix: str) -> S:
-    """Read flags and environment; exit with 2 and one sentence on bad input."""
+def parse(settings: type[S], prog: str, prefix: str, arguments: Sequence[str] | None = None) -> S:
+    """Read flags and environment. Raises StartupError on bad input; --help ends the process.
+
+    arguments: flags; None = those of the process.
+    """
     parser = _Parser(
         prog=prog,
         description=(settings.__doc__ or "").strip(),
@@ -238,7 +241,7 @@ def parse(settings: type[S], prog: str, prefix: str) -> S:
             help=meaning,
             metavar=f"{{{','.join(choices)}}}" if choices else None,
         )
-    values = vars(parser.parse_args())
+    values = vars(parser.parse_args(arguments))
     for field in fields:
         complaint = _complaint(field, values[field.name])
         if complaint is not None:
@@ -248,8 +251,8 @@ def parse(settings: type[S], prog: str, prefix: str) -> S:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Exit with one sentence, like a StartupError. argparse would print the usage first."""
-        self.exit(2, f"{self.prog.rpartition('.')[2]}: {message}.\n")
+        """Raise StartupError. argparse would print the usage and exit."""
+        raise StartupError(f"{message}.")
 
 
 def _flag(field: Field) -> str:

@@ -6,14 +6,20 @@ from importlib.metadata import version
 from typing import TypeVar
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge, Metric, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Metric, start_http_server
 from prometheus_client.registry import Collector
 
 from services.common.hosts import AllowedHosts
 from services.common.settings import LAST_PORT, StartupError
 from tokenwire.serving.addresses import address, why_unusable
 
-__all__ = ["INTER_TOKEN_BUCKETS", "LATENCY_BUCKETS", "describe_build", "serve_metrics"]
+__all__ = [
+    "INTER_TOKEN_BUCKETS",
+    "LATENCY_BUCKETS",
+    "LOST_LOG_LINES",
+    "describe_build",
+    "serve_metrics",
+]
 
 LATENCY_BUCKETS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -25,6 +31,7 @@ _PAUSE_SECONDS = 0.5
 Accepted = TypeVar("Accepted")
 
 
+LOST_LOG_LINES = Counter("tokenwire_lost_log_lines_total", "Log lines that nobody read in time.")
 _BUILD_INFO = Gauge("tokenwire_build_info", "The service.", ["service", "version", "kernels"])
 
 

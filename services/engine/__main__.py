@@ -1,6 +1,7 @@
 """Command line: python -m services.engine, or torchrun -m services.engine."""
 
 import sys
+from typing import NoReturn
 
 from services.common.server import main
 from services.common.settings import StartupError, parse
@@ -10,7 +11,7 @@ from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
 
 
-def _follow() -> None:
+def _follow() -> NoReturn:
     settings = parse(EngineSettings, "python -m services.engine", "TOKENWIRE_ENGINE")
     limit_thread_spinning()
     # imported here only: the gRPC process of rank 0 must stay free of torch
@@ -21,11 +22,9 @@ def _follow() -> None:
 
 if __name__ == "__main__":
     try:
-        leads = Rank.from_environment().leads
+        if not Rank.from_environment().leads:
+            _follow()
     except StartupError as error:
         print(f"engine: {error}", file=sys.stderr)
         sys.exit(2)
-    if leads:
-        main("engine", EngineSettings, EngineApplication)
-    else:
-        _follow()
+    main("engine", EngineSettings, EngineApplication)

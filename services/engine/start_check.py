@@ -12,10 +12,10 @@ from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.ranks.rank import Rank
-from services.engine.settings import EngineSettings
+from services.engine.settings import EngineSettings, parse_bytes, parse_share
 from tokenwire.serving.checkpoint_folder import gguf_of
 
-__all__ = ["check_config", "check_start", "require_room"]
+__all__ = ["check_config", "check_room", "check_start", "require_room", "stored_weights"]
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PROCESSOR = Path("/proc/cpuinfo")
@@ -39,10 +39,7 @@ def check_start(settings: EngineSettings) -> None:
             check_config(Config.read(model / "config.json"))
         else:
             check_config(Config(str(gguf), config_of(GgufFile(gguf))))
-        if settings.device == "cpu" or not _DRIVER.exists():
-            rank = Rank.from_environment()
-            free = free_host_memory() * rank.count // rank.local_count
-            require_room(settings, free, _number_bytes(settings), _ROUNDED)
+        check_room(stored_weights(model), settings)
     except (CheckpointError, GgufError) as error:
         raise StartupError(str(error)) from None
 
@@ -52,25 +49,42 @@ def check_config(config: Config) -> None:
     family_of(config)
 
 
-def require_room(
-    settings: EngineSettings, free: int, number_bytes: float, rounded: Sequence[str]
-) -> None:
-    """Raise StartupError for weights that don't fit into `free` bytes, by the files' headers.
+def stored_weights(model: Path) -> StoredWeights:
+    """Return the sizes of a checkpoint's weights. Raises CheckpointError or GgufError."""
+    gguf = _gguf(model)
+    if gguf is not None:
+        return StoredWeights.of_gguf(GgufFile(gguf))
+    return StoredWeights.of_directory(model)
 
-    number_bytes: those of a number of --dtype. rounded: values of --weights that the device has;
-    the message names the first that would fit. Raises CheckpointError for a damaged file.
+
+def check_room(weights: StoredWeights, settings: EngineSettings) -> None:
+    """Raise StartupError for weights that can't fit into this machine's memory.
+
+    A GPU's memory is not known here.
     """
-    gguf = _gguf(settings.model)
-    weights = (
-        StoredWeights.of_directory(settings.model)
-        if gguf is None
-        else StoredWeights.of_gguf(GgufFile(gguf))
-    )
-    needed = weights.num_bytes(settings.weights, number_bytes)
+    if settings.device == "cpu" or not _DRIVER.exists():
+        rank = Rank.from_environment()
+        free = free_host_memory() * rank.count // rank.local_count
+        number_bytes = _number_bytes(settings)
+        require_room(weights, settings.weights, free, number_bytes, _ROUNDED)
+        _require_stated_cache(
+            settings.kv_memory, free - weights.num_bytes(settings.weights, number_bytes)
+        )
+
+
+def require_room(
+    weights: StoredWeights, stored_as: str, free: int, number_bytes: float, rounded: Sequence[str]
+) -> None:
+    """Raise StartupError for weights that don't fit into `free` bytes.
+
+    stored_as: value of --weights. number_bytes: those of a number of --dtype. rounded: other values
+    of --weights that the device has; the message names the first that would fit.
+    """
+    needed = weights.num_bytes(stored_as, number_bytes)
     if needed <= free:
         return
     others = () if weights.coded else rounded
-    if settings.weights == "decoded":
+    if stored_as == "decoded":
         others = ("full", *others)
     fits = (name for name in others if weights.num_bytes(name, number_bytes) <= free)
     name = next(fits, None)
@@ -78,6 +92,16 @@ def require_room(
         f"The weights take {in_units(needed)}; {in_units(needed - free)} of memory are missing. "
         f"Free some, or {f'start with --weights {name}' if name else 'serve a smaller model'}."
     )
+
+
+def _require_stated_cache(kv_memory: str, free: int) -> None:
+    """Raise StartupError for an amount of KV cache beyond what is free after the weights."""
+    if kv_memory == "auto" or parse_share(kv_memory) is not None:
+        return
+    if (missing := parse_bytes(kv_memory) - free) > 0:
+        raise StartupError(
+            f"--kv-memory {kv_memory}: {in_units(missing)} of memory are missing; lower it."
+        )
 
 
 def _gguf(model: Path) -> Path | None:

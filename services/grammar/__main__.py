@@ -1,6 +1,7 @@
 """Entry point of the grammar service: `python -m services.grammar`."""
 
 from services.common.server import main
-from services.grammar.application import GrammarApplication, GrammarSettings
+from services.grammar.application import GrammarApplication
+from services.grammar.settings import GrammarSettings
 
 main("grammar", GrammarSettings, GrammarApplication)

@@ -28,7 +28,7 @@ from services.common.process import raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
 from services.common.sharing.fair_executor import use_fair_threads
 from services.common.targets import parse_targets, warn_of_clear_text
-from services.common.telemetry import describe_build, serve_metrics
+from services.common.telemetry import LOST_LOG_LINES, describe_build, serve_metrics
 from services.common.vllm_metrics import VllmLoadMetrics
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import RetryPolicy
@@ -81,11 +81,12 @@ def main() -> None:
         settings = parse(HttpShimSettings, "python -m services.http_shim", "TOKENWIRE_HTTP_SHIM")
         if settings.fd < 0:
             check(settings)
-        service_logging.configure("http_shim", settings.log_level)
+        service_logging.configure("http_shim", settings.log_level, LOST_LOG_LINES.inc)
         raise_file_limit()
         with tracing.exporting("http_shim", settings.otlp_endpoint):
             uvloop.run(serve(settings))
     except (StartupError, CatalogError) as error:
+        service_logging.flush()
         print(f"http_shim: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -1,6 +1,7 @@
 """Command line of the service: `python -m services.tokenizer`."""
 
 from services.common.server import main
-from services.tokenizer.application import TokenizerApplication, TokenizerSettings
+from services.tokenizer.application import TokenizerApplication
+from services.tokenizer.settings import TokenizerSettings
 
 main("tokenizer", TokenizerSettings, TokenizerApplication)

@@ -1,9 +1,8 @@
-"""Settings and lifecycle of the tokenizer service."""
+"""Lifecycle of the tokenizer service."""
 
 import asyncio
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,24 +10,11 @@ import grpc
 from prometheus_client import REGISTRY
 
 from services.common.server import Application
-from services.common.settings import (
-    LAST_PORT,
-    CheckpointSettings,
-    LimitSettings,
-    PeerSettings,
-    StartupError,
-    StreamSettings,
-    setting,
-)
+from services.common.settings import StartupError
 from services.common.targets import parse_targets, warn_of_clear_text
 from services.common.telemetry import describe_build
 from services.common.vllm_metrics import ModelLoad, VllmLoadMetrics
-from services.tokenizer.chat.answer.tool_formats import (
-    JSON_FORMAT,
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    answer_marks,
-)
+from services.tokenizer.chat.answer.tool_formats import answer_marks
 from services.tokenizer.chat.chat_templates import ChatTemplates
 from services.tokenizer.completion.completion_registry import CompletionRegistry
 from services.tokenizer.completion_service import CompletionServicer
@@ -41,10 +27,10 @@ from services.tokenizer.images.processor_settings import read_processor_settings
 from services.tokenizer.model_status import model_load
 from services.tokenizer.orca_service import OrcaServicer
 from services.tokenizer.processor_factory import ProcessorFactory
+from services.tokenizer.settings import TokenizerSettings
 from services.tokenizer.text.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tokenizer_service import TokenizerServicer
-from tokenwire.channel import LOST_SECONDS
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import add_CompletionServiceServicer_to_server
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -54,60 +40,7 @@ from tokenwire.serving.checkpoint_folder import served_name
 if TYPE_CHECKING:
     from services.tokenizer.vllm_api.facade import VllmFacade
 
-__all__ = ["TokenizerApplication", "TokenizerSettings"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerSettings(StreamSettings, PeerSettings, LimitSettings, CheckpointSettings):
-    """Encoding and decoding of text, and completions and chats in text."""
-
-    port: int = setting(50051, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
-    engine: str = setting(
-        "127.0.0.1:50052",
-        "Engines of the model: host:port or dns:///name:port, several separated by commas.",
-    )
-    engine_wait: float = setting(
-        60.0,
-        "Seconds that requests wait if no engine serves, besides the time that it loads.",
-    )
-    lost_seconds: float = setting(
-        LOST_SECONDS, "Seconds of silence after which the engine counts as lost.", least=1
-    )
-    max_waiting: int = setting(
-        1024, "Most new requests that wait for an engine that stops or was lost."
-    )
-    max_logprobs: int = setting(
-        5, "Most candidates per token that a request may ask for, up to 20.", most=20
-    )
-    max_stop_strings: int = setting(16, "Most stop strings that a request may have.")
-    infill: str = setting(
-        "auto",
-        "Family of infill tokens; auto = by the vocabulary.",
-        choices=("auto", "none", *(family.name for family in INFILL_FAMILIES)),
-    )
-    suffix_fallback: str = setting(
-        "append", "Treatment of `suffix` on a model that can't infill.", choices=("append", "error")
-    )
-    chat_template: str = setting(
-        "", "File (Jinja) of the default chat template; empty = the checkpoint's."
-    )
-    tool_format: str = setting(
-        "auto",
-        "Form of the model's tool calls; auto = by its chat templates.",
-        choices=("auto", *(form.name for form in (*TOOL_FORMATS, JSON_FORMAT))),
-    )
-    reasoning_format: str = setting(
-        "auto",
-        "Form of the model's reasoning; auto = by its chat templates.",
-        choices=("auto", "none", *(form.name for form in REASONING_FORMATS)),
-    )
-    vllm_metrics: bool = setting(
-        False, "Serve the load of the engines also under vLLM's names, for routers that know them."
-    )
-    vllm_api: bool = setting(
-        False,
-        "Serve vLLM's gRPC too, for gateways. It tells its clients the prompts' token ids.",
-    )
+__all__ = ["TokenizerApplication"]
 
 
 _COMPLETION = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name

@@ -1,5 +1,7 @@
 """Tests of `tokenwire serve`: restarts, signals, IPv6, catalogs."""
 
+import fcntl
+import json
 import os
 import re
 import resource
@@ -8,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -189,6 +193,65 @@ def test_sighup_opens_moved_log_files_again(tmp_path: Path) -> None:
     assert "listening" in old.read_text()
     assert "stopped" not in old.read_text()
     assert [line for line in log.read_text().splitlines() if '"stopped"' in line]
+
+
+def test_start_says_what_matters_and_nothing_twice() -> None:
+    """A user must find the one warning among the lines of a start."""
+    ports = free_ports(4)
+    with _stack_of(ports, subprocess.PIPE) as process:
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    first_end = next(i for i, line in enumerate(lines) if line["message"] == "draining")
+    messages = [line["message"] for line in lines[:first_end]]
+    assert len(messages) <= 10, messages
+    assert len(set(messages)) == len(messages)
+    assert not [message for message in messages if "UNAVAILABLE" in message]
+
+
+@pytest.mark.parametrize("standstill", ["unread pipe", "stopped supervisor", "log files"])
+def test_requests_are_answered_while_nobody_reads_the_logs(standstill: str, tmp_path: Path) -> None:
+    """A log that stands still costs lines. It must not cost requests, or the end of the server."""
+    ports = free_ports(4)
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    flags = ("--log-dir", str(tmp_path)) if standstill == "log files" else ()
+    with _stack_of(ports, writer, *flags) as process:
+        os.close(writer)
+        if standstill != "unread pipe":
+            process.send_signal(signal.SIGSTOP)
+        body = {"prompt": "x" * 40, "max_tokens": 1}
+        with httpx.Client(base_url=f"http://127.0.0.1:{ports[0]}", timeout=120) as client:
+            for _ in range(5000):  # 2 MB of lines: more than pipes and queues hold
+                assert client.get("/v1/models").status_code == 200
+            for _ in range(100):
+                assert client.post("/v1/completions", json=body).status_code == 200
+            assert client.get("/health").status_code == 200
+            metrics = client.get("/metrics").text
+        if standstill != "unread pipe":  # where the supervisor reads on, and loses the lines
+            process.send_signal(signal.SIGCONT)
+            lost = re.search(r"^tokenwire_lost_log_lines_total (\S+)$", metrics, re.MULTILINE)
+            assert lost is not None
+            assert float(lost[1]) > 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 0
+    os.close(reader)
+
+
+@contextmanager
+def _stack_of(ports: list[int], stderr: int, *flags: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run `tokenwire serve` without a log directory, and kill it at the end of a failed test."""
+    names = ("--port", "--tokenizer-port", "--engine-port", "--grammar-port")
+    places = [word for pair in zip(names, map(str, ports), strict=True) for word in pair]
+    command = [sys.executable, "-m", "tokenwire", "serve", *places, "--kv-memory", "64MiB", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("Tokenwire serves")
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
 
 
 @pytest.mark.skipif(why_unusable("::1", 0) is not None, reason="no IPv6 here")

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         try:
-            code = _run(_parser().parse_args(arguments))
+            code = _run(_parsed(arguments))
         finally:  # an error of the last write must not wait for the end of the interpreter
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -44,6 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_error(f"{place}{os.strerror(error.errno or 0)}.")
         code = 1
     sys.exit(code)
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options of a command; `serve` hands what it doesn't know to its services."""
+    parser = _parser()
+    options, further = parser.parse_known_args(arguments)
+    if further and "service_flags" not in options:
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
+    options.service_flags = tuple(further)
+    return options
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -19,13 +19,16 @@ def add_commands(commands: Commands) -> None:
         commands,
         "serve",
         _serve,
-        "Start the services and run them until Ctrl-C.",
+        "Start the services and run them until Ctrl-C. Flags of the services, such as "
+        "--fetch-images, are handed to those that have them; `python -m services.NAME --help` "
+        "lists them.",
         "serve --model models/small --model-id small",
         "serve --model hf:Qwen/Qwen2.5-Coder-0.5B",
         "serve --host 0.0.0.0 --keys keys.json --log-dir /var/log/tokenwire",
         "serve --catalog catalog.toml",
         "serve --replicas 2",
     )
+    serve.set_defaults(service_flags=())
     _add_addresses(serve)
     _add_models(serve)
     _add_access(serve)
@@ -63,6 +66,7 @@ def add_commands(commands: Commands) -> None:
 
 async def _serve(options: argparse.Namespace) -> int:
     from tokenwire.serving.stack_layout import ServeError, ServeOptions, hub_checkpoints
+    from tokenwire.serving.start_check import check_before_download
     from tokenwire.serving.supervisor import supervise
 
     if options.catalog is not None and (
@@ -75,7 +79,8 @@ async def _serve(options: argparse.Namespace) -> int:
     try:
         given = {field.name: getattr(options, field.name) for field in fields(ServeOptions)}
         wanted = ServeOptions(**given)
-        for checkpoint in hub_checkpoints(wanted):
+        for checkpoint, flags in hub_checkpoints(wanted).items():
+            await asyncio.to_thread(check_before_download, checkpoint, flags)
             if await _pull(str(checkpoint)) != 0:
                 return 2
         await supervise(wanted)

@@ -5,6 +5,8 @@ The variables of huggingface_hub apply: HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_O
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +24,7 @@ _NEEDED = (
     *("tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"),
 )
 """Files that the services read; a pickle is none of them"""
+_WEIGHTS = (".safetensors", ".gguf")
 _LEFT_OUT = (
     *("*/*.safetensors", "*/*.json"),  # the same weights for other programs
     "consolidated*",  # the same weights once more, beside Mistral's own
@@ -97,17 +100,11 @@ class HubCheckpoint:
         all files. Shows a bar on a terminal. Raises HubError.
         """
         from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
         if not sys.stderr.isatty():
             disable_progress_bars()
-        try:
+        with self._explained():
             if not constants.HF_HUB_OFFLINE:
                 self._announce()
             made = snapshot_download(
@@ -117,6 +114,51 @@ class HubCheckpoint:
                 ignore_patterns=list(_LEFT_OUT),
                 local_dir=folder,
             )
+        return Path(made, self.file or "")
+
+    def download_config(self) -> Path | None:
+        """Download config.json alone; None if there is none, or the weights are a GGUF file.
+
+        Raises HubError.
+        """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        if self.file is not None:
+            return None
+        disable_progress_bars()
+        with self._explained():
+            try:
+                return Path(hf_hub_download(self.repository, "config.json", revision=self.revision))
+            except EntryNotFoundError:
+                return None
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of all files with weights; 0 without a connection. Raises HubError."""
+        from huggingface_hub.errors import DryRunError
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
+        with self._explained():
+            try:
+                files = self._listed(self._wanted)
+            except DryRunError:
+                return 0
+        return sum(file.file_size or 0 for file in files if file.filename.endswith(_WEIGHTS))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise HubError for what fails at the hub, in its cache, or on the disk."""
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
+
+        try:
+            yield
         except GatedRepoError:
             raise HubError(
                 f"{self} is only for users whom its owners accept: ask for access on its page, and "
@@ -136,7 +178,6 @@ class HubCheckpoint:
         except (OSError, ValueError) as error:  # the disk, an HTTP response, or the name
             why = " ".join(str(error).split()).rstrip(".")
             raise HubError(f"{self} can't be downloaded: {why}.") from None
-        return Path(made, self.file or "")
 
     def _announce(self) -> None:
         """Print how much the download takes. Raises HubError if the repository has no weights."""
@@ -144,7 +185,7 @@ class HubCheckpoint:
 
         try:
             files = self._listed(self._wanted)
-            if not any(file.filename.endswith((".safetensors", ".gguf")) for file in files):
+            if not any(file.filename.endswith(_WEIGHTS) for file in files):
                 ggufs = [file.filename for file in self._listed(["*.gguf"])]
                 raise HubError(self._without_weights(ggufs))
         except DryRunError:

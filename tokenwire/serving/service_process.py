@@ -11,10 +11,10 @@ import sys
 from typing import Any
 
 from tokenwire.serving.exit_status import exit_status
-from tokenwire.serving.log_file import LogFile
+from tokenwire.serving.service_log import FileLog, ServiceLog, StderrLog, report
 from tokenwire.serving.stack_layout import LogPlace, ServeError, Service
 
-__all__ = ["ServiceProcess", "report"]
+__all__ = ["ServiceProcess"]
 
 _LIBRARY_LOG = re.compile(r"[IW]\d{4} ")
 """Start of gRPC's info and warning lines"""
@@ -25,18 +25,21 @@ class ServiceProcess:
     """Running process of a service."""
 
     def __init__(
-        self, service: Service, process: asyncio.subprocess.Process, log: LogFile | None
+        self, service: Service, process: asyncio.subprocess.Process, log: ServiceLog
     ) -> None:
         self.service = service
         self._log = log
         self._last_message, self._last_is_error = "", False
-        self._log_is_lost = False
         self._process = process
         self._output: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def start(
-        cls, service: Service, logs: LogPlace | None, listener: socket.socket | None = None
+        cls,
+        service: Service,
+        logs: LogPlace | None,
+        stderr_log: StderrLog,
+        listener: socket.socket | None = None,
     ) -> "ServiceProcess":
         """Start the service; log to a file in `logs`, or to stderr. Raises ServeError.
 
@@ -44,9 +47,9 @@ class ServiceProcess:
         """
         fds = () if listener is None else (listener.fileno(),)
         arguments = (*service.arguments, *(f"--fd={fd}" for fd in fds))
-        log = None if logs is None else _log_file(service, logs)
+        log = stderr_log if logs is None else _file_log(service, logs)
         # A service that sees a terminal shows its progress.
-        is_seen = log is None and sys.stderr.isatty()
+        is_seen = logs is None and sys.stderr.isatty()
         source, stderr = os.openpty() if is_seen else os.pipe()
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", f"services.{service.name}", *arguments,
@@ -65,12 +68,8 @@ class ServiceProcess:
 
     def reopen_log(self) -> None:
         """Open the log file again, if there is one and the service still writes to it."""
-        if self._log is None or self._output.done():
-            return
-        try:
+        if not self._output.done():
             self._log.reopen()
-        except OSError as error:
-            report(f"the log of {self.service.title} can't be opened again: {error.strerror}")
 
     def _forward(self, source: int) -> None:
         """Copy the service's output to its log, in whole lines."""
@@ -88,30 +87,29 @@ class ServiceProcess:
                 rest += chunk
                 return
             whole, rest = rest + chunk[:cut], chunk[cut:]
-            self._note_message(whole)
-            self._write(whole)
+            if whole:
+                self._note_message(whole)
+                self._write(whole)
             if not chunk:
                 loop.remove_reader(source)
                 os.close(source)
-                if self._log is not None:
-                    with contextlib.suppress(OSError):  # a network's file system reports late
-                        self._log.close()
+                self._log.close()
                 self._output.set_result(None)
 
         loop.add_reader(source, on_readable)
 
     def _write(self, output: bytes) -> None:
-        """Write to the log. Report the first failed write and keep the service running."""
-        try:
-            if self._log is not None:
-                self._log.write(output)
-            else:
-                sys.stderr.buffer.write(output)
-                sys.stderr.buffer.flush()
-        except OSError as error:
-            if not self._log_is_lost:
-                self._log_is_lost = True
-                report(f"the log of {self.service.title} can't be written: {error.strerror}")
+        """Write to the log; on stderr without the sentence that the supervisor reports itself."""
+        if not isinstance(self._log, StderrLog):
+            self._log.put(output)
+            return
+        own = f"{self.service.name}: ".encode()
+        lines = [line for line in output.splitlines(keepends=True) if not line.startswith(own)]
+        if not lines:
+            return
+        self._log.put(b"".join(lines))
+        if b"\r" in output.replace(b"\r\n", b"") or any(map(_is_progress, lines)):
+            self._log.release()
 
     def _note_message(self, output: bytes) -> None:
         """Keep the last message that may explain an exit: the last error, else the last line."""
@@ -168,11 +166,17 @@ class ServiceProcess:
         return ServeError(f"{title} ended with {how}: {reason or 'it logged nothing.'}", 1)
 
 
-def _log_file(service: Service, logs: LogPlace) -> LogFile:
+def _is_progress(line: bytes) -> bool:
+    """Return whether a log line says how much of a slow start is done."""
+    return b'"progress": ' in line and line.startswith(b"{")
+
+
+def _file_log(service: Service, logs: LogPlace) -> FileLog:
     """Open the log of a service. Raises ServeError."""
     try:
         logs.folder.mkdir(parents=True, exist_ok=True)
-        return LogFile(logs.folder / f"{service.log_name}.log", logs.most_bytes)
+        path = logs.folder / f"{service.log_name}.log"
+        return FileLog(service.title, path, logs.most_bytes)
     except OSError as error:
         raise ServeError(f"No log can be written in {logs.folder}: {error.strerror}.") from None
 
@@ -190,12 +194,6 @@ def _message(line: str) -> tuple[str, bool]:
 
 def _plain(output: bytes) -> str:
     return _TERMINAL_CODES.sub("", output.decode("utf-8", "replace"))
-
-
-def report(line: str) -> None:
-    """Print a line of the supervisor on stderr."""
-    with contextlib.suppress(OSError):  # stderr may be closed
-        print(f"tokenwire: {line}", file=sys.stderr, flush=True)
 
 
 def _die_with_parent() -> None:

@@ -6,7 +6,6 @@ engines and a grammar service for each checkpoint.
 
 import os
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from tokenwire.serving.checkpoint_folder import (
     require_readable,
 )
 from tokenwire.serving.hub import HubCheckpoint, HubError
+from tokenwire.serving.service_flags import FlagError, engine_arguments, split_flags
 
 __all__ = [
     "CatalogPlan",
@@ -49,11 +49,6 @@ _LONGEST_GRACE = 2**31 - 1
 _REPLICA_PORTS = 10
 """Distance between the ports of a model's engines"""
 _MOST_REPLICAS = 64
-_RESERVED_FLAGS = {
-    *("--host", "--port", "--grace", "--model", "--model-id", "--dtype", "--grammar"),
-    *("--keys", "--peer-token-file"),
-}
-"""Engine flags that only `tokenwire serve` may set: the other services rely on them"""
 Checkpoint: TypeAlias = tuple[Path, str, str, int, Path | None, tuple[tuple[str, Path], ...]]
 """Directory, dtype, engine's flags, replicas, chat template and adapters"""
 _INSTALLED = Path(__file__).resolve().parents[1] / "models"
@@ -97,6 +92,8 @@ class ServeOptions:
     dtype: str = "auto"
     engine_args: str = ""
     """Additional engine flags, quoted as in a shell"""
+    service_flags: tuple[str, ...] = ()
+    """Further flags; each service gets those that it has"""
     replicas: int = 1
     """Engines of the model; a row of a catalog has its own number"""
     no_restart: bool = False
@@ -253,12 +250,19 @@ def _checkpoint_of(model: CatalogModel) -> Checkpoint | None:
     return (model.path, *flags, model.adapters)
 
 
-def hub_checkpoints(options: ServeOptions) -> list[HubCheckpoint]:
-    """Return the checkpoints of a hub that the options name. Raises ServeError."""
+def hub_checkpoints(options: ServeOptions) -> Mapping[HubCheckpoint, tuple[str, ...]]:
+    """Return the checkpoints of a hub, each with flags of an engine of it. Raises ServeError."""
     try:
-        rows = () if options.catalog is None else read_catalog(options.catalog)
-        paths = {str(path) for path in (options.model, *(row.path for row in rows)) if path}
-        return [HubCheckpoint.parse(p) for p in sorted(paths) if HubCheckpoint.is_named_by(p)]
+        rows = (
+            (CatalogModel(id="", path=options.model),)
+            if options.catalog is None
+            else read_catalog(options.catalog)
+        )
+        return {
+            HubCheckpoint.parse(str(row.path)): _engine_flags(options, row)
+            for row in rows
+            if row.path is not None and HubCheckpoint.is_named_by(str(row.path))
+        }
     except (CatalogError, HubError) as error:
         raise ServeError(str(error)) from None
 
@@ -281,7 +285,8 @@ def _shim(options: ServeOptions, *models: str) -> Service:
         *(() if options.tls_cert is None else ("--tls-cert", str(options.tls_cert))),
         *(() if options.tls_key is None else ("--tls-key", str(options.tls_key))),
     ]
-    arguments = (*listen, *models, *_common(options), *keys, *beyond, *pages, *hosts, *tls)
+    own = _flags_of(options, "http_shim")
+    arguments = (*listen, *models, *_common(options), *keys, *beyond, *pages, *hosts, *tls, *own)
     target = address(reachable(options.host), options.port)
     return Service("http_shim", arguments, target, environment=_limits(options, "http_shim"))
 
@@ -319,8 +324,7 @@ def _backend(
     checkpoint = ("--model", str(_checkpoint(model.path)))
     name = model.id or options.model_id
     named = ("--model-id", name) if name else ()
-    engine_args = [*_engine_args(options.engine_args), *_engine_args(model.engine_args)]
-    dtype = options.dtype if model.dtype == "auto" else model.dtype
+    flags = _engine_flags(options, model)
     near = reachable(host)
     engines = [address(near, port) for port in ports.engines]
     grammar = f"127.0.0.1:{ports.grammar}"  # only the engines call it
@@ -329,17 +333,18 @@ def _backend(
         plain = () if is_loopback(host) else ("--plaintext",)
         common = (*_common(options), *_peer_token(options))
         listen = ("--host", host, "--port", str(port), *plain, *common)
-        arguments = (*listen, *checkpoint, *named, *further)
+        own = () if name == "engine" else _flags_of(options, name)
+        arguments = (*listen, *checkpoint, *named, *further, *own)
         return Service(name, arguments, address(reachable(host), port), model.full_name)
 
     keys = () if options.keys is None else ("--keys", str(options.keys.absolute()))
     adapters = ",".join(f"{name}={path}" for name, path in model.adapters)
-    if adapters and "--adapters" in {argument.partition("=")[0] for argument in engine_args}:
+    if adapters and "--adapters" in {argument.partition("=")[0] for argument in flags}:
         message = f"{model.id} has adapters in the catalog; its engine's arguments can't have more."
         raise ServeError(message)
     loaded = ("--adapters", adapters) if adapters else ()
     share = _memory_share(num_engines)
-    beyond = ("--dtype", dtype, "--grammar", grammar, *keys, *loaded, *share, *engine_args)
+    beyond = ("--grammar", grammar, *keys, *loaded, *share, *flags)
     return (
         replace(
             service(
@@ -375,6 +380,25 @@ def _share(number: int, replicas: int) -> tuple[tuple[str, str], ...]:
     return ()
 
 
+def _engine_flags(options: ServeOptions, model: CatalogModel) -> tuple[str, ...]:
+    """Return the flags of a model's engines; later ones take precedence. Raises ServeError."""
+    dtype = options.dtype if model.dtype == "auto" else model.dtype
+    try:
+        stated = (engine_arguments(options.engine_args), engine_arguments(model.engine_args))
+    except FlagError as error:
+        raise ServeError(str(error)) from None
+    own = _flags_of(options, "engine")
+    return ("--dtype", dtype, *own, *(flag for flags in stated for flag in flags))
+
+
+def _flags_of(options: ServeOptions, service: str) -> tuple[str, ...]:
+    """Return the service's part of the flags that are handed on. Raises ServeError."""
+    try:
+        return split_flags(options.service_flags)[service]
+    except FlagError as error:
+        raise ServeError(str(error)) from None
+
+
 def _memory_share(num_engines: int) -> tuple[str, ...]:
     """Return the flag that divides half of the free memory among the KV caches of engines."""
     if num_engines == 1 or _count_gpus():
@@ -384,20 +408,6 @@ def _memory_share(num_engines: int) -> tuple[str, ...]:
 
 def _count_gpus() -> int:
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
-
-
-def _engine_args(text: str) -> list[str]:
-    """Split additional engine flags as a shell does. Raises ServeError."""
-    try:
-        arguments = shlex.split(text)
-    except ValueError as error:
-        raise ServeError(f"Can't read the engine's arguments: {error}.") from None
-    for argument in arguments:
-        if argument.partition("=")[0] in _RESERVED_FLAGS:
-            raise ServeError(
-                f"The engine's arguments can't have {argument}: `tokenwire serve` sets it itself."
-            )
-    return arguments
 
 
 def _common(options: ServeOptions) -> tuple[str, ...]:

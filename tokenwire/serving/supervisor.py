@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from tokenwire.serving.addresses import address, listen
 from tokenwire.serving.catalog_file import write_catalog
 from tokenwire.serving.health import is_ready, is_serving, until_idle
-from tokenwire.serving.service_process import ServiceProcess, report
+from tokenwire.serving.service_log import StderrLog, flush_logs, report
+from tokenwire.serving.service_process import ServiceProcess
 from tokenwire.serving.stack_layout import (
     CatalogPlan,
     ServeError,
@@ -27,10 +28,14 @@ from tokenwire.serving.stack_layout import (
     require_free_ports,
     shim_of_catalog,
 )
+from tokenwire.serving.start_check import check_services
 
 __all__ = ["supervise"]
 
 _POLL_SECONDS = 0.1
+_FLUSH_SECONDS = 1.0
+_HELD_SECONDS = 30.0
+"""Seconds after which the output of a start that shows no progress is written all the same"""
 _KILL_SECONDS = 5.0
 """Seconds beyond a service's own grace after which it is killed"""
 _LONGEST_PAUSE = 30.0
@@ -62,6 +67,7 @@ async def supervise(options: ServeOptions) -> None:
                     await stack.run_catalog(folder / "catalog.toml")
         finally:
             clean = await stack.stop()
+            flush_logs(_FLUSH_SECONDS)
     if not clean:
         raise ServeError("Not every service stopped by itself.", exit_code=1)
 
@@ -115,6 +121,10 @@ class _Stack:
             self._signals.on_hangup(self._on_hangup)
         self._began = time.monotonic()
         self._is_up = False
+        self._stderr_log = StderrLog(holds=True)
+        """Output of the services, held back until they serve: a wrong setting is then one sentence
+        and nothing else. A slow start shows its progress"""
+        asyncio.get_running_loop().call_later(_HELD_SECONDS, self._stderr_log.release)
         self._processes: list[ServiceProcess] = []
         """Processes that must run, shim first"""
         self._starting: list[ServiceProcess] = []
@@ -134,6 +144,7 @@ class _Stack:
         """Run the four services of one model. Raises _Stopped or ServeError."""
         shim, *backend = plan(self._options)
         require_free_ports(self._options)
+        check_services([shim, *backend])
         self._listener = _listen(self._options)
         await self._start(self._processes, [shim, *backend])
         await self._while_alive(
@@ -149,6 +160,7 @@ class _Stack:
         self._listener = _listen(self._options)
         write_catalog(resolved, current.models)
         shim, backend = shim_of_catalog(self._options, resolved), _all_services(current)
+        check_services([shim, *backend])
         await self._start(self._processes, [shim, *backend])
         probe = "ready" if backend else "health"  # remote backends may start later
         await self._while_alive(
@@ -187,7 +199,7 @@ class _Stack:
 
     async def _start_one(self, service: Service) -> ServiceProcess:
         listener = self._listener if service.name == "http_shim" else None
-        return await ServiceProcess.start(service, self._options.logs, listener)
+        return await ServiceProcess.start(service, self._options.logs, self._stderr_log, listener)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -270,12 +282,16 @@ class _Stack:
             ended = self._fatal_end.result()
             if self._is_up:  # the others may take their whole grace, so report first
                 report(f"{ended.service.title} has ended; the others are stopped now")
-            raise await ended.failure(self._is_up)
+            error = await ended.failure(self._is_up)
+            if error.exit_code != 2:
+                self._stderr_log.release()
+            raise error
         finally:
             task.cancel()
 
     def _announce(self, shim: Service) -> None:
         self._is_up = True
+        self._stderr_log.release()
         self._serving.update(self._processes)
         seconds = time.monotonic() - self._began
         url = f"{self._options.scheme}://{shim.target}"
@@ -285,9 +301,9 @@ class _Stack:
         """Serve the catalog as it is now; one that can't be served changes nothing."""
         try:
             wanted = plan_catalog(self._options, current)
-            await self._add(
-                [each for each in _all_services(wanted) if each not in _all_services(current)]
-            )
+            added = [each for each in _all_services(wanted) if each not in _all_services(current)]
+            check_services(added)
+            await self._add(added)
         except ServeError as error:
             report(f"{error} The previous models stay.")
             return current

@@ -29,7 +29,7 @@ from services.engine.model.pooler import Pooler, load_pooler
 from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
-from services.engine.start_check import require_room
+from services.engine.start_check import require_room, stored_weights
 
 __all__ = ["LoadedModel", "graph_capacity", "load", "step_tokens"]
 
@@ -74,7 +74,8 @@ def load(settings: EngineSettings) -> LoadedModel:
     dtype = resolve_dtype(settings.dtype, device)
     if device.type == "cuda":  # the memory of a CPU is checked before torch is loaded
         free = available_memory(device) * rank.count
-        require_room(settings, free, dtype.itemsize, ("fp8",))
+        weights = stored_weights(settings.model)
+        require_room(weights, settings.weights, free, dtype.itemsize, ("fp8",))
     decoder = load_model(
         settings.model,
         dtype,

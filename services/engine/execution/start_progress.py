@@ -9,7 +9,7 @@ __all__ = ["StartProgress"]
 _LOG = logging.getLogger("loop")
 _WIDTH = 30
 _LINE_SECONDS = 10.0
-"""Seconds between two log lines"""
+"""Seconds between two log lines; a quick start has none"""
 
 
 class StartProgress:
@@ -35,9 +35,10 @@ class StartProgress:
             bar = "█" * filled + "░" * (_WIDTH - filled)
             end = "\n" if self._done == self._total else ""
             print(f"\r{self._name} {bar} {self._amount()}", end=end, file=sys.stderr, flush=True)
-        elif self._done == self._total or now - self._told >= _LINE_SECONDS:
+        elif now - self._told >= _LINE_SECONDS:
             self._told = now
-            _LOG.info("%s: %s", self._name, self._amount())
+            share = round(self._done / self._total, 3)
+            _LOG.info("%s: %s", self._name, self._amount(), extra={"progress": share})
 
     def _amount(self) -> str:
         return f"{self._done} of {self._total} in {time.monotonic() - self._began:.1f} s"

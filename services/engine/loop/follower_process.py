@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from services.common import logging as service_logging
 from services.common.checkpoint import opened
+from services.common.process import end_process
 from services.common.settings import StartupError
 from services.engine.batch.buckets import row_bucket
 from services.engine.execution.adapter_files import convert_adapter
@@ -34,8 +35,9 @@ def run(settings: EngineSettings) -> NoReturn:
         with opened(settings) as opened_settings:
             model = load(opened_settings)
     except (CheckpointError, StartupError) as error:
+        service_logging.flush()
         print(f"engine: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
+        end_process(2)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to stop
     model.ranks.watch()
@@ -44,8 +46,8 @@ def run(settings: EngineSettings) -> NoReturn:
     except Exception:
         model.ranks.exit_if_rank_lost()
         _LOG.exception("a step failed")
-        os._exit(1)
-    os._exit(0)  # skips torch's slow teardown; nothing is left to save
+        end_process(1)
+    end_process(0)
 
 
 def _follower(settings: EngineSettings, model: LoadedModel) -> Follower:

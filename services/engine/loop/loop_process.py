@@ -4,7 +4,6 @@ A process of its own, because a busy interpreter thread beside the loop delays e
 """
 
 import logging
-import os
 import select
 import signal
 import socket
@@ -15,6 +14,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from services.common import logging as service_logging
+from services.common.process import end_process
 from services.common.settings import StartupError
 from services.engine.framing import Unpacker, pack
 from services.engine.loop.encoder_turns import EncoderTurns
@@ -48,7 +48,7 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
         # the gRPC process may be gone: it stops when another service fails
         with suppress(ConnectionError):
             messages.send(LoopFailed(str(error)))
-        os._exit(2)
+        end_process(2)
     ranks = loaded.model.ranks
     try:
         with suppress(ConnectionError, EOFError):
@@ -58,8 +58,8 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     except Exception:
         ranks.exit_if_rank_lost()
         _LOG.exception("a step failed; all requests are lost")
-        os._exit(1)
-    os._exit(0)  # skips torch's slow teardown; nothing is left to save
+        end_process(1)
+    end_process(0)
 
 
 def _encoder_turns(settings: EngineSettings, loaded: LoadedLoop) -> EncoderTurns | None:

@@ -6,7 +6,6 @@ run.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.common.process import end_process
 from services.common.settings import StartupError
 from services.engine.ranks.all_reduce import AllReduce, choose_all_reduce
 from services.engine.ranks.gloo_plans import GlooPlans
@@ -165,7 +165,7 @@ class RankGroup:
                     other,
                     self.rank.count,
                 )
-                os._exit(1)
+                end_process(1)
 
     def _gather(self, mine: T) -> list[T]:
         """Return the value of every rank, in order of rank."""

@@ -14,6 +14,7 @@ import torch
 
 from services.common import logging as service_logging
 from services.common.images import ImageError
+from services.common.process import end_process
 from services.common.settings import StartupError
 from services.engine.framing import Unpacker, pack
 from services.engine.model.checkpoint.config import CheckpointError
@@ -47,15 +48,15 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     except (CheckpointError, StartupError) as error:
         with suppress(ConnectionError):  # the gRPC process may be gone
             link.sendall(pack(EncoderFailed(str(error))))
-        os._exit(2)
+        end_process(2)
     try:
         with suppress(ConnectionError):
             link.sendall(pack(EncoderReady(encoder.image_token_id, _batch_size(encoder))))
             _run(encoder, link)
     except Exception:
         _LOG.exception("a batch of images failed")
-        os._exit(1)
-    os._exit(0)  # skips torch's slow teardown; nothing is left to save
+        end_process(1)
+    end_process(0)
 
 
 def _batch_size(encoder: ImageEncoder) -> int:

@@ -11,7 +11,8 @@ import pytest_asyncio
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.common.interceptor import RpcInterceptor
-from services.grammar.application import GrammarApplication, GrammarSettings
+from services.grammar.application import GrammarApplication
+from services.grammar.settings import GrammarSettings
 from tests.services.grammar.mask_client import PERSON
 from tokenwire.channel import MESSAGE_LIMITS, connect
 

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer
 from services.common.interceptor import RpcInterceptor
 from services.engine.frontend.mask_stream import GrammarClient
 from services.grammar import GrammarError
-from services.grammar.application import GrammarApplication, GrammarSettings
+from services.grammar.application import GrammarApplication
 from services.grammar.compiling.compiler import Compiler
+from services.grammar.settings import GrammarSettings
 from tests.services.grammar.mask_client import PERSON, Decoder
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from services.common.interceptor import RpcInterceptor
 from services.engine.frontend.mask_stream import GrammarClient
-from services.grammar.application import GrammarApplication, GrammarSettings
+from services.grammar.application import GrammarApplication
+from services.grammar.settings import GrammarSettings
 from tests.services.grammar.mask_client import Decoder
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError

@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[3]
+SERVICES = [
+    f"services.{name}" for name in ("common", "http_shim", "tokenizer", "engine", "grammar")
+]
+OF_SERVE = ["tokenwire.serving.service_flags", "tokenwire.serving.start_check"]
+"""Modules of `tokenwire serve` that import the services' settings and checks"""
 PACKAGES = {
     "tokenwire": [],
-    "tokenwire.serving": ["tokenwire"],
-    "tokenwire.cli": ["tokenwire", "tokenwire.serving"],
+    "tokenwire.serving": ["tokenwire", *OF_SERVE],
+    **{name: ["tokenwire", "tokenwire.serving", *OF_SERVE, *SERVICES] for name in OF_SERVE},
+    "tokenwire.cli": ["tokenwire", "tokenwire.serving", *OF_SERVE],
     "tokenwire.__main__": ["tokenwire.cli"],
     "services.common": ["tokenwire", "tokenwire.serving"],
     "services.http_shim": ["services.common", "tokenwire", "tokenwire.serving"],

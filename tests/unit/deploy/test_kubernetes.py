@@ -13,9 +13,9 @@ import yaml
 
 from services.common.vllm_metrics import ModelLoad, VllmLoadMetrics
 from services.engine.settings import EngineSettings
-from services.grammar.application import GrammarSettings
+from services.grammar.settings import GrammarSettings
 from services.http_shim.settings import HttpShimSettings
-from services.tokenizer.application import TokenizerSettings
+from services.tokenizer.settings import TokenizerSettings
 
 ROOT = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (ROOT / "overlays").iterdir())

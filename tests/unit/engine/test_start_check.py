@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from services.common.settings import StartupError
-from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.settings import EngineSettings
-from services.engine.start_check import check_start, require_room
+from services.engine.start_check import check_start, require_room, stored_weights
 from tests.unit.engine.tiny import make_checkpoint
 
 FLOAT32 = 4
@@ -23,14 +22,13 @@ def test_unknown_architecture_is_refused_without_loading(tmp_path: Path) -> None
 
 
 def test_weights_that_cannot_fit_are_refused_with_the_format_that_would(tmp_path: Path) -> None:
-    settings = EngineSettings(model=make_checkpoint(tmp_path), weights="full")
-    weights = StoredWeights.of_directory(tmp_path)
+    weights = stored_weights(make_checkpoint(tmp_path))
     whole = weights.num_bytes("full", FLOAT32)
     assert weights.num_bytes("int8", FLOAT32) == whole // 4
-    require_room(settings, whole, FLOAT32, ("int8", "int4"))
+    require_room(weights, "full", whole, FLOAT32, ("int8", "int4"))
     with pytest.raises(StartupError, match=r"1 bytes of memory are missing\..* --weights int8"):
-        require_room(settings, whole - 1, FLOAT32, ("int8", "int4"))
+        require_room(weights, "full", whole - 1, FLOAT32, ("int8", "int4"))
     with pytest.raises(StartupError, match="start with --weights int4"):
-        require_room(settings, whole // 5, FLOAT32, ("int8", "int4"))
+        require_room(weights, "full", whole // 5, FLOAT32, ("int8", "int4"))
     with pytest.raises(StartupError, match="serve a smaller model"):
-        require_room(settings, whole // 20, FLOAT32, ("int8", "int4"))
+        require_room(weights, "full", whole // 20, FLOAT32, ("int8", "int4"))

@@ -1,4 +1,4 @@
-"""Progress of weight loading: a bar on a terminal, a few log lines elsewhere."""
+"""Progress of weight loading: a bar on a terminal, log lines elsewhere."""
 
 import logging
 import sys
@@ -8,8 +8,8 @@ __all__ = ["LoadProgress"]
 
 _LOG = logging.getLogger("loop")
 _WIDTH = 30
-_LINES = 4
-"""Log lines of a whole load"""
+_LINE_SECONDS = 10.0
+"""Seconds between two log lines; a quick load has none"""
 
 
 class LoadProgress:
@@ -20,8 +20,7 @@ class LoadProgress:
         self._loaded = 0
         self._shown = shown
         self._terminal = sys.stderr.isatty()
-        self._quarter = 0
-        self._started = time.monotonic()
+        self._started = self._told = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
         self._loaded += num_bytes
@@ -29,9 +28,10 @@ class LoadProgress:
             return
         if self._terminal:
             self._draw()
-        elif (quarter := _LINES * self._loaded // self._total) > self._quarter:
-            self._quarter = quarter
-            _LOG.info("loaded %s", self._amount())
+        elif (now := time.monotonic()) - self._told >= _LINE_SECONDS:
+            self._told = now
+            share = round(self._loaded / self._total, 3)
+            _LOG.info("loaded %s", self._amount(), extra={"progress": share})
 
     def finish(self) -> None:
         """End the bar's line. Call it after failed loads too."""

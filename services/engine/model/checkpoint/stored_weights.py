@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 from services.common.gguf.gguf_file import GgufFile
-from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.checkpoint.config import CheckpointError, Config
 
 __all__ = ["StoredWeights"]
 
@@ -21,6 +21,8 @@ _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
 _BYTES_OF_FORMAT = {"int8": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4": 0.5625}
 """Bytes of a number in a format that rounds it; int4 with a scale of 16 bits for 32 of them"""
 _LENGTH_BYTES = 8
+_NUMBER_BYTES = {"bfloat16": 2, "float16": 2}
+"""Bytes of a number by the dtype in config.json"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,17 @@ class StoredWeights:
         """Return the sizes of the safetensors files. Raises CheckpointError for damaged ones."""
         files = sorted(directory.glob("*.safetensors"))
         return _total([tensor for file in files for tensor in _tensors(file)])
+
+    @staticmethod
+    def of_sizes(num_bytes: int, config: Config | None) -> "StoredWeights":
+        """Return the least that files of so many bytes hold, whose headers are not known yet.
+
+        config: their config.json; None = they are GGUF files.
+        """
+        if config is None or config.has("quantization_config"):
+            return StoredWeights(0, num_bytes, num_bytes)
+        dtype = config.values.get("dtype") or config.values.get("torch_dtype")
+        return StoredWeights(num_bytes // _NUMBER_BYTES.get(str(dtype), 4), 0, 0)
 
     def num_bytes(self, weights: str, number_bytes: float) -> int:
         """Return the least bytes that the weights take in memory.

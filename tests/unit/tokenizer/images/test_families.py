@@ -149,7 +149,8 @@ class Blocked:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Blocked())
-from services.tokenizer.application import TokenizerApplication, TokenizerSettings
+from services.tokenizer.application import TokenizerApplication
+from services.tokenizer.settings import TokenizerSettings
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.request_images import RequestImage
 from tests.unit.tokenizer.images.checkpoints import png, seeing

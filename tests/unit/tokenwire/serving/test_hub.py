@@ -145,11 +145,40 @@ def test_wrong_name_is_refused_in_one_sentence(hub: Hub, name: str, reason: str)
 
 
 def test_serve_downloads_what_it_is_to_serve(hub: Hub) -> None:
-    # the download is complete, and the services then refuse its content
-    result = tokenwire("serve", "--model", "hf:a/model", "--dtype", "none")
+    # the download is complete, and its content is then refused
+    result = tokenwire("serve", "--model", "hf:a/model")
     assert result.returncode == 2
-    assert hub.downloaded
+    assert sorted(set(hub.downloaded)) == NEEDED
     assert tokenwire("serve", "--model", "hf:a/none").returncode == 2
+
+
+def test_wrong_flag_is_refused_before_anything_is_downloaded(hub: Hub) -> None:
+    result = tokenwire("serve", "--model", "hf:a/model", "--dtype", "fp16")
+    assert_refused(result, "engine: --dtype must be one of")
+    assert hub.downloaded == []
+
+
+def test_architecture_is_refused_before_the_weights_are_downloaded(hub: Hub) -> None:
+    config = hub.repositories["a/model"] / "config.json"
+    config.write_text(json.dumps({"architectures": ["Unheard"]}))
+    result = tokenwire("serve", "--model", "hf:a/model")
+    assert_refused(result, "config.json of hf:a/model: the architecture Unheard is not supported")
+    assert hub.downloaded == ["config.json"]
+
+
+def test_model_beyond_the_memory_is_refused_before_it_is_downloaded(hub: Hub) -> None:
+    program = (
+        "from services.engine import start_check\n"
+        "from tokenwire.serving.hub import HubCheckpoint\n"
+        "from tokenwire.serving.start_check import check_before_download\n"
+        "start_check.free_host_memory = lambda: 1\n"
+        "check_before_download(HubCheckpoint.parse('hf:a/model'), ('--device', 'cpu'))\n"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "ServeError: engine: The weights take" in result.stderr
+    assert "of memory are missing" in result.stderr
+    assert hub.downloaded == ["config.json"]
 
 
 def test_snapshot_is_planned_without_a_connection(hub: Hub, tmp_path: Path) -> None:

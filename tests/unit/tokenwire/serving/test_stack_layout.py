@@ -36,7 +36,7 @@ def taken_port() -> Iterator[int]:
 
 def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tokenwire", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 def assert_refused(result: subprocess.CompletedProcess[str], *messages: str) -> None:

@@ -1,0 +1,99 @@
+"""Flags of the services that `tokenwire serve` takes and hands on, by the services' own settings.
+
+The only modules of services that this package imports are settings and checks, which need no torch.
+"""
+
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+from services.engine.settings import EngineSettings
+from services.grammar.settings import GrammarSettings
+from services.http_shim.settings import HttpShimSettings
+from services.tokenizer.settings import TokenizerSettings
+
+__all__ = ["SETTINGS", "FlagError", "Settings", "engine_arguments", "split_flags"]
+
+Settings: TypeAlias = EngineSettings | GrammarSettings | HttpShimSettings | TokenizerSettings
+
+SETTINGS: Mapping[str, type[Settings]] = {
+    "http_shim": HttpShimSettings,
+    "tokenizer": TokenizerSettings,
+    "engine": EngineSettings,
+    "grammar": GrammarSettings,
+}
+_WIRING = frozenset(
+    {
+        *("host", "port", "fd", "grace", "model", "model_id", "catalog", "dtype"),
+        *("engine", "tokenizer", "grammar", "keys", "limits_url", "peer_token_file"),
+        *("peer_ca", "peer_cert", "peer_key", "tls_cert", "tls_key", "plaintext", "open"),
+    }
+)
+"""Settings by which the services find and trust each other"""
+_OF_SHIM = frozenset({"metrics_port", "tls_client_ca"})
+"""Settings of HTTP, which other services have for ports of their own"""
+
+
+class FlagError(Exception):
+    """Flag that can't be handed on. The message is one sentence."""
+
+
+def split_flags(arguments: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
+    """Return the flags that each service gets: those that it has. Raises FlagError."""
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    owners: dict[str, list[str]] = {}
+    for service, settings in SETTINGS.items():
+        for field in dataclasses.fields(settings):
+            if field.name in _WIRING or (field.name in _OF_SHIM and service != "http_shim"):
+                continue
+            if field.name not in owners:
+                is_switch = isinstance(field.default, bool)
+                action = argparse.BooleanOptionalAction if is_switch else "store"
+                parser.add_argument(_flag(field.name), action=action)
+            owners.setdefault(field.name, []).append(service)
+    values, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        raise FlagError(_complaint(unknown[0]))
+    flags: dict[str, tuple[str, ...]] = dict.fromkeys(SETTINGS, ())
+    for name, value in vars(values).items():
+        for service in owners[name]:
+            flags[service] += (_written(name, value),)
+    return flags
+
+
+def engine_arguments(text: str) -> tuple[str, ...]:
+    """Split additional engine flags as a shell does. Raises FlagError."""
+    try:
+        arguments = shlex.split(text)
+    except ValueError as error:
+        raise FlagError(f"Can't read the engine's arguments: {error}.") from None
+    for argument in arguments:
+        if argument.partition("=")[0] in {_flag(name) for name in _WIRING}:
+            raise FlagError(
+                f"The engine's arguments can't have {argument}: `tokenwire serve` sets it itself."
+            )
+    return tuple(arguments)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(f"{message}.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _written(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return _flag(name) if value else f"--no-{_flag(name)[2:]}"
+    return f"{_flag(name)}={value}"
+
+
+def _complaint(argument: str) -> str:
+    flag = argument.partition("=")[0]
+    if flag in {_flag(name) for name in _WIRING}:
+        return f"{flag} is set by `tokenwire serve` itself: leave it out."
+    return f"unrecognized argument: {argument}."

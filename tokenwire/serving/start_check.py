@@ -1,0 +1,73 @@
+"""Check of the services' flags, of their model and of the memory, before any process starts."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from services.common.settings import StartupError, StreamSettings, parse
+from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.stored_weights import StoredWeights
+from services.engine.settings import EngineSettings
+from services.engine.start_check import check_config, check_room, check_start
+from services.http_shim.settings import HttpShimSettings
+from services.http_shim.settings import check as check_shim
+from tokenwire.serving.hub import HubCheckpoint, HubError
+from tokenwire.serving.key_file import KeyFileError, read_keys
+from tokenwire.serving.service_flags import SETTINGS, Settings
+from tokenwire.serving.stack_layout import ServeError, Service
+
+__all__ = ["check_before_download", "check_services"]
+
+
+def check_services(services: Iterable[Service]) -> None:
+    """Raise ServeError for flags, a model or an amount of memory that a service can't start with.
+
+    The services check the same again, and what takes longer to find out.
+    """
+    for service in services:
+        try:
+            settings = _parsed(service.name, service.arguments)
+            _ = settings.tls, settings.peer_token
+            if isinstance(settings, HttpShimSettings | StreamSettings) and settings.keys:
+                read_keys(Path(settings.keys))
+            if isinstance(settings, HttpShimSettings):
+                check_shim(settings)
+            if isinstance(settings, EngineSettings) and service.replica == 1:
+                check_start(settings)
+        except (KeyFileError, StartupError) as error:
+            raise ServeError(f"{service.title}: {error}") from None
+
+
+def check_before_download(checkpoint: HubCheckpoint, flags: Sequence[str]) -> None:
+    """Raise ServeError for engine flags, an architecture or a size that can't be served.
+
+    Only config.json is downloaded. A GGUF file has none: it is checked when it is there.
+    """
+    try:
+        settings = _parsed("engine", flags)
+        assert isinstance(settings, EngineSettings)
+        file = checkpoint.download_config()
+        config = None if file is None else _config(checkpoint, file)
+        if config is not None:
+            check_config(config)
+        check_room(StoredWeights.of_sizes(checkpoint.weight_bytes(), config), settings)
+    except StartupError as error:
+        raise ServeError(f"engine: {error}") from None
+    except (HubError, CheckpointError) as error:
+        raise ServeError(str(error)) from None
+
+
+def _parsed(service: str, flags: Sequence[str]) -> Settings:
+    prefix = f"TOKENWIRE_{service.upper()}"
+    return parse(SETTINGS[service], f"services.{service}", prefix, flags)
+
+
+def _config(checkpoint: HubCheckpoint, file: Path) -> Config:
+    name = f"config.json of {checkpoint}"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{name} can't be read as JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{name} does not hold a JSON object.")
+    return Config(name, values)
