@@ -158,16 +158,15 @@ class ChatProcessor:
             else:
                 fits = len(rendered.ids) <= most
             if fits:
-                indices = [*ways[place].indices(len(whole.messages))]
-                moved = [indices[index] for index in rendered.moved]
-                found = self._request, replace(rendered, moved=moved), shown
+                found = self._request, _in_whole(rendered, whole, ways[place]), shown
                 high = place - 1
             else:
                 low = place + 1
             place = (low + high) // 2
         if found is None:  # the shortest leaves less room, or is refused
             self._request, shown = _shortened(whole, images, ways[-1])
-            return await self._render_within(context, shown), shown
+            rendered = await self._render_within(context, shown)
+            return _in_whole(rendered, whole, ways[-1]), shown
         self._request, rendered, shown = found
         return rendered, shown
 
@@ -337,6 +336,14 @@ def _shortened(
     begins = [*accumulate(counts, initial=0)]
     places = [place for i in indices for place in range(begins[i], begins[i + 1])]
     return short, images.of(places) if places else None
+
+
+def _in_whole(
+    rendered: RenderedChat, request: completion_pb2.ChatRequest, kept: KeptMessages
+) -> RenderedChat:
+    """Return the prompt of the kept messages with the indices that they have in the request."""
+    indices = [*kept.indices(len(request.messages))]
+    return replace(rendered, moved=[indices[index] for index in rendered.moved])
 
 
 def _last_answer(request: completion_pb2.ChatRequest) -> str:
