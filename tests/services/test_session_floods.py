@@ -100,7 +100,7 @@ async def test_large_chats_of_a_tenant_do_not_delay_those_of_another(
     """They share the threads and the process that render and encode."""
 
     def chat(handle: int, tenant: str) -> completion_pb2.SessionCommand:
-        part = completion_pb2.ContentPart(text="some words " * 10_000)  # longer than the context
+        part = completion_pb2.ContentPart(text="some words " * 4_000)  # longer than the context
         message = completion_pb2.Message(role=completion_pb2.ROLE_USER, parts=[part])
         start = completion_pb2.StartChat(
             request=completion_pb2.ChatRequest(messages=[message]),
