@@ -61,7 +61,7 @@ async def _data(
 ) -> AsyncIterator[str]:
     is_first = True
     async for line in response.aiter_lines():
-        if line:
+        if line.startswith("data: "):  # not a ping to a client that waits
             yield line.removeprefix("data: ")
             if is_first:
                 await on_first()
