@@ -211,7 +211,7 @@ def _runs_expert_kernels(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _has_onednn_kernels(dtype: torch.dtype) -> bool:
     """Return whether oneDNN has its fast kernels for products in `dtype` on this CPU."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch._C._has_mkldnn:
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
