@@ -116,11 +116,13 @@ def _is_idle(load: engine_pb2.Load) -> bool:
 
 
 @asynccontextmanager
-async def running_fleet(model: Path, logs: Path, engines: int = 4) -> AsyncIterator[Fleet]:
+async def running_fleet(
+    model: Path, logs: Path, engines: int = 4, kv_memory: str = "64MiB"
+) -> AsyncIterator[Fleet]:
     """Run `engines` engines, and two of each other service. Yield when all serve."""
     ports = iter(free_ports(engines + 6))
     checkpoint = ("--model", str(model), "--lost-seconds", _LOST_SECONDS)
-    few = ("--dtype", "float32", "--kv-memory", "64MiB", "--threads", "1")
+    few = ("--dtype", "float32", "--kv-memory", kv_memory, "--threads", "1")
     grammars = [Node("grammar", i, next(ports), ("--model", str(model)), logs) for i in range(2)]
     grammar = ("--grammar", ",".join(node.target for node in grammars))
     nodes = list(grammars)

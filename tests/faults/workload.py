@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-__all__ = ["KINDS", "Answer", "Asked", "ask", "difference", "is_tie", "requests"]
+__all__ = ["KINDS", "OTHER_KINDS", "Answer", "Asked", "ask", "difference", "is_tie", "requests"]
 
 _PROMPTS = ("import json\n\n", "def load(path):\n", "class Reader:\n", "for line in lines:\n")
 _GRAMMAR = {"type": "regex", "value": "([a-z ]{4}[0-9]{2},){400}"}
@@ -50,6 +50,12 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
         "ignore_eos": False,
     },
 }
+OTHER_KINDS: Mapping[str, Mapping[str, Any]] = {
+    "beams": {"temperature": 0, "n": 3, "use_beam_search": True, "stream": False},
+    "echo": {"temperature": 1, "echo": True, "logprobs": 1},
+    "regex": {"temperature": 1, "grammar": _GRAMMAR, "ignore_eos": False},
+}
+"""Kinds of requests that another engine can't continue, or that are much like one of KINDS"""
 _CHATS = ("chat", "tool")
 _READ_SECONDS = 120.0
 _TIE_CHANGES = tuple(sign * size for size in (1e-6, 3e-6, 1e-5, 3e-5) for sign in (1, -1))
@@ -82,16 +88,21 @@ class Answer:
     """Seconds between two chunks, or between the request and the first one"""
 
 
-def requests(count: int, tokens: int, seed: int) -> list[Asked]:
-    """Return requests of all kinds in turn."""
+def requests(
+    count: int, tokens: int, seed: int, kinds: Mapping[str, Mapping[str, Any]] = KINDS
+) -> list[Asked]:
+    """Return requests of these kinds in turn."""
     chance = random.Random(seed)
-    kinds = list(KINDS)
-    return [_request(kinds[i % len(kinds)], chance, tokens) for i in range(count)]
+    names = list(kinds)
+    return [
+        _request(names[i % len(names)], kinds[names[i % len(names)]], chance, tokens)
+        for i in range(count)
+    ]
 
 
-def _request(kind: str, chance: random.Random, tokens: int) -> Asked:
+def _request(kind: str, fields: Mapping[str, Any], chance: random.Random, tokens: int) -> Asked:
     body = {"model": "default", "stream": True, "max_tokens": tokens, "ignore_eos": True}
-    body |= {"seed": chance.randrange(2**31), **KINDS[kind]}
+    body |= {"seed": chance.randrange(2**31), **fields}
     if kind in _CHATS:
         return Asked(kind, "/v1/chat/completions", body)
     return Asked(kind, "/v1/completions", body | {"prompt": chance.choice(_PROMPTS)})
@@ -116,6 +127,9 @@ async def ask(http: httpx.AsyncClient, urls: Sequence[str], asked: Asked) -> Ans
                     return answer
                 if ignored := response.headers.get("x-tokenwire-ignored"):
                     answer.failure = f"ignored fields: {ignored}"
+                    return answer
+                if not asked.body["stream"]:
+                    _take(answer, f"data: {(await response.aread()).decode()}", last)
                     return answer
                 answer.failure = "the stream ended without [DONE]"
                 async for line in response.aiter_lines():
@@ -154,6 +168,7 @@ def _take(answer: Answer, line: str, last: float) -> float:
             part = (function.get("name") or "") + (function.get("arguments") or "")
             answer.calls[index] = answer.calls.get(index, "") + part
         scores = (choice.get("logprobs") or {}).get("token_logprobs", ())
+        scores = [score for score in scores if score is not None]  # the first of a prompt has none
         answer.logprobs.setdefault(index, []).extend(scores)
         if choice["finish_reason"]:
             answer.reasons[index] = choice["finish_reason"]
