@@ -10,11 +10,8 @@ from services.common.settings import (
     StreamSettings,
     setting,
 )
-from services.tokenizer.chat.answer.tool_formats import (
-    JSON_FORMAT,
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-)
+from services.tokenizer.chat.answer.reasoning_formats import REASONING_FORMATS
+from services.tokenizer.chat.answer.tool_formats import JSON_FORMAT, TOOL_FORMATS
 from services.tokenizer.text.infill import INFILL_FAMILIES
 from tokenwire.channel import LOST_SECONDS
 

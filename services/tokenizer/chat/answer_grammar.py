@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from services.common.annotations import unenforced_in
 from services.tokenizer.chat.answer.call_grammars import MessageGrammar, ReasoningState
-from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
+from services.tokenizer.chat.answer.reasoning_formats import ReasoningFormat
+from services.tokenizer.chat.answer.tool_formats import ToolFormat
 from services.tokenizer.tool_schemas import (
     IndexedTool,
     unenforced_in_tools,

@@ -12,16 +12,15 @@ from services.common.contract import MAX_TEMPLATE_JSON, REASONING_EFFORTS
 from services.common.json_values import Json
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.call_parts import Parameters
+from services.tokenizer.chat.answer.derivation import Renderings, derive_reasoning
+from services.tokenizer.chat.answer.format_choice import choose_calls
 from services.tokenizer.chat.answer.harmony_parser import HarmonyParser
 from services.tokenizer.chat.answer.message_parser import MessageParser, PlainText, SegmentKind
+from services.tokenizer.chat.answer.reasoning_formats import ReasoningFormat, reasoning_formats_of
 from services.tokenizer.chat.answer.response_parser import ResponseParser
-from services.tokenizer.chat.answer.tool_formats import (
-    ReasoningFormat,
-    ToolFormat,
-    detect_reasoning_format,
-    detect_tool_format,
-)
+from services.tokenizer.chat.answer.tool_formats import ToolFormat, tool_format_of
 from services.tokenizer.chat.answer_grammar import AnswerFormat
+from services.tokenizer.chat.template.answer_probe import probe_answers, with_thinking
 from services.tokenizer.chat.template.arguments import read_arguments
 from services.tokenizer.chat.template.control_tokens import ControlTokens
 from services.tokenizer.chat.template.fitted_conversation import fit_conversation
@@ -136,30 +135,38 @@ class ChatTemplates:
         self._renderer = Renderer(vocabulary.chat_templates, vocabulary.special_names)
         self._facts: dict[str, TemplateFacts] = {}
         templates = vocabulary.chat_templates.values()
-        self._finds_tool_format = tool_format == "auto"
+        self._probing: asyncio.Future[None] | None = None
         self.turn_end_ids: frozenset[int] = frozenset()
         """Ids that end a message of the assistant"""
-        self._set_answers(
-            detect_tool_format(tool_format, templates),
-            detect_reasoning_format(reasoning_format, templates),
+        self._marks: frozenset[str] = frozenset()
+        """Control tokens of calls and reasoning"""
+        self.table = vocabulary.table
+        """Texts of generated tokens, with those marks"""
+        self._derives_calls = tool_format == "auto"
+        self._reasoning = reasoning_formats_of(reasoning_format, templates)
+        """Formats of reasoning that the templates may have"""
+        self._derives_reasoning = reasoning_format == "auto"
+        self._take_formats(
+            tool_format_of(tool_format, templates, vocabulary.control_tokens),
+            next(iter(self._reasoning), None),
         )
-        self._probing: asyncio.Future[None] | None = None
 
     @property
     def is_available(self) -> bool:
         """True if the checkpoint has any template."""
         return bool(self._vocabulary.chat_templates)
 
-    def _set_answers(self, calls: ToolFormat, reasoning: ReasoningFormat | None) -> None:
+    def _take_formats(self, calls: ToolFormat, reasoning: ReasoningFormat | None) -> None:
+        """Read answers in these forms from now on."""
         vocabulary = self._vocabulary
-        marks = [*calls.marks, *(reasoning.marks if reasoning else ())]
+        texts = "\n".join([*calls.texts, *(reasoning.texts if reasoning else ())])
+        marks = frozenset(token for token in vocabulary.control_tokens if token in texts)
         token_ids = {mark: vocabulary.ids[mark] for mark in marks if _is_control(mark, vocabulary)}
         self.answers = AnswerFormat(calls, reasoning, token_ids)
-        self.table = vocabulary.table_with(marks)
-        """Texts of generated tokens, with the marks of calls and reasoning"""
-        self.turn_end_ids |= {
-            vocabulary.ids[mark] for mark in calls.ends if mark in vocabulary.control_tokens
-        }
+        if marks != self._marks:
+            self._marks, self.table = marks, vocabulary.table_with(marks)
+        ends = (mark for mark in calls.ends if mark in vocabulary.control_tokens)
+        self.turn_end_ids |= {vocabulary.ids[mark] for mark in ends}
 
     def start(self) -> None:
         """Start to probe the templates; `render` waits for the result."""
@@ -251,11 +258,12 @@ class ChatTemplates:
         if form is None:
             return ReasoningState.NONE
         text = prompt.rstrip()
-        if text.endswith(form.opens):
+        opens = form.opens.strip()
+        if text.endswith(opens):
             return ReasoningState.OPEN
         if behind is not None:  # the message itself may contain marks
             begin = text.rfind(behind) + len(behind) if behind and behind in text else 0
-            is_open = text.rfind(form.opens, begin) > text.rfind(form.closes, begin)
+            is_open = text.rfind(opens, begin) > text.rfind(form.closes, begin)
             return ReasoningState.OPEN if is_open else ReasoningState.NONE
         return ReasoningState.NONE if text.endswith(form.closes) else ReasoningState.POSSIBLE
 
@@ -268,7 +276,7 @@ class ChatTemplates:
             within = None if form is None else _WITHIN[state]
             return HarmonyParser(tools, within, is_forced=is_forced)
         reasoning = None if state is ReasoningState.NONE else form
-        frame = tuple(filter(None, form.frame)) if form is not None else ()
+        frame = form.separators if form is not None else ()
         if reasoning is None and not tools and not frame:
             return PlainText()
         return ResponseParser(
@@ -295,27 +303,55 @@ class ChatTemplates:
     async def _probe(self) -> None:
         names = self._vocabulary.chat_templates
         with_tools = _TOOL_TEMPLATE if _TOOL_TEMPLATE in names else DEFAULT_TEMPLATE
-        for name, source in self._vocabulary.chat_templates.items():
+        seen: list[Renderings] = []
+        ends: list[str] = []
+        for name in sorted(names, key=lambda name: name != with_tools):
             try:
-                facts = await probe_template(self._renderer, name, source, self._image_mark)
+                facts = await probe_template(self._renderer, name, names[name], self._image_mark)
             except ServiceError as error:
                 if error.code is grpc.StatusCode.UNAVAILABLE:
                     raise  # the template is not at fault
                 _LOG.warning("the chat template %s refuses messages: %s", name, error.message)
                 facts = TemplateFacts()
+            facts = await with_thinking(self._renderer, name, facts)
             self._facts[name] = facts
-            is_told = not (facts.shows_tools or facts.shows_calls)  # the form of a call
-            if name == with_tools and is_told and self._finds_tool_format:
-                self._set_answers(detect_tool_format("hermes", ()), self.answers.reasoning)
-            end = await find_turn_end(self._renderer, name, facts)
-            form = self.answers.reasoning
-            within = form.closes if form is not None else ""  # a part's end need not end the turn
-            special = self._vocabulary.special_tokens.items()
-            self.turn_end_ids |= {
-                token
-                for token, text in special
-                if text not in ("", within) and end.startswith(text)
-            }
+            seen.append(await probe_answers(self._renderer, name, facts))
+            ends.append(await find_turn_end(self._renderer, name, facts))
+        self._derive_formats(seen, self._facts.get(with_tools, TemplateFacts()))
+        self.turn_end_ids = self.turn_end_ids.union(*map(self._turn_ends, ends))
+
+    def _derive_formats(self, seen: Sequence[Renderings], facts: TemplateFacts) -> None:
+        """Read answers as the templates write them, as far as they show it.
+
+        facts: those of the template that renders tools, whose renderings are the first.
+        """
+        reasoning = self.answers.reasoning
+        if self._derives_reasoning:
+            shown = next((each for each in seen if each.thought), Renderings())
+            reasoning = derive_reasoning(shown, self._reasoning)
+        calls = self.answers.calls
+        if self._derives_calls and not (facts.shows_tools or facts.shows_calls):
+            calls = tool_format_of("hermes", (), ())  # which the description of the tools asks for
+        elif self._derives_calls:
+            found = (choose_calls(calls, each, reasoning) for each in seen)
+            calls = next(filter(None, found), calls)
+        self._take_formats(calls, reasoning)
+
+    def _turn_ends(self, end: str) -> frozenset[int]:
+        """Return the id of the special token that ends a turn, as a rendered turn ends with `end`.
+
+        Tokens of calls and reasoning end a part: others follow.
+        """
+        reasoning = self.answers.reasoning
+        known = [*self.answers.calls.texts, *(reasoning.texts if reasoning is not None else ())]
+        within = "\n".join(known)
+        special = {text: token for token, text in self._vocabulary.special_tokens.items() if text}
+        found = sorted((end.find(text), -len(text), text) for text in special if text in end)
+        for place, _, text in found:
+            if text not in within:
+                is_behind_part = any(text in within for text in special if end.startswith(text))
+                return frozenset({special[text]} if place == 0 or is_behind_part else ())
+        return frozenset()
 
     def _template_of(self, prompt: ChatPrompt) -> str:
         """Return the name of the template: "tool_use" renders tools, as in transformers."""

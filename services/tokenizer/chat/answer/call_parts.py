@@ -1,38 +1,41 @@
 """Parts of tool calls that several families share: objects, names, arguments, marks."""
 
+import ast
 import json
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Mapping
 from typing import Any, TypeAlias
 
-from services.tokenizer.chat.answer.argument_schemas import json_types, properties_of
+from services.tokenizer.chat.answer.argument_schemas import json_types
+from services.tokenizer.chat.answer.call_syntax import (
+    ARGUMENTS_KEYS,
+    ID,
+    INDEX,
+    NAME,
+    NAME_KEYS,
+    mark_pieces,
+)
 from services.tokenizer.chat.answer.json_scanner import JsonScanner
 from services.tokenizer.chat.answer.message_parser import SegmentKind
 from services.tokenizer.chat.answer.text_reader import Reading, TextReader
 
 __all__ = [
-    "CallReader",
-    "MemberTags",
     "Parameters",
     "arguments_object",
     "as_json",
     "call_object",
     "closing",
-    "separator",
-    "tagged_members",
+    "python_value",
+    "read_mark",
     "tool_name",
     "typed_value",
 ]
 
 Parameters: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Schemas of the tools' arguments by name"""
-CallReader: TypeAlias = Callable[[TextReader, Parameters], Reading]
 
 _DECODER = json.JSONDecoder()
-_ARGUMENTS = frozenset({"arguments", "parameters"})
-_NAMES = frozenset({"name", "tool_name"})
-_KEYS = _ARGUMENTS | _NAMES | {"id", "tool_call_id", "type"}
-_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
+_KEYS = ARGUMENTS_KEYS | NAME_KEYS | {"id", "tool_call_id", "type"}
+_CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def call_object(reader: TextReader, tools: Parameters) -> Reading:
@@ -59,8 +62,8 @@ def call_object(reader: TextReader, tools: Parameters) -> Reading:
         places[key] = at
         if key not in _KEYS:
             return False
-        named = next((places[each] for each in _NAMES if each in places), None)
-        if key in _ARGUMENTS and character == "{" and named is not None:
+        named = next((places[each] for each in NAME_KEYS if each in places), None)
+        if key in ARGUMENTS_KEYS and character == "{" and named is not None:
             if reader.text[named] != '"':
                 return False
             name = _DECODER.raw_decode(reader.text, named)[0]
@@ -84,8 +87,8 @@ def call_object(reader: TextReader, tools: Parameters) -> Reading:
 
 def _settle_call(reader: TextReader, call: Mapping[str, Any], tools: Parameters) -> bool:
     """Settle a call that was read as a whole, if it is one."""
-    name = next((call[key] for key in call if key in _NAMES), None)
-    arguments = next((call[key] for key in call if key in _ARGUMENTS), None)
+    name = next((call[key] for key in call if key in NAME_KEYS), None)
+    arguments = next((call[key] for key in call if key in ARGUMENTS_KEYS), None)
     if isinstance(arguments, str):  # some models write JSON in JSON
         try:
             arguments = json.loads(arguments)
@@ -128,7 +131,7 @@ def arguments_object(reader: TextReader) -> Reading:
             return False
 
 
-def tool_name(reader: TextReader, tools: Parameters) -> Generator[None, None, str]:
+def tool_name(reader: TextReader, tools: Collection[str]) -> Generator[None, None, str]:
     """Read the longest beginning of a tool's name; return it, or "" if it is no whole name."""
     begin = reader.at
     while (yield from reader.more()):
@@ -140,72 +143,41 @@ def tool_name(reader: TextReader, tools: Parameters) -> Generator[None, None, st
     return name if name in tools else ""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberTags:
-    """Tags around the members of a call's arguments."""
+def read_mark(reader: TextReader, mark: str, names: Collection[str] = ()) -> Reading:
+    """Read a mark with any white space between its parts, or nothing.
 
-    key: tuple[str, str]
-    value: tuple[str, str]
-    closes: str
-    """End of the call"""
-    trims: bool = False
-    """True if a line break after the start and before the end of a value is not part of it"""
-
-
-def tagged_members(reader: TextReader, schema: Mapping[str, Any], tags: MemberTags) -> Reading:
-    """Settle members with tags as an object; return whether the end of the call was there."""
-    before = "{"
-    while True:
-        reader.at = 0
-        yield from reader.space()
-        if not (yield from reader.literal(tags.key[0])):
-            break
-        key_at = reader.at
-        if not (yield from reader.until(tags.key[1])):
-            break
-        key = reader.text[key_at : reader.at].strip()
-        reader.at += len(tags.key[1])
-        if tags.value[0]:
-            yield from reader.space()
-            if not (yield from reader.literal(tags.value[0])):
-                break
-        value_at = reader.at
-        if not (yield from reader.until(tags.value[1])):
-            break
-        text = reader.text[value_at : reader.at]
-        if tags.trims:
-            text = text.removeprefix("\n").removesuffix("\n")
-        value = typed_value(text, properties_of(schema).get(key), schema)
-        fragment = f"{before}{as_json(key)}: {value}"
-        reader.settle(SegmentKind.ARGUMENTS, reader.at + len(tags.value[1]), fragment)
-        before = ", "
-    reader.at = 0
-    yield from reader.space()
-    end = "{}" if before == "{" else "}"
-    is_closed = yield from reader.literal(tags.closes)
-    if is_closed:
-        reader.settle(SegmentKind.ARGUMENTS, reader.at, end)
-    elif not (reader.is_ended and reader.is_cut):
-        reader.settle(SegmentKind.ARGUMENTS, 0, end)
-    reader.at = 0
-    return is_closed
-
-
-def separator(reader: TextReader, mark: str) -> Reading:
-    """Read a mark with whitespace around it, or nothing."""
+    names: the names of tools, for marks with such a name.
+    """
     before = reader.at
-    yield from reader.space()
-    if (yield from reader.literal(mark)):
+    for piece in mark_pieces(mark):
         yield from reader.space()
-        return True
-    reader.at = before
-    return False
+        if piece == NAME:
+            found = bool((yield from tool_name(reader, names)))
+        elif piece in (ID, INDEX):
+            found = yield from _word(reader)
+        else:
+            found = yield from reader.literal(piece)
+        if not found:
+            reader.at = before
+            return False
+    return True
+
+
+def _word(reader: TextReader) -> Reading:
+    """Read letters, digits and signs of an id."""
+    begin = reader.at
+    while (yield from reader.more()):
+        character = reader.text[reader.at]
+        if not (character.isalnum() or character in "_-.:"):
+            break
+        reader.at += 1
+    return reader.at > begin
 
 
 def closing(reader: TextReader, mark: str) -> Reading:
     """Settle a mark that ends calls, if it is there."""
-    yield from reader.space()
-    found = yield from reader.literal(mark)
+    reader.at = 0
+    found = yield from read_mark(reader, mark)
     if found:
         reader.settle(SegmentKind.MARKUP, reader.at, "")
     reader.at = 0
@@ -220,7 +192,29 @@ def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> str:
     try:
         return as_json(json.loads(text))
     except (ValueError, RecursionError):
-        return as_json(_PYTHON_CONSTANTS.get(text, text))
+        pass
+    if "string" in kinds:
+        return as_json(text)
+    try:
+        return as_json(python_value(text))
+    except (ArithmeticError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+        return as_json(text)
+
+
+def python_value(text: str) -> Any:
+    """Return the value of a Python literal, which may have JSON's constants.
+
+    Raises SyntaxError, ValueError, TypeError, ArithmeticError, MemoryError or RecursionError.
+    """
+    body = ast.parse(text.strip(), mode="eval").body
+    return ast.literal_eval(_JsonConstants().visit(body))
+
+
+class _JsonConstants(ast.NodeTransformer):
+    """Replaces JSON's constants with Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
 
 
 def as_json(value: Any) -> str:

@@ -4,8 +4,10 @@ from collections.abc import Generator, Sequence
 
 from services.tokenizer.chat.answer.call_parts import Parameters
 from services.tokenizer.chat.answer.message_parser import SegmentKind
+from services.tokenizer.chat.answer.reasoning_formats import ReasoningFormat
+from services.tokenizer.chat.answer.syntax_reader import read_calls
 from services.tokenizer.chat.answer.text_reader import Reading, ReadingParser, is_half
-from services.tokenizer.chat.answer.tool_formats import ReasoningFormat, ToolFormat
+from services.tokenizer.chat.answer.tool_formats import ToolFormat
 
 __all__ = ["ResponseParser"]
 
@@ -33,7 +35,7 @@ class ResponseParser(ReadingParser):
         self._calls = calls
         self._tools = tools
         self._is_reasoning = is_reasoning
-        self._frame = frame
+        self._frame = (*frame, *_content_marks(calls))
         self._beside_calls = SegmentKind.MARKUP if is_forced else SegmentKind.CONTENT
         super().__init__()
 
@@ -51,7 +53,9 @@ class ResponseParser(ReadingParser):
         marks = (*self._frame, *(calls.opens if calls is not None else ()))
         while (yield from reader.text_until(self._beside_calls, marks)):
             mark_at = reader.at
-            if self._skip_frame() or (calls is not None and (yield from self._read_calls(calls))):
+            if (yield from self._skip_frame()) or (
+                calls is not None and (yield from self._read_calls(calls))
+            ):
                 yield from reader.skip_space()
             else:  # the mark begins no call; a later one may
                 reader.settle_as(self._beside_calls, mark_at + 1)
@@ -63,9 +67,10 @@ class ResponseParser(ReadingParser):
             return False
         if not self._is_reasoning:
             yield from reader.space()
-            if not (yield from reader.literal(self._reasoning.opens)):
+            opens = self._reasoning.opens.strip()
+            if not (yield from reader.literal(opens)):
                 begun = reader.text[reader.at :]
-                if reader.is_interrupted and is_half(begun, (self._reasoning.opens,)):
+                if reader.is_interrupted and is_half(begun, (opens,)):
                     reader.settle_as(SegmentKind.MARKUP, len(reader.text))
                 reader.at = 0
                 return False
@@ -76,30 +81,53 @@ class ResponseParser(ReadingParser):
             reader.settle(SegmentKind.MARKUP, reader.at + len(closes), "")
         return True
 
-    def _skip_frame(self) -> bool:
+    def _skip_frame(self) -> Reading:
         """Settle a mark around content as markup; return whether it is there."""
         reader = self._reader
         for mark in self._frame:
-            if reader.text.startswith(mark, reader.at):
-                reader.settle(SegmentKind.MARKUP, reader.at + len(mark), "")
+            if (yield from reader.literal(mark)):
+                reader.settle(SegmentKind.MARKUP, reader.at, "")
                 return True
         return False
 
     def _read_leading_calls(self, calls: ToolFormat) -> Reading:
         """Read calls without a mark at the start of the message."""
         reader = self._reader
+        for syntax in calls.syntaxes:
+            if syntax.content and (yield from reader.literal(syntax.content)):
+                reader.settle(SegmentKind.MARKUP, reader.at, "")
+                return True
+            if syntax.is_opened and (yield from self._read_calls(calls, is_opened=True)):
+                return True
         may_lead = calls.leads and (yield from reader.space())
         if may_lead and reader.text[reader.at] in calls.leads:
             return (yield from self._read_calls(calls))
         return False
 
-    def _read_calls(self, calls: ToolFormat) -> Reading:
-        """Read calls from `at` on; an interrupted answer leaves out an unfinished call or mark."""
+    def _read_calls(self, calls: ToolFormat, *, is_opened: bool = False) -> Reading:
+        """Read calls from `at` on; an interrupted answer leaves out an unfinished call or mark.
+
+        is_opened: whether the prompt has begun the first call.
+        """
         reader = self._reader
-        assert calls.read is not None
         reader.ran_out = False
-        found = yield from calls.read(reader, self._tools)
+        begin = reader.at
+        for syntax in calls.syntaxes:
+            reader.at = begin
+            if is_opened and not syntax.is_opened:
+                continue
+            if (yield from read_calls(reader, self._tools, syntax, is_opened=is_opened)):
+                found = True
+                break
+        else:
+            reader.at, found = begin, False
         if reader.ran_out and reader.is_interrupted:
             reader.settle_as(SegmentKind.MARKUP, len(reader.text))
             return True
         return found
+
+
+def _content_marks(calls: ToolFormat | None) -> Sequence[str]:
+    """Return the marks with which a message returns from calls to content."""
+    syntaxes = calls.syntaxes if calls is not None else ()
+    return [syntax.begins + syntax.content for syntax in syntaxes if syntax.content]

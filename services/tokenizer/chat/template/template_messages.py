@@ -39,8 +39,7 @@ class TemplateFacts:
     knows_developer: bool = False
     """True if there is a role for developers, who are "system" otherwise"""
     names_thinking: bool = False
-    """True if reasoning is "thinking" instead of "reasoning_content": gpt-oss's template, which
-    takes it instead of the content beside calls"""
+    """True if reasoning is "thinking" instead of "reasoning_content": gpt-oss, LFM2.5"""
     takes_parts: bool = False
     """True if a content is a list of parts instead of a string"""
     takes_image_parts: bool = False
@@ -51,6 +50,10 @@ class TemplateFacts:
     """True if arguments of calls are JSON text instead of objects"""
     keeps_broken_arguments: bool = False
     """True if arguments that are no object are written as their text"""
+    thinks_or_speaks: bool = False
+    """True if a message with calls may have content or `thinking`, which then takes both"""
+    thinks_in_parts: bool = False
+    """True if reasoning is a part of the content: Ministral 3"""
     short_ids: bool = False
     """True if the id of a call must have nine letters and digits"""
     shows_tools: bool = True
@@ -159,8 +162,17 @@ def _written(
         written["name"] = message.name
     if message.reasoning and facts.names_thinking:
         written["thinking"] = message.reasoning
-        if message.tool_calls and (content := written.pop("content", "")):
+        if (
+            facts.thinks_or_speaks
+            and message.tool_calls
+            and (content := written.pop("content", ""))
+        ):
             written["thinking"] = f"{message.reasoning}\n{content}"
+    elif message.reasoning and facts.thinks_in_parts:
+        written["content"] = [
+            {"type": "thinking", "thinking": message.reasoning},
+            *({"type": "text", "text": part.text} for part in message.parts),
+        ]
     elif message.reasoning:
         written["reasoning_content"] = written["thinking"] = message.reasoning
     if role == "tool":

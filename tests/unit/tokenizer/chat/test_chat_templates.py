@@ -267,6 +267,35 @@ async def test_harmony_keeps_its_reasoning_and_its_ends(tmp_path: Path) -> None:
         assert [(part.kind, part.text) for part in segments] == [(SegmentKind.CONTENT, " it is.")]
 
 
+async def test_reasoning_is_a_part_where_a_template_takes_it_so(tmp_path: Path) -> None:
+    """Ministral 3's template drops it as a field of the message."""
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' }}{% if message.content is string %}"
+        "{{ message.content }}{% else %}{% for part in message.content or [] %}"
+        "{% if part.type == 'thinking' %}{{ '[THINK]' + part.thinking + '[/THINK]' }}"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+    said = _says("assistant", "Yes.", reasoning="Hm.")
+    async with _started(tmp_path, template) as templates:
+        text = (await templates.render(_prompt(_says("user", "q"), said))).text
+        assert text == "<|im_start|>q<|im_start|>[THINK]Hm.[/THINK]Yes."
+
+
+async def test_content_stays_beside_thinking_where_a_template_takes_both(tmp_path: Path) -> None:
+    """gpt-oss's template refuses both beside a call; that of LFM2.5 writes both."""
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.thinking %}{{ '<think>' + message.thinking + '</think>' }}{% endif %}"
+        "{{ message.content or '' }}{{ message.tool_calls | default([]) | map(attribute='function')"
+        " | list | tojson }}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    call = completion.ToolCall(id="a", name="get_time", arguments_json="{}")
+    said = _says("assistant", "Look:", reasoning="Hm.", tool_calls=[call])
+    async with _started(tmp_path, template) as templates:
+        text = (await templates.render(_prompt(_says("user", "q"), said, tools=_TOOLS))).text
+        assert "<think>Hm.</think>Look:[" in text
+
+
 def test_channels_are_read_whichever_format_names_them(tmp_path: Path) -> None:
     """An operator may set one of the two flags."""
     vocabulary = chat_vocabulary(tmp_path, TEMPLATES["harmony"])

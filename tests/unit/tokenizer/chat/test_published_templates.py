@@ -163,6 +163,7 @@ def _is_fitted(history: list[dict[str, Any]], facts: TemplateFacts) -> bool:
         (any(calls) and not (facts.shows_tools and facts.shows_calls))
         or (max(calls) > 1 and not facts.takes_call_pair)
         or (history[0]["role"] == "system" and not facts.takes_system)
+        or (facts.thinks_in_parts and any("reasoning_content" in each for each in history))
     )
 
 

@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.tokenizer.chat.answer.message_parser import MessageParser, Segment, SegmentKind
+from services.tokenizer.chat.answer.reasoning_formats import REASONING_FORMATS, ReasoningFormat
 from services.tokenizer.chat.answer.response_parser import ResponseParser
 from services.tokenizer.chat.answer.tool_formats import (
     JSON_FORMAT,
-    REASONING_FORMATS,
     TOOL_FORMATS,
-    ReasoningFormat,
     ToolFormat,
 )
 
@@ -284,6 +283,114 @@ _CASES: list[tuple[str, str, str, list[tuple[str, dict[str, object]]]]] = [
         "",
         [_TIME],
     ),
+    (
+        "phi4",
+        'So: functools[{"name": "get_weather", "arguments": {"city": "São Tomé", "days": 3}},\n '
+        '{"name": "get_time", "arguments": {}}]',
+        "So:",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "granite",
+        '<tool_call> [\n  {"name": "get_weather",\n   "arguments": {"city": "São Tomé", '
+        '"days": 3}},\n  {"name": "get_time", "arguments": {}}\n]',
+        "",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "jamba",
+        '<tool_calls>[\n    {"name": "get_weather", "arguments": {"city": "São Tomé", "days": 3}},'
+        '\n    {"name": "get_time", "arguments": {}, "id": "a-1"}\n]</tool_calls>',
+        "",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "minimax",
+        '<tool_calls>[{"name": "get_time", "arguments": {}}]</tool_calls> Yes.',
+        "Yes.",
+        [_TIME],
+    ),
+    (
+        "hermes",
+        '<tool_call>\n{\n  "name" : "get_time",\n  "arguments" :\n  {}\n}\n</tool_call>',
+        "",
+        [_TIME],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|> [get_weather(city='São Tomé', days=3), get_time()]"
+        "<|tool_call_end|>\nWait.",
+        "Wait.",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "olmo3",
+        "Hm.<function_calls>get_weather(city='São Tomé', days=3)\nget_time()</function_calls>",
+        "Hm.",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "functiongemma",
+        "<start_function_call>call:get_weather{city:<escape>São Tomé<escape>,days:3}"
+        "<end_function_call><start_function_call>call:get_time{}<end_function_call>",
+        "",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:get{x:{b:[<|"|>}, ]<|"|>, -1.5,true],"c":null}}<tool_call|>',
+        "",
+        [("get", {"x": {"b": ["}, ]", -1.5, True], "c": None}})],
+    ),
+    ("gemma4", "<|tool_call>call:get{x:[1", "x:[1", [("get", {})]),
+    (
+        "internlm",
+        '<|action_start|><|plugin|>\n{"name": "get_time", "parameters": {}}<|action_end|>',
+        "",
+        [_TIME],
+    ),
+    (
+        "longcat",
+        'Hm.<longcat_tool_call>{"name": "get_time", "arguments": {}}</longcat_tool_call>\n'
+        '<longcat_tool_call>{"name": "get_time", "arguments": {}}</longcat_tool_call>\nSo.',
+        "Hm.So.",
+        [_TIME, _TIME],
+    ),
+    (
+        "step3",
+        "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"
+        '<steptml:invoke name="get_weather"><steptml:parameter name="city">São Tomé'
+        '</steptml:parameter><steptml:parameter name="days"> 3 </steptml:parameter>'
+        "</steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",
+        "",
+        [_WEATHER],
+    ),
+    (
+        "step3",
+        '<｜tool_calls_begin｜><｜tool_call_begin｜><steptml:invoke name="get_weather">'
+        '<steptml:parameter name="city">São Tomé</steptml:parameter>'
+        '<steptml:parameter name="days">3</steptml:parameter></steptml:invoke><｜tool_call_end｜>'
+        '<｜tool_sep｜><｜tool_call_begin｜><steptml:invoke name="get_time"></steptml:invoke>'
+        "<｜tool_call_end｜><｜tool_calls_end｜>",
+        "",
+        [_WEATHER, _TIME],
+    ),
+    (
+        "deepseek_v4",
+        'So.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get">\n'
+        '<｜DSML｜parameter name="x" string="true">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="get">\n<｜DSML｜parameter name="x" string="false">3'
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        "So.",
+        [("get", {"x": "3"}), ("get", {"x": 3})],
+    ),
+    ("xlam", '[{"name": "get_time", "arguments": {}}]', "", [_TIME]),
+    (
+        "qwen3_coder",
+        "<function=get_weather>\n<parameter=where>\n{'a': [True, None]}\n</parameter>\n</function>",
+        "",
+        [("get_weather", {"where": {"a": [True, None]}})],
+    ),
     ("pythonic", "[get_time(), 3]", ", 3]", [_TIME]),
     ("pythonic", "[1, 2]", "[1, 2]", []),
     ("pythonic", "[get(x=open('f'))]", "[get(x=open('f'))]", []),
@@ -354,7 +461,7 @@ def test_unfinished_call_stays_if_the_model_ended_the_answer() -> None:
 
 _SCRAPS = st.sampled_from(
     [text[begin:] for _, text, _, _ in _CASES for begin in (0, len(text) // 2)]
-    + [mark for form in _FORMATS.values() for mark in form.marks]
+    + [mark for form in _FORMATS.values() for mark in form.opens]
     + ["<think>", "</think>", "\n", " ", "{", "}", '"', "[", "]", "get_time", "\\", "é", "😀", ","]
 )
 
@@ -425,6 +532,35 @@ def test_marks_around_content_are_left_out(text: str, reasoning: str, content: s
             )
             message = _read(parser, pieces)
             assert (message.reasoning, message.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("muse", " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes."),
+        ("solar", "<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes.<|end|>"),
+        (
+            "kimi_k3",
+            "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes."
+            "<|close|>response<|sep|>",
+        ),
+        ("apriel", "Here are my reasoning steps:\nHm.\n[BEGIN FINAL RESPONSE]\nYes.\n"
+                   "[END FINAL RESPONSE]"),
+        ("gemma4", "<|channel>thought\nHm.\n<channel|>Yes."),
+        ("apertus", "<|inner_prefix|>Hm.<|inner_suffix|>Yes."),
+        ("seed", "<seed:think>\nHm.</seed:think>Yes."),
+        ("minimax_m3", "<mm:think>Hm.</mm:think>\nYes."),
+        ("hunyuan", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>"),
+        ("response", "<think>Hm.</think>\n\n<response>Yes.</response>"),
+        ("magistral", "[THINK]Hm.[/THINK]Yes."),
+    ],
+)  # fmt: skip
+def test_marks_of_every_family_are_left_out(name: str, text: str) -> None:
+    form = next(form for form in REASONING_FORMATS if form.name == name)
+    for pieces in ([text], list(text)):
+        parser = ResponseParser(form, None, {}, is_reasoning=False, frame=form.separators)
+        message = _read(parser, pieces)
+        assert (message.reasoning.strip(), message.content.strip()) == ("Hm.", "Yes.")
 
 
 @pytest.mark.parametrize("value", ["[1, 2]", '"a"', "12 ", "null"])
