@@ -6,6 +6,8 @@ from dataclasses import replace
 from itertools import product
 from typing import TypeAlias
 
+import grpc
+
 from services.common.json_values import Json
 from services.tokenizer.chat.template.render_protocol import RenderJob
 from services.tokenizer.chat.template.renderer import Renderer
@@ -57,7 +59,9 @@ async def probe_template(
     question = [_message(_USER, _WORD)]
     try:
         plain, tools = await probe.render(question, facts), False
-    except ServiceError:  # a template of tools alone
+    except ServiceError as error:
+        if error.code is grpc.StatusCode.UNAVAILABLE:
+            raise  # the template is not at fault
         plain, tools = await probe.render(question, facts, tools=True), True
     if _WORD not in plain:
         facts = replace(facts, takes_parts=True)
@@ -109,10 +113,12 @@ class _Probe:
         *,
         tools: bool = False,
     ) -> str | None:
-        """Return the prompt; None if the template refuses it."""
+        """Return the prompt; None if the template refuses it. Raises UNAVAILABLE as `Renderer`."""
         try:
             return await self.render(messages, facts, tools=tools)
-        except ServiceError:
+        except ServiceError as error:
+            if error.code is grpc.StatusCode.UNAVAILABLE:
+                raise  # the template is not at fault
             return None
 
     async def shows(self, roles: Sequence[_Role], facts: TemplateFacts, *, tools: bool) -> bool:

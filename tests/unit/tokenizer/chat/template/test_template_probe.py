@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import grpc
 import pytest
 
+from services.tokenizer.chat.template.answer_probe import probe_answers, with_thinking
+from services.tokenizer.chat.template.render_protocol import Rendering, RenderJob
 from services.tokenizer.chat.template.renderer import Renderer
 from services.tokenizer.chat.template.template_messages import EmptyContent, TemplateFacts
 from services.tokenizer.chat.template.template_probe import find_turn_end, probe_template
+from tokenwire.errors import ServiceError
 
 _CALLS = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
 _TURN = "<{{ m.role }}>{{ m.content }}" + _CALLS + "<end>"
@@ -110,6 +114,40 @@ async def test_template_of_tools_alone_is_probed_with_tools() -> None:
     renderer = Renderer({"t": source}, {})
     assert await find_turn_end(renderer, "t", facts) == "<end>"
     await renderer.stop()
+
+
+async def test_probes_fail_if_the_render_process_fails() -> None:
+    """What a failure hides would count as refused, for as long as the service runs."""
+    source = "{% for m in messages %}{{ m.content }}" + _CALLS + "{% endfor %}"
+    renderer = _FailingRenderer({"t": source}, {})
+    try:
+        for probe in (
+            lambda: probe_template(renderer, "t", source),
+            lambda: with_thinking(renderer, "t", TemplateFacts(names_thinking=True)),
+            lambda: probe_answers(renderer, "t", TemplateFacts()),
+            lambda: find_turn_end(renderer, "t", TemplateFacts()),
+        ):
+            renderer.answers = 1_000
+            await probe()
+            for answers in range(1_000 - renderer.answers):
+                renderer.answers = answers
+                with pytest.raises(ServiceError) as caught:
+                    await probe()
+                assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    finally:
+        await renderer.stop()
+
+
+class _FailingRenderer(Renderer):
+    """A renderer whose processes are killed after some answers."""
+
+    answers = 0
+
+    async def render(self, job: RenderJob) -> Rendering:
+        if self.answers == 0:
+            raise ServiceError(grpc.StatusCode.UNAVAILABLE, "NO_RENDERER", "It was killed twice.")
+        self.answers -= 1
+        return await super().render(job)
 
 
 async def _probed(source: str) -> TemplateFacts:
