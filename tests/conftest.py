@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, settings
 from tests.stack import Stack, free_ports, served_stack
 from tokenwire.serving.stack_layout import embedded_checkpoint
 
-# A script that runs the tests in its background leaves SIGINT ignored, in every command too. A
-# handler here gives the commands under test the default disposition again.
+# A script that runs the tests in its background leaves SIGINT ignored, and nohup SIGHUP, in every
+# command too. A handler here gives the commands under test the default disposition again.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # A slow machine must not fail a property test. `settings.default` has fixed examples in CI.
 settings.register_profile(
