@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 
 import grpc
 import pytest
@@ -18,7 +17,7 @@ def log() -> logging.Logger:
 
 
 def test_long_values_are_cut(
-    log: logging.Logger, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    log: logging.Logger, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
@@ -28,8 +27,8 @@ def test_long_values_are_cut(
         raise ValueError("x" * 60_000)
     except ValueError:
         log.exception("m" * 60_000, extra={"path": "p" * 60_000, "status": 400}, exc_info=True)
-    sys.stderr.flush()
-    line = json.loads(capsys.readouterr().err)
+    service_logging.flush()
+    line = json.loads(capfd.readouterr().err)
     assert line["message"].startswith("mmm")
     assert line["path"].endswith("(60,000 characters)")
     assert line["status"] == 400
