@@ -113,7 +113,10 @@ def test_small_kv_cache_shortens_the_context(tmp_path: Path) -> None:
     small = EngineSettings(dtype="float32", device="cpu", kv_memory="16KiB")
     with Engine(make_checkpoint(tmp_path), small) as engine:
         assert engine.model.context_length == 64
-        assert engine.generate(PROMPT, max_tokens=CONTEXT).finish is FinishCause.LENGTH
+        assert (
+            engine.generate(PROMPT, max_tokens=CONTEXT, ignore_eos=True).finish
+            is FinishCause.LENGTH
+        )
         with pytest.raises(ServiceError) as raised:
             engine.generate([1] * 65)
     assert raised.value.reason == "CONTEXT_LENGTH_EXCEEDED"

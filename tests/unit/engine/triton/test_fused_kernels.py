@@ -145,7 +145,12 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_layer_takes_few_launches_besides_its_attention(tmp_path: Path) -> None:
     """It took 48 with torch's operators: the launches of a step are the host's time."""
     make_checkpoint(tmp_path, CONFIGS["llama"])
-    with fused(), patch("services.engine.model.attention.native", None):
+    onednn = "services.engine.model.operators.torch_operators._has_onednn_kernels"  # on CPUs alone
+    with (
+        fused(),
+        patch("services.engine.model.attention.native", None),
+        patch(onednn, return_value=False),
+    ):
         decoder = load_model(tmp_path, torch.float32)
     layers = [count_launches(decoder, layer) for layer in range(1, decoder.spec.num_layers)]
     # two norms, three products in place of four, rotation, activation, the output, and the cache
