@@ -92,6 +92,11 @@ class _TorchCallDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     was_called = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false: nothing is compiled here, and True would import torch._dynamo for 1 s."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],
