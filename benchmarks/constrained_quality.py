@@ -55,7 +55,7 @@ _LISTED = 12
 
 @dataclass
 class Answer:
-    """What the model wrote."""
+    """Output of the model."""
 
     text: str
     prompt_ids: list[int]

@@ -425,7 +425,7 @@ _TE = b"transfer-encoding: "
 async def test_request_that_a_proxy_may_read_otherwise_is_refused_and_ends_the_connection(
     shim: Shim, sent: bytes
 ) -> None:
-    """What follows would be a request of another client, with that client's key."""
+    """Bytes behind the body would become the request of another client, with that client's key."""
     async with connected(shim) as client:
         await client.send(sent + GET + b"\r\n")
         received = await client.reader.read()

@@ -1,1 +1,1 @@
-"""What the requests of all tenants share: turns, room and caches, none of which one may fill."""
+"""Turns, room and caches that all tenants share: no tenant can take them all."""

@@ -1,4 +1,4 @@
-"""First steps of a CPU, before the first request: they load what torch loads at its first product.
+"""First steps of a CPU, before the first request: they load what torch loads at its first steps.
 
 A GPU has run its largest step by then.
 """

@@ -28,7 +28,7 @@ _LEAST_CONTEXT = 512
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """What a KV cache is for."""
+    """Need of a model for KV cache."""
 
     model_context: int
     """Tokens of a sequence that the checkpoint states"""

@@ -20,7 +20,7 @@ from services.grammar.patterns.pattern import (
 __all__ = ["DEFAULT", "as_expression"]
 
 DEFAULT = r"\x20|\x0a[\x20\x09]{0,32}"
-"""What models write: a space, or a line break with an indentation.
+"""White space that models write: a space, or a line break with an indentation.
 
 A model that meets only compact JSON leaves the texts that it was trained on, and errs. Without a
 bound, a model may write white space without end.

@@ -123,7 +123,7 @@ class Backend:
         return random.choice([link for link in links if link.session.num_open == least])
 
     def doubt(self, link: TokenizerLink) -> None:
-        """Use a service no more until it is ready again."""
+        """Stop sending requests to a service until it is ready again."""
         if link.probe is None:
             link.probe = keep_running("tokenizer_probe", partial(self._probe, link))
             self._note_serving()

@@ -37,7 +37,7 @@ class TokenizerChoice(Protocol):
         """Return the service for a new request; None if no service is known."""
 
     def doubt(self, link: TokenizerLink) -> None:
-        """Use a service no more until it is ready again."""
+        """Stop sending requests to a service until it is ready again."""
 
     async def wait_until_serving(self, error: ServiceError) -> None:
         """Wait until a service serves. Raises `error` if that takes too long."""

@@ -27,7 +27,7 @@ _MOST_NAME = 256
 _MOST_LISTED = 1_000
 _PIECE = 1 << 20
 _MOST_UPLOADS = 4
-"""Of one owner; of all owners twice as many"""
+"""Most uploads at once of one owner; all owners together have twice as many"""
 _FIELDS = 16
 """Fields of a form besides the file"""
 

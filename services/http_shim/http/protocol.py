@@ -96,7 +96,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write(_INTERIM)
 
     def _look_for_reset(self, pause: float) -> None:
-        """Abort a half-closed connection once it is reset: asyncio reads it no more."""
+        """Abort a half-closed connection once it is reset, which asyncio does not notice."""
         if self.transport.is_closing() or self.cycle.response_complete:
             return
         connection = self.transport.get_extra_info("socket")

@@ -17,7 +17,7 @@ __all__ = ["DatabaseGuard", "StoreUnavailableError", "connect"]
 
 _LOG = logging.getLogger("stored")
 _OPEN_SECONDS, _LOCK_SECONDS = 5.0, 0.2
-"""How long another process may lock the database: while it is opened, and later"""
+"""Longest waits for the lock of another process: at the opening, and later"""
 
 
 class StoreUnavailableError(ServiceError):

@@ -200,7 +200,7 @@ class EngineLink:
         self._tokens.add(-tokens)
 
     def leave(self, placement: Placement) -> None:
-        """Count a request no more."""
+        """Count one request less."""
         self.num_requests -= 1
         self._sequences.add(-placement.sequences)
         if not self.num_requests:
@@ -260,7 +260,7 @@ class EngineLink:
     # the engine's health
 
     def doubt(self, seconds: float) -> None:
-        """Use the engine no more until it says again that it serves; ask it for `seconds`."""
+        """Stop using the engine until it says again that it serves; ask it for `seconds`."""
         if self.is_serving:
             self._change(is_serving=False)
             self._spawn("engine_regain", partial(self._regain, seconds))

@@ -1,4 +1,4 @@
-"""What is checked before torch is loaded: the architecture, and the memory for the weights."""
+"""Checks before torch is loaded: the architecture, and the memory for the weights."""
 
 import json
 from pathlib import Path

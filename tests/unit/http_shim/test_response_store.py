@@ -125,7 +125,7 @@ def test_state_that_can_not_be_written_leaves_the_one_before(tmp_path: Path) -> 
 
 
 def test_removed_file_takes_nothing_until_it_is_put_back(tmp_path: Path) -> None:
-    """What a removed file takes is lost when the server ends."""
+    """Responses in a removed file are lost when the server ends."""
     path = tmp_path / "responses"
     store = ResponseStore(str(path), 1_000, DAY)
     store.put(stored("a"))

@@ -35,7 +35,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """What the products of a model read. The table of the tokens stays in the mapped file."""
+    """Sizes of the weights that products read. The table of the tokens stays in the mapped file."""
 
     floats: int
     """Numbers in floating point"""

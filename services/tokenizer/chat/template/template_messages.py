@@ -27,7 +27,7 @@ class EmptyContent(Enum):
     """Forms of a content without text."""
 
     ABSENT = "absent"
-    """As in transformers, which leaves out fields that are null"""
+    """Absence of a field: transformers leaves out fields that are null"""
     TEXT = "text"
     NULL = "null"
 

@@ -39,7 +39,7 @@ class Derived:
 
     source: str
     tokens: tuple[str, ...] = ()
-    """Its control tokens"""
+    """Control tokens of the form"""
     is_single: bool = False
     """True if it writes one call of a message"""
     thinks: bool = False

@@ -1,4 +1,4 @@
-"""What `tokenwire serve` refuses before it starts a process: one sentence, and nothing else."""
+"""Refusals of `tokenwire serve` before it starts a process: one sentence, and nothing else."""
 
 import json
 import shutil

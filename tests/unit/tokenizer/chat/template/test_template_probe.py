@@ -117,7 +117,7 @@ async def test_template_of_tools_alone_is_probed_with_tools() -> None:
 
 
 async def test_probes_fail_if_the_render_process_fails() -> None:
-    """What a failure hides would count as refused, for as long as the service runs."""
+    """A fact that a failure hides would count as refused, for as long as the service runs."""
     source = "{% for m in messages %}{{ m.content }}" + _CALLS + "{% endfor %}"
     renderer = _FailingRenderer({"t": source}, {})
     try:
