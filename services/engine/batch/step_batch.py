@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-__all__ = ["ImageRows", "OutputRows", "StepBatch"]
+__all__ = ["ImageRows", "OutputRows", "StateSegments", "StepBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,25 @@ class OutputRows:
     """int32 [sequences + 1], first row of each sequence; the last entry is `rows`"""
     lengths_host: tuple[int, ...]
     """Rows of each sequence, on the host: a decision must not wait for the device"""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSegments:
+    """Runs of tokens of a step, between two states of the recurrent layers.
+
+    A state is never changed in place: a run reads one slot and writes another. A sequence has one
+    run, or several in a row, each of which reads the slot that the run before it wrote: the states
+    between them are snapshots, from which other sequences may continue.
+    """
+
+    starts: Tensor
+    """int32 [runs + 1], first token of each run; the last entry is `tokens`"""
+    sources: Tensor
+    """int32 [runs], slot of the state before a run; -1 = zeros"""
+    targets: Tensor
+    """int32 [runs], slot of the state behind a run"""
+    lengths_host: tuple[int, ...]
+    """Tokens of each run, on the host: a decision must not wait for the device"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +80,8 @@ class StepBatch:
     or so few that nothing is gained"""
     adapters_host: tuple[int, ...] = ()
     """Number of each sequence's adapter, 0 = the model alone; empty = no sequence has one"""
+    states: StateSegments | None = None
+    """Runs of tokens for the recurrent layers; None = the model has none"""
     output_rows: OutputRows | None = None
     """Rows whose hidden states are returned; None = all"""
     images: tuple[ImageRows, ...] = ()
