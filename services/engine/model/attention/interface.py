@@ -9,6 +9,7 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
+from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 
 __all__ = ["AttentionBackend", "AttentionStep", "KVCache"]
@@ -38,15 +39,18 @@ class KVCache:
             tensor[index[:, 1]] = tensor[index[:, 0]]
 
     @staticmethod
-    def allocate(num_layers: int, block_size: int, make: Callable[[], Tensor]) -> "KVCache":
-        """Make a cache of `num_layers` layers, whose tensors `make` allocates."""
-        keys, values = (tuple(make() for _ in range(num_layers)) for _ in range(2))
+    def allocate(
+        layers: Sequence[AttentionSpec], block_size: int, make: Callable[[AttentionSpec], Tensor]
+    ) -> "KVCache":
+        """Make a cache of these layers, whose keys and whose values `make` allocates."""
+        keys, values = (tuple(map(make, layers)) for _ in range(2))
         return KVCache(keys, values, block_size)
 
     @staticmethod
     def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
         """Return the memory of one block: keys and values of all layers."""
-        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_size * dtype.itemsize
+        widths = (layer.num_kv_heads * layer.head_dim for layer in spec.attention_layers)
+        return 2 * sum(widths) * block_size * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class AttentionStep:
     cache: KVCache
     out: Tensor
     """[rows, heads * head_dim], contiguous; to be filled"""
+    sinks: Tensor | None = None
+    """float32 [heads], one more logit in each head's softmax; None = there are none"""
     is_written: bool = False
     """True if the cache already holds the keys and values, so the backend must not write them"""
 
