@@ -1,7 +1,7 @@
 """The decoder's forward pass."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.memory import touch
 from services.engine.model.adapters.adapters import AdapterChange, Adapters
-from services.engine.model.architecture.rotary import Rotaries, Rotation
+from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.embedding import Embedding
 from services.engine.model.feed_forward import FeedForward
 from services.engine.model.mixers.interface import Mixer, Scratch
-from services.engine.model.mixers.kinds import MixerWeights, make_mixers
+from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.operators.interface import Operators, Projection
 
 __all__ = ["Activations", "Decoder", "DecoderWeights", "LayerWeights"]
@@ -121,10 +121,12 @@ class Decoder:
         self._weights = weights
         self._operators = operators
         self._attention = attention
-        rotated = ((each.rotary, each.head_dim) for each in spec.attention_layers if each.rotary)
-        self._rotaries = Rotaries(rotated, self.device)
-        of_layers = tuple(layer.mixer for layer in weights.layers)
-        mixers = make_mixers(spec, of_layers, self._rotaries, operators, attention)
+        maker = MixerMaker(spec, dtype, self.device, operators, attention)
+        self._rotaries = maker.rotaries
+        mixers = [
+            maker.make(index, layer.mixer, mine.mixer)
+            for index, (layer, mine) in enumerate(zip(spec.layers, weights.layers, strict=True))
+        ]
         shapes = {mixer.scratch_key: mixer for mixer in mixers}
         keys = list(shapes)
         widths = list({layer.feed_forward.inner_width for layer in spec.layers})
@@ -173,9 +175,16 @@ class Decoder:
         """Buffers that passes write to; a captured graph must keep them alive."""
         return self._activations
 
-    def allocate_cache(self, num_blocks: int, block_size: int | None = None) -> KVCache:
-        """Allocate a cache for `forward`, in the attention backend's layout."""
-        return self._attention.allocate(num_blocks, block_size or self.block_size)
+    def allocate_cache(
+        self, num_blocks: int, block_size: int | None = None, num_states: int = 0
+    ) -> KVCache:
+        """Allocate a cache for `forward`, in the attention backend's layout.
+
+        num_states: slots of the recurrent layers' states, if there are such layers.
+        """
+        cache = self._attention.allocate(num_blocks, block_size or self.block_size)
+        states = enumerate(layer.mixer.allocate_states(num_states) for layer in self._layers)
+        return replace(cache, states={index: state for index, state in states if state})
 
     def reserve(self, tokens: int, rows: int) -> None:
         """Allocate the buffers of passes of up to `tokens` tokens and `rows` rows of logits.

@@ -58,12 +58,15 @@ class Encoder(Decoder):
     def is_capturable(self) -> bool:
         return False
 
-    def allocate_cache(self, num_blocks: int, block_size: int | None = None) -> KVCache:
+    def allocate_cache(
+        self, num_blocks: int, block_size: int | None = None, num_states: int = 0
+    ) -> KVCache:
         """Allocate a cache of one layer, which all layers use in turn."""
         size = block_size or self.block_size
-        whole = self._attention.allocate(num_blocks, size, num_layers=1)
-        count = self.spec.num_layers
-        return KVCache(whole.keys * count, whole.values * count, size)
+        whole = self._attention.allocate(num_blocks, size, {0: self.spec.attention(0)})
+        layers = range(self.spec.num_layers)
+        keys, values = (dict.fromkeys(layers, each[0]) for each in (whole.keys, whole.values))
+        return KVCache(keys, values, size)
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
@@ -72,7 +75,7 @@ class Encoder(Decoder):
         ends = _text_ends(batch)
         everywhere = replace(batch, visible_ends=ends)
         nearby: dict[int, StepBatch] = {0: everywhere}
-        for index, layer in enumerate(self.spec.attention_layers):
+        for index, layer in self.spec.attention_layers.items():
             window = layer.window
             if window not in nearby:
                 last = (batch.positions + window).to(torch.int32)

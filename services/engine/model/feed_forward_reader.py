@@ -13,7 +13,7 @@ from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, Fe
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
-from services.engine.model.feed_forward import Dense, Experts, FeedForward
+from services.engine.model.feed_forward import Dense, Experts, FeedForward, SharedExpert
 from services.engine.model.operators.interface import ExpertWeights, Gate, Operators
 from services.engine.model.stored import StoredNorm
 from services.engine.model.stored_feed_forward import (
@@ -21,6 +21,7 @@ from services.engine.model.stored_feed_forward import (
     StoredDense,
     StoredExperts,
     StoredFeedForward,
+    StoredSharedExpert,
 )
 from services.engine.model.tensor_reader import (
     TensorReader,
@@ -60,13 +61,17 @@ class FeedForwardReader:
         norm: StoredNorm | None,
         post_norm: StoredNorm | None,
     ) -> Dense:
+        gate = self._dense_gate(stored, content, norm)
+        return Dense(gate, self._reader.residual_projection(stored.down, post_norm))
+
+    def _dense_gate(self, stored: StoredDense, content: DenseSpec, norm: StoredNorm | None) -> Gate:
         reader, activation = self._reader, content.activation
         parts = reader.linear(stored.gate, norm)
         gate = self._gate(parts, activation, reader.operators_of(stored.gate))
         if reader.adapters is not None:
             order = self._order_of_gate(content.width, 2 if activation.gated else 1)
             gate.adapt(reader.adapters.delta(reader.site(stored.gate, norm, order)))
-        return Dense(gate, reader.residual_projection(stored.down, post_norm))
+        return gate
 
     def _read_experts(
         self, stored: StoredExperts, content: ExpertsSpec, norm: StoredNorm | None
@@ -98,8 +103,28 @@ class FeedForwardReader:
             per_token=content.per_token,
             normalized=content.normalized,
             operators=reader.operators,
+            shared=None
+            if stored.shared is None
+            else self._shared_expert(stored.shared, content, norm),
         )
         return reader.shard.summed_experts(layer_experts)
+
+    def _shared_expert(
+        self, stored: StoredSharedExpert, content: ExpertsSpec, norm: StoredNorm | None
+    ) -> SharedExpert:
+        reader = self._reader
+        alone = DenseSpec(content.shared_width, content.activation, content.has_bias)
+        ((weight, bias),) = reader.linear(stored.router, norm)
+        router = reader.operators.exact_projection(decoded(weight), bias)
+        reader.step_bytes += router.weight_bytes
+        return SharedExpert(
+            expert=Dense(
+                self._dense_gate(stored.expert, alone, norm),
+                reader.partial_projection(stored.expert.down),
+            ),
+            router=reader.adapted(router, reader.site(stored.router, norm)),
+            operators=reader.operators,
+        )
 
     def _stacked_experts(self, content: StackedExperts) -> Iterator[ExpertWeights]:
         gates, gate_biases = self._stack(content.gate), self._reader.tensor(content.gate_bias)

@@ -15,6 +15,7 @@ __all__ = [
     "StoredDense",
     "StoredExperts",
     "StoredFeedForward",
+    "StoredSharedExpert",
     "stored_feed_forward",
 ]
 
@@ -48,6 +49,13 @@ class StoredExperts:
     """Beginning of the names in this layer"""
     router: StoredLinear
     experts: tuple[StoredDense, ...] | StackedExperts
+    shared: "StoredSharedExpert | None"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSharedExpert:
+    expert: StoredDense
+    router: StoredLinear
 
 
 StoredFeedForward: TypeAlias = StoredDense | StoredExperts
@@ -76,13 +84,24 @@ def _experts(names: LayerNames, experts: ExpertsSpec) -> StoredExperts:
     own = names.names.experts
     assert own is not None
     router = names.linear((own.router,), (experts.count,), names.spec.hidden_size, experts.has_bias)
+    shared = _shared_expert(names, own, experts) if experts.shared_width else None
     if own.are_stacked:
-        return StoredExperts(names.prefix, router, _stacked_experts(names, own, experts))
+        return StoredExperts(names.prefix, router, _stacked_experts(names, own, experts), shared)
     stored = []
     for number in range(experts.count):
         gate = tuple(name.format(number) for name in own.gate)
         stored.append(_dense(names, gate, own.down.format(number), experts))
-    return StoredExperts(names.prefix, router, tuple(stored))
+    return StoredExperts(names.prefix, router, tuple(stored), shared)
+
+
+def _shared_expert(
+    names: LayerNames, own: ExpertTensorNames, experts: ExpertsSpec
+) -> StoredSharedExpert:
+    alone = DenseSpec(experts.shared_width, experts.activation, experts.has_bias)
+    return StoredSharedExpert(
+        expert=_dense(names, own.shared_gate, own.shared_down, alone),
+        router=names.linear((own.shared_router,), (1,), names.spec.hidden_size, False),
+    )
 
 
 def _stacked_experts(

@@ -10,8 +10,10 @@ layer that reads the norm of x, and V a linear layer whose output is added to x:
 With tensor parallelism, a layer takes this rank's shard of each weight.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
@@ -41,9 +43,10 @@ from services.engine.model.stored import StoredLinear, StoredNorm
 __all__ = [
     "TensorReader",
     "WeightAndBias",
-    "in_order",
+    "arranged",
     "shard_rows",
     "split_parts",
+    "take_rows",
     "without_mean",
 ]
 
@@ -161,6 +164,12 @@ class TensorReader:
         self.step_bytes += projection.weight_bytes
         return projection
 
+    def product(self, parts: Sequence[WeightAndBias], operators: Operators) -> Projection:
+        """Make a projection of the outputs of all parts, which have all biases or none."""
+        biases = [bias for _, bias in parts if bias is not None]
+        bias = torch.cat(biases) if biases else None
+        return self.projection([weight for weight, _ in parts], bias, operators)
+
     def operators_of(self, *linears: StoredLinear) -> Operators:
         """Return the operators for layers that are multiplied at once."""
         weights = (weight for linear in linears for weight in linear.weights)
@@ -255,14 +264,27 @@ def _whole(weights: Sequence[Weight]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def in_order(weights: Sequence[Weight], order: Tensor) -> Sequence[Weight]:
-    """Return weights whose outputs are those of `weights` in an order within each of them."""
-    if not all(isinstance(weight, QuantizedWeight) for weight in weights):
-        return [_whole(weights)[order]]
-    ordered, first = [], 0
-    for weight in weights:
-        index = order[first : first + weight.shape[0]] - first
-        is_same = torch.equal(index, torch.arange(len(index)))
-        ordered.append(weight if is_same or isinstance(weight, Tensor) else weight.rows(index))
-        first += len(index)
-    return ordered
+def take_rows(part: WeightAndBias, index: Tensor) -> WeightAndBias:
+    """Return some outputs of a linear layer, in an order. index: int64 [outputs]."""
+    weight, bias = part
+    if torch.equal(index, torch.arange(weight.shape[0])):
+        return part
+    rows = weight[index] if isinstance(weight, Tensor) else weight.rows(index)
+    return rows, None if bias is None else bias[index]
+
+
+def arranged(parts: Sequence[WeightAndBias], places: Sequence[Tensor]) -> list[WeightAndBias]:
+    """Return outputs of linear layers in an order.
+
+    places: int64, numbers of the outputs among those of all parts; each tensor lies in one part.
+    """
+    taken: list[tuple[int, list[Tensor]]] = []
+    ends = list(accumulate(weight.shape[0] for weight, _ in parts))
+    for place in places:
+        number = bisect_right(ends, int(place[0]))
+        index = place - (ends[number - 1] if number else 0)
+        if taken and taken[-1][0] == number:
+            taken[-1][1].append(index)
+        else:
+            taken.append((number, [index]))
+    return [take_rows(parts[number], torch.cat(index)) for number, index in taken]

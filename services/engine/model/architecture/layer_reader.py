@@ -3,12 +3,14 @@
 import math
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
+from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.layers import (
     AttentionSpec,
     DenseSpec,
     ExpertsSpec,
     FeedForwardSpec,
     LayerSpec,
+    MixerSpec,
 )
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
@@ -26,7 +28,14 @@ def read_layers(
     another.
     """
     num_layers = config.positive("num_hidden_layers")
-    mixers = _attention_layers(config, family, hidden_size, context_length, num_layers)
+    mixers: list[MixerSpec] = [
+        *_attention_layers(config, family, hidden_size, context_length, num_layers)
+    ]
+    if family.names.delta_net is not None:
+        shape = _delta_shape(config)
+        for layer, kind in enumerate(_hybrid_kinds(config, num_layers)):
+            if kind == "linear_attention":
+                mixers[layer] = shape
     feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
     return tuple(map(LayerSpec, mixers, feed_forwards))
 
@@ -59,11 +68,37 @@ def _attention_layers(
             qkv_bias=family.qkv_bias or has_bias,
             output_bias=has_bias,
             has_sinks=family.names.sinks is not None,
+            has_output_gate=family.has_output_gate,
         )
         for is_local, rotary in zip(
             local, _rotaries(config, family, local, head_dim, context_length), strict=True
         )
     ]
+
+
+def _delta_shape(config: Config) -> DeltaShape:
+    try:
+        return DeltaShape(
+            key_heads=config.positive("linear_num_key_heads"),
+            value_heads=config.positive("linear_num_value_heads"),
+            key_dim=config.positive("linear_key_head_dim"),
+            value_dim=config.positive("linear_value_head_dim"),
+            conv_width=config.positive("linear_conv_kernel_dim"),
+            norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{config.file}: {error}.") from None
+
+
+def _hybrid_kinds(config: Config, num_layers: int) -> tuple[str, ...]:
+    """Return the type of each layer."""
+    if config.has("layer_types"):
+        return _layer_types(config, num_layers, ("linear_attention", "full_attention"))
+    interval = config.positive("full_attention_interval")
+    return tuple(
+        "linear_attention" if (layer + 1) % interval else "full_attention"
+        for layer in range(num_layers)
+    )
 
 
 def _head_dim(config: Config, hidden_size: int, num_heads: int) -> int:
@@ -89,7 +124,8 @@ def _feed_forward_layers(
     )
     if family.names.experts is None:
         return [dense] * num_layers
-    experts = _experts(config, dense, has_mxfp4)
+    has_shared = bool(family.names.experts.shared_gate)
+    experts = _experts(config, dense, has_mxfp4, has_shared)
     plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)
     return [
         experts if layer not in plain and (layer + 1) % step == 0 else dense
@@ -116,7 +152,7 @@ def _activation(config: Config, family: Family) -> Activation:
     return Activation(known[name], family.gated)
 
 
-def _experts(config: Config, dense: DenseSpec, has_mxfp4: bool) -> ExpertsSpec:
+def _experts(config: Config, dense: DenseSpec, has_mxfp4: bool, has_shared: bool) -> ExpertsSpec:
     # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
     count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
     per_token = config.positive("num_experts_per_tok")
@@ -132,6 +168,7 @@ def _experts(config: Config, dense: DenseSpec, has_mxfp4: bool) -> ExpertsSpec:
         has_bias=dense.has_bias,
         normalized=config.flag("norm_topk_prob", False),
         is_mxfp4=has_mxfp4,
+        shared_width=config.positive("shared_expert_intermediate_size") if has_shared else 0,
     )
 
 
@@ -153,7 +190,8 @@ def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bo
     if rule is WindowRule.ALL:
         return (True,) * num_layers
     if config.has("layer_types"):
-        return _listed_layers(config, num_layers)
+        kinds = _layer_types(config, num_layers, ("sliding_attention", "full_attention"))
+        return tuple(kind == "sliding_attention" for kind in kinds)
     if rule is WindowRule.SPACED:
         pattern = config.positive("sliding_window_pattern")
         return tuple(layer % pattern != 0 for layer in range(num_layers))
@@ -164,16 +202,19 @@ def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bo
     return tuple(layer >= first for layer in range(num_layers))
 
 
-def _listed_layers(config: Config, num_layers: int) -> tuple[bool, ...]:
+def _layer_types(config: Config, num_layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
     kinds = config.texts("layer_types")
     if len(kinds) != num_layers:
         raise CheckpointError(
             f"{config.file}: layer_types names {len(kinds)} layers, num_hidden_layers {num_layers}."
         )
-    for kind in kinds:
-        if kind not in ("sliding_attention", "full_attention"):
-            raise CheckpointError(f"{config.file}: layer type {kind} is not supported.")
-    return tuple(kind == "sliding_attention" for kind in kinds)
+    for layer, kind in enumerate(kinds):
+        if kind not in known:
+            raise CheckpointError(
+                f"{config.file}: layer {layer} has the type {kind}, which is not supported here. "
+                f"Supported: {', '.join(known)}."
+            )
+    return kinds
 
 
 def _rotaries(

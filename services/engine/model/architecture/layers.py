@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from services.engine.model.architecture.activation import Activation
+from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.rotary import RotarySpec
 
 __all__ = [
@@ -36,6 +37,8 @@ class AttentionSpec:
     output_bias: bool
     has_sinks: bool
     """Each head's softmax has one more logit, without a value"""
+    has_output_gate: bool
+    """Each output is multiplied by the sigmoid of a product of its own"""
 
     @property
     def is_plain(self) -> bool:
@@ -86,18 +89,24 @@ class ExpertsSpec:
     """True if the weights of a token's experts are scaled to sum to 1"""
     is_mxfp4: bool
     """True if the experts are stored as MXFP4"""
+    shared_width: int
+    """Intermediate size of the expert that every token has; 0: there is none"""
 
     @property
     def inner_width(self) -> int:
         """Width of the scratch space that a pass needs."""
-        return self.width
+        return self.shared_width or self.width
 
     def part(self, count: int) -> "ExpertsSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
-        return replace(self, width=_divided("the experts' intermediate size", self.width, count))
+        return replace(
+            self,
+            width=_divided("the experts' intermediate size", self.width, count),
+            shared_width=_divided("the shared expert's size", self.shared_width, count),
+        )
 
 
-MixerSpec: TypeAlias = AttentionSpec
+MixerSpec: TypeAlias = AttentionSpec | DeltaShape
 FeedForwardSpec: TypeAlias = DenseSpec | ExpertsSpec
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
+from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.layer_reader import read_layers
 from services.engine.model.architecture.layers import AttentionSpec, ExpertsSpec, LayerSpec
 from services.engine.model.checkpoint.architectures import family_of
@@ -73,20 +74,27 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def attention_layers(self) -> tuple[AttentionSpec, ...]:
-        """The layers that are attention."""
-        return tuple(layer.mixer for layer in self.layers)
+    def attention_layers(self) -> Mapping[int, AttentionSpec]:
+        """The layers that are attention, by number."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return {index: mixer for index, mixer in mixers if isinstance(mixer, AttentionSpec)}
+
+    @property
+    def delta_layers(self) -> Mapping[int, DeltaShape]:
+        """The layers that are gated delta nets, by number."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return {index: mixer for index, mixer in mixers if isinstance(mixer, DeltaShape)}
 
     @property
     def has_grid_positions(self) -> bool:
         """True if the tokens of an image have a row and a column."""
-        rotaries = (layer.rotary for layer in self.attention_layers)
+        rotaries = (layer.rotary for layer in self.attention_layers.values())
         return any(rotary is not None and rotary.axes for rotary in rotaries)
 
     @property
     def widest_head(self) -> int:
         """Largest head dimension."""
-        return max(layer.head_dim for layer in self.attention_layers)
+        return max(layer.head_dim for layer in self.attention_layers.values())
 
     @property
     def has_experts(self) -> bool:
@@ -95,7 +103,9 @@ class ModelSpec:
 
     def attention(self, layer: int) -> AttentionSpec:
         """Return the mixer of a layer, which must be attention."""
-        return self.layers[layer].mixer
+        mixer = self.layers[layer].mixer
+        assert isinstance(mixer, AttentionSpec)
+        return mixer
 
     @staticmethod
     def from_config(values: Mapping[str, Json], file: str = "config.json") -> "ModelSpec":

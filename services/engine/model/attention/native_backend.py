@@ -1,5 +1,7 @@
 """Attention on the CPU kernels."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -53,7 +55,9 @@ class TiledAttention(AttentionBackend):
         self._native = native
         self._spec = spec
 
-    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+    ) -> KVCache:
         if block_size % TILE:
             raise ValueError(f"the block size must be a multiple of {TILE}, got {block_size}")
 
@@ -61,7 +65,7 @@ class TiledAttention(AttentionBackend):
             shape = (num_blocks, layer.num_kv_heads, block_size * layer.head_dim)
             return allocate(shape, torch.bfloat16)
 
-        return KVCache.allocate(self._spec.attention_layers[: num_layers or None], block_size, make)
+        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         call = _call(self._spec.attention(layer), layer, step)

@@ -3,6 +3,7 @@
 Tests on a CPU compare the kernels with TorchAttention under Triton's interpreter, and compile them.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
@@ -53,13 +54,18 @@ class PagedAttention(TorchAttention):
             dtype in _DTYPES and spec.widest_head <= _MAX_HEAD_DIM
         )
         self._has_flash = (
-            all(layer.is_plain and layer.head_dim % 8 == 0 for layer in spec.attention_layers)
+            all(
+                layer.is_plain and layer.head_dim % 8 == 0
+                for layer in spec.attention_layers.values()
+            )
             and torch.backends.cuda.is_flash_attention_available()
         )
         self.reads_shared_once = self._is_supported
         self._metadata: StepMetadata | None = None
 
-    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+    ) -> KVCache:
         if block_size % _PAGE:
             raise ValueError(f"the block size must be a multiple of {_PAGE}, got {block_size}")
 
@@ -67,7 +73,7 @@ class PagedAttention(TorchAttention):
             shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
             return torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
 
-        return KVCache.allocate(self._spec.attention_layers[: num_layers or None], block_size, make)
+        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
 
     def write(self, layer: int, step: AttentionStep) -> None:
         caches = tokens_of(step.cache.keys[layer]), tokens_of(step.cache.values[layer])

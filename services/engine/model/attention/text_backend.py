@@ -1,5 +1,7 @@
 """Attention within whole texts, without a cache, in torch."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -34,11 +36,13 @@ class TextAttention(AttentionBackend):
         self._addend = torch.empty((spec.attention(0).num_heads, 0, 0), dtype=dtype, device=device)
         """Bias of the longest text so far: [heads, tokens, tokens]"""
 
-    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+    ) -> KVCache:
         def make(_: AttentionSpec) -> Tensor:
             return torch.empty((num_blocks, 0), dtype=self._dtype, device=self._device)
 
-        return KVCache.allocate(self._spec.attention_layers[: num_layers or None], block_size, make)
+        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         spec = self._spec.attention(layer)

@@ -1,5 +1,7 @@
 """Attention in plain torch: all dtypes and devices, exact in float32."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -34,12 +36,14 @@ class TorchAttention(AttentionBackend):
         self._dtype = dtype
         self._device = device
 
-    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+    ) -> KVCache:
         def make(layer: AttentionSpec) -> Tensor:
             shape = (num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
-        return KVCache.allocate(self._spec.attention_layers[: num_layers or None], block_size, make)
+        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         self._write_and_decode(layer, step)

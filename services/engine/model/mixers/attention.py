@@ -40,6 +40,8 @@ class AttentionScratch(Scratch):
     """[tokens, kv_heads, head_dim]"""
     values: Tensor
     """[tokens, kv_heads, head_dim]"""
+    gates: Tensor
+    """[tokens, heads * head_dim], or of no width if outputs have no gate"""
     attended: Tensor
     """[tokens, heads * head_dim], in the layout that products read"""
 
@@ -48,8 +50,9 @@ class AttentionScratch(Scratch):
         return self.qkv, self.attended
 
     def first(self, tokens: int) -> "AttentionScratch":
-        views = (self.qkv, self.rotated, self.queries, self.keys, self.values, self.attended)
-        return AttentionScratch(*(view[:tokens] for view in views))
+        views = (self.qkv, self.rotated, self.queries, self.keys, self.values)
+        others = (self.gates, self.attended)
+        return AttentionScratch(*(view[:tokens] for view in (*views, *others)))
 
 
 class AttentionMixer(Mixer[AttentionScratch]):
@@ -66,7 +69,8 @@ class AttentionMixer(Mixer[AttentionScratch]):
         backend: AttentionBackend,
     ) -> None:
         """epsilon: of the norms; rotation: index among the step's rotations; None = no RoPE."""
-        self.scratch_key = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.scratch_key = ("attention", *shape, spec.has_output_gate)
         self._layer = layer
         self._spec = spec
         self._weights = weights
@@ -77,12 +81,15 @@ class AttentionMixer(Mixer[AttentionScratch]):
 
     def allocate(self, tokens: int) -> AttentionScratch:
         spec, empty = self._spec, self._operators.empty
-        qkv = empty(tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+        num_gates = spec.num_heads if spec.has_output_gate else 0
+        counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads, num_gates)
+        qkv = empty(tokens, sum(counts) * spec.head_dim)
         heads = qkv.view(tokens, -1, spec.head_dim)
-        rotated, values = heads.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
-        queries, keys = rotated.tensor_split((spec.num_heads,), dim=1)
+        queries, keys, values, _ = heads.split_with_sizes(counts, dim=1)
+        rotated = heads[:, : spec.num_heads + spec.num_kv_heads]
+        gates = qkv[:, qkv.shape[1] - num_gates * spec.head_dim :]
         attended = empty(tokens, spec.num_heads * spec.head_dim)
-        return AttentionScratch(qkv, rotated, queries, keys, values, attended)
+        return AttentionScratch(qkv, rotated, queries, keys, values, gates, attended)
 
     def project(
         self, rows: Tensor, scratch: AttentionScratch, rotations: Sequence[Rotation]
@@ -114,13 +121,18 @@ class AttentionMixer(Mixer[AttentionScratch]):
         *,
         is_written: bool = False,
     ) -> None:
-        if kept is None:
-            step = self._step(batch, cache, scratch, scratch, is_written)
-        else:
-            outputs = batch.output_rows
-            self._operators.keep(scratch.queries, None if outputs is None else outputs.indices)
-            step = self._step(batch.narrowed, cache, scratch, kept, is_written)
+        attending = scratch
+        if kept is not None:
+            attending, outputs = kept, batch.output_rows
+            rows = None if outputs is None else outputs.indices
+            self._operators.keep(scratch.queries, rows)
+            if self._spec.has_output_gate:
+                self._operators.keep(scratch.gates, rows)
+            batch = batch.narrowed
+        step = self._step(batch, cache, scratch, attending, is_written)
         self._backend.attend(self._layer, step)
+        if self._spec.has_output_gate:
+            self._operators.multiply_by_sigmoid(attending.gates, attending.attended)
 
     def add_to(self, scratch: AttentionScratch, hidden: Tensor) -> None:
         self._weights.output.add_to(scratch.attended, hidden)

@@ -4,6 +4,7 @@ Partial RoPE becomes full RoPE with some angles of 0: the rows of queries and ke
 that the two dimensions of a pair lie half a head apart.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.operators.interface import Projection
 from services.engine.model.shard import Shard
 from services.engine.model.stored import LayerNames, StoredLinear, StoredNorm
-from services.engine.model.tensor_reader import TensorReader, in_order, shard_rows, split_parts
+from services.engine.model.tensor_reader import TensorReader, shard_rows, split_parts, take_rows
 
 __all__ = ["StoredAttention", "read_attention", "stored_attention"]
 
@@ -34,8 +35,9 @@ def stored_attention(names: LayerNames, spec: AttentionSpec) -> StoredAttention:
     """Name the tensors of a layer's attention."""
     own, hidden = names.names, names.spec.hidden_size
     attended, cached = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    queries = attended * (2 if spec.has_output_gate else 1)
     return StoredAttention(
-        qkv=names.linear(own.qkv, (attended, cached, cached), hidden, spec.qkv_bias),
+        qkv=names.linear(own.qkv, (queries, cached, cached), hidden, spec.qkv_bias),
         query_norm=_stored_norm(names, own.query_norm, spec, attended),
         key_norm=_stored_norm(names, own.key_norm, spec, cached),
         sinks=None if own.sinks is None else names.tensor(own.sinks, spec.num_heads),
@@ -82,24 +84,41 @@ def _stored_norm(
 def _qkv(
     reader: TensorReader, stored: StoredAttention, spec: AttentionSpec, norm: StoredNorm | None
 ) -> Projection:
-    shard = reader.shard
-    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    parts = reader.linear(stored.qkv, norm)
-    widths = [count * spec.head_dim for count in heads]
-    queries, *others = split_parts(parts, widths)
-    keys = shard.of_heads(spec.num_kv_heads)
-    local = [shard_rows(queries, shard), *(shard_rows(part, keys) for part in others)]
-    rotated = local[0][0].shape[0] + local[1][0].shape[0]
-    order = torch.arange(sum(weight.shape[0] for weight, _ in local))
-    order[:rotated] = _to_half_split(reader, order[:rotated], spec)
-    weights = in_order([weight for weight, _ in local], order)
-    biases = [bias for _, bias in local if bias is not None]
-    bias = torch.cat(biases)[order] if biases else None
-    product = reader.projection(weights, bias, reader.operators_of(stored.qkv))
-    all_rows = torch.arange(sum(widths)).split_with_sizes(widths)
+    """Read this rank's queries, keys, values and then output gates as one product."""
+    shard, keys = reader.shard, reader.shard.of_heads(spec.num_kv_heads)
+    attended, cached = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    widths = [attended * (2 if spec.has_output_gate else 1), cached, cached]
+    stored_parts = split_parts(reader.linear(stored.qkv, norm), widths)
+    places = torch.arange(sum(widths)).split_with_sizes(widths)
     shards = (shard, keys, keys)
-    mine = torch.cat([each.rows(part) for each, part in zip(shards, all_rows, strict=True)])
-    return reader.adapted(product, reader.site(stored.qkv, norm, mine[order]))
+    parts = [shard_rows(*each) for each in zip(stored_parts, shards, strict=True)]
+    rows = [each.rows(place) for each, place in zip(shards, places, strict=True)]
+    taken, order = [], []
+    for number, index in _rows_in_order(reader, spec, [len(each) for each in rows]):
+        taken.append(take_rows(parts[number], index))
+        order.append(rows[number][index])
+    product = reader.product(taken, reader.operators_of(stored.qkv))
+    return reader.adapted(product, reader.site(stored.qkv, norm, torch.cat(order)))
+
+
+def _rows_in_order(
+    reader: TensorReader, spec: AttentionSpec, widths: Sequence[int]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the parts of the product: the number of a stored part, and rows of it in order.
+
+    widths: rows of the stored queries, keys and values. A head's output gate is stored behind its
+    queries.
+    """
+    queries, keys, values = map(torch.arange, widths)
+    gates = None
+    if spec.has_output_gate:
+        pairs = queries.view(-1, 2, spec.head_dim)
+        queries, gates = pairs[:, 0].flatten(), pairs[:, 1].flatten()
+    yield 0, _to_half_split(reader, queries, spec)
+    yield 1, _to_half_split(reader, keys, spec)
+    yield 2, values
+    if gates is not None:
+        yield 0, gates
 
 
 def _head_norms(

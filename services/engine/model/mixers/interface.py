@@ -43,6 +43,13 @@ class Mixer(ABC, Generic[S]):
     def allocate(self, tokens: int) -> S:
         """Allocate the buffers of passes of up to `tokens` tokens."""
 
+    def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
+        """Allocate what the mixer keeps of each sequence: the first dimension is the slot.
+
+        Empty if it keeps nothing but keys and values.
+        """
+        return ()
+
     @abstractmethod
     def project(self, rows: Tensor, scratch: S, rotations: Sequence[Rotation]) -> None:
         """Compute what the mixer combines from `rows`, the normed residual [n, hidden_size].
