@@ -156,6 +156,8 @@ class MultimodalAxes(Enum):
     """All pairs of time, then all of the row, then all of the column"""
     INTERLEAVED = (24, 20, 20)
     """In turn, until row and column have theirs; the rest are of time"""
+    INTERLEAVED_IN_A_QUARTER = (11, 11, 10)
+    """As INTERLEAVED, where a quarter of a head rotates"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,13 @@ _QWEN2_VL = VisionLanguage(
     axes=MultimodalAxes.IN_SECTIONS,
 )
 
+_QWEN3_5 = replace(
+    _QWEN2_VL,
+    architecture="Qwen3_5ForConditionalGeneration",
+    decoder="Qwen3_5ForCausalLM",
+    axes=MultimodalAxes.INTERLEAVED_IN_A_QUARTER,
+)
+
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
     model.architecture: model
     for model in (
@@ -149,6 +156,12 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             architecture="Qwen3VLForConditionalGeneration",
             decoder="Qwen3ForCausalLM",
             axes=MultimodalAxes.INTERLEAVED,
+        ),
+        _QWEN3_5,
+        replace(
+            _QWEN3_5,
+            architecture="Qwen3_5MoeForConditionalGeneration",
+            decoder="Qwen3_5MoeForCausalLM",
         ),
     )
 }

@@ -296,7 +296,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(
     ours = load_spec(tmp_path)
     theirs = AutoConfig.from_pretrained(tmp_path)
     local = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", [])]
-    assert [bool(layer.window) for layer in ours.attention_layers] == local
+    assert [bool(layer.window) for layer in ours.attention_layers.values()] == local
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.norm_epsilon == theirs.rms_norm_eps
     bases = {
@@ -307,7 +307,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(
             else [theirs.rope_parameters]
         )
     }
-    rotaries = [layer.rotary for layer in ours.attention_layers]
+    rotaries = [layer.rotary for layer in ours.attention_layers.values()]
     kinds = {rotary for rotary in rotaries if rotary is not None}
     assert len(kinds) == len(bases)
     rotates = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
