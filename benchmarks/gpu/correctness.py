@@ -53,14 +53,9 @@ def check_attention(
     for family in (each for each in _ATTENTIONS if each in families):
         path = make_checkpoint(folder / f"family-{family}", FAMILIES[family], device, small=True)
         spec = load_spec(path)
-        sinks = None
-        if spec.family.names.sinks is not None:
-            sinks = tuple(
-                torch.randn(spec.num_heads, device=device) for _ in range(spec.num_layers)
-            )
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        ours = choose_backend(spec, dtype, device, sinks)
-        exact = TorchAttention(spec, torch.float32, device, sinks)
+        ours = choose_backend(spec, dtype, device)
+        exact = TorchAttention(spec, torch.float32, device)
         for name, (queries, contexts, decodes) in _CASES.items():
             found, expected = _attend(spec, ours, exact, queries, contexts, decodes, dtype, device)
             difference = (found.float() - expected).abs().max().item()
@@ -83,6 +78,8 @@ def _attend(
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Return both outputs of the second layer, over caches that hold the same values."""
+    layer = spec.attention(1)
+    sinks = torch.randn(layer.num_heads, device=device) if layer.has_sinks else None
     size = ours.block_size
     needed = [-(-context // size) for context in contexts]
     order = torch.randperm(sum(needed), device=device).to(torch.int32)
@@ -98,15 +95,15 @@ def _attend(
     steps = []
     for batch in pasts:
         tokens = len(batch.token_ids)
-        shape = (tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        shape = (tokens, layer.num_heads + 2 * layer.num_kv_heads, layer.head_dim)
         steps.append((batch, torch.randn(shape, device=device).to(dtype)))
     for backend, cache in zip((ours, exact), caches, strict=True):
         for batch, heads in steps:
             used = heads if backend is ours else heads.float()
-            counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+            counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
             q, k, v = used.split_with_sizes(counts, dim=1)
-            out = used.new_empty(len(batch.token_ids), spec.num_heads * spec.head_dim)
-            backend.attend(1, AttentionStep(q, k, v, replace(batch), cache, out))
+            out = used.new_empty(len(batch.token_ids), layer.num_heads * layer.head_dim)
+            backend.attend(1, AttentionStep(q, k, v, replace(batch), cache, out, sinks))
         outputs.append(out)
     return outputs[0], outputs[1]
 
@@ -172,7 +169,7 @@ def _accuracy(path: Path, device: torch.device) -> dict[str, Figure]:
             answers.append([*prompt, *made.token_ids])
     release()
     differences: list[float] = []
-    has_experts = load_spec(path).experts is not None
+    has_experts = load_spec(path).has_experts
     with MeasuredEngine(path, "float32", 4096) as exact:
         for answer, scores in zip(answers, found, strict=True):
             known = exact.generate(answer, max_tokens=0, prompt_logprobs=0).prompt_scores

@@ -61,7 +61,7 @@ class PieceGraphs:
                 graphs[layer].replay()
             else:
                 self._decoder.compute_piece(layer, self._padded[size], self._cache)
-            self._decoder.attend(layer, batch, self._cache)
+            self._decoder.mix(layer, batch, self._cache)
         return self._decoder.finish(batch)
 
     def capture(self, tokens: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,25 +11,24 @@ from torch import Tensor
 from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.memory import touch
 from services.engine.model.adapters.adapters import AdapterChange, Adapters
-from services.engine.model.architecture.rotary import Rotary, Rotation
+from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
+from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.embedding import Embedding
 from services.engine.model.feed_forward import FeedForward
+from services.engine.model.mixers.interface import Mixer, Scratch
+from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.operators.interface import Operators, Projection
 
-__all__ = ["Activations", "Decoder", "DecoderLayer", "DecoderWeights"]
+__all__ = ["Activations", "Decoder", "DecoderWeights", "LayerWeights"]
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
+class LayerWeights:
     """One layer's weights; norms are [width] in the model's dtype, None if the layer has none."""
 
-    attention_norm: Tensor | None
-    qkv: Projection
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    output: Projection
+    mixer_norm: Tensor | None
+    mixer: MixerWeights
     feed_forward_norm: Tensor | None
     feed_forward: FeedForward
 
@@ -41,61 +41,57 @@ class DecoderWeights:
     """[vocab_size, hidden_size]"""
     positions: Tensor | None
     """[context_length, hidden_size], added to the embedding; None: the layers use RoPE"""
-    layers: tuple[DecoderLayer, ...]
+    layers: tuple[LayerWeights, ...]
     final_norm: Tensor | None
     """None: an encoder's hidden states need none"""
     output: Projection | None
     """hidden_size → vocab_size; None: the model computes no logits"""
-    sinks: tuple[Tensor, ...] | None
-    """float32 [num_heads] for each layer, for the attention backend; None: no attention sinks"""
     step_bytes: int
     """Upper bound of the weight bytes that a step reads: all but the embeddings"""
     device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
-class _Heads:
-    """Views of the QKV projection's output: [tokens, heads, head_dim] each."""
-
-    rotated: Tensor
-    """Queries and keys together"""
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-
-    def first(self, tokens: int) -> "_Heads":
-        views = (self.rotated, self.queries, self.keys, self.values)
-        return _Heads(*(heads[:tokens] for heads in views))
-
-
-@dataclass(frozen=True, slots=True)
 class Activations:
-    """Buffers of the forward pass, [tokens, width] each; all layers and steps share them."""
+    """Buffers of the forward pass, [tokens, width] each; all steps share them."""
 
     hidden: Tensor
     normed: Tensor
-    qkv: Tensor
-    heads: _Heads
-    attended: Tensor
-    inner: Tensor
+    mixing: tuple[Scratch, ...]
+    """One for each distinct shape of a mixer"""
+    inner: tuple[Tensor, ...]
+    """One for each distinct width of a feed-forward layer"""
     rotations: tuple[Rotation, ...]
-    """One for each distinct RotarySpec of the layers"""
+    """One for each distinct RoPE"""
 
     @property
     def large(self) -> tuple[Tensor, ...]:
         """All buffers but the rotations."""
-        return self.hidden, self.normed, self.qkv, self.attended, self.inner
+        mixing = (tensor for scratch in self.mixing for tensor in scratch.tensors)
+        return self.hidden, self.normed, *mixing, *self.inner
 
     def first(self, tokens: int) -> "Activations":
         return Activations(
             self.hidden[:tokens],
             self.normed[:tokens],
-            self.qkv[:tokens],
-            self.heads.first(tokens),
-            self.attended[:tokens],
-            self.inner[:tokens],
+            tuple(scratch.first(tokens) for scratch in self.mixing),
+            tuple(inner[:tokens] for inner in self.inner),
             tuple(rotation.first(tokens) for rotation in self.rotations),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer, and where its buffers are."""
+
+    mixer_norm: Tensor | None
+    mixer: Mixer[Any]
+    mixing: int
+    """Index of the mixer's buffers in `Activations.mixing`"""
+    feed_forward_norm: Tensor | None
+    feed_forward: FeedForward
+    inner: int
+    """Index of the feed-forward layer's buffer in `Activations.inner`"""
 
 
 class Decoder:
@@ -119,16 +115,34 @@ class Decoder:
         self.block_size = attention.block_size
         self.rows_at_once = operators.rows_at_once
         self.runs_in_pieces = True
-        """True if a pass may run by `compute_piece`, `attend` and `finish`: this rank is alone"""
+        """True if a pass may run by `compute_piece`, `mix` and `finish`: this rank is alone"""
         self.adapters: Adapters | None = None
         """The adapters that passes may use; None = this decoder has none"""
         self._weights = weights
         self._operators = operators
         self._attention = attention
-        distinct = list(dict.fromkeys(filter(None, spec.rotaries)))
-        self._rotaries = [Rotary(rotary, spec.head_dim, self.device) for rotary in distinct]
-        self._rotary_of_layer = [
-            None if rotary is None else distinct.index(rotary) for rotary in spec.rotaries
+        maker = MixerMaker(spec, dtype, self.device, operators, attention)
+        self._rotaries = maker.rotaries
+        mixers = [
+            maker.make(index, layer.mixer, mine.mixer)
+            for index, (layer, mine) in enumerate(zip(spec.layers, weights.layers, strict=True))
+        ]
+        shapes = {mixer.scratch_key: mixer for mixer in mixers}
+        keys = list(shapes)
+        widths = list({layer.feed_forward.inner_width for layer in spec.layers})
+        self._shapes = list(shapes.values())
+        """A mixer of each distinct shape"""
+        self._inner_widths = widths
+        self._layers = [
+            _Layer(
+                mixer_norm=layer.mixer_norm,
+                mixer=mixer,
+                mixing=keys.index(mixer.scratch_key),
+                feed_forward_norm=layer.feed_forward_norm,
+                feed_forward=layer.feed_forward,
+                inner=widths.index(shape.feed_forward.inner_width),
+            )
+            for layer, mixer, shape in zip(weights.layers, mixers, spec.layers, strict=True)
         ]
         self._activations = self._step_activations = self._allocate(64)
         self._logits = torch.empty((0, spec.vocab_size), device=self.device)
@@ -138,7 +152,7 @@ class Decoder:
     def is_capturable(self) -> bool:
         """True if a CUDA graph of a decode step serves all decode steps of its size."""
         # Else the host reads the experts that the router chose, which a graph can't.
-        has_fixed_launches = self.spec.experts is None or self._operators.groups_experts
+        has_fixed_launches = not self.spec.has_experts or self._operators.groups_experts
         return self._attention.is_capturable and has_fixed_launches
 
     @property
@@ -161,9 +175,16 @@ class Decoder:
         """Buffers that passes write to; a captured graph must keep them alive."""
         return self._activations
 
-    def allocate_cache(self, num_blocks: int, block_size: int | None = None) -> KVCache:
-        """Allocate a cache for `forward`, in the attention backend's layout."""
-        return self._attention.allocate(num_blocks, block_size or self.block_size)
+    def allocate_cache(
+        self, num_blocks: int, block_size: int | None = None, num_states: int = 0
+    ) -> KVCache:
+        """Allocate a cache for `forward`, in the attention backend's layout.
+
+        num_states: slots of the recurrent layers' states, if there are such layers.
+        """
+        cache = self._attention.allocate(num_blocks, block_size or self.block_size)
+        states = enumerate(layer.mixer.allocate_states(num_states) for layer in self._layers)
+        return replace(cache, states={index: state for index, state in states if state})
 
     def reserve(self, tokens: int, rows: int) -> None:
         """Allocate the buffers of passes of up to `tokens` tokens and `rows` rows of logits.
@@ -222,9 +243,9 @@ class Decoder:
 
     @torch.inference_mode()
     def compute_piece(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
-        """Compute what lies between the attention of the previous layer and that of `layer`.
+        """Compute what lies between the mixing of the previous layer and that of `layer`.
 
-        All layers' pieces and `attend`, in turn, and then `finish` do the same as `forward`, for a
+        All layers' pieces and `mix`, in turn, and then `finish` do the same as `forward`, for a
         batch without images. A piece reads only the token ids, positions and slots of its batch,
         which may have more tokens than the step: a CUDA graph of it serves all steps that are
         padded so.
@@ -233,25 +254,28 @@ class Decoder:
         if layer == 0:
             self._begin(batch, buffers)
         else:
-            self._after_attention(layer - 1, buffers)
-        self._before_attention(layer, buffers)
-        if self._attention.writes_apart:
-            self._attention.write(layer, _step(buffers, batch, cache))
+            self._after_mixing(layer - 1, buffers)
+        self._project(layer, buffers)
+        mixer, scratch = self._mixing(layer, buffers)
+        if mixer.writes_apart:
+            mixer.write(batch, cache, scratch)
 
     @torch.inference_mode()
-    def attend(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
-        """Compute a layer's attention, after its piece. `cache` then holds its keys and values."""
+    def mix(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
+        """Let a layer's mixer combine the tokens, after its piece, which wrote to `cache`."""
         buffers = self._buffers(len(batch.token_ids))
-        is_last = layer == self.spec.num_layers - 1
-        kept = self._kept(batch, buffers) if is_last else buffers
-        is_written = self._attention.writes_apart
-        self._attend(layer, _step(buffers, batch, cache, is_written), buffers, kept)
+        kept = None
+        if layer == self.spec.num_layers - 1:
+            self._keep(batch, buffers)
+            kept = self._mixing(layer, self._kept(batch, buffers))[1]
+        mixer, scratch = self._mixing(layer, buffers)
+        mixer.mix(batch, cache, scratch, kept, is_written=mixer.writes_apart)
 
     @torch.inference_mode()
     def finish(self, batch: StepBatch) -> Tensor:
-        """Compute what follows the last attention. Return hidden states as `forward` does."""
+        """Compute what follows the last mixing. Return hidden states as `forward` does."""
         kept = self._kept(batch, self._buffers(len(batch.token_ids)))
-        self._after_attention(self.spec.num_layers - 1, kept)
+        self._after_mixing(self.spec.num_layers - 1, kept)
         return kept.hidden
 
     @torch.inference_mode()
@@ -331,67 +355,53 @@ class Decoder:
     ) -> None:
         """Run everything between the embedding and the final norm.
 
-        The last layer writes keys and values of all rows, then continues with those in `kept`.
+        The last layer reads all rows, then continues with those in `kept`.
         """
         last = self.spec.num_layers - 1
-        for index in range(self.spec.num_layers):
-            self._before_attention(index, buffers)
-            self._attend(index, _step(buffers, batch, cache), buffers, kept)
-            rest = buffers if index < last else kept
-            if index == last and self.adapters is not None:
-                self.adapters.narrow()
-            self._after_attention(index, rest)
+        for index in range(last):
+            self._project(index, buffers)
+            mixer, scratch = self._mixing(index, buffers)
+            mixer.mix(batch, cache, scratch)
+            self._after_mixing(index, buffers)
             for image in batch.images:
                 if index + 1 < len(image.embeddings):
-                    rest.hidden.index_add_(0, image.indices, image.embeddings[index + 1])
+                    buffers.hidden.index_add_(0, image.indices, image.embeddings[index + 1])
+        self._project(last, buffers)
+        mixer, scratch = self._mixing(last, buffers)
+        self._keep(batch, buffers)
+        mixer.mix(batch, cache, scratch, self._mixing(last, kept)[1])
+        if self.adapters is not None:
+            self.adapters.narrow()
+        self._after_mixing(last, kept)
 
-    def _before_attention(self, index: int, buffers: Activations) -> None:
-        """Compute a layer's queries, keys and values from the residual."""
-        layer = self._weights.layers[index]
-        self._norm(buffers.hidden, layer.attention_norm, buffers.normed)
-        self._project(index, buffers)
+    def _mixing(self, index: int, buffers: Activations) -> tuple[Mixer[Any], Any]:
+        """Return a layer's mixer and its buffers."""
+        layer = self._layers[index]
+        return layer.mixer, buffers.mixing[layer.mixing]
 
     def _project(self, index: int, buffers: Activations) -> None:
-        """Compute a layer's queries, keys and values from what it reads."""
-        layer = self._weights.layers[index]
-        layer.qkv.into(buffers.normed, buffers.qkv)
-        if (rotary := self._rotary_of_layer[index]) is not None:
-            self._operators.rotate(
-                buffers.heads.rotated,
-                self.spec.num_heads,
-                buffers.rotations[rotary],
-                layer.query_norm,
-                layer.key_norm,
-                self.spec.norm_epsilon,
-            )
+        """Compute what a layer's mixer combines from the residual."""
+        self._norm(buffers.hidden, self._layers[index].mixer_norm, buffers.normed)
+        mixer, scratch = self._mixing(index, buffers)
+        mixer.project(buffers.normed, scratch, buffers.rotations)
 
-    def _attend(
-        self, index: int, step: AttentionStep, buffers: Activations, kept: Activations
-    ) -> None:
-        """Compute a layer's attention; the last layer's for the rows that are kept."""
-        if index == self.spec.num_layers - 1:
-            outputs = step.batch.output_rows
-            rows = None if outputs is None else outputs.indices
-            self._operators.keep(buffers.hidden, rows)
-            self._operators.keep(buffers.heads.queries, rows)
-            step = replace(
-                step, queries=kept.heads.queries, batch=step.batch.narrowed, out=kept.attended
-            )
-        self._attention.attend(index, step)
+    def _keep(self, batch: StepBatch, buffers: Activations) -> None:
+        """Move the residual of the rows that the step returns to the front."""
+        outputs = batch.output_rows
+        self._operators.keep(buffers.hidden, None if outputs is None else outputs.indices)
 
-    def _after_attention(self, index: int, buffers: Activations) -> None:
-        """Add a layer's attention and feed-forward layer to the residual."""
-        layer = self._weights.layers[index]
-        layer.output.add_to(buffers.attended, buffers.hidden)
+    def _after_mixing(self, index: int, buffers: Activations) -> None:
+        """Add the outputs of a layer's mixer and feed-forward layer to the residual."""
+        layer = self._layers[index]
+        layer.mixer.add_to(buffers.mixing[layer.mixing], buffers.hidden)
         self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
-        layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner)
+        layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner[layer.inner])
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
         """Compute what all layers share: the embeddings and the rotations."""
         self._embed(batch, buffers.hidden)
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
-        for rotary, rotation in zip(self._rotaries, buffers.rotations, strict=True):
-            rotary.compute(positions, rotation)
+        self._rotaries.compute(positions, buffers.rotations)
 
     def _kept(self, batch: StepBatch, buffers: Activations) -> Activations:
         """Return the buffers of the rows that the step returns."""
@@ -430,26 +440,10 @@ class Decoder:
 
     def _allocate(self, tokens: int) -> Activations:
         spec, empty = self.spec, self._operators.empty
-        qkv = empty(tokens, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-        heads = qkv.view(tokens, -1, spec.head_dim)
-        rotated, values = heads.tensor_split((spec.num_heads + spec.num_kv_heads,), dim=1)
-        queries, keys = rotated.tensor_split((spec.num_heads,), dim=1)
         return Activations(
             hidden=empty(tokens, spec.hidden_size),
             normed=empty(tokens, spec.hidden_size),
-            qkv=qkv,
-            heads=_Heads(rotated, queries, keys, values),
-            attended=empty(tokens, spec.num_heads * spec.head_dim),
-            inner=empty(tokens, spec.intermediate_size),
-            rotations=tuple(rotary.empty(tokens) for rotary in self._rotaries),
+            mixing=tuple(mixer.allocate(tokens) for mixer in self._shapes),
+            inner=tuple(empty(tokens, width) for width in self._inner_widths),
+            rotations=self._rotaries.allocate(tokens),
         )
-
-
-def _step(
-    buffers: Activations, batch: StepBatch, cache: KVCache, is_written: bool = False
-) -> AttentionStep:
-    """Return the attention of all tokens in `buffers`, which are at least those of the batch."""
-    heads = buffers.heads
-    return AttentionStep(
-        heads.queries, heads.keys, heads.values, batch, cache, buffers.attended, is_written
-    )

@@ -8,7 +8,7 @@ from torch.nn.functional import layer_norm
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
+from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.decoder import Activations, Decoder, DecoderWeights
 from services.engine.model.operators.interface import LayerNorm, Operators
 
@@ -58,12 +58,15 @@ class Encoder(Decoder):
     def is_capturable(self) -> bool:
         return False
 
-    def allocate_cache(self, num_blocks: int, block_size: int | None = None) -> KVCache:
+    def allocate_cache(
+        self, num_blocks: int, block_size: int | None = None, num_states: int = 0
+    ) -> KVCache:
         """Allocate a cache of one layer, which all layers use in turn."""
         size = block_size or self.block_size
-        whole = self._attention.allocate(num_blocks, size, num_layers=1)
-        count = self.spec.num_layers
-        return KVCache(whole.keys * count, whole.values * count, size)
+        whole = self._attention.allocate(num_blocks, size, {0: self.spec.attention(0)})
+        layers = range(self.spec.num_layers)
+        keys, values = (dict.fromkeys(layers, each[0]) for each in (whole.keys, whole.values))
+        return KVCache(keys, values, size)
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
@@ -72,17 +75,15 @@ class Encoder(Decoder):
         ends = _text_ends(batch)
         everywhere = replace(batch, visible_ends=ends)
         nearby: dict[int, StepBatch] = {0: everywhere}
-        heads = buffers.heads
-        for index, window in enumerate(self.spec.windows):
+        for index, layer in self.spec.attention_layers.items():
+            window = layer.window
             if window not in nearby:
                 last = (batch.positions + window).to(torch.int32)
                 nearby[window] = replace(batch, visible_ends=torch.minimum(ends, last))
-            self._before_attention(index, buffers)
-            step = AttentionStep(
-                heads.queries, heads.keys, heads.values, nearby[window], cache, buffers.attended
-            )
-            self._attention.attend(index, step)
-            self._after_attention(index, buffers)
+            self._project(index, buffers)
+            mixer, scratch = self._mixing(index, buffers)
+            mixer.mix(nearby[window], cache, scratch)
+            self._after_mixing(index, buffers)
         if self._encoder_weights.last_norm is not None:
             self._norm_rows(buffers.hidden, self._encoder_weights.last_norm, buffers.hidden)
         if batch.output_rows is not None:
@@ -104,20 +105,21 @@ class Encoder(Decoder):
             hidden, weights.embedding_norm, self.spec.norm_epsilon, buffers.normed, replaces=True
         )
 
-    def _before_attention(self, index: int, buffers: Activations) -> None:
+    def _project(self, index: int, buffers: Activations) -> None:
         if self._norms_first:
             self._read_norm(self._encoder_weights.norms[index][0], buffers)
-        self._project(index, buffers)
+        mixer, scratch = self._mixing(index, buffers)
+        mixer.project(buffers.normed, scratch, buffers.rotations)
 
-    def _after_attention(self, index: int, buffers: Activations) -> None:
-        layer = self._weights.layers[index]
+    def _after_mixing(self, index: int, buffers: Activations) -> None:
+        layer = self._layers[index]
         attention_norm, feed_forward_norm = self._encoder_weights.norms[index]
-        layer.output.add_to(buffers.attended, buffers.hidden)
+        layer.mixer.add_to(buffers.mixing[layer.mixing], buffers.hidden)
         if self._norms_first:
             self._read_norm(feed_forward_norm, buffers)
         else:
             self._norm_residual(attention_norm, buffers)
-        layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner)
+        layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner[layer.inner])
         if not self._norms_first:
             self._norm_residual(feed_forward_norm, buffers)
 

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.distance import NUM_BUCKETS, distance_buckets
+from services.engine.model.architecture.layers import AttentionSpec, DenseSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
-from services.engine.model.decoder import DecoderLayer
+from services.engine.model.decoder import LayerWeights
 from services.engine.model.embedding import TensorEmbedding
 from services.engine.model.encoder import EncoderWeights
 from services.engine.model.feed_forward import Dense
+from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.operators.interface import LayerNorm, Operators, Projection
 
 __all__ = ["EncoderReader"]
@@ -102,7 +104,7 @@ class EncoderReader:
         bias = None
         if traits.attention_bias is not None:
             name = f"{traits.attention_bias}.weight"
-            bias = self._stored(name, NUM_BUCKETS, spec.num_heads)
+            bias = self._stored(name, NUM_BUCKETS, spec.attention(0).num_heads)
         total = self._checkpoint.require(self._wanted, _OTHER_TASKS)
         self._bar = LoadProgress(total, shown=self._shows_progress)
         try:
@@ -112,7 +114,6 @@ class EncoderReader:
                 layers=tuple(map(self._read_layer, layers)),
                 final_norm=None,
                 output=None,
-                sinks=None,
                 device=self._device,
                 token_types=None if token_types is None else self._table(token_types),
                 embedding_norm=self._read_norm(embedding_norm),
@@ -137,25 +138,25 @@ class EncoderReader:
     def _layer(self, index: int) -> _Layer:
         spec, names = self._spec, self._spec.family.names
         prefix = f"{names.layers}.{index}."
-        width, inner = spec.hidden_size, spec.intermediate_size
-        heads = spec.num_heads * spec.head_dim
+        width, attention, content = spec.hidden_size, *_uniform(spec)
+        heads, inner = attention.num_heads * attention.head_dim, content.width
         assert names.attention_norm is not None
         assert names.feed_forward_norm is not None
         # ModernBERT's first layer reads the norm of the embeddings
         is_normed = not self._traits.norms_first or index > 0
         return _Layer(
             attention_norm=self._norm(f"{prefix}{names.attention_norm}") if is_normed else None,
-            qkv=self._linear(prefix, names.qkv, (heads,) * 3, width, spec.qkv_bias),
-            output=self._linear(prefix, (names.output,), (width,), heads, spec.output_bias),
+            qkv=self._linear(prefix, names.qkv, (heads,) * 3, width, attention.qkv_bias),
+            output=self._linear(prefix, (names.output,), (width,), heads, attention.output_bias),
             feed_forward_norm=self._norm(f"{prefix}{names.feed_forward_norm}"),
             gate=self._linear(
                 prefix,
                 names.gate,
-                (inner, inner) if spec.activation.gated else (inner,),
+                (inner, inner) if content.activation.gated else (inner,),
                 width,
-                spec.mlp_bias,
+                content.has_bias,
             ),
-            down=self._linear(prefix, (names.down,), (width,), inner, spec.mlp_bias),
+            down=self._linear(prefix, (names.down,), (width,), inner, content.has_bias),
         )
 
     def _linear(
@@ -188,21 +189,26 @@ class EncoderReader:
 
     # Weights.
 
-    def _read_layer(self, layer: _Layer) -> DecoderLayer:
+    def _read_layer(self, layer: _Layer) -> LayerWeights:
+        activation = _uniform(self._spec)[1].activation
         gates, biases = self._read_linear(layer.gate)
-        if self._spec.activation.gated and len(gates) == 1:
+        if activation.gated and len(gates) == 1:
             gates = list(gates[0].chunk(2))
             biases = [part for bias in biases for part in bias.chunk(2)]
         gate, up = gates if len(gates) == 2 else (gates[0], None)
         gate_bias, up_bias = (*biases, None, None)[:2]
-        made = self._operators.gate(gate, up, gate_bias, up_bias, self._spec.activation)
+        made = self._operators.gate(gate, up, gate_bias, up_bias, activation)
         self._step_bytes += made.weight_bytes
-        return DecoderLayer(
-            attention_norm=None,
+        attention = AttentionWeights(
             qkv=self._projection(layer.qkv),
             query_norm=None,
             key_norm=None,
+            sinks=None,
             output=self._projection(layer.output),
+        )
+        return LayerWeights(
+            mixer_norm=None,
+            mixer=attention,
             feed_forward_norm=None,
             feed_forward=Dense(made, self._projection(layer.down)),
         )
@@ -236,3 +242,10 @@ class EncoderReader:
     def _tensor(self, stored: StoredTensor) -> Tensor:
         self._bar.add(self._checkpoint.num_bytes(stored))
         return self._checkpoint.tensor(stored)
+
+
+def _uniform(spec: ModelSpec) -> tuple[AttentionSpec, DenseSpec]:
+    """Return the shapes that all layers of an encoder have."""
+    content = spec.layers[0].feed_forward
+    assert isinstance(content, DenseSpec)
+    return spec.attention(0), content

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.engine.model.operators.interface import Gate, Mixture, Operators, Projection
 
-__all__ = ["Dense", "Experts", "FeedForward"]
+__all__ = ["Dense", "Experts", "FeedForward", "SharedExpert"]
 
 
 class FeedForward(ABC):
@@ -46,9 +46,30 @@ class Experts(FeedForward):
     normalized: bool
     """True if the weights of a row's experts are scaled to sum to 1"""
     operators: Operators
+    shared: "SharedExpert | None" = None
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         scores = torch.empty(len(rows), self.count, device=rows.device)
         self.router.into(rows, scores)
         choice = self.operators.choose(scores, self.per_token, normalized=self.normalized)
         self.mixture.add_to(rows, *choice, out)
+        if self.shared is not None:
+            self.shared.add_to(rows, out, inner)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert(FeedForward):
+    """An expert that every row has, times a factor of the row."""
+
+    expert: Dense
+    router: Projection
+    """To the logit of the factor"""
+    operators: Operators
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        product = self.operators.temporary(len(rows), out.shape[1])
+        self.expert.gate.into(rows, inner)
+        self.expert.down.into(inner, product)
+        logits = torch.empty(len(rows), 1, device=rows.device)
+        self.router.into(rows, logits)
+        out += product * logits.sigmoid()

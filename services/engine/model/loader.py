@@ -39,6 +39,7 @@ from services.engine.model.operators.rounded_operators import (
 from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
 from services.engine.model.shard import Shard
+from services.engine.model.tensor_reader import TensorReader
 from services.engine.model.weight_reader import WeightReader
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 
@@ -154,15 +155,13 @@ def load_model(
         if not isinstance(checkpoint, GgufTensors):  # PEFT's names are those of safetensors
             adapters = Adapters(operators, dtype, device, names.roots)
         try:
-            reader = WeightReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
-            loaded = reader.read(manifest)
+            reader = TensorReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
+            loaded = WeightReader(reader).read(manifest)
         finally:
             bar.finish()
     give_back_freed()
     tiled = isinstance(operators, TiledOperators)
-    attention = choose_backend(
-        spec, dtype, device, loaded.sinks, tiled=tiled, with_xformers=with_xformers
-    )
+    attention = choose_backend(spec, dtype, device, tiled=tiled, with_xformers=with_xformers)
     decoder = (
         LeadingDecoder(ranks, spec, dtype, loaded, operators, attention)
         if ranks.leads_others

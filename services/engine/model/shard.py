@@ -32,31 +32,13 @@ class Shard:
 
     def of(self, spec: ModelSpec) -> ModelSpec:
         """Return the shape of this part. Raises StartupError if `count` can't divide the model."""
-        widths = {
-            "num_attention_heads": spec.num_heads,
-            "intermediate_size": spec.intermediate_size,
-            "the experts' intermediate size": spec.experts.width if spec.experts else self.count,
-        }
-        for name, width in widths.items():
-            if width % self.count:
-                raise self._refusal(f"{name} ({width}) is not a multiple of {self.count}")
-        heads = spec.num_kv_heads
-        if heads % self.count and self.count % heads:
-            raise self._refusal(
-                f"num_key_value_heads ({heads}) is neither a multiple nor a divisor of {self.count}"
-            )
         if not self.sizes(spec.vocab_size)[-1] > 0:
             raise self._refusal(f"vocab_size ({spec.vocab_size}) is too small")
-        experts = spec.experts
-        if experts is not None:
-            experts = dataclasses.replace(experts, width=experts.width // self.count)
-        return dataclasses.replace(
-            spec,
-            num_heads=spec.num_heads // self.count,
-            num_kv_heads=max(1, heads // self.count),
-            intermediate_size=spec.intermediate_size // self.count,
-            experts=experts,
-        )
+        try:
+            layers = tuple(layer.part(self.count) for layer in spec.layers)
+        except ValueError as error:
+            raise self._refusal(str(error)) from None
+        return dataclasses.replace(spec, layers=layers)
 
     def of_heads(self, count: int) -> "Shard":
         """Return this rank's part of `count` key heads; several ranks share a head if they must."""

@@ -31,8 +31,11 @@ from transformers import (
     Qwen2Config,
     Qwen2VLConfig,
     Qwen2VLTextConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLTextConfig,
     SmolLM3Config,
@@ -45,7 +48,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForImageTextToText,
 )
 
-from services.engine.batch.step_batch import OutputRows, StepBatch
+from services.engine.batch.step_batch import OutputRows, StateSegments, StepBatch
 from services.engine.execution.piece_graphs import PieceGraphs
 from services.engine.model.decoder import Decoder
 
@@ -90,6 +93,14 @@ _LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 _VISION: dict[str, Any] = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -231,6 +242,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         norm_topk_prob=True,
         decoder_sparse_step=2,
     ),
+    "qwen3 next": Qwen3NextConfig(
+        **SHAPE | _DELTA_NET,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    ),
+    "qwen3.5": Qwen3_5TextConfig(**SHAPE | _DELTA_NET | {"tie_word_embeddings": True}),
+    "qwen3.5 moe": Qwen3_5MoeTextConfig(
+        **SHAPE | _DELTA_NET,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    ),
     "gpt-oss": GptOssConfig(
         **WIDE,
         num_local_experts=5,
@@ -244,6 +270,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 }
 
 
+_WITH_OFFSETS = (
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma3Config,
+    Qwen3NextConfig,
+    Qwen3_5TextConfig,
+    Qwen3_5MoeTextConfig,
+)
+"""Families that store norms minus one"""
+
+
 def make_checkpoint(
     directory: Path, config: PreTrainedConfig, *, shard: str = "1GB"
 ) -> PreTrainedModel:
@@ -251,7 +288,7 @@ def make_checkpoint(
     torch.manual_seed(3)
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     model: PreTrainedModel = kind.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
-    is_offset = isinstance(config, Gemma2Config | Gemma3TextConfig | Gemma3Config)
+    is_offset = isinstance(config, _WITH_OFFSETS)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -317,7 +354,12 @@ class Driver:
         for index, count in enumerate(needed):
             first = sum(needed[:index])
             self._tables[index, :count] = shuffled[first : first + count]
-        self.cache = decoder.allocate_cache(len(shuffled) + 1, block_size)  # the last one is spare
+        runs = sum(len(tokens) for tokens in sequences)  # each writes a slot of its own
+        blocks = len(shuffled) + 1  # the last one is spare
+        self.cache = decoder.allocate_cache(blocks, block_size, runs)
+        self._free_slots = list(range(runs))
+        self._snapshots: list[dict[int, int]] = [{} for _ in sequences]
+        """By sequence, the slot of the states behind some numbers of its tokens"""
         self._pieces = PieceGraphs(decoder, self.cache, 1024) if in_pieces else None
         self._done = [0] * len(sequences)
         self.logits = [torch.empty(0, decoder.spec.vocab_size) for _ in sequences]
@@ -333,6 +375,7 @@ class Driver:
         blocks = tokens // self._size
         self._tables[sequence, :blocks] = self._tables[other, :blocks]
         self._done[sequence] = blocks * self._size
+        self._snapshots[sequence] = dict(self._snapshots[other])
         self.logits[sequence] = self.logits[other][: self._done[sequence]]
 
     def step(self, chunks: Sequence[tuple[int, int]], kept: Sequence[int] | None = None) -> None:
@@ -374,7 +417,24 @@ class Driver:
             query_lengths_host=tuple(lengths.tolist()),
             context_lengths_host=tuple(contexts),
             adapters_host=tuple(self._adapters[i] for i, _ in chunks) if self._adapters else (),
+            states=self._runs(spans) if self.cache.states else None,
         )
+
+    def _runs(self, spans: Sequence[tuple[int, int, int]]) -> StateSegments:
+        """Return the runs of sequences' tokens, which are cut at the ends of blocks."""
+        lengths, sources, targets = [], [], []
+        for sequence, start, end in spans:
+            snapshots, place = self._snapshots[sequence], start
+            while place < end:
+                sources.append(snapshots.get(place, -1) if place else -1)
+                upto = min(end, (place // self._size + 1) * self._size)
+                snapshots[upto] = self._free_slots.pop()
+                targets.append(snapshots[upto])
+                lengths.append(upto - place)
+                place = upto
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        read, written = (torch.tensor(each, dtype=torch.int32) for each in (sources, targets))
+        return StateSegments(starts, read, written, tuple(lengths))
 
 
 def keep_last(lengths: Sequence[int], kept: Sequence[int]) -> OutputRows:

@@ -1,6 +1,7 @@
 """Rotary position embeddings (RoPE, https://arxiv.org/abs/2104.09864) and their scalings."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.families import MultimodalAxes
 
-__all__ = ["Rotary", "RotarySpec", "Rotation"]
+__all__ = ["Rotaries", "Rotary", "RotarySpec", "Rotation"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,28 @@ class Rotary:
         if self._factors is not None:
             out.cosines.mul_(self._factors)
             out.sines.mul_(self._factors)
+
+
+class Rotaries:
+    """Computation of all rotations of a step: one for each distinct RoPE of the layers."""
+
+    def __init__(self, layers: Iterable[tuple[RotarySpec, int]], device: torch.device) -> None:
+        """layers: RoPE and head dimension of each layer that has RoPE."""
+        self._distinct = list(dict.fromkeys(layers))
+        self._rotaries = [Rotary(*each, device) for each in self._distinct]
+
+    def index(self, rotary: RotarySpec, head_dim: int) -> int:
+        """Return the place of a layer's rotation among those of a step."""
+        return self._distinct.index((rotary, head_dim))
+
+    def allocate(self, tokens: int) -> tuple[Rotation, ...]:
+        """Allocate the rotations of this number of positions."""
+        return tuple(rotary.empty(tokens) for rotary in self._rotaries)
+
+    def compute(self, positions: Tensor, out: Sequence[Rotation]) -> None:
+        """Write all rotations of `positions`, as `Rotary.compute` does."""
+        for rotary, rotation in zip(self._rotaries, out, strict=True):
+            rotary.compute(positions, rotation)
 
 
 def _axes(rope: Config, layout: MultimodalAxes, pairs: int) -> tuple[int, ...]:

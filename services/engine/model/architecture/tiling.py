@@ -20,9 +20,11 @@ def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     """
     if native is None or native.instruction_set() < InstructionSet.AVX512_BF16:
         return False
-    widths = [spec.hidden_size, spec.intermediate_size, spec.head_dim]
-    if spec.experts is not None:
-        widths.append(spec.experts.width)
-    fits = all(width % TILE == 0 for width in widths) and spec.head_dim <= _MAX_HEAD_DIM
+    widths = {spec.hidden_size, *(layer.feed_forward.width for layer in spec.layers)}
+    widths |= {layer.feed_forward.inner_width for layer in spec.layers}
+    widths |= {layer.head_dim for layer in spec.attention_layers.values()}
+    for shape in spec.delta_layers.values():
+        widths |= {shape.channels, shape.outputs}
+    fits = all(width % TILE == 0 for width in widths) and spec.widest_head <= _MAX_HEAD_DIM
     fits = fits and not spec.has_attention_bias
     return device.type == "cpu" and dtype == torch.bfloat16 and fits

@@ -25,7 +25,6 @@ def choose_backend(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
-    sinks: tuple[Tensor, ...] | None = None,
     *,
     bias: Tensor | None = None,
     tiled: bool = True,
@@ -33,7 +32,7 @@ def choose_backend(
 ) -> AttentionBackend:
     """Return the fastest backend for this machine, dtype and shape.
 
-    sinks: float32 [heads] for each layer, if the family has attention sinks. bias: addend to the
+    bias: addend to the
     scores, as `EncoderWeights.attention_bias`; torch computes attention with it. tiled: whether the
     operators read and write tiles where the machine has the kernels. with_xformers: decode with
     xformers' kernel on a GPU; raises StartupError if it is not installed.
@@ -41,21 +40,20 @@ def choose_backend(
     if bias is not None:
         return TextAttention(spec, dtype, device, bias)
     if device.type == "cuda":
-        return _on_cuda(spec, dtype, device, sinks, with_xformers)
+        return _on_cuda(spec, dtype, device, with_xformers)
     if spec.is_encoder and not (tiled and runs_in_tiles(spec, dtype, device)):
         return TextAttention(spec, dtype, device)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return TorchAttention(spec, dtype, device, sinks)
+        return TorchAttention(spec, dtype, device)
     if tiled and runs_in_tiles(spec, dtype, device):
-        return TiledAttention(native, spec, sinks)
-    return NativeAttention(native, spec, dtype, sinks)
+        return TiledAttention(native, spec)
+    return NativeAttention(native, spec, dtype)
 
 
 def _on_cuda(
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
-    sinks: tuple[Tensor, ...] | None,
     with_xformers: bool,
 ) -> AttentionBackend:
     """Return a backend over pages, or torch's where that can't run, with the reason in the log."""
@@ -66,9 +64,9 @@ def _on_cuda(
             "compute capability 8.0, and this one has %d.%d",
             *capability,
         )
-        return TorchAttention(spec, dtype, device, sinks)
+        return TorchAttention(spec, dtype, device)
     if with_xformers:
-        return _with_xformers(spec, dtype, device, sinks)
+        return _with_xformers(spec, dtype, device)
     try:
         # Imported here, because only GPU machines need Triton.
         from services.engine.model.attention.paged_backend import PagedAttention
@@ -78,13 +76,11 @@ def _on_cuda(
             "`pip install 'tokenwire[gpu]'` installs the fast kernels",
             error,
         )
-        return TorchAttention(spec, dtype, device, sinks)
-    return PagedAttention(spec, dtype, device, sinks)
+        return TorchAttention(spec, dtype, device)
+    return PagedAttention(spec, dtype, device)
 
 
-def _with_xformers(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, sinks: tuple[Tensor, ...] | None
-) -> AttentionBackend:
+def _with_xformers(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
     try:
         # Imported here, because it takes seconds and is seldom installed.
         from services.engine.model.attention.xformers_backend import XformersAttention
@@ -92,4 +88,4 @@ def _with_xformers(
         raise StartupError(
             f"--attention xformers: {error}; `pip install 'tokenwire[gpu]'` installs it."
         ) from error
-    return XformersAttention(spec, dtype, device, sinks)
+    return XformersAttention(spec, dtype, device)

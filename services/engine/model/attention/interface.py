@@ -1,14 +1,15 @@
 """Interface of attention backends: a paged KV cache and one call per layer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
+from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 
 __all__ = ["AttentionBackend", "AttentionStep", "KVCache"]
@@ -22,31 +23,39 @@ class KVCache:
     dimension is the block; the backend that allocated the cache defines the others.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    keys: Mapping[int, Tensor]
+    """Keys of each layer that is attention, by number"""
+    values: Mapping[int, Tensor]
     block_size: int
+    states: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """States of each recurrent layer, by number: tensors whose first dimension is the slot"""
 
     @property
     def num_blocks(self) -> int:
-        return self.keys[0].shape[0]
+        return next(iter(self.keys.values())).shape[0]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks within each tensor: source and target each, and no target is a source."""
-        device = self.keys[0].device
-        index = to_device(torch.tensor(copies, dtype=torch.int64), device)
-        for tensor in (*self.keys, *self.values):
+        tensors = (*self.keys.values(), *self.values.values())
+        index = to_device(torch.tensor(copies, dtype=torch.int64), tensors[0].device)
+        for tensor in tensors:
             tensor[index[:, 1]] = tensor[index[:, 0]]
 
     @staticmethod
-    def allocate(num_layers: int, block_size: int, make: Callable[[], Tensor]) -> "KVCache":
-        """Make a cache of `num_layers` layers, whose tensors `make` allocates."""
-        keys, values = (tuple(make() for _ in range(num_layers)) for _ in range(2))
+    def allocate(
+        layers: Mapping[int, AttentionSpec],
+        block_size: int,
+        make: Callable[[AttentionSpec], Tensor],
+    ) -> "KVCache":
+        """Make a cache of these layers, whose keys and whose values `make` allocates."""
+        keys, values = ({index: make(layer) for index, layer in layers.items()} for _ in range(2))
         return KVCache(keys, values, block_size)
 
     @staticmethod
     def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
         """Return the memory of one block: keys and values of all layers."""
-        return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * block_size * dtype.itemsize
+        widths = (layer.num_kv_heads * layer.head_dim for layer in spec.attention_layers.values())
+        return 2 * sum(widths) * block_size * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,8 @@ class AttentionStep:
     cache: KVCache
     out: Tensor
     """[rows, heads * head_dim], contiguous; to be filled"""
+    sinks: Tensor | None = None
+    """float32 [heads], one more logit in each head's softmax; None = there are none"""
     is_written: bool = False
     """True if the cache already holds the keys and values, so the backend must not write them"""
 
@@ -86,10 +97,12 @@ class AttentionBackend(ABC):
     """True if `write` may run before `attend`, which then gets a step that `is_written`"""
 
     @abstractmethod
-    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+    ) -> KVCache:
         """Allocate a zeroed cache. Raises ValueError for an unsupported block size.
 
-        num_layers: layers that it has room for; 0 = the model's.
+        layers: those that it has room for, by number; None = the model's.
         """
 
     @abstractmethod

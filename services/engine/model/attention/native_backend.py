@@ -1,6 +1,6 @@
 """Attention on the CPU kernels."""
 
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from services.engine.kernels.library import DTYPES, AttentionCall, Kernel, Native
 from services.engine.kernels.memory import allocate
 from services.engine.kernels.tiles import TILE
+from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.torch_backend import TorchAttention
@@ -28,9 +29,8 @@ class NativeAttention(TorchAttention):
         native: Native,
         spec: ModelSpec,
         dtype: torch.dtype,
-        sinks: tuple[Tensor, ...] | None = None,
     ) -> None:
-        super().__init__(spec, dtype, torch.device("cpu"), sinks)
+        super().__init__(spec, dtype, torch.device("cpu"))
         self._native = native
 
     def attend(self, layer: int, step: AttentionStep) -> None:
@@ -39,7 +39,7 @@ class NativeAttention(TorchAttention):
             self._prefill(layer, step)
 
     def _write_and_decode(self, layer: int, step: AttentionStep) -> None:
-        call = _call(self._spec, self._sinks, layer, step)
+        call = _call(self._spec.attention(layer), layer, step)
         call.sequences = step.batch.num_decodes
         self._native.run(Kernel.DECODE, call)
 
@@ -51,28 +51,28 @@ class TiledAttention(AttentionBackend):
     in tiles (src/kernels.h, tw_tiled_attend).
     """
 
-    def __init__(
-        self, native: Native, spec: ModelSpec, sinks: tuple[Tensor, ...] | None = None
-    ) -> None:
+    def __init__(self, native: Native, spec: ModelSpec) -> None:
         self._native = native
         self._spec = spec
-        self._sinks = sinks
 
-    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+    ) -> KVCache:
         if block_size % TILE:
             raise ValueError(f"the block size must be a multiple of {TILE}, got {block_size}")
-        shape = (num_blocks, self._spec.num_kv_heads, block_size * self._spec.head_dim)
-        make = partial(allocate, shape, torch.bfloat16)
-        return KVCache.allocate(num_layers or self._spec.num_layers, block_size, make)
+
+        def make(layer: AttentionSpec) -> Tensor:
+            shape = (num_blocks, layer.num_kv_heads, block_size * layer.head_dim)
+            return allocate(shape, torch.bfloat16)
+
+        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
-        call = _call(self._spec, self._sinks, layer, step)
+        call = _call(self._spec.attention(layer), layer, step)
         self._native.run(Kernel.ATTENTION, call)
 
 
-def _call(
-    spec: ModelSpec, sinks: tuple[Tensor, ...] | None, layer: int, step: AttentionStep
-) -> AttentionCall:
+def _call(spec: AttentionSpec, layer: int, step: AttentionStep) -> AttentionCall:
     queries, batch, cache = step.queries, step.batch, step.cache
     return AttentionCall(
         queries.data_ptr(),
@@ -85,7 +85,7 @@ def _call(
         batch.query_starts.data_ptr(),
         batch.context_lengths.data_ptr(),
         batch.block_tables.data_ptr(),
-        None if sinks is None else sinks[layer].data_ptr(),
+        None if step.sinks is None else step.sinks.data_ptr(),
         None if batch.visible_ends is None else batch.visible_ends.data_ptr(),
         queries.stride(0),
         batch.block_tables.stride(0),
@@ -95,8 +95,8 @@ def _call(
         spec.num_heads // spec.num_kv_heads,
         spec.head_dim,
         cache.block_size,
-        spec.windows[layer],
-        spec.attention_scale,
-        spec.attention_cap,
+        spec.window,
+        spec.scale,
+        spec.cap,
         DTYPES[queries.dtype],
     )

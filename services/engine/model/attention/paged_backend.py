@@ -3,12 +3,14 @@
 Tests on a CPU compare the kernels with TorchAttention under Triton's interpreter, and compile them.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.cache_kernel import write_tokens
 from services.engine.model.attention.interface import AttentionStep, KVCache
@@ -46,29 +48,32 @@ class PagedAttention(TorchAttention):
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
-        sinks: tuple[Tensor, ...] | None = None,
     ) -> None:
-        super().__init__(spec, dtype, device, sinks)
+        super().__init__(spec, dtype, device)
         self._is_supported = self.is_capturable = (
-            dtype in _DTYPES and spec.head_dim <= _MAX_HEAD_DIM
+            dtype in _DTYPES and spec.widest_head <= _MAX_HEAD_DIM
         )
         self._has_flash = (
-            spec.has_plain_attention
-            and spec.head_dim % 8 == 0
+            all(
+                layer.is_plain and layer.head_dim % 8 == 0
+                for layer in spec.attention_layers.values()
+            )
             and torch.backends.cuda.is_flash_attention_available()
         )
         self.reads_shared_once = self._is_supported
         self._metadata: StepMetadata | None = None
 
-    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
+    def allocate(
+        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+    ) -> KVCache:
         if block_size % _PAGE:
             raise ValueError(f"the block size must be a multiple of {_PAGE}, got {block_size}")
-        shape = (num_blocks, block_size, self._spec.num_kv_heads, self._spec.head_dim)
 
-        def make() -> Tensor:
+        def make(layer: AttentionSpec) -> Tensor:
+            shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
             return torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
 
-        return KVCache.allocate(num_layers or self._spec.num_layers, block_size, make)
+        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
 
     def write(self, layer: int, step: AttentionStep) -> None:
         caches = tokens_of(step.cache.keys[layer]), tokens_of(step.cache.values[layer])
@@ -96,8 +101,8 @@ class PagedAttention(TorchAttention):
                 step.values[first:],
                 metadata.chunk_starts,
                 metadata.chunks.longest,
-                self._spec.attention_scale,
-                self._spec.windows[layer],
+                self._spec.attention(layer).scale,
+                self._spec.attention(layer).window,
             )
             step.out[first:] = attended.flatten(1)
         else:
@@ -112,21 +117,21 @@ class PagedAttention(TorchAttention):
         shared: Tensor | None = None,
     ) -> None:
         """Attend for the sequences of `rows`, whose queries are `part` of the step's."""
-        spec, cache = self._spec, step.cache
+        spec, cache = self._spec.attention(layer), step.cache
         shape = PagedShape(
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
             cache.block_size,
-            spec.attention_scale,
-            spec.attention_cap,
-            spec.windows[layer],
+            spec.scale,
+            spec.cap,
+            spec.window,
         )
         operands = (
             step.queries[part],
             cache.keys[layer].transpose(1, 2),
             cache.values[layer].transpose(1, 2),
-            None if self._sinks is None else self._sinks[layer],
+            step.sinks,
             step.out[part],
         )
         if shared is None or shape.window:

@@ -1,11 +1,12 @@
 """Attention within whole texts, without a cache, in torch."""
 
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 
@@ -32,15 +33,19 @@ class TextAttention(AttentionBackend):
         self._dtype = dtype
         self._device = device
         self._bias = None if bias is None else bias.to(dtype)
-        self._addend = torch.empty((spec.num_heads, 0, 0), dtype=dtype, device=device)
+        self._addend = torch.empty((spec.attention(0).num_heads, 0, 0), dtype=dtype, device=device)
         """Bias of the longest text so far: [heads, tokens, tokens]"""
 
-    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
-        make = partial(torch.empty, (num_blocks, 0), dtype=self._dtype, device=self._device)
-        return KVCache.allocate(num_layers or self._spec.num_layers, block_size, make)
+    def allocate(
+        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+    ) -> KVCache:
+        def make(_: AttentionSpec) -> Tensor:
+            return torch.empty((num_blocks, 0), dtype=self._dtype, device=self._device)
+
+        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
-        window = self._spec.windows[layer]
+        spec = self._spec.attention(layer)
         out = step.out.view(step.queries.shape)
         start = 0
         for length in step.batch.query_lengths_host:
@@ -48,9 +53,9 @@ class TextAttention(AttentionBackend):
             queries, keys, values = (
                 heads[own].transpose(0, 1)[None] for heads in (step.queries, step.keys, step.values)
             )
-            mask = self._mask(length, window)
+            mask = self._mask(length, spec.window)
             attended = scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=self._spec.attention_scale
+                queries, keys, values, attn_mask=mask, scale=spec.scale
             )
             out[own] = attended[0].transpose(0, 1)
             start += length

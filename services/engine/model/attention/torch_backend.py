@@ -1,11 +1,12 @@
 """Attention in plain torch: all dtypes and devices, exact in float32."""
 
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 
@@ -30,17 +31,19 @@ class TorchAttention(AttentionBackend):
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
-        sinks: tuple[Tensor, ...] | None = None,
     ) -> None:
         self._spec = spec
-        self._sinks = sinks
         self._dtype = dtype
         self._device = device
 
-    def allocate(self, num_blocks: int, block_size: int, num_layers: int = 0) -> KVCache:
-        shape = (num_blocks, self._spec.num_kv_heads, block_size, self._spec.head_dim)
-        make = partial(torch.zeros, shape, dtype=self._dtype, device=self._device)
-        return KVCache.allocate(num_layers or self._spec.num_layers, block_size, make)
+    def allocate(
+        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+    ) -> KVCache:
+        def make(layer: AttentionSpec) -> Tensor:
+            shape = (num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         self._write_and_decode(layer, step)
@@ -61,14 +64,14 @@ class TorchAttention(AttentionBackend):
 
     def _decode(self, layer: int, step: AttentionStep) -> None:
         """Attend for all decoding sequences at once, padded to the longest."""
-        batch, cache, spec = step.batch, step.cache, self._spec
+        batch, cache, spec = step.batch, step.cache, self._spec.attention(layer)
         count = batch.num_decodes
         longest = max(batch.context_lengths_host[:count])
         tables = batch.block_tables[:count, : _blocks(longest, cache)].long()
         positions = torch.arange(tables.shape[1] * cache.block_size, device=self._device)
         lengths = batch.context_lengths[:count, None]
         visible = positions < lengths
-        if window := spec.windows[layer]:
+        if window := spec.window:
             visible &= positions >= lengths - window
         # Query heads that share a key head become rows of one query, so no key is repeated. Slots
         # past a context hold an earlier sequence's data: a NaN there would survive the mask.
@@ -77,17 +80,17 @@ class TorchAttention(AttentionBackend):
         values = _gather(cache.values[layer], tables).masked_fill_(stale, 0)
         grouped = step.queries[:count].reshape(count, spec.num_kv_heads, -1, spec.head_dim)
         mask = visible[:, None, None, :]
-        if spec.has_plain_attention:
+        if spec.is_plain:
             attended = scaled_dot_product_attention(
-                grouped, keys, values, attn_mask=mask, scale=spec.attention_scale
+                grouped, keys, values, attn_mask=mask, scale=spec.scale
             )
         else:
-            attended = self._attend_in_float32(layer, grouped, keys, values, mask)
+            attended = self._attend_in_float32(layer, step.sinks, grouped, keys, values, mask)
         step.out[:count] = attended.reshape(count, -1)
 
     def _prefill(self, layer: int, step: AttentionStep) -> None:
         """Attend for one prompt chunk after another: causally over its cached prefix and itself."""
-        batch, cache, spec = step.batch, step.cache, self._spec
+        batch, cache, spec = step.batch, step.cache, self._spec.attention(layer)
         out = step.out.view(step.queries.shape)
         start = batch.num_decodes
         for sequence in range(batch.num_decodes, len(batch.query_lengths_host)):
@@ -97,16 +100,23 @@ class TorchAttention(AttentionBackend):
             chunk = step.queries[None, start : start + length].transpose(1, 2)
             keys = _gather(cache.keys[layer], table)[:, :, :context]
             values = _gather(cache.values[layer], table)[:, :, :context]
-            attend = self._sdpa if spec.has_plain_attention else self._attend_in_pieces
+            attend = self._sdpa if spec.is_plain else self._attend_in_pieces
             ends = batch.visible_ends
             own = None if ends is None else ends[start : start + length]
-            attended = attend(layer, chunk, keys, values, own)
+            attended = attend(layer, step.sinks, chunk, keys, values, own)
             out[start : start + length] = attended[0].transpose(0, 1)
             start += length
 
     def _sdpa(
-        self, layer: int, chunk: Tensor, keys: Tensor, values: Tensor, ends: Tensor | None
+        self,
+        layer: int,
+        _: Tensor | None,
+        chunk: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        ends: Tensor | None,
     ) -> Tensor:
+        spec = self._spec.attention(layer)
         mask = self._mask(layer, chunk.shape[2], keys.shape[2], ends)
         return scaled_dot_product_attention(
             chunk,
@@ -114,15 +124,21 @@ class TorchAttention(AttentionBackend):
             values,
             attn_mask=mask,
             is_causal=mask is None,
-            scale=self._spec.attention_scale,
-            enable_gqa=self._spec.num_heads != self._spec.num_kv_heads,
+            scale=spec.scale,
+            enable_gqa=spec.num_heads != spec.num_kv_heads,
         )
 
     def _attend_in_pieces(
-        self, layer: int, chunk: Tensor, keys: Tensor, values: Tensor, ends: Tensor | None
+        self,
+        layer: int,
+        sinks: Tensor | None,
+        chunk: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        ends: Tensor | None,
     ) -> Tensor:
         """Attend in float32, some rows at a time to bound the memory of the scores."""
-        spec, (length, context) = self._spec, (chunk.shape[2], keys.shape[2])
+        spec, (length, context) = self._spec.attention(layer), (chunk.shape[2], keys.shape[2])
         pieces = []
         for first in range(0, length, _PIECE):
             piece = chunk[:, :, first : first + _PIECE]
@@ -135,34 +151,40 @@ class TorchAttention(AttentionBackend):
             )
             grouped = piece.reshape(1, spec.num_kv_heads, -1, spec.head_dim)
             seen = (keys[:, :, :end], values[:, :, :end])
-            attended = self._attend_in_float32(layer, grouped, *seen, mask)
+            attended = self._attend_in_float32(layer, sinks, grouped, *seen, mask)
             pieces.append(attended.view(1, spec.num_heads, rows, spec.head_dim))
         return torch.cat(pieces, dim=2)
 
     def _attend_in_float32(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+        self,
+        layer: int,
+        sinks: Tensor | None,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
     ) -> Tensor:
         """Attend with a softmax whose scores are soft-capped or have a sink beside them.
 
         queries: [n, kv_heads, rows, head_dim], one row for each query of each head in the group.
         """
-        spec = self._spec
-        scores = queries.float() @ keys.float().transpose(2, 3) * spec.attention_scale
-        if cap := spec.attention_cap:
+        spec = self._spec.attention(layer)
+        scores = queries.float() @ keys.float().transpose(2, 3) * spec.scale
+        if cap := spec.cap:
             scores = (scores / cap).tanh() * cap
         scores = scores.masked_fill(~mask, -torch.inf)
-        if self._sinks is None:
+        if sinks is None:
             return (scores.softmax(dim=3) @ values.float()).to(queries.dtype)
         group = spec.num_heads // spec.num_kv_heads
-        sinks = self._sinks[layer].view(spec.num_kv_heads, group)
-        sinks = sinks.repeat_interleave(scores.shape[2] // group, dim=1)
-        column = sinks[None, :, :, None].expand(len(scores), -1, -1, 1)
+        grouped = sinks.view(spec.num_kv_heads, group)
+        grouped = grouped.repeat_interleave(scores.shape[2] // group, dim=1)
+        column = grouped[None, :, :, None].expand(len(scores), -1, -1, 1)
         weights = torch.cat((scores, column), dim=3).softmax(dim=3)[..., :-1]
         return (weights @ values.float()).to(queries.dtype)
 
     def _mask(self, layer: int, length: int, context: int, ends: Tensor | None) -> Tensor | None:
         """Return bool [length, context], or None if torch's own causal mask suffices."""
-        window = self._spec.windows[layer]
+        window = self._spec.attention(layer).window
         if ends is None and length == context and (not window or context <= window):
             return None
         return self._visible(layer, length, context, context, ends)
@@ -174,7 +196,7 @@ class TorchAttention(AttentionBackend):
 
         ends: as StepBatch.visible_ends, of these tokens. Returns bool [length, context].
         """
-        window = self._spec.windows[layer]
+        window = self._spec.attention(layer).window
         rows = torch.arange(last - length, last, device=self._device)[:, None]
         columns = torch.arange(context, device=self._device)
         visible = columns <= rows if ends is None else columns < ends[:, None]

@@ -56,11 +56,10 @@ class XformersAttention(PagedAttention):
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
-        sinks: tuple[Tensor, ...] | None = None,
     ) -> None:
-        super().__init__(spec, dtype, device, sinks)
-        self._has_split_k = (
-            self._is_supported and spec.has_plain_attention and spec.head_dim in _HEAD_DIMS
+        super().__init__(spec, dtype, device)
+        self._has_split_k = self._is_supported and all(
+            each.is_plain and each.head_dim in _HEAD_DIMS for each in spec.attention_layers.values()
         )
         self.reads_shared_once = self._is_supported and not self._has_split_k
         self._bias: tuple[StepBatch, object] | None = None
@@ -68,13 +67,14 @@ class XformersAttention(PagedAttention):
 
     def _decode(self, layer: int, step: AttentionStep) -> None:
         has_chunks = len(step.batch.query_lengths_host) > step.batch.num_decodes
-        if self._has_split_k and not self._spec.windows[layer] and not has_chunks:
+        if self._has_split_k and not self._spec.attention(layer).window and not has_chunks:
             self._decode_by_split_k(layer, step)
         else:
             super()._decode(layer, step)
 
     def _decode_by_split_k(self, layer: int, step: AttentionStep) -> None:
-        spec, cache, count = self._spec, step.cache, step.batch.num_decodes
+        spec, cache = self._spec.attention(layer), step.cache
+        count = step.batch.num_decodes
         rows, group = row_bucket(count), spec.num_heads // spec.num_kv_heads
         queries = step.queries
         if rows != count:  # the kernel is compiled for a number of rows
@@ -97,7 +97,7 @@ class XformersAttention(PagedAttention):
                 keys,
                 values,
                 attn_bias=self._bias_of(step.batch, cache.block_size),
-                scale=spec.attention_scale,
+                scale=spec.scale,
             ),
             needs_gradient=False,
         )

@@ -8,6 +8,7 @@ from services.engine.model.checkpoint.config import JsonObject
 
 __all__ = [
     "FAMILIES",
+    "DeltaNetNames",
     "EncoderTraits",
     "ExpertTensorNames",
     "Family",
@@ -46,6 +47,11 @@ class ExpertTensorNames:
     gate: tuple[str, ...]
     down: str
     """Without "{}", each tensor stacks all experts and `gate` interleaves its products' outputs"""
+    shared_gate: tuple[str, ...] = ()
+    """The expert that every token has; empty: there is none"""
+    shared_down: str = ""
+    shared_router: str = ""
+    """Its factor is the sigmoid of this product"""
     module: str = "mlp"
     """Module of router and experts in transformers 5, whose names adapters have"""
 
@@ -57,6 +63,21 @@ class ExpertTensorNames:
     def router_module(self) -> str:
         """The router's name in transformers 5."""
         return f"{self.module}.{self.router.rpartition('.')[2]}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetNames:
+    """Tensor names of a gated delta net; those of linear layers without .weight."""
+
+    inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    """Queries, keys and values, then the output gate; or one tensor, key head by key head"""
+    rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+    """Beta, then the decay; or one tensor, key head by key head"""
+    convolution: str = "linear_attn.conv1d.weight"
+    a_log: str = "linear_attn.A_log"
+    dt_bias: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm.weight"
+    output: str = "linear_attn.out_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +110,8 @@ class TensorNames:
     down: str = "mlp.down_proj"
     feed_forward_post_norm: str | None = None
     experts: ExpertTensorNames | None = None
+    delta_net: DeltaNetNames | None = None
+    """Tensors of the layers that layer_types calls linear_attention"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors that some files hold and the model does not need"""
 
@@ -153,6 +176,8 @@ class Family:
     """attention_bias gives q, k, v and o a bias"""
     reads_mlp_bias: bool = False
     """mlp_bias gives gate, up and down a bias"""
+    has_output_gate: bool = False
+    """q_proj has a gate of attention's output behind each head's queries"""
     qk_norm: QkNorm = QkNorm.NONE
     layer_norm: bool = False
     """Norms are LayerNorms with a bias rather than RMSNorms"""
@@ -195,6 +220,24 @@ _GEMMA = TensorNames(
     feed_forward_norm="pre_feedforward_layernorm",
     feed_forward_post_norm="post_feedforward_layernorm",
 )
+_QWEN_EXPERTS = ExpertTensorNames(
+    router="mlp.gate",
+    gate=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    down="mlp.experts.{}.down_proj",
+    shared_gate=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    shared_down="mlp.shared_expert.down_proj",
+    shared_router="mlp.shared_expert_gate",
+)
+_QWEN_HYBRID: JsonObject = {
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "partial_rotary_factor": 0.25,
+}
 _QWEN: JsonObject = {"use_sliding_window": False, "max_window_layers": 28}
 
 FAMILIES: Mapping[str, Family] = {
@@ -376,6 +419,46 @@ FAMILIES: Mapping[str, Family] = {
             reads_attention_bias=True,
             qk_norm=QkNorm.HEAD,
             windows=WindowRule.ALL,
+        ),
+        Family(
+            "Qwen3NextForCausalLM",
+            names=TensorNames(
+                experts=_QWEN_EXPERTS,
+                delta_net=DeltaNetNames(
+                    inputs=("linear_attn.in_proj_qkvz",), rates=("linear_attn.in_proj_ba",)
+                ),
+                ignored=("mtp.*",),
+            ),
+            defaults={
+                **_QWEN_HYBRID,
+                "norm_topk_prob": True,
+            },
+            reads_attention_bias=True,
+            has_output_gate=True,
+            qk_norm=QkNorm.HEAD,
+            norm_offset=True,
+        ),
+        Family(
+            "Qwen3_5ForCausalLM",
+            names=TensorNames(delta_net=DeltaNetNames(), ignored=("mtp.*", "model.visual.*")),
+            defaults=_QWEN_HYBRID,
+            reads_attention_bias=True,
+            has_output_gate=True,
+            qk_norm=QkNorm.HEAD,
+            norm_offset=True,
+        ),
+        Family(
+            "Qwen3_5MoeForCausalLM",
+            names=TensorNames(
+                experts=_QWEN_EXPERTS,
+                delta_net=DeltaNetNames(),
+                ignored=("mtp.*", "model.visual.*"),
+            ),
+            defaults={**_QWEN_HYBRID, "norm_topk_prob": True},
+            reads_attention_bias=True,
+            has_output_gate=True,
+            qk_norm=QkNorm.HEAD,
+            norm_offset=True,
         ),
         Family(
             "GptOssForCausalLM",

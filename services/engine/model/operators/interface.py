@@ -297,6 +297,10 @@ class Operators(ABC):
         """Return rows of a product's input row by row; a view where they lie so."""
         return rows
 
+    def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
+        """Multiply `out`, in the layout of products, by the sigmoid of `gates`; both [n, width]."""
+        out *= gates.sigmoid()
+
     def keep(self, rows: Tensor, kept: Tensor | None) -> None:
         """Move the rows `kept` to the front, over the others; None keeps all.
 

@@ -71,6 +71,9 @@ class TiledOperators(NativeOperators):
     def arrange(self, rows: Tensor, out: Tensor) -> None:
         _whole_tiles(out).copy_(to_tiles(rows))
 
+    def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
+        _whole_tiles(out).mul_(to_tiles(gates.sigmoid()))
+
     def gather(self, rows: Tensor, index: Tensor) -> Tensor:
         gathered = self.temporary(len(index), rows.shape[1])
         place = torch.arange(len(index))

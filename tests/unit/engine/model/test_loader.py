@@ -296,7 +296,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(
     ours = load_spec(tmp_path)
     theirs = AutoConfig.from_pretrained(tmp_path)
     local = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", [])]
-    assert [bool(window) for window in ours.windows] == local
+    assert [bool(layer.window) for layer in ours.attention_layers] == local
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.norm_epsilon == theirs.rms_norm_eps
     bases = {
@@ -307,10 +307,11 @@ def test_defaults_of_absent_keys_are_those_of_transformers(
             else [theirs.rope_parameters]
         )
     }
-    kinds = {rotary for rotary in ours.rotaries if rotary is not None}
+    rotaries = [layer.rotary for layer in ours.attention_layers]
+    kinds = {rotary for rotary in rotaries if rotary is not None}
     assert len(kinds) == len(bases)
     rotates = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
-    assert [rotary is not None for rotary in ours.rotaries] == [bool(does) for does in rotates]
+    assert [rotary is not None for rotary in rotaries] == [bool(does) for does in rotates]
 
 
 def test_sharded_checkpoint_loads(tmp_path: Path) -> None:
@@ -348,7 +349,7 @@ def test_keys_of_older_releases_are_read(checkpoint: Path) -> None:
     )
     old = load_spec(checkpoint)
     assert old.dtype == "bfloat16"
-    old_rotary, new_rotary = old.rotaries[0], new.rotaries[0]
+    old_rotary, new_rotary = old.attention(0).rotary, new.attention(0).rotary
     assert old_rotary is not None
     assert new_rotary is not None
     assert old_rotary.frequencies == tuple(f / 2 for f in new_rotary.frequencies)

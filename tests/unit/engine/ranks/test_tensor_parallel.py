@@ -1,8 +1,9 @@
 """Tensor parallelism: two ranks agree with a single process."""
 
+import json
 import multiprocessing
 import os
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from services.engine.execution.decode_graphs import DecodeGraphs
 from services.engine.execution.model_runner import ModelRunner
 from services.engine.messages import AddRequest
 from services.engine.model.adapters.adapters import ConvertedAdapter
-from services.engine.model.architecture.spec import ExpertsSpec, ModelSpec
+from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
@@ -363,24 +364,30 @@ def spec(checkpoints: dict[str, Path]) -> ModelSpec:
 
 
 @pytest.mark.parametrize(
-    ("change", "ranks", "complaint"),
+    ("name", "change", "ranks", "complaint"),
     [
-        ({}, 3, r"num_attention_heads \(4\)"),
-        ({"num_heads": 6}, 3, r"num_key_value_heads \(2\)"),
-        ({"intermediate_size": 129}, 2, r"intermediate_size \(129\)"),
-        ({"experts": ExpertsSpec(4, 2, 33, True, (), False)}, 2, r"experts' .* \(33\)"),
-        ({"vocab_size": 5}, 4, r"vocab_size \(5\)"),
+        ("qwen3", {}, 3, r"num_attention_heads \(4\)"),
+        ("qwen3", {"num_attention_heads": 6}, 3, r"num_key_value_heads \(2\)"),
+        ("qwen3", {"intermediate_size": 129}, 2, r"intermediate_size \(129\)"),
+        ("qwen3 moe", {"moe_intermediate_size": 33}, 2, r"experts' .* \(33\)"),
+        ("qwen3", {"vocab_size": 5}, 4, r"vocab_size \(5\)"),
     ],
 )
 def test_indivisible_model_is_refused_with_the_reason(
-    spec: ModelSpec, change: dict[str, object], ranks: int, complaint: str
+    checkpoints: dict[str, Path],
+    name: str,
+    change: Mapping[str, int],
+    ranks: int,
+    complaint: str,
 ) -> None:
+    config = json.loads((checkpoints[name] / "config.json").read_text())
+    spec = ModelSpec.from_config({**config, **change})
     with pytest.raises(StartupError, match=f"into {ranks} parts: .*{complaint}"):
-        Shard(0, ranks).of(replace(spec, **change))  # type: ignore[arg-type]
+        Shard(0, ranks).of(spec)
 
 
 def test_more_ranks_than_key_heads_share_heads(spec: ModelSpec) -> None:
-    assert Shard(0, 4).of(spec).num_kv_heads == 1
+    assert Shard(0, 4).of(spec).attention(0).num_kv_heads == 1
     assert [Shard(number, 4).of_heads(2).number for number in range(4)] == [0, 0, 1, 1]
 
 

@@ -212,8 +212,9 @@ def test_fp8_checkpoint_stays_fp8(
     parameters, tensors = dict(model.named_parameters()), load_file(tmp_path / "model.safetensors")
     for index, layer in enumerate(decoder._weights.layers):
         name = f"model.layers.{index}.self_attn.o_proj.weight"
-        assert isinstance(layer.output, AdaptedProjection)
-        output = layer.output.base
+        projection = layer.mixer.output
+        assert isinstance(projection, AdaptedProjection)
+        output = projection.base
         is_rounded = isinstance(output, operators._ScaledProjection)
         assert is_rounded == (index > 0) == (tensors[name].dtype == FP8)
         if isinstance(output, operators._ScaledProjection):

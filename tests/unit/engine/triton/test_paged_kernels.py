@@ -16,9 +16,9 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionStep
 from services.engine.model.attention.torch_backend import TorchAttention
-from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.loader import load_spec
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.specs import one_layer
 
 kernels = pytest.importorskip("services.engine.model.attention.paged_kernels")
 
@@ -71,16 +71,15 @@ class Layer:
     def __init__(self, base: ModelSpec, case: Case, dtype: torch.dtype) -> None:
         torch.manual_seed(3)
         self.case, self.dtype = case, dtype
-        self.spec = dataclasses.replace(
+        self.spec = one_layer(
             base,
-            num_layers=1,
             num_heads=case.heads,
             num_kv_heads=case.kv_heads,
             head_dim=case.head_dim,
-            windows=(case.window,),
-            attention_scale=case.head_dim**-0.5,
-            attention_cap=case.cap,
-            family=FAMILIES["GptOssForCausalLM"] if case.has_sinks else base.family,
+            window=case.window,
+            scale=case.head_dim**-0.5,
+            cap=case.cap,
+            has_sinks=case.has_sinks,
         )
         self.sinks = torch.linspace(-2, 3, case.heads) if case.has_sinks else None
 
@@ -102,9 +101,7 @@ class Layer:
             batch.block_tables[:, :shared] = batch.block_tables[0, :shared].clone()
         if images:
             batch = dataclasses.replace(batch, visible_ends=image_ends(spans))
-        plain = TorchAttention(
-            self.spec, torch.float32, CPU, None if self.sinks is None else (self.sinks,)
-        )
+        plain = TorchAttention(self.spec, torch.float32, CPU)
         cache = plain.allocate(int(batch.block_tables.max()) + 1, PAGE)
         for pages in (cache.keys[0], cache.values[0]):
             pages.fill_(torch.nan)
@@ -120,16 +117,15 @@ class Layer:
         queries = together[:, : case.heads]
         expected = torch.empty(rows, case.heads * case.head_dim)
         none = torch.empty(0)
-        plain.attend(
-            0, AttentionStep(queries.float(), none, none, batch, cache, expected, is_written=True)
-        )
+        read = (queries.float(), none, none, batch, cache, expected)
+        plain.attend(0, AttentionStep(*read, self.sinks, is_written=True))
         out = torch.full((rows, case.heads * case.head_dim), torch.nan, dtype=self.dtype)
         shape = kernels.PagedShape(
             case.heads,
             case.kv_heads,
             case.head_dim,
             PAGE,
-            self.spec.attention_scale,
+            self.spec.attention(0).scale,
             case.cap,
             case.window,
         )

@@ -20,9 +20,9 @@ from services.engine.model.attention import torch_backend
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.native_backend import NativeAttention, TiledAttention
 from services.engine.model.attention.torch_backend import TorchAttention
-from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.loader import load_spec
 from tests.unit.engine.checkpoints import CONFIGS, keep_last, make_checkpoint
+from tests.unit.engine.specs import one_layer
 from tests.unit.engine.tiles import to_rows
 
 BLOCK = 32
@@ -40,29 +40,26 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 def make_spec(base: ModelSpec, heads: int, kv_heads: int, head_dim: int, window: int) -> ModelSpec:
-    return dataclasses.replace(
+    return one_layer(
         base,
-        num_layers=1,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        windows=(window,),
-        attention_scale=head_dim**-0.5,
+        window=window,
+        scale=head_dim**-0.5,
     )
 
 
-def make_backend(
-    kind: str, spec: ModelSpec, dtype: torch.dtype, sinks: tuple[Tensor, ...] | None = None
-) -> AttentionBackend:
+def make_backend(kind: str, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend:
     if kind == "torch":
-        return TorchAttention(spec, dtype, torch.device("cpu"), sinks)
+        return TorchAttention(spec, dtype, torch.device("cpu"))
     if native is None:
         pytest.skip("the kernels were not built")
     if kind == "native":
-        return NativeAttention(native, spec, dtype, sinks)
+        return NativeAttention(native, spec, dtype)
     if native.limit_instruction_set(MACHINES[kind]) != MACHINES[kind]:
         pytest.skip(f"this machine lacks {kind}")
-    return TiledAttention(native, spec, sinks)
+    return TiledAttention(native, spec)
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +77,11 @@ MACHINES = {"avx512 bf16": InstructionSet.AVX512_BF16, "amx": InstructionSet.AMX
 class Case:
     """Sequences with random keys and values; all but each one's last tokens are cached before."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelSpec, dtype: torch.dtype, sinks: Tensor | None = None) -> None:
         torch.manual_seed(7)
-        self.spec = spec
+        self.model = model
+        self.sinks = sinks
+        self.spec = spec = model.attention(0)
         self.spans = [(1, context) for context in CONTEXTS] + list(CHUNKS)
         self.keys = [torch.randn(c, spec.num_kv_heads, spec.head_dim) for _, c in self.spans]
         self.values = [torch.randn(c, spec.num_kv_heads, spec.head_dim) for _, c in self.spans]
@@ -184,13 +183,15 @@ class Case:
             queries = queries[: len(some.indices)]
         rows = len(queries)
         out = torch.empty(-(-rows // TILE) * TILE, queries[0].numel(), dtype=keys.dtype)
-        backend.attend(0, AttentionStep(queries, keys, values, batch, cache, out[:rows]))
+        backend.attend(
+            0, AttentionStep(queries, keys, values, batch, cache, out[:rows], self.sinks)
+        )
         tiled = isinstance(backend, TiledAttention)
         return (to_rows(out) if tiled else out)[:rows].float()
 
-    def expected(self, sinks: Tensor | None = None) -> Tensor:
+    def expected(self) -> Tensor:
         """Return attention by its definition, in float64."""
-        spec, window = self.spec, self.spec.windows[0]
+        spec, window, sinks = self.spec, self.spec.window, self.sinks
         rows = []
         for (length, context), image, q, k, v in zip(
             self.spans, self.images, self.queries, self.keys, self.values, strict=True
@@ -198,13 +199,13 @@ class Case:
             group = spec.num_heads // spec.num_kv_heads
             keys = k.double().repeat_interleave(group, dim=1)
             values = v.double().repeat_interleave(group, dim=1)
-            scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * spec.attention_scale
+            scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * spec.scale
             at = torch.arange(context - length, context)[:, None]
             ends = [image.stop if p in image else p + 1 for p in range(context - length, context)]
             seen = torch.arange(context) < torch.tensor(ends)[:, None]
             if window:
                 seen &= torch.arange(context) > at - window
-            if cap := spec.attention_cap:
+            if cap := spec.cap:
                 scores = cap * torch.tanh(scores / cap)
             scores = scores.masked_fill(~seen, -torch.inf)
             if sinks is None:
@@ -249,7 +250,7 @@ def test_decodes_and_chunks_equal_the_definition(
     shape: tuple[int, int, int, int],
 ) -> None:
     case = Case(make_spec(base, *shape), dtype)
-    attended = case.run(make_backend(kind, case.spec, dtype))
+    attended = case.run(make_backend(kind, case.model, dtype))
     torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
 
 
@@ -269,7 +270,7 @@ def test_tokens_of_an_image_see_each_other(
     case.put_images()
     lengths = [length for length, _ in case.spans]
     kept = [1 + length // 2 if narrowed else length for length in lengths]
-    backend = make_backend(kind, case.spec, dtype)
+    backend = make_backend(kind, case.model, dtype)
     attended = case.run(backend, stale=torch.nan, kept=kept if narrowed else None)
     expected = case.expected()[keep_last(lengths, kept).indices]
     torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
@@ -288,7 +289,7 @@ def test_fewer_queries_than_keys_attend_to_all_keys(
     case = Case(make_spec(base, *shape), dtype)
     lengths = [length for length, _ in case.spans]
     kept = [1] * len(CONTEXTS) + [1, 1, *(1 + length // 2 for length, _ in CHUNKS[2:])]
-    attended = case.run(make_backend(kind, case.spec, dtype), stale=torch.nan, kept=kept)
+    attended = case.run(make_backend(kind, case.model, dtype), stale=torch.nan, kept=kept)
     expected = case.expected()[keep_last(lengths, kept).indices]
     torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
 
@@ -308,7 +309,7 @@ def test_block_is_readable_in_the_step_that_fills_it(
     """The scheduler shares a block as soon as its last token is scheduled."""
     case = Case(make_spec(base, 8, 2, 64, 0), dtype)
     case.share_a_block()
-    backend = make_backend(kind, case.spec, dtype)
+    backend = make_backend(kind, case.model, dtype)
     attended = case.run(backend, stale=3.0)
     torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
 
@@ -330,10 +331,9 @@ def test_soft_caps_and_sinks_equal_the_definition(
     """Gemma 2's and gpt-oss's softmax; the torch backend computes scores in several pieces."""
     monkeypatch.setattr(torch_backend, "_PIECE", 32)
     spec = make_spec(base, 8, 2, 64, window)
-    family = base.family if sinks is None else FAMILIES["GptOssForCausalLM"]
-    case = Case(dataclasses.replace(spec, family=family, attention_cap=cap), dtype)
-    backend = make_backend(kind, case.spec, dtype, None if sinks is None else (sinks,))
-    expected = case.expected(sinks)
+    case = Case(one_layer(spec, cap=cap, has_sinks=sinks is not None), dtype, sinks)
+    backend = make_backend(kind, case.model, dtype)
+    expected = case.expected()
     torch.testing.assert_close(case.run(backend), expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(case.run(backend, stale=torch.nan), case.run(backend))
 
@@ -348,9 +348,10 @@ def test_extreme_sinks_take_none_or_all_of_the_weight(
     base: ModelSpec, kind: str, dtype: torch.dtype, sink: float
 ) -> None:
     spec = make_spec(base, 8, 2, 64, 0)
-    case = Case(dataclasses.replace(spec, family=FAMILIES["GptOssForCausalLM"]), dtype)
-    expected = case.expected() if sink < 0 else torch.zeros_like(case.expected())
-    attended = case.run(make_backend(kind, case.spec, dtype, (torch.full((8,), sink),)))
+    without = Case(spec, dtype).expected()
+    expected = without if sink < 0 else torch.zeros_like(without)
+    case = Case(one_layer(spec, has_sinks=True), dtype, torch.full((8,), sink))
+    attended = case.run(make_backend(kind, case.model, dtype))
     torch.testing.assert_close(attended, expected, atol=2e-2, rtol=2e-2)
 
 
@@ -358,10 +359,10 @@ def test_extreme_sinks_take_none_or_all_of_the_weight(
 def test_older_instruction_sets_equal_the_definition(
     base: ModelSpec, highest: InstructionSet
 ) -> None:
-    spec = dataclasses.replace(make_spec(base, 6, 2, 24, 0), attention_cap=1.5)
+    spec = one_layer(make_spec(base, 6, 2, 24, 0), cap=1.5)
     case = Case(spec, torch.float32)
     with limit_instruction_set(highest):
-        attended = case.run(make_backend("native", case.spec, torch.float32))
+        attended = case.run(make_backend("native", case.model, torch.float32))
     torch.testing.assert_close(attended, case.expected(), atol=1e-5, rtol=1e-5)
 
 
@@ -377,7 +378,7 @@ def test_older_instruction_sets_equal_the_definition(
 def test_stale_cache_content_has_no_effect(base: ModelSpec, kind: str, dtype: torch.dtype) -> None:
     """A request whose values overflowed must not affect requests that reuse its blocks."""
     case = Case(make_spec(base, 8, 2, 64, 0), dtype)
-    backend = make_backend(kind, case.spec, dtype)
+    backend = make_backend(kind, case.model, dtype)
     assert torch.equal(case.run(backend, stale=torch.nan), case.run(backend))
 
 
@@ -397,7 +398,7 @@ def test_scores_that_grow_along_the_context_stay_exact(
     case = Case(make_spec(base, 8, 2, 64, 0), dtype)
     for keys in case.keys:
         keys *= torch.linspace(1, 60, len(keys), dtype=dtype)[:, None, None]
-    attended = case.run(make_backend(kind, case.spec, dtype))
+    attended = case.run(make_backend(kind, case.model, dtype))
     torch.testing.assert_close(attended, case.expected(), atol=tolerance, rtol=tolerance)
 
 
@@ -410,7 +411,7 @@ def test_overflow_of_a_sequence_leaves_the_others_unchanged(
 ) -> None:
     """Attention over infinite keys must also terminate."""
     case = Case(make_spec(base, 8, 2, 64, 0), dtype)
-    backend = make_backend(kind, case.spec, dtype)
+    backend = make_backend(kind, case.model, dtype)
     before = case.run(backend)
     case.keys[-1][500:] = torch.inf
     rows = len(case.queries[-1])
@@ -425,7 +426,7 @@ def test_block_size_that_is_not_whole_tiles_is_refused(base: ModelSpec, kind: st
 
 def test_cache_takes_the_memory_it_states(base: ModelSpec) -> None:
     """The engine sizes KV memory by this figure: too small a value exhausts the memory."""
-    spec = dataclasses.replace(base, windows=(0,) * base.num_layers)
+    spec = base
     cache = TorchAttention(spec, torch.float32, torch.device("cpu")).allocate(5, BLOCK)
     held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
     assert held == 5 * KVCache.bytes_per_block(spec, BLOCK, torch.float32)

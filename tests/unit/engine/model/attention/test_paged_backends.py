@@ -21,6 +21,7 @@ from services.engine.model.attention.interface import AttentionBackend, Attentio
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
 from tests.unit.engine.checkpoints import CONFIGS, keep_last, make_checkpoint
+from tests.unit.engine.specs import one_layer
 
 paged = pytest.importorskip("services.engine.model.attention.paged_backend")
 xformers = pytest.importorskip("services.engine.model.attention.xformers_backend")
@@ -40,13 +41,11 @@ HEADS = [(4, 2), (3, 3), (8, 1)]
 @pytest.fixture
 def spec(tmp_path: Path) -> ModelSpec:
     make_checkpoint(tmp_path, CONFIGS["llama"])
-    return dataclasses.replace(
-        load_spec(tmp_path), num_layers=1, head_dim=HEAD_DIM, attention_scale=0.25
-    )
+    return one_layer(load_spec(tmp_path), head_dim=HEAD_DIM, scale=0.25)
 
 
 def with_heads(spec: ModelSpec, heads: int, kv_heads: int, window: int = 0) -> ModelSpec:
-    return dataclasses.replace(spec, num_heads=heads, num_kv_heads=kv_heads, windows=(window,))
+    return one_layer(spec, num_heads=heads, num_kv_heads=kv_heads, window=window)
 
 
 class Case:
@@ -85,7 +84,7 @@ class Case:
         for kind in ("keys", "values"):
             [one], [other] = (getattr(cache, kind) for cache in self.caches)
             other.copy_(one.copy_(torch.randn(one.shape)))
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        heads, kv_heads = spec.attention(0).num_heads, spec.attention(0).num_kv_heads
         together = torch.randn(len(positions), heads + 2 * kv_heads, HEAD_DIM, dtype=DTYPE)
         self.heads = together.tensor_split((heads, heads + kv_heads), dim=1)
 
@@ -101,7 +100,7 @@ class Case:
         queries, keys, values = self.heads
         out = torch.full((len(queries), queries[0].numel()), torch.nan, dtype=DTYPE)
         cache: KVCache = self.caches[which]
-        step = AttentionStep(queries, keys, values, self.batch, cache, out, is_written)
+        step = AttentionStep(queries, keys, values, self.batch, cache, out, is_written=is_written)
         self.backends[which].attend(0, step)
         return out
 

@@ -85,13 +85,16 @@ def test_absent_settings_of_the_decoder_are_those_of_transformers(
     theirs: Any = LlavaConfig(text_config={"model_type": decoder.model_type}).text_config
     assert ours.vocab_size == theirs.vocab_size
     assert ours.hidden_size == theirs.hidden_size
-    assert ours.intermediate_size == theirs.intermediate_size
+    attention = ours.attention(0)
+    assert ours.layers[0].feed_forward.width == theirs.intermediate_size
     assert ours.num_layers == theirs.num_hidden_layers
-    assert ours.num_heads == theirs.num_attention_heads
-    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert attention.num_heads == theirs.num_attention_heads
+    assert attention.num_kv_heads == theirs.num_key_value_heads
     assert ours.context_length == theirs.max_position_embeddings
     assert ours.norm_epsilon == theirs.rms_norm_eps
-    assert set(ours.windows) == {getattr(theirs, "sliding_window", None) or 0}
+    assert {layer.window for layer in ours.attention_layers} == {
+        getattr(theirs, "sliding_window", None) or 0
+    }
 
 
 def test_unknown_decoder_is_refused_by_name() -> None:

@@ -1,0 +1,241 @@
+"""Layers of a decoder or an encoder, read from config.json."""
+
+import math
+
+from services.engine.model.architecture.activation import Activation, Nonlinearity
+from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.layers import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    MixerSpec,
+)
+from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.families import Family, WindowRule
+
+__all__ = ["read_layers"]
+
+
+def read_layers(
+    config: Config, family: Family, hidden_size: int, context_length: int, *, has_mxfp4: bool
+) -> tuple[LayerSpec, ...]:
+    """Read all layers. has_mxfp4: experts are stored as MXFP4.
+
+    Raises CheckpointError for a missing or mistyped value, and for values that contradict one
+    another.
+    """
+    num_layers = config.positive("num_hidden_layers")
+    mixers: list[MixerSpec] = [
+        *_attention_layers(config, family, hidden_size, context_length, num_layers)
+    ]
+    if family.names.delta_net is not None:
+        shape = _delta_shape(config)
+        for layer, kind in enumerate(_hybrid_kinds(config, num_layers)):
+            if kind == "linear_attention":
+                mixers[layer] = shape
+    feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
+    return tuple(map(LayerSpec, mixers, feed_forwards))
+
+
+def _attention_layers(
+    config: Config, family: Family, hidden_size: int, context_length: int, num_layers: int
+) -> list[AttentionSpec]:
+    num_heads = config.positive("num_attention_heads")
+    num_kv_heads = config.positive("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('num_attention_heads')} ({num_heads}) is not a "
+            f"multiple of num_key_value_heads ({num_kv_heads})."
+        )
+    head_dim = _head_dim(config, hidden_size, num_heads)
+    local = _local_layers(config, family.windows, num_layers)
+    window = config.positive("sliding_window") if any(local) else 0
+    if family.encoder is not None:
+        window = window // 2 + 1
+    has_bias = family.reads_attention_bias and config.flag("attention_bias", False)
+    return [
+        AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=_attention_scale(config, family, head_dim),
+            cap=config.number("attn_logit_softcapping", 0.0) if family.reads_soft_caps else 0.0,
+            window=window if is_local else 0,
+            rotary=rotary,
+            qkv_bias=family.qkv_bias or has_bias,
+            output_bias=has_bias,
+            has_sinks=family.names.sinks is not None,
+            has_output_gate=family.has_output_gate,
+        )
+        for is_local, rotary in zip(
+            local, _rotaries(config, family, local, head_dim, context_length), strict=True
+        )
+    ]
+
+
+def _delta_shape(config: Config) -> DeltaShape:
+    try:
+        return DeltaShape(
+            key_heads=config.positive("linear_num_key_heads"),
+            value_heads=config.positive("linear_num_value_heads"),
+            key_dim=config.positive("linear_key_head_dim"),
+            value_dim=config.positive("linear_value_head_dim"),
+            conv_width=config.positive("linear_conv_kernel_dim"),
+            norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{config.file}: {error}.") from None
+
+
+def _hybrid_kinds(config: Config, num_layers: int) -> tuple[str, ...]:
+    """Return the type of each layer."""
+    if config.has("layer_types"):
+        return _layer_types(config, num_layers, ("linear_attention", "full_attention"))
+    interval = config.positive("full_attention_interval")
+    return tuple(
+        "linear_attention" if (layer + 1) % interval else "full_attention"
+        for layer in range(num_layers)
+    )
+
+
+def _head_dim(config: Config, hidden_size: int, num_heads: int) -> int:
+    if not config.has("head_dim") and hidden_size % num_heads:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('hidden_size')} ({hidden_size}) is not a multiple of "
+            f"{config.file_key('num_attention_heads')} ({num_heads}), and head_dim is missing."
+        )
+    head_dim = config.positive("head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise CheckpointError(f"{config.file}: head_dim ({head_dim}) is odd, so RoPE cannot apply.")
+    return head_dim
+
+
+def _feed_forward_layers(
+    config: Config, family: Family, hidden_size: int, num_layers: int, has_mxfp4: bool
+) -> list[FeedForwardSpec]:
+    inner = None if family.inner_factor is None else family.inner_factor * hidden_size
+    dense = DenseSpec(
+        width=config.positive("intermediate_size", inner),
+        activation=_activation(config, family),
+        has_bias=family.reads_mlp_bias and config.flag("mlp_bias", False),
+    )
+    if family.names.experts is None:
+        return [dense] * num_layers
+    has_shared = bool(family.names.experts.shared_gate)
+    experts = _experts(config, dense, has_mxfp4, has_shared)
+    plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)
+    return [
+        experts if layer not in plain and (layer + 1) % step == 0 else dense
+        for layer in range(num_layers)
+    ]
+
+
+def _activation(config: Config, family: Family) -> Activation:
+    if family.clamped_swiglu:
+        alpha, limit = config.number("swiglu_alpha"), config.positive_number("swiglu_limit")
+        return Activation(Nonlinearity.CLAMPED_SWIGLU, alpha=alpha, limit=limit)
+    name = config.text("hidden_act", "silu")
+    known = {
+        "silu": Nonlinearity.SILU,
+        "gelu": Nonlinearity.GELU,
+        "gelu_new": Nonlinearity.GELU_TANH,
+        "gelu_pytorch_tanh": Nonlinearity.GELU_TANH,
+    }
+    if name not in known:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('hidden_act')} {name} is not supported. Supported: "
+            f"{', '.join(known)}."
+        )
+    return Activation(known[name], family.gated)
+
+
+def _experts(config: Config, dense: DenseSpec, has_mxfp4: bool, has_shared: bool) -> ExpertsSpec:
+    # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
+    count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
+    per_token = config.positive("num_experts_per_tok")
+    if per_token > count:
+        raise CheckpointError(
+            f"{config.file}: num_experts_per_tok ({per_token}) exceeds the {count} experts."
+        )
+    return ExpertsSpec(
+        count=count,
+        per_token=per_token,
+        width=config.positive("moe_intermediate_size", dense.width),
+        activation=dense.activation,
+        has_bias=dense.has_bias,
+        normalized=config.flag("norm_topk_prob", False),
+        is_mxfp4=has_mxfp4,
+        shared_width=config.positive("shared_expert_intermediate_size") if has_shared else 0,
+    )
+
+
+def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
+    if config.flag("scale_attn_by_inverse_layer_idx", False):
+        raise CheckpointError(f"{config.file}: scale_attn_by_inverse_layer_idx is not supported.")
+    if not config.flag("scale_attn_weights", True):
+        return 1.0
+    if family.reads_multipliers:
+        return config.positive_number("attention_multiplier", 1.0)
+    return 1 / math.sqrt(config.positive_number("query_pre_attn_scalar", head_dim))
+
+
+def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it attends over a sliding window only."""
+    has_windows = rule is not WindowRule.NONE and config.has("sliding_window")
+    if not has_windows or not config.flag("use_sliding_window", True):
+        return (False,) * num_layers
+    if rule is WindowRule.ALL:
+        return (True,) * num_layers
+    if config.has("layer_types"):
+        kinds = _layer_types(config, num_layers, ("sliding_attention", "full_attention"))
+        return tuple(kind == "sliding_attention" for kind in kinds)
+    if rule is WindowRule.SPACED:
+        pattern = config.positive("sliding_window_pattern")
+        return tuple(layer % pattern != 0 for layer in range(num_layers))
+    if rule is WindowRule.PATTERN:
+        pattern = config.positive("sliding_window_pattern")
+        return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
+    first = config.integer("max_window_layers")
+    return tuple(layer >= first for layer in range(num_layers))
+
+
+def _layer_types(config: Config, num_layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
+    kinds = config.texts("layer_types")
+    if len(kinds) != num_layers:
+        raise CheckpointError(
+            f"{config.file}: layer_types names {len(kinds)} layers, num_hidden_layers {num_layers}."
+        )
+    for layer, kind in enumerate(kinds):
+        if kind not in known:
+            raise CheckpointError(
+                f"{config.file}: layer {layer} has the type {kind}, which is not supported here. "
+                f"Supported: {', '.join(known)}."
+            )
+    return kinds
+
+
+def _rotaries(
+    config: Config, family: Family, local: tuple[bool, ...], head_dim: int, context_length: int
+) -> tuple[RotarySpec | None, ...]:
+    num_layers = len(local)
+    if family.names.positions is not None:
+        return (None,) * num_layers
+    everywhere = RotarySpec.from_config(config, head_dim, context_length, family.multimodal_axes)
+    if family.local_rotary:
+        near = RotarySpec.local_from_config(config, head_dim, context_length)
+        return tuple(near if is_local else everywhere for is_local in local)
+    if not family.reads_no_rope_layers:
+        return (everywhere,) * num_layers
+    interval = config.positive("no_rope_layer_interval")
+    rotates = config.ids("no_rope_layers") or tuple(
+        (layer + 1) % interval for layer in range(num_layers)
+    )
+    if len(rotates) < num_layers:
+        raise CheckpointError(
+            f"{config.file}: no_rope_layers names {len(rotates)} layers, "
+            f"num_hidden_layers {num_layers}."
+        )
+    return tuple(everywhere if rotates[layer] else None for layer in range(num_layers))

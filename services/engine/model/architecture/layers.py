@@ -1,0 +1,128 @@
+"""Typed description of a decoder's layers: a mixer and a feed-forward layer each."""
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from services.engine.model.architecture.activation import Activation
+from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.rotary import RotarySpec
+
+__all__ = [
+    "AttentionSpec",
+    "DenseSpec",
+    "ExpertsSpec",
+    "FeedForwardSpec",
+    "LayerSpec",
+    "MixerSpec",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention over the keys and values of earlier tokens."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on query-key products"""
+    cap: float
+    """Soft cap on scaled query-key products: cap * tanh(product / cap); 0: none"""
+    window: int
+    """Tokens that a token sees, itself included; 0: all. Tokens of encoders see as many after
+    them"""
+    rotary: RotarySpec | None
+    """RoPE of queries and keys; None: there is none"""
+    qkv_bias: bool
+    output_bias: bool
+    has_sinks: bool
+    """Each head's softmax has one more logit, without a value"""
+    has_output_gate: bool
+    """Each output is multiplied by the sigmoid of a product of its own"""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if attention is a plain softmax, without soft cap and sinks."""
+        return not self.cap and not self.has_sinks
+
+    def part(self, count: int) -> "AttentionSpec":
+        """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        num_heads = _divided("num_attention_heads", self.num_heads, count)
+        heads = self.num_kv_heads
+        if heads % count and count % heads:
+            raise ValueError(
+                f"num_key_value_heads ({heads}) is neither a multiple nor a divisor of {count}"
+            )
+        return replace(self, num_heads=num_heads, num_kv_heads=max(1, heads // count))
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """A feed-forward layer of two products with an activation between them."""
+
+    width: int
+    """Intermediate size"""
+    activation: Activation
+    has_bias: bool
+
+    @property
+    def inner_width(self) -> int:
+        """Width of the scratch space that a pass needs."""
+        return self.width
+
+    def part(self, count: int) -> "DenseSpec":
+        """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        return replace(self, width=_divided("intermediate_size", self.width, count))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts: feed-forward layers among which a router chooses for each token."""
+
+    count: int
+    per_token: int
+    width: int
+    """Intermediate size of an expert"""
+    activation: Activation
+    has_bias: bool
+    normalized: bool
+    """True if the weights of a token's experts are scaled to sum to 1"""
+    is_mxfp4: bool
+    """True if the experts are stored as MXFP4"""
+    shared_width: int
+    """Intermediate size of the expert that every token has; 0: there is none"""
+
+    @property
+    def inner_width(self) -> int:
+        """Width of the scratch space that a pass needs."""
+        return self.shared_width or self.width
+
+    def part(self, count: int) -> "ExpertsSpec":
+        """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        return replace(
+            self,
+            width=_divided("the experts' intermediate size", self.width, count),
+            shared_width=_divided("the shared expert's size", self.shared_width, count),
+        )
+
+
+MixerSpec: TypeAlias = AttentionSpec | DeltaShape
+FeedForwardSpec: TypeAlias = DenseSpec | ExpertsSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: norm → mixer → residual → norm → feed-forward layer → residual."""
+
+    mixer: MixerSpec
+    feed_forward: FeedForwardSpec
+
+    def part(self, count: int) -> "LayerSpec":
+        """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        return LayerSpec(self.mixer.part(count), self.feed_forward.part(count))
+
+
+def _divided(name: str, width: int, count: int) -> int:
+    if width % count:
+        raise ValueError(f"{name} ({width}) is not a multiple of {count}")
+    return width // count

@@ -1,0 +1,231 @@
+"""Loading of feed-forward layers: dense, or a mixture of experts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from services.engine.model.adapters.adapters import Site, StackedPart
+from services.engine.model.architecture.activation import Activation
+from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, FeedForwardSpec
+from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
+from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
+from services.engine.model.checkpoint.tensors import StoredTensor
+from services.engine.model.feed_forward import Dense, Experts, FeedForward, SharedExpert
+from services.engine.model.operators.interface import ExpertWeights, Gate, Operators
+from services.engine.model.stored import StoredNorm
+from services.engine.model.stored_feed_forward import (
+    StackedExperts,
+    StoredDense,
+    StoredExperts,
+    StoredFeedForward,
+    StoredSharedExpert,
+)
+from services.engine.model.tensor_reader import (
+    TensorReader,
+    WeightAndBias,
+    shard_rows,
+    split_parts,
+)
+
+__all__ = ["FeedForwardReader"]
+
+
+class FeedForwardReader:
+    """Reader of the feed-forward layers of one checkpoint."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader = reader
+
+    def read(
+        self,
+        stored: StoredFeedForward,
+        content: FeedForwardSpec,
+        norm: StoredNorm | None,
+        post_norm: StoredNorm | None,
+    ) -> FeedForward:
+        """Read a layer. content: its shape in the whole model; norm: what it reads; post_norm: norm
+        of what it adds to the residual."""
+        if isinstance(stored, StoredExperts):
+            assert isinstance(content, ExpertsSpec)
+            return self._read_experts(stored, content, norm)
+        assert isinstance(content, DenseSpec)
+        return self._read_dense(stored, content, norm, post_norm)
+
+    def _read_dense(
+        self,
+        stored: StoredDense,
+        content: DenseSpec,
+        norm: StoredNorm | None,
+        post_norm: StoredNorm | None,
+    ) -> Dense:
+        gate = self._dense_gate(stored, content, norm)
+        return Dense(gate, self._reader.residual_projection(stored.down, post_norm))
+
+    def _dense_gate(self, stored: StoredDense, content: DenseSpec, norm: StoredNorm | None) -> Gate:
+        reader, activation = self._reader, content.activation
+        parts = reader.linear(stored.gate, norm)
+        gate = self._gate(parts, activation, reader.operators_of(stored.gate))
+        if reader.adapters is not None:
+            order = self._order_of_gate(content.width, 2 if activation.gated else 1)
+            gate.adapt(reader.adapters.delta(reader.site(stored.gate, norm, order)))
+        return gate
+
+    def _read_experts(
+        self, stored: StoredExperts, content: ExpertsSpec, norm: StoredNorm | None
+    ) -> FeedForward:
+        reader = self._reader
+        if isinstance(stored.experts, StackedExperts):
+            operators, experts = reader.operators, self._stacked_experts(stored.experts)
+        else:
+            parts = ((expert.gate, expert.down) for expert in stored.experts)
+            operators = reader.operators_of(*chain.from_iterable(parts))
+            experts = (
+                self._expert(
+                    reader.linear(expert.gate, norm, of_expert=True),
+                    *reader.partial(expert.down, of_expert=True),
+                )
+                for expert in stored.experts
+            )
+        mixture = operators.mixture(experts, content.count, content.per_token, content.activation)
+        if reader.adapters is not None:
+            mixture.adapt(reader.adapters.experts(self._expert_sites(stored, content, norm)))
+        ((weight, bias),) = reader.linear(stored.router, norm)
+        router = reader.operators.exact_projection(decoded(weight), bias)
+        reader.step_bytes += mixture.weight_bytes + router.weight_bytes
+        router = reader.adapted(router, self._router_site(stored, norm))
+        layer_experts = Experts(
+            router=router,
+            mixture=mixture,
+            count=content.count,
+            per_token=content.per_token,
+            normalized=content.normalized,
+            operators=reader.operators,
+            shared=None
+            if stored.shared is None
+            else self._shared_expert(stored.shared, content, norm),
+        )
+        return reader.shard.summed_experts(layer_experts)
+
+    def _shared_expert(
+        self, stored: StoredSharedExpert, content: ExpertsSpec, norm: StoredNorm | None
+    ) -> SharedExpert:
+        reader = self._reader
+        alone = DenseSpec(content.shared_width, content.activation, content.has_bias)
+        ((weight, bias),) = reader.linear(stored.router, norm)
+        router = reader.operators.exact_projection(decoded(weight), bias)
+        reader.step_bytes += router.weight_bytes
+        return SharedExpert(
+            expert=Dense(
+                self._dense_gate(stored.expert, alone, norm),
+                reader.partial_projection(stored.expert.down),
+            ),
+            router=reader.adapted(router, reader.site(stored.router, norm)),
+            operators=reader.operators,
+        )
+
+    def _stacked_experts(self, content: StackedExperts) -> Iterator[ExpertWeights]:
+        gates, gate_biases = self._stack(content.gate), self._reader.tensor(content.gate_bias)
+        downs, down_biases = self._stack(content.down), self._reader.tensor(content.down_bias)
+        for gate, gate_bias, down, down_bias in zip(
+            gates, gate_biases, downs, down_biases, strict=True
+        ):
+            yield ExpertWeights(
+                gate=self._reader.shard.outputs(_every_second(gate, 0)),
+                up=self._reader.shard.outputs(_every_second(gate, 1)),
+                down=self._reader.shard.columns(down),
+                gate_bias=self._reader.shard.rows(gate_bias[0::2]),
+                up_bias=self._reader.shard.rows(gate_bias[1::2]),
+                down_bias=self._reader.shard.first_rank_only(down_bias),
+            )
+
+    def _stack(self, content: tuple[StoredTensor, ...]) -> Iterator[Tensor | Mxfp4Weight]:
+        """Yield each expert's weight as [outputs, inputs]."""
+        if content[0].dtype is None:
+            yield from self._reader.tensor(content[0]).transpose(1, 2)
+        else:
+            blocks, scales = map(self._reader.tensor, content)
+            yield from map(Mxfp4Weight, blocks, scales)
+
+    def _expert(
+        self, parts: list[WeightAndBias], down: Weight, down_bias: Tensor | None
+    ) -> ExpertWeights:
+        (gate, gate_bias), (up, up_bias) = self._gate_parts(parts, 2)
+        if type(gate) is not type(up):
+            gate, up = decoded(gate), decoded(up)
+        return ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
+
+    def _gate(
+        self, parts: list[WeightAndBias], activation: Activation, operators: Operators
+    ) -> Gate:
+        """Make a gate of one product or two, which may be stored as one."""
+        (gate, gate_bias), *second = self._gate_parts(parts, 2 if activation.gated else 1)
+        up, up_bias = second[0] if second else (None, None)
+        if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight | None):
+            made = operators.grouped_gate(gate, up, gate_bias, up_bias, activation)
+        else:
+            factor = None if up is None else decoded(up)
+            made = operators.gate(decoded(gate), factor, gate_bias, up_bias, activation)
+        self._reader.step_bytes += made.weight_bytes
+        return made
+
+    def _gate_parts(self, parts: list[WeightAndBias], products: int) -> list[WeightAndBias]:
+        """Return this rank's rows of each product."""
+        outputs = sum(weight.shape[0] for weight, _ in parts) // products
+        return [
+            shard_rows(part, self._reader.shard)
+            for part in split_parts(parts, [outputs] * products)
+        ]
+
+    def _order_of_gate(
+        self, width: int, products: int, *, alternates: bool = False
+    ) -> Tensor | None:
+        """Return the stored outputs that this rank has; None = all, in their order.
+
+        alternates: outputs of gate and up do.
+        """
+        if self._reader.shard.count == 1 and not alternates:
+            return None
+        stored = torch.arange(products * width)
+        parts = stored.view(width, products).T if alternates else stored.view(products, width)
+        return torch.cat([self._reader.shard.rows(part) for part in parts])
+
+    def _router_site(self, content: StoredExperts, norm: StoredNorm | None) -> Site:
+        names = self._reader.spec.family.names.experts
+        assert names is not None
+        name = f"{content.prefix}{names.router_module}"
+        site = self._reader.site(content.router, norm)
+        (module,) = site.modules
+        return replace(site, modules=(replace(module, alias=name.removeprefix(self._reader.root)),))
+
+    def _expert_sites(
+        self, content: StoredExperts, experts: ExpertsSpec, norm: StoredNorm | None
+    ) -> Iterator[tuple[Site, Site]]:
+        """Describe gate and down of each expert for adapters."""
+        spec, fold = self._reader.spec, self._reader.fold_residual
+        names = spec.family.names.experts
+        assert names is not None
+        count, width, hidden = experts.count, experts.width, spec.hidden_size
+        module = f"{content.prefix}{names.module}.experts"
+        module = module.removeprefix(self._reader.root)
+        alternates = isinstance(content.experts, StackedExperts)
+        order = self._order_of_gate(width, 2, alternates=alternates)
+        for number in range(count):
+            if isinstance(content.experts, StackedExperts):
+                gate = Site((), hidden, order)
+                down = Site((), width, columns=self._reader.columns_of(width), fold=fold)
+            else:
+                stored = content.experts[number]
+                gate = self._reader.site(stored.gate, norm, order)
+                down = self._reader.residual_site(stored.down)
+            both = StackedPart(f"{module}.gate_up_proj", 2 * width, number, count)
+            outputs = StackedPart(f"{module}.down_proj", hidden, number, count)
+            yield replace(gate, stacked=both), replace(down, stacked=outputs)
+
+
+def _every_second(weight: Tensor | Mxfp4Weight, first: int) -> Weight:
+    """View every second output."""
+    outputs = slice(first, None, 2)
+    return weight[outputs] if isinstance(weight, Tensor) else weight.rows(outputs)

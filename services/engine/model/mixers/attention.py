@@ -1,0 +1,158 @@
+"""Attention as a mixer: projections, norms and RoPE around an attention backend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.layers import AttentionSpec
+from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
+from services.engine.model.mixers.interface import Mixer, Scratch
+from services.engine.model.operators.interface import Operators, Projection
+
+__all__ = ["AttentionMixer", "AttentionScratch", "AttentionWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Weights of one layer's attention; None: the layer has none."""
+
+    qkv: Projection
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    sinks: Tensor | None
+    """float32 [heads], one more logit in each head's softmax"""
+    output: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionScratch(Scratch):
+    """Output of the QKV projection, its heads, and the output of attention."""
+
+    qkv: Tensor
+    rotated: Tensor
+    """Queries and keys together, [tokens, heads, head_dim]"""
+    queries: Tensor
+    """[tokens, heads, head_dim]"""
+    keys: Tensor
+    """[tokens, kv_heads, head_dim]"""
+    values: Tensor
+    """[tokens, kv_heads, head_dim]"""
+    gates: Tensor
+    """[tokens, heads * head_dim], or of no width if outputs have no gate"""
+    attended: Tensor
+    """[tokens, heads * head_dim], in the layout that products read"""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.qkv, self.attended
+
+    def first(self, tokens: int) -> "AttentionScratch":
+        views = (self.qkv, self.rotated, self.queries, self.keys, self.values)
+        others = (self.gates, self.attended)
+        return AttentionScratch(*(view[:tokens] for view in (*views, *others)))
+
+
+class AttentionMixer(Mixer[AttentionScratch]):
+    """The attention of layer `layer`."""
+
+    def __init__(
+        self,
+        layer: int,
+        spec: AttentionSpec,
+        weights: AttentionWeights,
+        epsilon: float,
+        rotation: int | None,
+        operators: Operators,
+        backend: AttentionBackend,
+    ) -> None:
+        """epsilon: of the norms; rotation: index among the step's rotations; None = no RoPE."""
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.scratch_key = ("attention", *shape, spec.has_output_gate)
+        self._layer = layer
+        self._spec = spec
+        self._weights = weights
+        self._epsilon = epsilon
+        self._rotation = rotation
+        self._operators = operators
+        self._backend = backend
+
+    def allocate(self, tokens: int) -> AttentionScratch:
+        spec, empty = self._spec, self._operators.empty
+        num_gates = spec.num_heads if spec.has_output_gate else 0
+        counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads, num_gates)
+        qkv = empty(tokens, sum(counts) * spec.head_dim)
+        heads = qkv.view(tokens, -1, spec.head_dim)
+        queries, keys, values, _ = heads.split_with_sizes(counts, dim=1)
+        rotated = heads[:, : spec.num_heads + spec.num_kv_heads]
+        gates = qkv[:, qkv.shape[1] - num_gates * spec.head_dim :]
+        attended = empty(tokens, spec.num_heads * spec.head_dim)
+        return AttentionScratch(qkv, rotated, queries, keys, values, gates, attended)
+
+    def project(
+        self, rows: Tensor, scratch: AttentionScratch, rotations: Sequence[Rotation]
+    ) -> None:
+        self._weights.qkv.into(rows, scratch.qkv)
+        if self._rotation is not None:
+            self._operators.rotate(
+                scratch.rotated,
+                self._spec.num_heads,
+                rotations[self._rotation],
+                self._weights.query_norm,
+                self._weights.key_norm,
+                self._epsilon,
+            )
+
+    @property
+    def writes_apart(self) -> bool:
+        return self._backend.writes_apart
+
+    def write(self, batch: StepBatch, cache: KVCache, scratch: AttentionScratch) -> None:
+        self._backend.write(self._layer, self._step(batch, cache, scratch, scratch))
+
+    def mix(
+        self,
+        batch: StepBatch,
+        cache: KVCache,
+        scratch: AttentionScratch,
+        kept: AttentionScratch | None = None,
+        *,
+        is_written: bool = False,
+    ) -> None:
+        attending = scratch
+        if kept is not None:
+            attending, outputs = kept, batch.output_rows
+            rows = None if outputs is None else outputs.indices
+            self._operators.keep(scratch.queries, rows)
+            if self._spec.has_output_gate:
+                self._operators.keep(scratch.gates, rows)
+            batch = batch.narrowed
+        step = self._step(batch, cache, scratch, attending, is_written)
+        self._backend.attend(self._layer, step)
+        if self._spec.has_output_gate:
+            self._operators.multiply_by_sigmoid(attending.gates, attending.attended)
+
+    def add_to(self, scratch: AttentionScratch, hidden: Tensor) -> None:
+        self._weights.output.add_to(scratch.attended, hidden)
+
+    def _step(
+        self,
+        batch: StepBatch,
+        cache: KVCache,
+        scratch: AttentionScratch,
+        attending: AttentionScratch,
+        is_written: bool = False,
+    ) -> AttentionStep:
+        """Return the step in which `attending`'s queries see what `scratch` adds to the cache."""
+        return AttentionStep(
+            queries=attending.queries,
+            keys=scratch.keys,
+            values=scratch.values,
+            batch=batch,
+            cache=cache,
+            out=attending.attended,
+            sinks=self._weights.sinks,
+            is_written=is_written,
+        )

@@ -1,0 +1,87 @@
+"""Interface of mixers: the half of a layer that combines the tokens of a sequence."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.attention import KVCache
+
+__all__ = ["Mixer", "Scratch"]
+
+
+class Scratch(ABC):
+    """Buffers of a mixer, [tokens, …] each. All layers of one shape share them."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The allocated tensors."""
+
+    @abstractmethod
+    def first(self, tokens: int) -> "Scratch":
+        """View the buffers of the first `tokens` tokens."""
+
+
+S = TypeVar("S", bound=Scratch)
+
+
+class Mixer(ABC, Generic[S]):
+    """The mixer of one layer.
+
+    A pass calls `project`, `mix` and `add_to` in turn. Only `mix` depends on how the tokens are
+    divided among sequences.
+    """
+
+    scratch_key: Hashable
+    """Layers with equal keys share their buffers"""
+
+    @abstractmethod
+    def allocate(self, tokens: int) -> S:
+        """Allocate the buffers of passes of up to `tokens` tokens."""
+
+    def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
+        """Allocate what the mixer keeps of each sequence: the first dimension is the slot.
+
+        Empty if it keeps nothing but keys and values.
+        """
+        return ()
+
+    @abstractmethod
+    def project(self, rows: Tensor, scratch: S, rotations: Sequence[Rotation]) -> None:
+        """Compute what the mixer combines from `rows`, the normed residual [n, hidden_size].
+
+        rotations: the step's, one for each distinct RoPE of the model.
+        """
+
+    @property
+    def writes_apart(self) -> bool:
+        """True if `write` may run before `mix`, which must then be called with `is_written`."""
+        return False
+
+    def write(self, batch: StepBatch, cache: KVCache, scratch: S) -> None:
+        """Write what the cache keeps of each token."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def mix(
+        self,
+        batch: StepBatch,
+        cache: KVCache,
+        scratch: S,
+        kept: S | None = None,
+        *,
+        is_written: bool = False,
+    ) -> None:
+        """Combine the tokens of each sequence. The scratch may have more rows than the batch.
+
+        kept: buffers of the rows of `batch.output_rows`, a view of `scratch`; the output is needed
+        for these rows alone. None = for all.
+        """
+
+    @abstractmethod
+    def add_to(self, scratch: S, hidden: Tensor) -> None:
+        """Add the output to the residual `hidden` [n, hidden_size]."""

@@ -1,0 +1,55 @@
+"""Kinds of mixers: the weights of each, and the mixer that is made of them."""
+
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+
+from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.layers import AttentionSpec, MixerSpec
+from services.engine.model.architecture.rotary import Rotaries
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention import AttentionBackend
+from services.engine.model.mixers.attention import AttentionMixer, AttentionWeights
+from services.engine.model.mixers.delta_net import DeltaNetMixer, DeltaNetWeights
+from services.engine.model.mixers.delta_rule_choice import choose_delta_rule
+from services.engine.model.mixers.interface import Mixer
+from services.engine.model.operators.interface import Operators
+
+__all__ = ["MixerMaker", "MixerWeights"]
+
+MixerWeights: TypeAlias = AttentionWeights | DeltaNetWeights
+
+
+class MixerMaker:
+    """Maker of a decoder's mixers."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        operators: Operators,
+        backend: AttentionBackend,
+    ) -> None:
+        attention = spec.attention_layers.values()
+        self.rotaries = Rotaries(
+            ((each.rotary, each.head_dim) for each in attention if each.rotary), device
+        )
+        self._epsilon = spec.norm_epsilon
+        self._operators = operators
+        self._backend = backend
+        self._rule = cache(lambda shape: choose_delta_rule(shape, dtype, device))
+
+    def make(self, layer: int, spec: MixerSpec, weights: MixerWeights) -> Mixer[Any]:
+        """Make the mixer of layer `layer`."""
+        if isinstance(weights, DeltaNetWeights):
+            assert isinstance(spec, DeltaShape)
+            return DeltaNetMixer(layer, spec, weights, self._operators, self._rule(spec))
+        assert isinstance(spec, AttentionSpec)
+        rotation = None
+        if spec.rotary is not None:
+            rotation = self.rotaries.index(spec.rotary, spec.head_dim)
+        return AttentionMixer(
+            layer, spec, weights, self._epsilon, rotation, self._operators, self._backend
+        )

@@ -1,0 +1,59 @@
+"""Stored tensors of a layer's parts: their names and shapes."""
+
+from dataclasses import dataclass
+
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint.tensors import StoredTensor
+
+__all__ = ["LayerNames", "StoredLinear", "StoredNorm", "stored_norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """One or more linear layers of the same input: their weights and either all biases or none."""
+
+    weights: tuple[StoredTensor, ...]
+    biases: tuple[StoredTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNorm:
+    weight: StoredTensor
+    bias: StoredTensor | None
+
+
+class LayerNames:
+    """Builder of one layer's names and shapes."""
+
+    def __init__(self, spec: ModelSpec, prefix: str) -> None:
+        """prefix: beginning of the names in this layer."""
+        self.spec = spec
+        self.names = spec.family.names
+        self.prefix = prefix
+
+    def norm(self, name: str | None) -> StoredNorm | None:
+        return None if name is None else stored_norm(self.spec, f"{self.prefix}{name}")
+
+    def tensor(self, name: str, *shape: int) -> StoredTensor:
+        """Name a tensor that is not the weight of a module."""
+        return StoredTensor(f"{self.prefix}{name}", shape)
+
+    def linear(
+        self, names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, bias: bool
+    ) -> StoredLinear:
+        """Name a tensor for each of `outputs`, or a single one for all."""
+        if len(names) == 1:
+            outputs = (sum(outputs),)
+        weights, biases = [], []
+        for name, count in zip(names, outputs, strict=True):
+            shape = (inputs, count) if self.spec.family.transposed else (count, inputs)
+            weights.append(self.tensor(f"{name}.weight", *shape))
+            biases.append(self.tensor(f"{name}.bias", count))
+        return StoredLinear(tuple(weights), tuple(biases) if bias else ())
+
+
+def stored_norm(spec: ModelSpec, name: str) -> StoredNorm:
+    """Name a norm over the residual."""
+    shape = (spec.hidden_size,)
+    bias = StoredTensor(f"{name}.bias", shape) if spec.family.layer_norm else None
+    return StoredNorm(StoredTensor(f"{name}.weight", shape), bias)

@@ -1,0 +1,290 @@
+"""Reading of linear layers, norms and tables from a checkpoint, as every kind of layer needs them.
+
+Several family differences are folded into the weights. Let x be the residual, W and b a linear
+layer that reads the norm of x, and V a linear layer whose output is added to x:
+
+- A LayerNorm is an RMSNorm of x minus its mean, plus a bias. Subtracting the mean from each V and
+  from the embedding keeps the mean of x at 0. W times the norm's bias is added to b.
+- A factor on what is added to x is multiplied into V.
+
+With tensor parallelism, a layer takes this rank's shard of each weight.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from services.engine.model.adapters.adapters import Adapters, Site, SiteModule
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
+from services.engine.model.checkpoint.progress import LoadProgress
+from services.engine.model.checkpoint.quantized import (
+    QuantizedWeight,
+    StoredRows,
+    Weight,
+    decoded,
+    split,
+)
+from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
+from services.engine.model.operators.interface import (
+    AdaptedProjection,
+    NormedProjection,
+    Operators,
+    Projection,
+)
+from services.engine.model.shard import Shard
+from services.engine.model.stored import StoredLinear, StoredNorm
+
+__all__ = [
+    "TensorReader",
+    "WeightAndBias",
+    "arranged",
+    "shard_rows",
+    "split_parts",
+    "take_rows",
+    "without_mean",
+]
+
+WeightAndBias: TypeAlias = tuple[Weight, Tensor | None]
+"""A weight [outputs, inputs] and its bias [outputs]"""
+
+
+class TensorReader:
+    """Reader of one checkpoint's tensors, from the mapped files."""
+
+    def __init__(
+        self,
+        checkpoint: TensorFiles,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        operators: Operators,
+        bar: LoadProgress,
+        shard: Shard,
+        adapters: Adapters | None = None,
+    ) -> None:
+        """spec: of the whole model; adapters: those that may change the layers' products; None = no
+        adapter can."""
+        self.checkpoint = checkpoint
+        self.spec = spec
+        self.shard = shard
+        self.adapters = adapters
+        self.dtype = dtype
+        self.device = device
+        self.operators = operators
+        self.root = ""
+        """Beginning of the decoder's tensor names"""
+        self.step_bytes = 0
+        """Bytes of the weights read so far that every step reads"""
+        self._bar = bar
+
+    def residual_projection(self, linear: StoredLinear, post_norm: StoredNorm | None) -> Projection:
+        """Make a projection whose output, summed over the ranks, is added to the residual."""
+        projection = self.shard.summed(self.partial_projection(linear), self.operators)
+        if post_norm is None:
+            return projection
+        norm = self.norm_weight(self.tensor(post_norm.weight))
+        return NormedProjection(projection, norm, self.spec.norm_epsilon, self.operators)
+
+    def partial_projection(self, linear: StoredLinear) -> Projection:
+        """Make this rank's summand of a projection that is added to the residual."""
+        weight, bias = self.partial(linear)
+        product = self.projection([weight], bias, self.operators_of(linear))
+        return self.adapted(product, self.residual_site(linear))
+
+    def adapted(self, product: Projection, site: Site) -> Projection:
+        if self.adapters is None:
+            return product
+        return AdaptedProjection(product, self.adapters.delta(site))
+
+    def site(
+        self,
+        linear: StoredLinear,
+        norm: StoredNorm | None = None,
+        order: Tensor | None = None,
+        fold: Callable[[Tensor], Tensor] | None = None,
+    ) -> Site:
+        """Describe a product for adapters. norm: what it reads; order: of its outputs."""
+        place = int(self.spec.family.transposed)
+        modules = [
+            SiteModule(
+                weight.name.removeprefix(self.root).removesuffix(".weight"), weight.shape[place]
+            )
+            for weight in linear.weights
+        ]
+        bias = None
+        if norm is not None and norm.bias is not None:
+            bias = self.checkpoint.tensor(norm.bias).float()
+        inputs = linear.weights[0].shape[1 - place]
+        return Site(tuple(modules), inputs, order, norm_bias=bias, fold=fold)
+
+    def residual_site(self, linear: StoredLinear) -> Site:
+        site = self.site(linear, fold=self.fold_residual)
+        return replace(site, columns=self.columns_of(site.inputs))
+
+    def columns_of(self, inputs: int) -> slice | None:
+        """Return this rank's part of the inputs of a product that is summed over the ranks."""
+        if self.shard.count == 1:
+            return None
+        width = inputs // self.shard.count
+        return slice(self.shard.number * width, (self.shard.number + 1) * width)
+
+    def partial(self, linear: StoredLinear, *, of_expert: bool = False) -> WeightAndBias:
+        """Read this rank's summand of a layer whose output is added to the residual."""
+        ((weight, bias),) = self.linear(linear, None, of_expert=of_expert)
+        bias = self.shard.first_rank_only(bias)
+        part, scale = self.shard.columns(weight), self.spec.residual_scale
+        if isinstance(part, QuantizedWeight):
+            part = part.times(scale)
+        elif isinstance(part, Tensor) or scale != 1:
+            part = self.fold_residual(decoded(part))
+        return part, None if bias is None else self.fold_residual(bias)
+
+    def fold_residual(self, outputs: Tensor) -> Tensor:
+        """Fold the LayerNorm's mean and the residual scale into what is added to the residual."""
+        if self.spec.family.layer_norm:
+            outputs = without_mean(outputs, 0)
+        scale = self.spec.residual_scale
+        return outputs if scale == 1 else outputs.float() * scale
+
+    def projection(
+        self, weights: Sequence[Weight], bias: Tensor | None, operators: Operators
+    ) -> Projection:
+        """Make a projection of the outputs of all weights."""
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        if len(quantized) == len(weights):
+            projection = operators.grouped_projection(quantized, bias)
+        else:
+            projection = operators.projection(_whole(weights), bias)
+        self.step_bytes += projection.weight_bytes
+        return projection
+
+    def product(self, parts: Sequence[WeightAndBias], operators: Operators) -> Projection:
+        """Make a projection of the outputs of all parts, which have all biases or none."""
+        biases = [bias for _, bias in parts if bias is not None]
+        bias = torch.cat(biases) if biases else None
+        return self.projection([weight for weight, _ in parts], bias, operators)
+
+    def operators_of(self, *linears: StoredLinear) -> Operators:
+        """Return the operators for layers that are multiplied at once."""
+        weights = (weight for linear in linears for weight in linear.weights)
+        if any(map(self.checkpoint.leaves_unquantized, weights)):
+            return self.operators.without_fp8()
+        return self.operators
+
+    def linear(
+        self, linear: StoredLinear, norm: StoredNorm | None, *, of_expert: bool = False
+    ) -> list[WeightAndBias]:
+        """Read weights [outputs, inputs] and biases, with the bias of `norm` folded in."""
+        weights = [self.weight(weight, norm, of_expert=of_expert) for weight in linear.weights]
+        biases = map(self.tensor, linear.biases)
+        return [
+            (weight, self.with_norm_bias(weight, next(biases, None), norm)) for weight in weights
+        ]
+
+    def weight(
+        self, stored: StoredTensor, norm: StoredNorm | None, *, of_expert: bool = False
+    ) -> Weight:
+        """Read a weight [outputs, inputs] of a layer that reads `norm`."""
+        quantized = self.quantized(stored, norm, of_expert=of_expert)
+        if quantized is not None:
+            self._bar.add(self.checkpoint.num_bytes(stored))
+            return quantized
+        weight = self.tensor(stored)
+        return weight.T if self.spec.family.transposed else weight
+
+    def quantized(
+        self, stored: StoredTensor, norm: StoredNorm | None, *, of_expert: bool = False
+    ) -> QuantizedWeight | Mxfp4Weight | None:
+        """Return the codes of a weight; None if it has none, or nothing may be folded into them."""
+        family = self.spec.family
+        if family.layer_norm or family.transposed or (norm is not None and norm.bias):
+            return None
+        if of_expert and self.operators.groups_experts:
+            return self.checkpoint.mxfp4(stored, self.device)
+        return self.checkpoint.quantized(stored) if self.operators.keeps_groups else None
+
+    def with_norm_bias(
+        self, weight: Weight, bias: Tensor | None, norm: StoredNorm | None
+    ) -> Tensor | None:
+        if norm is None or norm.bias is None:
+            return bias
+        folded = decoded(weight).float() @ self.checkpoint.tensor(norm.bias).float()
+        return folded if bias is None else folded + bias
+
+    def norm(self, norm: StoredNorm | None) -> Tensor | None:
+        return None if norm is None else self.norm_weight(self.tensor(norm.weight))
+
+    def norm_weight(self, norm: Tensor) -> Tensor:
+        """Copy a norm's weight out of the file."""
+        self.step_bytes += norm.numel() * self.dtype.itemsize
+        weight = norm.float() + 1 if self.spec.family.norm_offset else norm
+        return weight.to(self.device, self.dtype, copy=True)
+
+    def stored_rows(self, table: StoredTensor) -> StoredRows | None:
+        """Return a table whose rows are decoded one by one; None if it is not stored so."""
+        rows = self.checkpoint.rows(table)
+        if rows is not None:
+            self._bar.add(self.checkpoint.num_bytes(table))
+        return rows
+
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        tensor = self.checkpoint.tensor(stored)
+        self._bar.add(self.checkpoint.num_bytes(stored))
+        return tensor
+
+
+def split_parts(parts: list[WeightAndBias], outputs: Sequence[int]) -> list[WeightAndBias]:
+    """Split into a weight and a bias for each of `outputs`, unless stored so."""
+    if len(parts) == len(outputs):
+        return parts
+    ((weight, bias),) = parts
+    biases = [None] * len(outputs) if bias is None else bias.split_with_sizes(outputs)
+    return list(zip(split(weight, outputs), biases, strict=True))
+
+
+def shard_rows(part: WeightAndBias, shard: Shard) -> WeightAndBias:
+    weight, bias = part
+    return shard.outputs(weight), None if bias is None else shard.rows(bias)
+
+
+def without_mean(weight: Tensor, dim: int) -> Tensor:
+    exact = weight.float()
+    return exact - exact.mean(dim, keepdim=True)
+
+
+def _whole(weights: Sequence[Weight]) -> Tensor:
+    """Return the outputs of all weights as one."""
+    tensors = [decoded(weight) for weight in weights]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def take_rows(part: WeightAndBias, index: Tensor) -> WeightAndBias:
+    """Return some outputs of a linear layer, in an order. index: int64 [outputs]."""
+    weight, bias = part
+    if torch.equal(index, torch.arange(weight.shape[0])):
+        return part
+    rows = weight[index] if isinstance(weight, Tensor) else weight.rows(index)
+    return rows, None if bias is None else bias[index]
+
+
+def arranged(parts: Sequence[WeightAndBias], places: Sequence[Tensor]) -> list[WeightAndBias]:
+    """Return outputs of linear layers in an order.
+
+    places: int64, numbers of the outputs among those of all parts; each tensor lies in one part.
+    """
+    taken: list[tuple[int, list[Tensor]]] = []
+    ends = list(accumulate(weight.shape[0] for weight, _ in parts))
+    for place in places:
+        number = bisect_right(ends, int(place[0]))
+        index = place - (ends[number - 1] if number else 0)
+        if taken and taken[-1][0] == number:
+            taken[-1][1].append(index)
+        else:
+            taken.append((number, [index]))
+    return [take_rows(parts[number], torch.cat(index)) for number, index in taken]
