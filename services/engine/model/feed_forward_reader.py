@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -127,27 +127,36 @@ class FeedForwardReader:
         )
 
     def _stacked_experts(self, content: StackedExperts) -> Iterator[ExpertWeights]:
-        gates, gate_biases = self._stack(content.gate), self._reader.tensor(content.gate_bias)
-        downs, down_biases = self._stack(content.down), self._reader.tensor(content.down_bias)
+        shard = self._reader.shard
+        gates, downs = self._stack(content.gate, content), self._stack(content.down, content)
+        gate_biases, down_biases = map(self._biases, (content.gate_bias, content.down_bias))
         for gate, gate_bias, down, down_bias in zip(
-            gates, gate_biases, downs, down_biases, strict=True
+            gates, gate_biases, downs, down_biases, strict=False
         ):
+            first, second = _products(gate.shape[0], content.alternates)
             yield ExpertWeights(
-                gate=self._reader.shard.outputs(_every_second(gate, 0)),
-                up=self._reader.shard.outputs(_every_second(gate, 1)),
-                down=self._reader.shard.columns(down),
-                gate_bias=self._reader.shard.rows(gate_bias[0::2]),
-                up_bias=self._reader.shard.rows(gate_bias[1::2]),
-                down_bias=self._reader.shard.first_rank_only(down_bias),
+                gate=shard.outputs(_outputs(gate, first)),
+                up=shard.outputs(_outputs(gate, second)),
+                down=shard.columns(down),
+                gate_bias=None if gate_bias is None else shard.rows(gate_bias[first]),
+                up_bias=None if gate_bias is None else shard.rows(gate_bias[second]),
+                down_bias=shard.first_rank_only(down_bias),
             )
 
-    def _stack(self, content: tuple[StoredTensor, ...]) -> Iterator[Tensor | Mxfp4Weight]:
+    def _stack(
+        self, stored: tuple[StoredTensor, ...], content: StackedExperts
+    ) -> Iterator[Tensor | Mxfp4Weight]:
         """Yield each expert's weight as [outputs, inputs]."""
-        if content[0].dtype is None:
-            yield from self._reader.tensor(content[0]).transpose(1, 2)
+        if stored[0].dtype is None:
+            weights = self._reader.tensor(stored[0])
+            yield from weights.transpose(1, 2) if content.alternates else weights
         else:
-            blocks, scales = map(self._reader.tensor, content)
+            blocks, scales = map(self._reader.tensor, stored)
             yield from map(Mxfp4Weight, blocks, scales)
+
+    def _biases(self, stored: StoredTensor | None) -> Iterator[Tensor | None]:
+        """Yield each expert's bias; None for ever if there are none."""
+        return repeat(None) if stored is None else iter(self._reader.tensor(stored))
 
     def _expert(
         self, parts: list[WeightAndBias], down: Weight, down_bias: Tensor | None
@@ -210,7 +219,8 @@ class FeedForwardReader:
         count, width, hidden = experts.count, experts.width, spec.hidden_size
         module = f"{content.prefix}{names.module}.experts"
         module = module.removeprefix(self._reader.root)
-        alternates = isinstance(content.experts, StackedExperts)
+        stored_experts = content.experts
+        alternates = isinstance(stored_experts, StackedExperts) and stored_experts.alternates
         order = self._order_of_gate(width, 2, alternates=alternates)
         for number in range(count):
             if isinstance(content.experts, StackedExperts):
@@ -225,7 +235,13 @@ class FeedForwardReader:
             yield replace(gate, stacked=both), replace(down, stacked=outputs)
 
 
-def _every_second(weight: Tensor | Mxfp4Weight, first: int) -> Weight:
-    """View every second output."""
-    outputs = slice(first, None, 2)
+def _products(outputs: int, alternates: bool) -> tuple[slice, slice]:
+    """Return the outputs of gate and of up."""
+    if alternates:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(outputs // 2), slice(outputs // 2, None)
+
+
+def _outputs(weight: Tensor | Mxfp4Weight, outputs: slice) -> Weight:
+    """View some outputs."""
     return weight[outputs] if isinstance(weight, Tensor) else weight.rows(outputs)

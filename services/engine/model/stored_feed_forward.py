@@ -33,14 +33,16 @@ class StoredDense:
 class StackedExperts:
     """All experts of a layer: floating-point weights, or MXFP4 blocks and their scales.
 
-    Floating-point weights are [experts, inputs, outputs], MXFP4 weights [experts, outputs, inputs].
-    Outputs of the gate's two products alternate.
+    MXFP4 weights are [experts, outputs, inputs], floating-point weights too, unless they alternate.
     """
 
     gate: tuple[StoredTensor, ...]
-    gate_bias: StoredTensor
+    gate_bias: StoredTensor | None
     down: tuple[StoredTensor, ...]
-    down_bias: StoredTensor
+    down_bias: StoredTensor | None
+    alternates: bool
+    """Outputs of the gate's two products alternate; floating-point weights are [experts, inputs,
+    outputs]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ def _stacked_experts(
 
     def stack(name: str, inputs: int, outputs: int) -> tuple[StoredTensor, ...]:
         if not experts.is_mxfp4:
-            return (names.tensor(name, experts.count, inputs, outputs),)
+            shape = (inputs, outputs) if own.alternates else (outputs, inputs)
+            return (names.tensor(name, experts.count, *shape),)
         if inputs % mxfp4.GROUP_SIZE:
             raise CheckpointError(
                 f"{names.prefix}{name} cannot be MXFP4: its {inputs} inputs are not a multiple of "
@@ -124,10 +127,14 @@ def _stacked_experts(
             StoredTensor(f"{prefix}_scales", groups, dtype="U8"),
         )
 
+    def bias(name: str, outputs: int) -> StoredTensor | None:
+        return names.tensor(f"{name}_bias", experts.count, outputs) if experts.has_bias else None
+
     gate, down = own.gate[0], own.down
     return StackedExperts(
         gate=stack(gate, hidden, both),
-        gate_bias=names.tensor(f"{gate}_bias", experts.count, both),
+        gate_bias=bias(gate, both),
         down=stack(down, experts.width, hidden),
-        down_bias=names.tensor(f"{down}_bias", experts.count, hidden),
+        down_bias=bias(down, hidden),
+        alternates=own.alternates,
     )

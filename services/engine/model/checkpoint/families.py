@@ -1,7 +1,7 @@
 """Supported architectures and their differences from the Llama decoder."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
@@ -46,7 +46,10 @@ class ExpertTensorNames:
     router: str
     gate: tuple[str, ...]
     down: str
-    """Without "{}", each tensor stacks all experts and `gate` interleaves its products' outputs"""
+    """Without "{}", each tensor stacks all experts"""
+    alternates: bool = False
+    """Stacks are [experts, inputs, outputs] with biases, and outputs of gate and up alternate; else
+    they are [experts, outputs, inputs], all outputs of gate before those of up"""
     shared_gate: tuple[str, ...] = ()
     """The expert that every token has; empty: there is none"""
     shared_down: str = ""
@@ -110,6 +113,8 @@ class TensorNames:
     down: str = "mlp.down_proj"
     feed_forward_post_norm: str | None = None
     experts: ExpertTensorNames | None = None
+    stacked_experts: ExpertTensorNames | None = None
+    """Names in files that stack all experts instead; None: there are no such files"""
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -453,6 +458,11 @@ FAMILIES: Mapping[str, Family] = {
             "Qwen3_5MoeForCausalLM",
             names=TensorNames(
                 experts=_QWEN_EXPERTS,
+                stacked_experts=replace(
+                    _QWEN_EXPERTS,
+                    gate=("mlp.experts.gate_up_proj",),
+                    down="mlp.experts.down_proj",
+                ),
                 delta_net=DeltaNetNames(),
                 ignored=("mtp.*", "model.visual.*"),
             ),
@@ -470,6 +480,7 @@ FAMILIES: Mapping[str, Family] = {
                     router="mlp.router",
                     gate=("mlp.experts.gate_up_proj",),
                     down="mlp.experts.down_proj",
+                    alternates=True,
                 ),
             ),
             defaults={

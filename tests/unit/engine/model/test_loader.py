@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig
 
 from services.common.json_values import Json
@@ -404,3 +405,25 @@ def test_dtypes_resolve_by_name() -> None:
     assert resolve_dtype("auto") in (torch.float32, torch.bfloat16)
     with pytest.raises(ValueError, match="int4"):
         resolve_dtype("int4")
+
+
+def test_experts_are_read_stacked_as_apart(tmp_path: Path) -> None:
+    """Qwen publishes both: the experts of Qwen 3.5 in stacks, those of its FP8 files apart."""
+    make_checkpoint(tmp_path, CONFIGS["qwen3.5 moe"])
+    tokens = random_tokens(20, 1)
+    apart = Driver(load_model(tmp_path, torch.float32), [tokens])
+    apart.step([(0, 20)])
+    tensors = load_file(tmp_path / WEIGHTS)
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts: dict[str, list[Tensor]] = {}
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            names = [f"{prefix}.{number}.{part}.weight" for number in range(5)]
+            parts[part] = [tensors.pop(name) for name in names]
+        gates = map(torch.cat, zip(parts["gate_proj"], parts["up_proj"], strict=True))
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack(list(gates))
+        tensors[f"{prefix}.down_proj"] = torch.stack(parts["down_proj"])
+    save_file(tensors, tmp_path / WEIGHTS)
+    stacked = Driver(load_model(tmp_path, torch.float32), [tokens])
+    stacked.step([(0, 20)])
+    assert torch.equal(stacked.logits[0], apart.logits[0])
