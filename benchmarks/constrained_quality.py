@@ -39,11 +39,11 @@ from services.common.gguf.checkpoint_files import write_checkpoint
 from services.engine.engine import Engine
 from services.engine.settings import EngineSettings
 from services.grammar import specification
+from services.grammar.matching.json_state import JsonState
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.token_index import TokenIndex
-from services.grammar.matching.uniqueness import UniquenessState
 from services.grammar.matching.vocabulary import load
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
@@ -174,11 +174,10 @@ class PushMeter:
     def pushes(self, task: Task, answer: Answer) -> Iterator[Push]:
         """Yield the push of each token of an answer."""
         spec = GrammarSpec(json_schema=json.dumps(task.schema))
-        positions = specification.positions(spec)
-        uniqueness = None if positions is None else UniquenessState(positions, self._index)
         tokenizer, ends = self._vocabulary.tokenizer, self._vocabulary.end_ids
         prototype = compile_prototype(tokenizer, specification.translate(spec))
-        matcher = Matcher(prototype.deep_copy(), ends, uniqueness)
+        state = JsonState.initial(spec, self._index)
+        matcher = Matcher(prototype.deep_copy(), ends, state)
         found = self._engine.log_probabilities([*answer.prompt_ids, *answer.ids])
         written: list[int] = []
         for place, token in enumerate(answer.ids):

@@ -18,7 +18,8 @@ Schema passes these stages, all but the last two in `schemas`:
    `patterns.white_space` between its tokens.
 5. During generation, `matching.uniqueness` forbids repeated keys and items, which no context-free
    grammar can express. It asks `json_positions` which subschemas apply, and `word_sets` which
-   prefixes only used words complete.
+   prefixes only used words complete. `matching.separators` leaves out white space in front of
+   commas and colons.
 
 Negation applies to schemas, never to sets. So a set that is left out, where a union is too large,
 makes the output narrower and never invalid.
@@ -46,6 +47,7 @@ __all__ = [
     "Kind",
     "check",
     "check_white_space",
+    "has_default_spaces",
     "identity",
     "kind_of",
     "locate",
@@ -150,6 +152,12 @@ def translate(spec: GrammarSpec) -> str:
         parts = structural_tag.parts_of(spec.structural_tag, "tag", compilable)
         return json.dumps({"grammars": parts})
     return _translate_parts(json.loads(spec.llguidance), compilable, _spaces_of(options))
+
+
+def has_default_spaces(spec: GrammarSpec) -> bool:
+    """Return whether a grammar is JSON whose white space the client does not choose."""
+    is_json = kind_of(spec) in ("json_schema", "json_object")
+    return is_json and not spec.HasField("json_whitespace")
 
 
 def positions(spec: GrammarSpec) -> JsonPositions | None:
