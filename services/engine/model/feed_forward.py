@@ -59,14 +59,17 @@ class Experts(FeedForward):
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert(FeedForward):
-    """An expert that every row has, times a factor of the row."""
+    """An expert that every row has, perhaps times a factor of the row."""
 
     expert: Dense
-    router: Projection
-    """To the logit of the factor"""
+    router: Projection | None
+    """To the logit of the factor; None: there is no factor"""
     operators: Operators
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        if self.router is None:
+            self.expert.add_to(rows, out, inner)
+            return
         product = self.operators.temporary(len(rows), out.shape[1])
         self.expert.gate.into(rows, inner)
         self.expert.down.into(inner, product)

@@ -1,12 +1,12 @@
 """Stored tensors of feed-forward layers: dense, or a mixture of experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, FeedForwardSpec
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.checkpoint.families import ExpertTensorNames
+from services.engine.model.checkpoint.families import ExpertStack, ExpertTensorNames
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.stored import LayerNames, StoredLinear
 
@@ -33,14 +33,14 @@ class StoredDense:
 class StackedExperts:
     """All experts of a layer: floating-point weights, or MXFP4 blocks and their scales.
 
-    Floating-point weights are [experts, inputs, outputs], MXFP4 weights [experts, outputs, inputs].
-    Outputs of the gate's two products alternate.
+    MXFP4 weights are [experts, outputs, inputs], whatever the layout.
     """
 
+    layout: ExpertStack
     gate: tuple[StoredTensor, ...]
-    gate_bias: StoredTensor
+    gate_bias: StoredTensor | None
     down: tuple[StoredTensor, ...]
-    down_bias: StoredTensor
+    down_bias: StoredTensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StoredExperts:
 @dataclass(frozen=True, slots=True)
 class StoredSharedExpert:
     expert: StoredDense
-    router: StoredLinear
+    router: StoredLinear | None
 
 
 StoredFeedForward: TypeAlias = StoredDense | StoredExperts
@@ -84,7 +84,7 @@ def _experts(names: LayerNames, experts: ExpertsSpec) -> StoredExperts:
     own = names.names.experts
     assert own is not None
     router = names.linear((own.router,), (experts.count,), names.spec.hidden_size, experts.has_bias)
-    shared = _shared_expert(names, own, experts) if experts.shared_width else None
+    shared = None if experts.shared is None else _shared_expert(names, own, experts.shared)
     if own.are_stacked:
         return StoredExperts(names.prefix, router, _stacked_experts(names, own, experts), shared)
     stored = []
@@ -95,23 +95,25 @@ def _experts(names: LayerNames, experts: ExpertsSpec) -> StoredExperts:
 
 
 def _shared_expert(
-    names: LayerNames, own: ExpertTensorNames, experts: ExpertsSpec
+    names: LayerNames, own: ExpertTensorNames, shared: DenseSpec
 ) -> StoredSharedExpert:
-    alone = DenseSpec(experts.shared_width, experts.activation, experts.has_bias)
+    hidden, router = names.spec.hidden_size, own.shared_router
     return StoredSharedExpert(
-        expert=_dense(names, own.shared_gate, own.shared_down, alone),
-        router=names.linear((own.shared_router,), (1,), names.spec.hidden_size, False),
+        expert=_dense(names, own.shared_gate, own.shared_down, shared),
+        router=names.linear((router,), (1,), hidden, False) if router else None,
     )
 
 
 def _stacked_experts(
     names: LayerNames, own: ExpertTensorNames, experts: ExpertsSpec
 ) -> StackedExperts:
-    hidden, both = names.spec.hidden_size, 2 * experts.width
+    hidden, both, layout = names.spec.hidden_size, 2 * experts.width, own.stack
 
     def stack(name: str, inputs: int, outputs: int) -> tuple[StoredTensor, ...]:
         if not experts.is_mxfp4:
-            return (names.tensor(name, experts.count, inputs, outputs),)
+            shape = (inputs, outputs) if layout.transposed else (outputs, inputs)
+            tensor = names.tensor(f"{name}{layout.suffix}", experts.count, *shape)
+            return (replace(tensor, in_any_order=layout.in_any_order),)
         if inputs % mxfp4.GROUP_SIZE:
             raise CheckpointError(
                 f"{names.prefix}{name} cannot be MXFP4: its {inputs} inputs are not a multiple of "
@@ -124,10 +126,14 @@ def _stacked_experts(
             StoredTensor(f"{prefix}_scales", groups, dtype="U8"),
         )
 
+    def bias(name: str, outputs: int) -> StoredTensor | None:
+        return names.tensor(f"{name}_bias", experts.count, outputs) if experts.has_bias else None
+
     gate, down = own.gate[0], own.down
     return StackedExperts(
+        layout=layout,
         gate=stack(gate, hidden, both),
-        gate_bias=names.tensor(f"{gate}_bias", experts.count, both),
+        gate_bias=bias(gate, both),
         down=stack(down, experts.width, hidden),
-        down_bias=names.tensor(f"{down}_bias", experts.count, hidden),
+        down_bias=bias(down, hidden),
     )

@@ -5,7 +5,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 __all__ = ["SWIGLU", "Activation", "Nonlinearity"]
 
@@ -16,6 +16,8 @@ class Nonlinearity(Enum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_pytorch_tanh"
+    RELU_SQUARED = "relu2"
+    """relu(x)² (https://arxiv.org/abs/2109.08668)"""
     CLAMPED_SWIGLU = "clamped_swiglu"
     """gpt-oss: clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)"""
 
@@ -47,6 +49,8 @@ class Activation:
     def _nonlinear(self, rows: Tensor) -> Tensor:
         if self.nonlinearity is Nonlinearity.SILU:
             return silu(rows)
+        if self.nonlinearity is Nonlinearity.RELU_SQUARED:
+            return relu(rows).square()
         exact = self.nonlinearity is Nonlinearity.GELU
         return gelu(rows, approximate="none" if exact else "tanh")
 

@@ -75,6 +75,10 @@ def _read(
     # Older files name the key "type".
     kind = rope.text("rope_type" if rope.has("rope_type") else "type", "default")
     match kind:
+        # HunYuan's fixed stretching of the base has the name of dynamic scaling.
+        case "dynamic" if rope.has("alpha"):
+            stretch = rope.positive_number("alpha") ** (width / (width - 2))
+            frequencies = _frequencies(base * stretch, width)
         # Dynamic scaling applies beyond max_position_embeddings, which no sequence exceeds.
         case "default" | "dynamic":
             pass

@@ -26,7 +26,7 @@ class Config:
     """File name in errors"""
     values: JsonObject
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys that have another name in the file, such as n_embd for hidden_size in GPT-2"""
+    """Keys that may have another name in the file, such as n_embd for hidden_size in GPT-2"""
 
     @staticmethod
     def read(path: Path) -> "Config":
@@ -46,7 +46,8 @@ class Config:
 
     def file_key(self, key: str) -> str:
         """Return the file's own name for `key`."""
-        return self.keys.get(key, key)
+        own = self.keys.get(key, key)
+        return key if own not in self.values and key in self.values else own
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)

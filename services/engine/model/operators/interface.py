@@ -24,6 +24,7 @@ __all__ = [
     "ExpertDeltas",
     "ExpertWeights",
     "Gate",
+    "HeadNorms",
     "LayerNorm",
     "Mixture",
     "NormedProjection",
@@ -147,6 +148,17 @@ class LayerNorm:
 
     weight: Tensor
     bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of queries and keys over each head, apart from the rotation."""
+
+    queries: Tensor
+    """Weight [heads, head_dim], or [head_dim] for all"""
+    keys: Tensor
+    centers: bool
+    """They are LayerNorms without a bias rather than RMSNorms"""
 
 
 class Mixture(ABC):
@@ -325,6 +337,16 @@ class Operators(ABC):
         dimension may have gaps. Norms: [head_dim] over each head, or [heads * head_dim] over all
         query or key heads of a token.
         """
+
+    def norm_heads(self, heads: Tensor, num_queries: int, norms: HeadNorms, epsilon: float) -> None:
+        """Norm queries and keys in place. heads: as in `rotate`."""
+        parts = (heads[:, :num_queries], norms.queries), (heads[:, num_queries:], norms.keys)
+        for part, weight in parts:
+            exact = part.float()
+            if norms.centers:
+                exact = exact - exact.mean(dim=-1, keepdim=True)
+            scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + epsilon)
+            part.copy_((exact * scale).to(part.dtype) * weight)
 
 
 class NormedProjection(Projection):
