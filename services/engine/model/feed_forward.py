@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.interface import Gate, Mixture, Operators, Projection
 
 __all__ = ["Dense", "Experts", "FeedForward", "SharedExpert"]
@@ -42,16 +43,16 @@ class Experts(FeedForward):
     mixture: Mixture
     count: int
     """Experts among which the router chooses"""
-    per_token: int
-    normalized: bool
-    """True if the weights of a row's experts are scaled to sum to 1"""
+    routing: Routing
+    bias: Tensor | None
+    """float32 [count], added to the experts' weights for the choice alone"""
     operators: Operators
     shared: "SharedExpert | None" = None
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         scores = torch.empty(len(rows), self.count, device=rows.device)
         self.router.into(rows, scores)
-        choice = self.operators.choose(scores, self.per_token, normalized=self.normalized)
+        choice = self.operators.choose(scores, self.routing, self.bias)
         self.mixture.add_to(rows, *choice, out)
         if self.shared is not None:
             self.shared.add_to(rows, out, inner)

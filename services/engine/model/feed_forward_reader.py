@@ -6,6 +6,7 @@ from itertools import chain, repeat
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from services.engine.model.adapters.adapters import Site, StackedPart
 from services.engine.model.architecture.activation import Activation
@@ -66,13 +67,27 @@ class FeedForwardReader:
         return Dense(gate, self._reader.residual_projection(stored.down, post_norm))
 
     def _dense_gate(self, stored: StoredDense, content: DenseSpec, norm: StoredNorm | None) -> Gate:
-        reader, activation = self._reader, content.activation
+        reader = self._reader
+        activation = self._activation(content.activation, stored.activation)
         parts = reader.linear(stored.gate, norm)
         gate = self._gate(parts, activation, reader.operators_of(stored.gate))
         if reader.adapters is not None:
             order = self._order_of_gate(content.width, 2 if activation.gated else 1)
             gate.adapt(reader.adapters.delta(reader.site(stored.gate, norm, order)))
         return gate
+
+    def _activation(self, activation: Activation, stored: tuple[StoredTensor, ...]) -> Activation:
+        """Return an activation with the layer's own constants, if it has any."""
+        if not stored:
+            return activation
+        positive, negative, beta, least = (self._reader.tensor(each).float() for each in stored)
+        return replace(
+            activation,
+            alpha=softplus(positive).item(),
+            negative_alpha=(beta + softplus(negative)).item(),
+            beta=beta.item(),
+            limit=least.item(),
+        )
 
     def _read_experts(
         self, stored: StoredExperts, content: ExpertsSpec, norm: StoredNorm | None
@@ -90,7 +105,8 @@ class FeedForwardReader:
                 )
                 for expert in stored.experts
             )
-        mixture = operators.mixture(experts, content.count, content.per_token, content.activation)
+        routing = content.routing
+        mixture = operators.mixture(experts, content.count, routing.per_token, content.activation)
         if reader.adapters is not None:
             mixture.adapt(reader.adapters.experts(self._expert_sites(stored, content, norm)))
         ((weight, bias),) = reader.linear(stored.router, norm)
@@ -101,12 +117,18 @@ class FeedForwardReader:
             router=router,
             mixture=mixture,
             count=content.count,
-            per_token=content.per_token,
-            normalized=content.normalized,
+            routing=routing,
+            bias=self._choice_bias(stored.choice_bias),
             operators=reader.operators,
             shared=self._shared_expert(stored.shared, content.shared, norm),
         )
         return reader.shard.summed_experts(layer_experts)
+
+    def _choice_bias(self, stored: StoredTensor | None) -> Tensor | None:
+        if stored is None:
+            return None
+        bias = self._reader.tensor(stored).flatten()
+        return bias.to(self._reader.device, torch.float32, copy=True)
 
     def _shared_expert(
         self,

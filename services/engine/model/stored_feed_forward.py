@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from services.engine.model.architecture.activation import Nonlinearity
 from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, FeedForwardSpec
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.config import CheckpointError
@@ -27,6 +28,8 @@ class StoredDense:
     gate: StoredLinear
     """Both products of a gated layer, or the only one"""
     down: StoredLinear
+    activation: tuple[StoredTensor, ...] = ()
+    """Constants of the activation: alpha_p, alpha_n, beta and eps of xIELU"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class StoredExperts:
     prefix: str
     """Beginning of the names in this layer"""
     router: StoredLinear
+    choice_bias: StoredTensor | None
     experts: tuple[StoredDense, ...] | StackedExperts
     shared: "StoredSharedExpert | None"
 
@@ -66,7 +70,12 @@ def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFe
     if isinstance(content, ExpertsSpec):
         return _experts(names, content)
     own = names.names
-    return _dense(names, own.gate, own.down, content)
+    dense = _dense(names, own.gate, own.down, content)
+    if content.activation.nonlinearity is not Nonlinearity.XIELU:
+        return dense
+    shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+    constants = (names.tensor(f"{own.activation}.{n}", *shape) for n, shape in shapes.items())
+    return replace(dense, activation=tuple(constants))
 
 
 def _dense(
@@ -84,14 +93,18 @@ def _experts(names: LayerNames, experts: ExpertsSpec) -> StoredExperts:
     own = names.names.experts
     assert own is not None
     router = names.linear((own.router,), (experts.count,), names.spec.hidden_size, experts.has_bias)
+    bias = None
+    if experts.routing.has_bias:
+        bias = names.tensor(own.choice_bias, 1, experts.count)
     shared = None if experts.shared is None else _shared_expert(names, own, experts.shared)
     if own.are_stacked:
-        return StoredExperts(names.prefix, router, _stacked_experts(names, own, experts), shared)
+        stacked = _stacked_experts(names, own, experts)
+        return StoredExperts(names.prefix, router, bias, stacked, shared)
     stored = []
     for number in range(experts.count):
         gate = tuple(name.format(number) for name in own.gate)
         stored.append(_dense(names, gate, own.down.format(number), experts))
-    return StoredExperts(names.prefix, router, tuple(stored), shared)
+    return StoredExperts(names.prefix, router, bias, tuple(stored), shared)
 
 
 def _shared_expert(

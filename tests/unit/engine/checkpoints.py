@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    ApertusConfig,
     ArceeConfig,
     Cohere2Config,
     CohereConfig,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3Config,
@@ -23,10 +26,13 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Idefics3Config,
     LlamaConfig,
     LlavaConfig,
+    Ministral3Config,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
@@ -36,6 +42,7 @@ from transformers import (
     OlmoeConfig,
     Phi3Config,
     PhiConfig,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -264,6 +271,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "hunyuan, stretched": HunYuanDenseV1Config(
         **WIDE, rope_parameters=_PLAIN | {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}
     ),
+    "apertus": ApertusConfig(**SHAPE),
+    "ernie": Ernie4_5Config(**SHAPE, head_dim=24, use_bias=True),
+    "ministral3": Ministral3Config(
+        **SHAPE,
+        head_dim=24,
+        sliding_window=30,
+        rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.4},
+    ),
+    "mistral3, ministral3": Mistral3Config(
+        text_config=Ministral3Config(
+            **SHAPE, head_dim=16, rope_parameters=_YARN | {"llama_4_scaling_beta": 0.4}
+        ),
+        vision_config=_VISION,
+        tie_word_embeddings=False,
+    ),
     "seed oss": SeedOssConfig(**WIDE, attention_out_bias=True, mlp_bias=True),
     "granite": GraniteConfig(
         **SHAPE,
@@ -308,6 +330,38 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         use_sliding_window=True,
         sliding_window=9,
         max_window_layers=2,
+    ),
+    "phimoe": PhimoeConfig(
+        **SHAPE,
+        attention_bias=True,
+        lm_head_bias=True,
+        num_local_experts=5,
+        router_jitter_noise=0.3,
+        sliding_window=30,
+    ),
+    "granite moe": GraniteMoeConfig(
+        **SHAPE,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=5.0,
+    ),
+    "ernie moe": Ernie4_5_MoeConfig(
+        **SHAPE, moe_num_experts=5, moe_k=2, moe_intermediate_size=24, use_bias=True
+    ),
+    "ernie moe, tied": Ernie4_5_MoeConfig(
+        **SHAPE | {"tie_word_embeddings": True},
+        moe_num_experts=5,
+        moe_k=3,
+        moe_intermediate_size=24,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        moe_layer_end_index=1,
+    ),
+    "hunyuan moe": HunYuanMoEV1Config(
+        **WIDE, num_experts=5, moe_topk=[1, 3, 2], attention_bias=True
     ),
     "olmoe": OlmoeConfig(**SHAPE, num_experts=5, num_experts_per_tok=2),
     "qwen3 moe": Qwen3MoeConfig(

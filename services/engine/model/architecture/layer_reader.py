@@ -14,10 +14,14 @@ from services.engine.model.architecture.layers import (
     MixerSpec,
 )
 from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.families import Family, QkNorm, WindowRule
 
 __all__ = ["read_layers"]
+
+_SPARSE_MIXER = 2
+"""Experts of a token that SparseMixer chooses"""
 
 
 def read_layers(
@@ -132,12 +136,22 @@ def _feed_forward_layers(
     )
     if family.names.experts is None:
         return [dense] * num_layers
-    experts = _experts(config, family, dense, has_mxfp4)
-    plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)
-    return [
-        experts if layer not in plain and (layer + 1) % step == 0 else dense
-        for layer in range(num_layers)
+    experts = [
+        _experts(config, family, dense, per_token, has_mxfp4)
+        for per_token in config.per_layer("num_experts_per_tok", num_layers)
     ]
+    have_experts = _expert_layers(config, num_layers)
+    return [experts[layer] if layer in have_experts else dense for layer in range(num_layers)]
+
+
+def _expert_layers(config: Config, num_layers: int) -> set[int]:
+    """Return the layers that are mixtures of experts."""
+    plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)
+    first, last = config.integer("moe_layer_start_index", 0), -1
+    if config.has("moe_layer_end_index"):
+        last = config.integer("moe_layer_end_index")
+    layers = range(max(first, 0), num_layers if last == -1 else last + 1)
+    return {layer for layer in layers if layer not in plain and (layer + 1) % step == 0}
 
 
 def _activation(config: Config, family: Family) -> Activation:
@@ -152,6 +166,8 @@ def _activation(config: Config, family: Family) -> Activation:
         "gelu_pytorch_tanh": Nonlinearity.GELU_TANH,
         "relu2": Nonlinearity.RELU_SQUARED,
     }
+    if family.names.activation is not None:
+        known["xielu"] = Nonlinearity.XIELU
     if name not in known:
         raise CheckpointError(
             f"{config.file}: {config.file_key('hidden_act')} {name} is not supported. Supported: "
@@ -160,31 +176,56 @@ def _activation(config: Config, family: Family) -> Activation:
     return Activation(known[name], family.gated)
 
 
-def _experts(config: Config, family: Family, dense: DenseSpec, has_mxfp4: bool) -> ExpertsSpec:
+def _experts(
+    config: Config, family: Family, dense: DenseSpec, per_token: int, has_mxfp4: bool
+) -> ExpertsSpec:
     # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
     count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
-    per_token = config.positive("num_experts_per_tok")
     if per_token > count:
         raise CheckpointError(
             f"{config.file}: num_experts_per_tok ({per_token}) exceeds the {count} experts."
         )
+    width = config.positive("moe_intermediate_size", dense.width)
     return ExpertsSpec(
         count=count,
-        per_token=per_token,
-        width=config.positive("moe_intermediate_size", dense.width),
+        routing=_routing(config, family, per_token),
+        width=width,
         activation=dense.activation,
         has_bias=dense.has_bias and family.experts_have_bias,
-        normalized=config.flag("norm_topk_prob", False),
         is_mxfp4=has_mxfp4,
-        shared=_shared_expert(config, family, dense),
+        shared=_shared_expert(config, family, dense, width),
     )
 
 
-def _shared_expert(config: Config, family: Family, dense: DenseSpec) -> DenseSpec | None:
+def _routing(config: Config, family: Family, per_token: int) -> Routing:
+    assert family.names.experts is not None
+    jitter = None
+    if family.mixes_sparsely:
+        jitter = config.number("router_jitter_noise")
+        if per_token != _SPARSE_MIXER:
+            raise CheckpointError(
+                f"{config.file}: num_experts_per_tok must be {_SPARSE_MIXER}, got {per_token}."
+            )
+    return Routing(
+        per_token,
+        config.flag("norm_topk_prob", False),
+        has_bias=bool(family.names.experts.choice_bias),
+        least_sum=config.number("moe_norm_min", 0.0),
+        jitter=jitter,
+    )
+
+
+def _shared_expert(
+    config: Config, family: Family, dense: DenseSpec, width: int
+) -> DenseSpec | None:
+    """Return the expert that every token has, which may be as wide as several others together."""
     assert family.names.experts is not None
     if not family.names.experts.shared_gate:
         return None
-    return replace(dense, width=config.positive("shared_expert_intermediate_size"))
+    if not config.has("moe_num_shared_experts"):
+        return replace(dense, width=config.positive("shared_expert_intermediate_size"))
+    count = config.integer("moe_num_shared_experts")
+    return replace(dense, width=count * width) if count > 0 else None
 
 
 def _attention_scale(config: Config, family: Family, head_dim: int) -> float:

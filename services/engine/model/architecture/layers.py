@@ -6,6 +6,7 @@ from typing import TypeAlias
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.families import QkNorm
 
 __all__ = [
@@ -82,13 +83,11 @@ class ExpertsSpec:
     """A mixture of experts: feed-forward layers among which a router chooses for each token."""
 
     count: int
-    per_token: int
+    routing: Routing
     width: int
     """Intermediate size of an expert"""
     activation: Activation
     has_bias: bool
-    normalized: bool
-    """True if the weights of a token's experts are scaled to sum to 1"""
     is_mxfp4: bool
     """True if the experts are stored as MXFP4"""
     shared: DenseSpec | None

@@ -74,6 +74,8 @@ class ExpertTensorNames:
     """Its factor is the sigmoid of this product; empty: it has none"""
     module: str = "mlp"
     """Module of router and experts in transformers 5, whose names adapters have"""
+    choice_bias: str = ""
+    """Bias of the weights for the choice alone; empty: there is none"""
     router_name: str = ""
     """The router's name in that module; empty: the last part of `router`"""
 
@@ -132,6 +134,8 @@ class TensorNames:
     """Two tensors, or one that stacks their outputs"""
     down: str = "mlp.down_proj"
     feed_forward_post_norm: str | None = None
+    activation: str | None = None
+    """Module of xIELU's constants"""
     experts: ExpertTensorNames | None = None
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
@@ -250,6 +254,8 @@ class Family:
     """The tokens of an image see each other, not only the tokens before them"""
     refused: tuple[str, ...] = ()
     """Keys that must be absent, null or false"""
+    mixes_sparsely: bool = False
+    """SparseMixer chooses experts, with router_jitter_noise"""
     clamped_swiglu: bool = False
     """The activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
     encoder: EncoderTraits | None = None
@@ -310,6 +316,29 @@ _EXPERTS = ExpertTensorNames(
     router="mlp.gate",
     gate=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     down="mlp.experts.{}.down_proj",
+)
+_USE_BIAS = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+_MIXTRAL_EXPERTS = ExpertTensorNames(
+    router="block_sparse_moe.gate",
+    gate=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    down="block_sparse_moe.experts.{}.w2",
+)
+_PHIMOE = Family(
+    "PhimoeForCausalLM",
+    names=TensorNames(experts=replace(_MIXTRAL_EXPERTS, router_name="router")),
+    defaults={
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "router_jitter_noise": 0.01,
+    },
+    reads_attention_bias=True,
+    head_bias_key="lm_head_bias",
+    layer_norm=True,
+    windows=WindowRule.ALL,
+    mixes_sparsely=True,
 )
 _QWEN_EXPERTS = replace(
     _EXPERTS,
@@ -546,6 +575,73 @@ FAMILIES: Mapping[str, Family] = {
             gated=False,
         ),
         Family(
+            "ApertusForCausalLM",
+            names=TensorNames(
+                attention_norm="attention_layernorm",
+                feed_forward_norm="feedforward_layernorm",
+                gate=("mlp.up_proj",),
+                activation="mlp.act_fn",
+            ),
+            defaults={
+                "hidden_act": "xielu",
+                "rms_norm_eps": 1e-5,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "rope_theta": 12e6,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8192,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                },
+                "rope_theta": 12e6,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.HEAD,
+            gated=False,
+        ),
+        Family(
+            "Ernie4_5ForCausalLM",
+            keys=_USE_BIAS,
+            defaults={
+                "head_dim": 128,
+                "num_key_value_heads": 2,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500000.0,
+                "tie_word_embeddings": True,
+            },
+            reads_attention_bias=True,
+            reads_mlp_bias=True,
+            interleaved_rotary=True,
+        ),
+        Family(
+            "InternLM3ForCausalLM",
+            keys={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+            defaults={"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+            reads_attention_bias=True,
+            output_bias_key="mlp_bias",
+            reads_mlp_bias=True,
+        ),
+        Family(
+            "Ministral3ForCausalLM",
+            defaults={
+                "head_dim": 128,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 16384,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            },
+            windows=WindowRule.ALL,
+        ),
+        Family(
             "HunYuanDenseV1ForCausalLM",
             names=_HUNYUAN,
             defaults={"rms_norm_eps": 1e-5},
@@ -639,15 +735,88 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "MixtralForCausalLM",
-            names=TensorNames(
-                experts=ExpertTensorNames(
-                    router="block_sparse_moe.gate",
-                    gate=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-                    down="block_sparse_moe.experts.{}.w2",
-                )
-            ),
+            names=TensorNames(experts=_MIXTRAL_EXPERTS),
             defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
             windows=WindowRule.ALL,
+        ),
+        _PHIMOE,
+        replace(_PHIMOE, architecture="PhiMoEForCausalLM"),
+        Family(
+            "GraniteMoeForCausalLM",
+            names=TensorNames(
+                experts=ExpertTensorNames(
+                    router="block_sparse_moe.router.layer",
+                    gate=("block_sparse_moe.input_linear",),
+                    down="block_sparse_moe.output_linear",
+                    stack=ExpertStack(transposed=False, suffix=".weight"),
+                    module="block_sparse_moe",
+                    router_name="router",
+                )
+            ),
+            defaults={"norm_topk_prob": True, "num_experts_per_tok": 2, "num_local_experts": 8},
+            reads_attention_bias=True,
+            reads_multipliers=True,
+        ),
+        Family(
+            "Ernie4_5_MoeForCausalLM",
+            names=TensorNames(
+                experts=replace(
+                    _EXPERTS,
+                    shared_gate=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+                    shared_down="mlp.shared_experts.down_proj",
+                    choice_bias="mlp.moe_statics.e_score_correction_bias",
+                ),
+                ignored=("*.rotary_emb.inv_freq", "model.mtp_*"),
+            ),
+            keys={
+                **_USE_BIAS,
+                "decoder_sparse_step": "moe_layer_interval",
+                "num_local_experts": "moe_num_experts",
+                "num_experts_per_tok": "moe_k",
+            },
+            defaults={
+                "moe_intermediate_size": 1536,
+                "moe_layer_start_index": 1,
+                "moe_norm_min": 1e-12,
+                "moe_num_shared_experts": 2,
+                "norm_topk_prob": True,
+                "num_experts_per_tok": 6,
+                "num_key_value_heads": 4,
+                "num_local_experts": 64,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500000.0,
+                "tie_word_embeddings": True,
+            },
+            reads_attention_bias=True,
+            reads_mlp_bias=True,
+            head_bias_key="use_bias",
+            interleaved_rotary=True,
+        ),
+        Family(
+            "HunYuanMoEV1ForCausalLM",
+            names=replace(
+                _HUNYUAN,
+                experts=replace(
+                    _EXPERTS,
+                    router="mlp.gate.wg",
+                    shared_gate=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+                    shared_down="mlp.shared_mlp.down_proj",
+                    router_name="gate.wg",
+                ),
+            ),
+            keys={
+                "moe_intermediate_size": "intermediate_size",
+                "num_experts_per_tok": "moe_topk",
+                "shared_expert_intermediate_size": "intermediate_size",
+            },
+            defaults={
+                "norm_topk_prob": True,
+                "num_experts_per_tok": 1,
+                "num_local_experts": 1,
+                "rms_norm_eps": 1e-5,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.HEAD_ROTATED,
         ),
         Family(
             "Qwen2MoeForCausalLM",

@@ -42,6 +42,17 @@ _DECODERS: Mapping[str, tuple[str, JsonObject]] = {
             "sliding_window": 4096,
         },
     ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 262144,
+        },
+    ),
     "qwen2": (
         "Qwen2ForCausalLM",
         {

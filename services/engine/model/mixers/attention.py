@@ -111,6 +111,9 @@ class AttentionMixer(Mixer[AttentionScratch]):
                 self._weights.key_norm,
                 self._epsilon,
             )
+            scales = rotations[self._rotation].query_scales
+            if scales is not None:
+                scratch.queries.mul_(scales[:, None, None])
         if is_rotated:
             self._norm_heads(scratch)
 

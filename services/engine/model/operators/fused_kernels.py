@@ -10,7 +10,7 @@ from torch import Tensor
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.rotary import Rotation
 
-__all__ = ["activate", "norm_rows", "rotate_heads"]
+__all__ = ["activate", "has_kernel", "norm_rows", "rotate_heads"]
 
 _ROTATED = 256
 """Pairs that a program of `rotate_heads` rotates: heads × half a head's width"""
@@ -187,6 +187,11 @@ def rotate_heads(
             tile_heads=tile_heads,
             width=width,
         )
+
+
+def has_kernel(activation: Activation) -> bool:
+    """Return whether `activate` computes this activation."""
+    return activation.nonlinearity in _KINDS
 
 
 def activate(product: Tensor, activation: Activation, out: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
 from services.engine.model.operators.low_rank import (
     LowRank,
@@ -256,16 +257,11 @@ class Operators(ABC):
         """
         return _LoopedMixture(experts, activation, self)
 
-    def choose(self, scores: Tensor, per_row: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
-        """Return the experts with the `per_row` highest scores of each row, and their factors.
-
-        scores: float32 [n, experts]. Returns int64 [n, per_row] and float32 [n, per_row]: their
-        parts of the softmax, which `normalized` scales to sum to 1.
-        """
-        factors, chosen = scores.softmax(dim=1).topk(per_row, dim=1)
-        if normalized:
-            factors /= factors.sum(dim=1, keepdim=True)
-        return chosen, factors
+    def choose(
+        self, scores: Tensor, routing: Routing, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return each row's experts and their factors, as `Routing.choose` does."""
+        return routing.choose(scores, bias)
 
     def recording(self) -> Recording | None:
         """Return a recording for a decoder's layers; None: these operators can't be recorded."""
