@@ -34,6 +34,7 @@ _READERS: Mapping[str, _Reader] = {
     "Qwen3VLForConditionalGeneration": read_qwen_vl,
     "Qwen3_5ForConditionalGeneration": read_qwen_vl,
     "Qwen3_5MoeForConditionalGeneration": read_qwen_vl,
+    "Qwen3VLMoeForConditionalGeneration": read_qwen_vl,
     "SmolVLMForConditionalGeneration": read_idefics3,
 }
 """Readers by architecture, as in config.json"""

@@ -107,7 +107,7 @@ DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("no width", lambda p: set_config(p, hidden_size=...), ["config.json", "hidden_size"]),
     ("text for a number", lambda p: set_config(p, hidden_size="64"), ["hidden_size", '"64"']),
     ("heads", lambda p: set_config(p, num_key_value_heads=3), ["num_key_value_heads"]),
-    ("activation", lambda p: set_config(p, hidden_act="relu2"), ["hidden_act", "relu2", "silu"]),
+    ("activation", lambda p: set_config(p, hidden_act="mish"), ["hidden_act", "mish", "silu"]),
     (
         "rope",
         lambda p: set_config(p, rope_parameters={"rope_type": "xpos", "rope_theta": 1e4}),
@@ -172,6 +172,9 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("gemma2", lambda p: set_config(p, layer_types=["linear"] * 3), ["linear"]),
     ("smollm3", lambda p: set_config(p, no_rope_layers=[1]), ["no_rope_layers", "3"]),
     ("phi3", lambda p: set_config(p, rope_parameters=PHI), ["long_factor", "8", "7"]),
+    ("olmoe", lambda p: set_config(p, clip_qkv=8.0), ["clip_qkv"]),
+    ("phi", lambda p: set_config(p, qk_layernorm=True), ["qk_layernorm"]),
+    ("phi", lambda p: set_tensor(p, "lm_head.bias", None), ["lm_head.bias"]),
     ("gpt-oss", lambda p: set_tensor(p, "model.layers.1.self_attn.sinks", None), ["1", "sinks"]),
     (
         "gpt-oss",

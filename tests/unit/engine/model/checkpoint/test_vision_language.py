@@ -56,6 +56,21 @@ def test_every_published_layout_is_read(
     torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
 
 
+def test_experts_are_read_in_both_orders_of_their_dimensions(tmp_path: Path) -> None:
+    """Published files stack [experts, inputs, outputs], those of transformers 5 the reverse."""
+    model = make_checkpoint(tmp_path, CONFIGS["qwen3 vl moe"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].mT.contiguous()
+    save_file(tensors, file)
+    tokens = random_tokens(20, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, 20)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
 def test_settings_of_the_decoder_are_read_beside_those_of_images(tmp_path: Path) -> None:
     """Qwen2-VL's published config.json has no text_config, and a RoPE of type mrope."""
     model = make_checkpoint(tmp_path, CONFIGS["qwen2 vl"])
