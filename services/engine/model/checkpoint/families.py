@@ -8,12 +8,14 @@ from services.engine.model.checkpoint.config import JsonObject
 
 __all__ = [
     "FAMILIES",
+    "BesideNames",
     "DeltaNetNames",
     "EncoderTraits",
     "ExpertStack",
     "ExpertTensorNames",
     "Family",
     "HeadStage",
+    "LayerInputNames",
     "QkNorm",
     "TensorNames",
     "WindowRule",
@@ -105,6 +107,29 @@ class DeltaNetNames:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputNames:
+    """Tensor names of what a token has for each layer alone."""
+
+    table: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    norm: str = "per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    output: str = "per_layer_projection"
+    post_norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class BesideNames:
+    """Tensor names of the norms and factors of experts beside a dense layer."""
+
+    dense_post_norm: str = "post_feedforward_layernorm_1"
+    norm: str = "pre_feedforward_layernorm_2"
+    post_norm: str = "post_feedforward_layernorm_2"
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Tensor names without .weight and .bias; None: the family has no such tensor.
 
@@ -139,6 +164,9 @@ class TensorNames:
     experts: ExpertTensorNames | None = None
     stacked_experts: ExpertTensorNames | None = None
     """Names in files that stack all experts instead; None: there are no such files"""
+    beside: BesideNames = field(default_factory=BesideNames)
+    layer_inputs: LayerInputNames = field(default_factory=LayerInputNames)
+    layer_scalar: str = "layer_scalar"
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -239,6 +267,8 @@ class Family:
     inner_factor: int | None = None
     """Default intermediate_size, in multiples of hidden_size"""
     windows: WindowRule = WindowRule.NONE
+    is_gemma4: bool = False
+    """Layers differ from one another as Gemma 4's do"""
     local_rotary: bool = False
     """Sliding-window layers have RoPE frequencies of their own"""
     rotates_windows_only: bool = False
@@ -416,6 +446,50 @@ FAMILIES: Mapping[str, Family] = {
             qk_norm=QkNorm.HEAD,
             norm_offset=True,
             windows=WindowRule.PATTERN,
+            local_rotary=True,
+            scaled_embedding=True,
+            reads_soft_caps=True,
+        ),
+        Family(
+            "Gemma4ForCausalLM",
+            names=replace(
+                _GEMMA,
+                experts=ExpertTensorNames(
+                    router="router.proj",
+                    gate=("experts.gate_up_proj",),
+                    down="experts.down_proj",
+                    stack=ExpertStack(transposed=False),
+                    module="",
+                ),
+            ),
+            keys={"hidden_act": "hidden_activation"},
+            defaults={
+                "hidden_activation": "gelu_pytorch_tanh",
+                "global_head_dim": 512,
+                "head_dim": 256,
+                "hidden_size_per_layer_input": 256,
+                "max_position_embeddings": 131072,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "query_pre_attn_scalar": 1,
+                "rope_parameters": {
+                    "full_attention": {
+                        "partial_rotary_factor": 0.25,
+                        "rope_theta": 1e6,
+                        "rope_type": "proportional",
+                    },
+                    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+                },
+                "sliding_window": 512,
+                "sliding_window_pattern": 6,
+                "tie_word_embeddings": True,
+                "vocab_size": 262144,
+                "vocab_size_per_layer_input": 262144,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.HEAD,
+            windows=WindowRule.PATTERN,
+            is_gemma4=True,
             local_rotary=True,
             scaled_embedding=True,
             reads_soft_caps=True,
