@@ -138,7 +138,7 @@ def _loop(streams: int, overlaps: bool) -> StepLoop:
     decoder = IdleDecoder(rows)
     blocks = streams * CONTEXT // BLOCK
     limits = SchedulerLimits(streams, CONTEXT, 1.7, rows_at_once=32)
-    cache = KVCache((torch.zeros(blocks + 1),), (torch.zeros(blocks + 1),), BLOCK)
+    cache = KVCache({0: torch.zeros(blocks + 1)}, {0: torch.zeros(blocks + 1)}, BLOCK)
     capacity = StepCapacity(rows, streams, CONTEXT // BLOCK) if overlaps else None
     return StepLoop(
         Scheduler(limits, CachePools(CacheLimits(BLOCK, (GroupLimits(blocks),)))),

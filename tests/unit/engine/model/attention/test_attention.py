@@ -15,6 +15,7 @@ from services.engine.kernels.library import (
     native,
 )
 from services.engine.kernels.tiles import TILE
+from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import torch_backend
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
@@ -121,7 +122,7 @@ class Case:
         kept: number of each sequence's last queries to attend for; None: all.
         """
         cache = backend.allocate(self.num_blocks, BLOCK)
-        for tensor in (*cache.keys, *cache.values):
+        for tensor in (*cache.keys.values(), *cache.values.values()):
             tensor.fill_(stale)
         prefixes = [
             (i, BLOCK if i == self.reader else 0, c - n)
@@ -428,5 +429,5 @@ def test_cache_takes_the_memory_it_states(base: ModelSpec) -> None:
     """The engine sizes KV memory by this figure: too small a value exhausts the memory."""
     spec = base
     cache = TorchAttention(spec, torch.float32, torch.device("cpu")).allocate(5, BLOCK)
-    held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
-    assert held == 5 * KVCache.bytes_per_block(spec, BLOCK, torch.float32)
+    held = sum(tensor.nbytes for tensor in (*cache.keys.values(), *cache.values.values()))
+    assert held == 5 * BLOCK * 4 * sum(group.token_width for group in layer_groups(spec))
