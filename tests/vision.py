@@ -43,6 +43,7 @@ WHOLE = {
     "qwen2 vl": Whole("qwen2_vl", "<|image_pad|>", {}),
     "qwen2.5 vl": Whole("qwen2_5_vl", "<|image_pad|>", {}),
     "qwen3 vl": Whole("qwen3_vl", "<|image_pad|>", {}),
+    "qwen3 vl moe": Whole("qwen3_vl", "<|image_pad|>", {}),
 }
 
 

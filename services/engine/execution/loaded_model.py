@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -232,8 +233,7 @@ def _allocate_cache(
     slots = need.state_slots(num_blocks)
     cache = decoder.allocate_cache(blocks, num_states=slots + (is_on_gpu and slots > 0))
     if not is_on_gpu:
-        states = (tensor for tensors in cache.states.values() for tensor in tensors)
-        touch((*cache.keys.values(), *cache.values.values(), *states))
+        touch((*cache.pages, *chain.from_iterable(cache.states.values())))
     size = need.bytes(num_blocks)
     _LOG.debug(
         "KV cache: %d blocks of %d tokens, %.2f GiB, allocated in %.1f s",

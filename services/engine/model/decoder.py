@@ -410,9 +410,12 @@ class Decoder:
 
     def _after_mixing(self, index: int, buffers: Activations) -> None:
         """Add the outputs of a layer's mixer and feed-forward layer to the residual."""
-        layer = self._layers[index]
+        layer, is_parallel = self._layers[index], self.spec.parallel_residual
+        if is_parallel:
+            self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
         layer.mixer.add_to(buffers.mixing[layer.mixing], buffers.hidden)
-        self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
+        if not is_parallel:
+            self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
         layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner[layer.inner])
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:

@@ -203,6 +203,7 @@ class EncoderReader:
             qkv=self._projection(layer.qkv),
             query_norm=None,
             key_norm=None,
+            head_norms=None,
             sinks=None,
             output=self._projection(layer.output),
         )

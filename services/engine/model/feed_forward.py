@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.interface import Gate, Mixture, Operators, Projection
 
 __all__ = ["Dense", "Experts", "FeedForward", "SharedExpert"]
@@ -42,16 +43,16 @@ class Experts(FeedForward):
     mixture: Mixture
     count: int
     """Experts among which the router chooses"""
-    per_token: int
-    normalized: bool
-    """True if the weights of a row's experts are scaled to sum to 1"""
+    routing: Routing
+    bias: Tensor | None
+    """float32 [count], added to the experts' weights for the choice alone"""
     operators: Operators
     shared: "SharedExpert | None" = None
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         scores = torch.empty(len(rows), self.count, device=rows.device)
         self.router.into(rows, scores)
-        choice = self.operators.choose(scores, self.per_token, normalized=self.normalized)
+        choice = self.operators.choose(scores, self.routing, self.bias)
         self.mixture.add_to(rows, *choice, out)
         if self.shared is not None:
             self.shared.add_to(rows, out, inner)
@@ -59,14 +60,17 @@ class Experts(FeedForward):
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert(FeedForward):
-    """An expert that every row has, times a factor of the row."""
+    """An expert that every row has, perhaps times a factor of the row."""
 
     expert: Dense
-    router: Projection
-    """To the logit of the factor"""
+    router: Projection | None
+    """To the logit of the factor; None: there is no factor"""
     operators: Operators
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        if self.router is None:
+            self.expert.add_to(rows, out, inner)
+            return
         product = self.operators.temporary(len(rows), out.shape[1])
         self.expert.gate.into(rows, inner)
         self.expert.down.into(inner, product)

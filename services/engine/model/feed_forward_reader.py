@@ -1,15 +1,17 @@
 """Loading of feed-forward layers: dense, or a mixture of experts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from services.engine.model.adapters.adapters import Site, StackedPart
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, FeedForwardSpec
+from services.engine.model.checkpoint.families import ExpertStack
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
@@ -65,13 +67,27 @@ class FeedForwardReader:
         return Dense(gate, self._reader.residual_projection(stored.down, post_norm))
 
     def _dense_gate(self, stored: StoredDense, content: DenseSpec, norm: StoredNorm | None) -> Gate:
-        reader, activation = self._reader, content.activation
+        reader = self._reader
+        activation = self._activation(content.activation, stored.activation)
         parts = reader.linear(stored.gate, norm)
         gate = self._gate(parts, activation, reader.operators_of(stored.gate))
         if reader.adapters is not None:
             order = self._order_of_gate(content.width, 2 if activation.gated else 1)
             gate.adapt(reader.adapters.delta(reader.site(stored.gate, norm, order)))
         return gate
+
+    def _activation(self, activation: Activation, stored: tuple[StoredTensor, ...]) -> Activation:
+        """Return an activation with the layer's own constants, if it has any."""
+        if not stored:
+            return activation
+        positive, negative, beta, least = (self._reader.tensor(each).float() for each in stored)
+        return replace(
+            activation,
+            alpha=softplus(positive).item(),
+            negative_alpha=(beta + softplus(negative)).item(),
+            beta=beta.item(),
+            limit=least.item(),
+        )
 
     def _read_experts(
         self, stored: StoredExperts, content: ExpertsSpec, norm: StoredNorm | None
@@ -89,7 +105,8 @@ class FeedForwardReader:
                 )
                 for expert in stored.experts
             )
-        mixture = operators.mixture(experts, content.count, content.per_token, content.activation)
+        routing = content.routing
+        mixture = operators.mixture(experts, content.count, routing.per_token, content.activation)
         if reader.adapters is not None:
             mixture.adapt(reader.adapters.experts(self._expert_sites(stored, content, norm)))
         ((weight, bias),) = reader.linear(stored.router, norm)
@@ -100,51 +117,74 @@ class FeedForwardReader:
             router=router,
             mixture=mixture,
             count=content.count,
-            per_token=content.per_token,
-            normalized=content.normalized,
+            routing=routing,
+            bias=self._choice_bias(stored.choice_bias),
             operators=reader.operators,
-            shared=None
-            if stored.shared is None
-            else self._shared_expert(stored.shared, content, norm),
+            shared=self._shared_expert(stored.shared, content.shared, norm),
         )
         return reader.shard.summed_experts(layer_experts)
 
+    def _choice_bias(self, stored: StoredTensor | None) -> Tensor | None:
+        if stored is None:
+            return None
+        bias = self._reader.tensor(stored).flatten()
+        return bias.to(self._reader.device, torch.float32, copy=True)
+
     def _shared_expert(
-        self, stored: StoredSharedExpert, content: ExpertsSpec, norm: StoredNorm | None
-    ) -> SharedExpert:
-        reader = self._reader
-        alone = DenseSpec(content.shared_width, content.activation, content.has_bias)
-        ((weight, bias),) = reader.linear(stored.router, norm)
-        router = reader.operators.exact_projection(decoded(weight), bias)
-        reader.step_bytes += router.weight_bytes
+        self,
+        stored: StoredSharedExpert | None,
+        content: DenseSpec | None,
+        norm: StoredNorm | None,
+    ) -> SharedExpert | None:
+        if stored is None or content is None:
+            return None
+        reader, router = self._reader, None
+        if stored.router is not None:
+            ((weight, bias),) = reader.linear(stored.router, norm)
+            router = reader.operators.exact_projection(decoded(weight), bias)
+            reader.step_bytes += router.weight_bytes
+            router = reader.adapted(router, reader.site(stored.router, norm))
         return SharedExpert(
             expert=Dense(
-                self._dense_gate(stored.expert, alone, norm),
+                self._dense_gate(stored.expert, content, norm),
                 reader.partial_projection(stored.expert.down),
             ),
-            router=reader.adapted(router, reader.site(stored.router, norm)),
+            router=router,
             operators=reader.operators,
         )
 
     def _stacked_experts(self, content: StackedExperts) -> Iterator[ExpertWeights]:
-        gates, gate_biases = self._stack(content.gate), self._reader.tensor(content.gate_bias)
-        downs, down_biases = self._stack(content.down), self._reader.tensor(content.down_bias)
+        shard = self._reader.shard
+        # Biases that there are none of repeat without end.
         for gate, gate_bias, down, down_bias in zip(
-            gates, gate_biases, downs, down_biases, strict=True
+            self._stack(content.gate, content.layout),
+            self._biases(content.gate_bias),
+            self._stack(content.down, content.layout),
+            self._biases(content.down_bias),
+            strict=False,
         ):
+            outputs = _halves(gate.shape[0], content.layout)
+            biases = [None if gate_bias is None else shard.rows(gate_bias[o]) for o in outputs]
+            down_part, down_bias = self._reader.partial_of(down, down_bias)
             yield ExpertWeights(
-                gate=self._reader.shard.outputs(_every_second(gate, 0)),
-                up=self._reader.shard.outputs(_every_second(gate, 1)),
-                down=self._reader.shard.columns(down),
-                gate_bias=self._reader.shard.rows(gate_bias[0::2]),
-                up_bias=self._reader.shard.rows(gate_bias[1::2]),
-                down_bias=self._reader.shard.first_rank_only(down_bias),
+                gate=shard.outputs(_outputs(gate, outputs[0])),
+                up=shard.outputs(_outputs(gate, outputs[1])),
+                down=down_part,
+                gate_bias=biases[0],
+                up_bias=biases[1],
+                down_bias=down_bias,
             )
 
-    def _stack(self, content: tuple[StoredTensor, ...]) -> Iterator[Tensor | Mxfp4Weight]:
+    def _biases(self, stored: StoredTensor | None) -> Iterable[Tensor | None]:
+        return repeat(None) if stored is None else self._reader.tensor(stored)
+
+    def _stack(
+        self, content: tuple[StoredTensor, ...], layout: ExpertStack
+    ) -> Iterator[Tensor | Mxfp4Weight]:
         """Yield each expert's weight as [outputs, inputs]."""
         if content[0].dtype is None:
-            yield from self._reader.tensor(content[0]).transpose(1, 2)
+            stack = self._reader.tensor(content[0])
+            yield from stack.transpose(1, 2) if layout.transposed else stack
         else:
             blocks, scales = map(self._reader.tensor, content)
             yield from map(Mxfp4Weight, blocks, scales)
@@ -210,7 +250,8 @@ class FeedForwardReader:
         count, width, hidden = experts.count, experts.width, spec.hidden_size
         module = f"{content.prefix}{names.module}.experts"
         module = module.removeprefix(self._reader.root)
-        alternates = isinstance(content.experts, StackedExperts)
+        stacked = content.experts if isinstance(content.experts, StackedExperts) else None
+        alternates = stacked is not None and stacked.layout.alternates
         order = self._order_of_gate(width, 2, alternates=alternates)
         for number in range(count):
             if isinstance(content.experts, StackedExperts):
@@ -225,7 +266,13 @@ class FeedForwardReader:
             yield replace(gate, stacked=both), replace(down, stacked=outputs)
 
 
-def _every_second(weight: Tensor | Mxfp4Weight, first: int) -> Weight:
-    """View every second output."""
-    outputs = slice(first, None, 2)
+def _halves(outputs: int, layout: ExpertStack) -> tuple[slice, slice]:
+    """Return the outputs of gate and of up."""
+    if layout.alternates:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(0, outputs // 2), slice(outputs // 2, None)
+
+
+def _outputs(weight: Tensor | Mxfp4Weight, outputs: slice) -> Weight:
+    """View some outputs."""
     return weight[outputs] if isinstance(weight, Tensor) else weight.rows(outputs)

@@ -35,6 +35,7 @@ class Manifest:
     final_norm: StoredNorm
     head: StoredTensor | None
     """None: the embedding serves as output projection"""
+    head_bias: StoredTensor | None
 
     @staticmethod
     def of(spec: ModelSpec, root: str) -> "Manifest":
@@ -57,6 +58,9 @@ class Manifest:
             head=None
             if spec.tied_embeddings
             else StoredTensor(f"{names.roots[root]}.weight", table),
+            head_bias=StoredTensor(f"{names.roots[root]}.bias", (spec.vocab_size,))
+            if spec.head_bias
+            else None,
         )
 
     def tensors(self) -> Iterator[StoredTensor]:
@@ -65,11 +69,12 @@ class Manifest:
 
 def _layer(spec: ModelSpec, index: int, names: LayerNames) -> StoredLayer:
     own, layer = spec.family.names, spec.layers[index]
+    shares_norm = spec.parallel_residual and spec.family.shares_norm
     return StoredLayer(
         mixer_norm=names.norm(own.attention_norm),
         mixer=stored_mixer(names, layer.mixer),
         mixer_post_norm=names.norm(own.attention_post_norm),
-        feed_forward_norm=names.norm(own.feed_forward_norm),
+        feed_forward_norm=names.norm(own.attention_norm if shares_norm else own.feed_forward_norm),
         feed_forward=stored_feed_forward(names, layer.feed_forward),
         feed_forward_post_norm=names.norm(own.feed_forward_post_norm),
     )

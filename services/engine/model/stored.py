@@ -55,5 +55,6 @@ class LayerNames:
 def stored_norm(spec: ModelSpec, name: str) -> StoredNorm:
     """Name a norm over the residual."""
     shape = (spec.hidden_size,)
-    bias = StoredTensor(f"{name}.bias", shape) if spec.family.layer_norm else None
+    has_bias = spec.family.layer_norm and spec.family.norm_bias
+    bias = StoredTensor(f"{name}.bias", shape) if has_bias else None
     return StoredNorm(StoredTensor(f"{name}.weight", shape), bias)

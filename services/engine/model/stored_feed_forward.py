@@ -1,12 +1,13 @@
 """Stored tensors of feed-forward layers: dense, or a mixture of experts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from services.engine.model.architecture.activation import Nonlinearity
 from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, FeedForwardSpec
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.checkpoint.families import ExpertTensorNames
+from services.engine.model.checkpoint.families import ExpertStack, ExpertTensorNames
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.stored import LayerNames, StoredLinear
 
@@ -27,20 +28,22 @@ class StoredDense:
     gate: StoredLinear
     """Both products of a gated layer, or the only one"""
     down: StoredLinear
+    activation: tuple[StoredTensor, ...] = ()
+    """Constants of the activation: alpha_p, alpha_n, beta and eps of xIELU"""
 
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
     """All experts of a layer: floating-point weights, or MXFP4 blocks and their scales.
 
-    Floating-point weights are [experts, inputs, outputs], MXFP4 weights [experts, outputs, inputs].
-    Outputs of the gate's two products alternate.
+    MXFP4 weights are [experts, outputs, inputs], whatever the layout.
     """
 
+    layout: ExpertStack
     gate: tuple[StoredTensor, ...]
-    gate_bias: StoredTensor
+    gate_bias: StoredTensor | None
     down: tuple[StoredTensor, ...]
-    down_bias: StoredTensor
+    down_bias: StoredTensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class StoredExperts:
     prefix: str
     """Beginning of the names in this layer"""
     router: StoredLinear
+    choice_bias: StoredTensor | None
     experts: tuple[StoredDense, ...] | StackedExperts
     shared: "StoredSharedExpert | None"
 
@@ -55,7 +59,7 @@ class StoredExperts:
 @dataclass(frozen=True, slots=True)
 class StoredSharedExpert:
     expert: StoredDense
-    router: StoredLinear
+    router: StoredLinear | None
 
 
 StoredFeedForward: TypeAlias = StoredDense | StoredExperts
@@ -66,7 +70,12 @@ def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFe
     if isinstance(content, ExpertsSpec):
         return _experts(names, content)
     own = names.names
-    return _dense(names, own.gate, own.down, content)
+    dense = _dense(names, own.gate, own.down, content)
+    if content.activation.nonlinearity is not Nonlinearity.XIELU:
+        return dense
+    shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+    constants = (names.tensor(f"{own.activation}.{n}", *shape) for n, shape in shapes.items())
+    return replace(dense, activation=tuple(constants))
 
 
 def _dense(
@@ -84,34 +93,40 @@ def _experts(names: LayerNames, experts: ExpertsSpec) -> StoredExperts:
     own = names.names.experts
     assert own is not None
     router = names.linear((own.router,), (experts.count,), names.spec.hidden_size, experts.has_bias)
-    shared = _shared_expert(names, own, experts) if experts.shared_width else None
+    bias = None
+    if experts.routing.has_bias:
+        bias = names.tensor(own.choice_bias, 1, experts.count)
+    shared = None if experts.shared is None else _shared_expert(names, own, experts.shared)
     if own.are_stacked:
-        return StoredExperts(names.prefix, router, _stacked_experts(names, own, experts), shared)
+        stacked = _stacked_experts(names, own, experts)
+        return StoredExperts(names.prefix, router, bias, stacked, shared)
     stored = []
     for number in range(experts.count):
         gate = tuple(name.format(number) for name in own.gate)
         stored.append(_dense(names, gate, own.down.format(number), experts))
-    return StoredExperts(names.prefix, router, tuple(stored), shared)
+    return StoredExperts(names.prefix, router, bias, tuple(stored), shared)
 
 
 def _shared_expert(
-    names: LayerNames, own: ExpertTensorNames, experts: ExpertsSpec
+    names: LayerNames, own: ExpertTensorNames, shared: DenseSpec
 ) -> StoredSharedExpert:
-    alone = DenseSpec(experts.shared_width, experts.activation, experts.has_bias)
+    hidden, router = names.spec.hidden_size, own.shared_router
     return StoredSharedExpert(
-        expert=_dense(names, own.shared_gate, own.shared_down, alone),
-        router=names.linear((own.shared_router,), (1,), names.spec.hidden_size, False),
+        expert=_dense(names, own.shared_gate, own.shared_down, shared),
+        router=names.linear((router,), (1,), hidden, False) if router else None,
     )
 
 
 def _stacked_experts(
     names: LayerNames, own: ExpertTensorNames, experts: ExpertsSpec
 ) -> StackedExperts:
-    hidden, both = names.spec.hidden_size, 2 * experts.width
+    hidden, both, layout = names.spec.hidden_size, 2 * experts.width, own.stack
 
     def stack(name: str, inputs: int, outputs: int) -> tuple[StoredTensor, ...]:
         if not experts.is_mxfp4:
-            return (names.tensor(name, experts.count, inputs, outputs),)
+            shape = (inputs, outputs) if layout.transposed else (outputs, inputs)
+            tensor = names.tensor(f"{name}{layout.suffix}", experts.count, *shape)
+            return (replace(tensor, in_any_order=layout.in_any_order),)
         if inputs % mxfp4.GROUP_SIZE:
             raise CheckpointError(
                 f"{names.prefix}{name} cannot be MXFP4: its {inputs} inputs are not a multiple of "
@@ -124,10 +139,14 @@ def _stacked_experts(
             StoredTensor(f"{prefix}_scales", groups, dtype="U8"),
         )
 
+    def bias(name: str, outputs: int) -> StoredTensor | None:
+        return names.tensor(f"{name}_bias", experts.count, outputs) if experts.has_bias else None
+
     gate, down = own.gate[0], own.down
     return StackedExperts(
+        layout=layout,
         gate=stack(gate, hidden, both),
-        gate_bias=names.tensor(f"{gate}_bias", experts.count, both),
+        gate_bias=bias(gate, both),
         down=stack(down, experts.width, hidden),
-        down_bias=names.tensor(f"{down}_bias", experts.count, hidden),
+        down_bias=bias(down, hidden),
     )

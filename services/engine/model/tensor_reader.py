@@ -137,6 +137,10 @@ class TensorReader:
     def partial(self, linear: StoredLinear, *, of_expert: bool = False) -> WeightAndBias:
         """Read this rank's summand of a layer whose output is added to the residual."""
         ((weight, bias),) = self.linear(linear, None, of_expert=of_expert)
+        return self.partial_of(weight, bias)
+
+    def partial_of(self, weight: Weight, bias: Tensor | None) -> WeightAndBias:
+        """Return this rank's summand of a layer [outputs, inputs] as `partial` does."""
         bias = self.shard.first_rank_only(bias)
         part, scale = self.shard.columns(weight), self.spec.residual_scale
         if isinstance(part, QuantizedWeight):

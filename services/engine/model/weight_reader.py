@@ -27,7 +27,10 @@ class WeightReader:
         layers = tuple(map(self._layer, manifest.layers, self._reader.spec.layers))
         positions = None if manifest.positions is None else self._table(manifest.positions)
         head = self._reader.shard.outputs(self._head(manifest))
-        head_bias = self._reader.with_norm_bias(head, None, manifest.final_norm)
+        head_bias = None
+        if manifest.head_bias is not None:
+            head_bias = self._reader.shard.rows(self._reader.tensor(manifest.head_bias))
+        head_bias = self._reader.with_norm_bias(head, head_bias, manifest.final_norm)
         output = self._reader.projection([head], head_bias, self._reader.operators.for_logits())
         return DecoderWeights(
             embedding=self._embedding(manifest.embedding),

@@ -10,36 +10,61 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
+    Cohere2Config,
+    CohereConfig,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Idefics3Config,
     LlamaConfig,
     LlavaConfig,
+    Ministral3Config,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
+    PhiConfig,
+    PhimoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLTextConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen2VLConfig,
     Qwen2VLTextConfig,
+    Qwen3_5Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeTextConfig,
     Qwen3VLTextConfig,
+    SeedOssConfig,
     SmolLM3Config,
     SmolVLMConfig,
+    StableLmConfig,
     Starcoder2Config,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -69,6 +94,11 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 WIDE = SHAPE | {"head_dim": 32}  # head dimension of the tiled kernels
+EXPERTS: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -83,6 +113,7 @@ _YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_PLAIN = {"rope_type": "default", "rope_theta": 500.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
 _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
 _LONGROPE = {
@@ -93,7 +124,8 @@ _LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
-_DELTA_NET: dict[str, Any] = {
+DELTA_NET: dict[str, Any] = {
+    "initializer_range": 0.12,
     "num_hidden_layers": 4,
     "head_dim": 32,
     "linear_num_key_heads": 2,
@@ -191,6 +223,21 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         ),
         vision_config=_QWEN_VISION | {"deepstack_visual_indexes": [0]},
     ),
+    "qwen3.5 vl": Qwen3_5Config(
+        text_config=Qwen3_5TextConfig(
+            **SHAPE | DELTA_NET, rope_parameters=_MROPE | {"mrope_section": [2, 1, 1]}
+        ),
+        vision_config=_QWEN_VISION,
+    ),
+    "qwen3 vl moe": Qwen3VLMoeConfig(
+        text_config=Qwen3VLMoeTextConfig(
+            **WIDE,
+            **EXPERTS,
+            decoder_sparse_step=2,
+            rope_parameters=_MROPE | {"mrope_section": [8, 4, 4]},
+        ),
+        vision_config=_QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    ),
     "phi3": Phi3Config(**SHAPE, sliding_window=30),
     "phi3, long": Phi3Config(
         **SHAPE, original_max_position_embeddings=32, rope_parameters=_LONGROPE
@@ -199,6 +246,55 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE, original_max_position_embeddings=256, rope_parameters=_LONGROPE
     ),
     "olmo2": Olmo2Config(**SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "olmo3": Olmo3Config(
+        **SHAPE,
+        sliding_window=9,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={"full_attention": _YARN, "sliding_attention": _PLAIN},
+    ),
+    "glm": GlmConfig(**SHAPE, head_dim=24),
+    "glm4": Glm4Config(**WIDE, partial_rotary_factor=0.25),  # type: ignore[call-arg]
+    "cohere": CohereConfig(**SHAPE | {"tie_word_embeddings": True}, logit_scale=0.5),
+    "cohere, norms": CohereConfig(**SHAPE, attention_bias=True, use_qk_norm=True),
+    "cohere2": Cohere2Config(  # type: ignore[call-arg]
+        **SHAPE, sliding_window=9, sliding_window_pattern=2, rope_parameters=_PLAIN
+    ),
+    "exaone4": Exaone4Config(**SHAPE, sliding_window=9, sliding_window_pattern=2),
+    "exaone4, no windows": Exaone4Config(
+        **SHAPE, sliding_window=None, layer_types=["full_attention"] * 3
+    ),
+    "gpt-neox": GPTNeoXConfig(**SHAPE | {"num_attention_heads": 2}),
+    "gpt-neox, in turn": GPTNeoXConfig(  # type: ignore[call-arg]
+        **SHAPE | {"num_key_value_heads": 4},
+        use_parallel_residual=False,
+        attention_bias=False,
+        rotary_pct=0.5,
+    ),
+    "phi": PhiConfig(**SHAPE),
+    "stablelm": StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),  # type: ignore[call-arg]
+    "stablelm, norms": StableLmConfig(**SHAPE, qk_layernorm=True, use_parallel_residual=True),
+    "nemotron": NemotronConfig(**WIDE, attention_bias=True, mlp_bias=True),
+    "arcee": ArceeConfig(**SHAPE, mlp_bias=True),
+    "hunyuan": HunYuanDenseV1Config(**WIDE, attention_bias=True),
+    "hunyuan, stretched": HunYuanDenseV1Config(
+        **WIDE, rope_parameters=_PLAIN | {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}
+    ),
+    "apertus": ApertusConfig(**SHAPE),
+    "ernie": Ernie4_5Config(**SHAPE, head_dim=24, use_bias=True),
+    "ministral3": Ministral3Config(
+        **SHAPE,
+        head_dim=24,
+        sliding_window=30,
+        rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.4},
+    ),
+    "mistral3, ministral3": Mistral3Config(
+        text_config=Ministral3Config(
+            **SHAPE, head_dim=16, rope_parameters=_YARN | {"llama_4_scaling_beta": 0.4}
+        ),
+        vision_config=_VISION,
+        tie_word_embeddings=False,
+    ),
+    "seed oss": SeedOssConfig(**WIDE, attention_out_bias=True, mlp_bias=True),
     "granite": GraniteConfig(
         **SHAPE,
         attention_bias=True,
@@ -227,6 +323,55 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         eos_token_id=2,
     ),
     "mixtral": MixtralConfig(**WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=30),
+    "qwen2 moe": Qwen2MoeConfig(
+        **SHAPE,
+        **EXPERTS,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[0],
+    ),
+    "qwen2 moe, windows": Qwen2MoeConfig(
+        **SHAPE,
+        **EXPERTS,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=2,
+    ),
+    "phimoe": PhimoeConfig(
+        **SHAPE,
+        attention_bias=True,
+        lm_head_bias=True,
+        num_local_experts=5,
+        router_jitter_noise=0.3,
+        sliding_window=30,
+    ),
+    "granite moe": GraniteMoeConfig(
+        **SHAPE,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=5.0,
+    ),
+    "ernie moe": Ernie4_5_MoeConfig(
+        **SHAPE, moe_num_experts=5, moe_k=2, moe_intermediate_size=24, use_bias=True
+    ),
+    "ernie moe, tied": Ernie4_5_MoeConfig(
+        **SHAPE | {"tie_word_embeddings": True},
+        moe_num_experts=5,
+        moe_k=3,
+        moe_intermediate_size=24,
+        moe_num_shared_experts=0,
+        moe_layer_start_index=0,
+        moe_layer_end_index=1,
+    ),
+    "hunyuan moe": HunYuanMoEV1Config(
+        **WIDE, num_experts=5, moe_topk=[1, 3, 2], attention_bias=True
+    ),
+    "olmoe": OlmoeConfig(**SHAPE, num_experts=5, num_experts_per_tok=2),
     "qwen3 moe": Qwen3MoeConfig(
         **WIDE,
         num_experts=6,
@@ -243,15 +388,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         decoder_sparse_step=2,
     ),
     "qwen3 next": Qwen3NextConfig(
-        **SHAPE | _DELTA_NET,
+        **SHAPE | DELTA_NET,
         num_experts=5,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
     ),
-    "qwen3.5": Qwen3_5TextConfig(**SHAPE | _DELTA_NET | {"tie_word_embeddings": True}),
+    "qwen3.5": Qwen3_5TextConfig(**SHAPE | DELTA_NET | {"tie_word_embeddings": True}),
     "qwen3.5 moe": Qwen3_5MoeTextConfig(
-        **SHAPE | _DELTA_NET,
+        **SHAPE | DELTA_NET,
         num_experts=5,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
@@ -275,8 +420,10 @@ _WITH_OFFSETS = (
     Gemma3TextConfig,
     Gemma3Config,
     Qwen3NextConfig,
+    Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3_5MoeTextConfig,
+    NemotronConfig,
 )
 """Families that store norms minus one"""
 
@@ -290,8 +437,8 @@ def make_checkpoint(
     model: PreTrainedModel = kind.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
     is_offset = isinstance(config, _WITH_OFFSETS)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5).sub_(1 if is_offset else 0)
             elif not parameter.any():  # Gemma 3's projector
                 parameter.normal_(0, 0.2)

@@ -5,7 +5,7 @@ from enum import Enum
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 __all__ = ["SWIGLU", "Activation", "Nonlinearity"]
 
@@ -16,6 +16,11 @@ class Nonlinearity(Enum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_pytorch_tanh"
+    RELU_SQUARED = "relu2"
+    """relu(x)² (https://arxiv.org/abs/2109.08668)"""
+    XIELU = "xielu"
+    """alpha * x² + beta * x for x > 0, else negative_alpha * (expm1(min(x, limit)) - x) + beta * x
+    (https://arxiv.org/abs/2411.13010)"""
     CLAMPED_SWIGLU = "clamped_swiglu"
     """gpt-oss: clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)"""
 
@@ -30,9 +35,11 @@ class Activation:
     nonlinearity: Nonlinearity
     gated: bool = True
     alpha: float = 1.0
-    """Factor inside the sigmoid of CLAMPED_SWIGLU"""
+    """Factor inside the sigmoid of CLAMPED_SWIGLU, or of XIELU's square"""
     limit: float = 0.0
-    """Bound of CLAMPED_SWIGLU's factors"""
+    """Bound of CLAMPED_SWIGLU's factors, or of XIELU's exponent"""
+    negative_alpha: float = 0.0
+    beta: float = 0.0
 
     def apply(self, product: Tensor) -> Tensor:
         """Return [n, width] for a product [n, width], or [n, 2 * width] (gates first) if gated."""
@@ -47,8 +54,17 @@ class Activation:
     def _nonlinear(self, rows: Tensor) -> Tensor:
         if self.nonlinearity is Nonlinearity.SILU:
             return silu(rows)
+        if self.nonlinearity is Nonlinearity.XIELU:
+            return self._xielu(rows.float()).to(rows.dtype)
+        if self.nonlinearity is Nonlinearity.RELU_SQUARED:
+            return relu(rows).square()
         exact = self.nonlinearity is Nonlinearity.GELU
         return gelu(rows, approximate="none" if exact else "tanh")
+
+    def _xielu(self, rows: Tensor) -> Tensor:
+        positive = self.alpha * rows.square()
+        negative = self.negative_alpha * (torch.expm1(rows.clamp(max=self.limit)) - rows)
+        return torch.where(rows > 0, positive, negative) + self.beta * rows
 
 
 SWIGLU = Activation(Nonlinearity.SILU)

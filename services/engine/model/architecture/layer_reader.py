@@ -1,6 +1,7 @@
 """Layers of a decoder or an encoder, read from config.json."""
 
 import math
+from dataclasses import replace
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.delta_shape import DeltaShape
@@ -13,10 +14,14 @@ from services.engine.model.architecture.layers import (
     MixerSpec,
 )
 from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.families import Family, WindowRule
+from services.engine.model.checkpoint.families import Family, QkNorm, WindowRule
 
 __all__ = ["read_layers"]
+
+_SPARSE_MIXER = 2
+"""Experts of a token that SparseMixer chooses"""
 
 
 def read_layers(
@@ -51,11 +56,17 @@ def _attention_layers(
             f"multiple of num_key_value_heads ({num_kv_heads})."
         )
     head_dim = _head_dim(config, hidden_size, num_heads)
+    for key in family.refused:
+        if config.values.get(key):
+            raise CheckpointError(f"{config.file}: {key} is set, which is not supported.")
     local = _local_layers(config, family.windows, num_layers)
     window = config.positive("sliding_window") if any(local) else 0
     if family.encoder is not None:
         window = window // 2 + 1
     has_bias = family.reads_attention_bias and config.flag("attention_bias", False)
+    has_qk_norm = family.qk_norm_key is None or config.flag(family.qk_norm_key, False)
+    qk_norm = family.qk_norm if has_qk_norm else QkNorm.NONE
+    output_key = family.output_bias_key if family.reads_attention_bias else None
     return [
         AttentionSpec(
             num_heads=num_heads,
@@ -66,8 +77,9 @@ def _attention_layers(
             window=window if is_local else 0,
             rotary=rotary,
             qkv_bias=family.qkv_bias or has_bias,
-            output_bias=has_bias,
+            output_bias=output_key is not None and config.flag(output_key, False),
             has_sinks=family.names.sinks is not None,
+            qk_norm=qk_norm,
             has_output_gate=family.has_output_gate,
         )
         for is_local, rotary in zip(
@@ -124,13 +136,22 @@ def _feed_forward_layers(
     )
     if family.names.experts is None:
         return [dense] * num_layers
-    has_shared = bool(family.names.experts.shared_gate)
-    experts = _experts(config, dense, has_mxfp4, has_shared)
-    plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)
-    return [
-        experts if layer not in plain and (layer + 1) % step == 0 else dense
-        for layer in range(num_layers)
+    experts = [
+        _experts(config, family, dense, per_token, has_mxfp4)
+        for per_token in config.per_layer("num_experts_per_tok", num_layers)
     ]
+    have_experts = _expert_layers(config, num_layers)
+    return [experts[layer] if layer in have_experts else dense for layer in range(num_layers)]
+
+
+def _expert_layers(config: Config, num_layers: int) -> set[int]:
+    """Return the layers that are mixtures of experts."""
+    plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)
+    first, last = config.integer("moe_layer_start_index", 0), -1
+    if config.has("moe_layer_end_index"):
+        last = config.integer("moe_layer_end_index")
+    layers = range(max(first, 0), num_layers if last == -1 else last + 1)
+    return {layer for layer in layers if layer not in plain and (layer + 1) % step == 0}
 
 
 def _activation(config: Config, family: Family) -> Activation:
@@ -143,7 +164,10 @@ def _activation(config: Config, family: Family) -> Activation:
         "gelu": Nonlinearity.GELU,
         "gelu_new": Nonlinearity.GELU_TANH,
         "gelu_pytorch_tanh": Nonlinearity.GELU_TANH,
+        "relu2": Nonlinearity.RELU_SQUARED,
     }
+    if family.names.activation is not None:
+        known["xielu"] = Nonlinearity.XIELU
     if name not in known:
         raise CheckpointError(
             f"{config.file}: {config.file_key('hidden_act')} {name} is not supported. Supported: "
@@ -152,24 +176,56 @@ def _activation(config: Config, family: Family) -> Activation:
     return Activation(known[name], family.gated)
 
 
-def _experts(config: Config, dense: DenseSpec, has_mxfp4: bool, has_shared: bool) -> ExpertsSpec:
+def _experts(
+    config: Config, family: Family, dense: DenseSpec, per_token: int, has_mxfp4: bool
+) -> ExpertsSpec:
     # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
     count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
-    per_token = config.positive("num_experts_per_tok")
     if per_token > count:
         raise CheckpointError(
             f"{config.file}: num_experts_per_tok ({per_token}) exceeds the {count} experts."
         )
+    width = config.positive("moe_intermediate_size", dense.width)
     return ExpertsSpec(
         count=count,
-        per_token=per_token,
-        width=config.positive("moe_intermediate_size", dense.width),
+        routing=_routing(config, family, per_token),
+        width=width,
         activation=dense.activation,
-        has_bias=dense.has_bias,
-        normalized=config.flag("norm_topk_prob", False),
+        has_bias=dense.has_bias and family.experts_have_bias,
         is_mxfp4=has_mxfp4,
-        shared_width=config.positive("shared_expert_intermediate_size") if has_shared else 0,
+        shared=_shared_expert(config, family, dense, width),
     )
+
+
+def _routing(config: Config, family: Family, per_token: int) -> Routing:
+    assert family.names.experts is not None
+    jitter = None
+    if family.mixes_sparsely:
+        jitter = config.number("router_jitter_noise")
+        if per_token != _SPARSE_MIXER:
+            raise CheckpointError(
+                f"{config.file}: num_experts_per_tok must be {_SPARSE_MIXER}, got {per_token}."
+            )
+    return Routing(
+        per_token,
+        config.flag("norm_topk_prob", False),
+        has_bias=bool(family.names.experts.choice_bias),
+        least_sum=config.number("moe_norm_min", 0.0),
+        jitter=jitter,
+    )
+
+
+def _shared_expert(
+    config: Config, family: Family, dense: DenseSpec, width: int
+) -> DenseSpec | None:
+    """Return the expert that every token has, which may be as wide as several others together."""
+    assert family.names.experts is not None
+    if not family.names.experts.shared_gate:
+        return None
+    if not config.has("moe_num_shared_experts"):
+        return replace(dense, width=config.positive("shared_expert_intermediate_size"))
+    count = config.integer("moe_num_shared_experts")
+    return replace(dense, width=count * width) if count > 0 else None
 
 
 def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
@@ -199,6 +255,8 @@ def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bo
         pattern = config.positive("sliding_window_pattern")
         return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
     first = config.integer("max_window_layers")
+    if rule is WindowRule.EVEN:
+        return tuple(layer % 2 == 0 and layer < first for layer in range(num_layers))
     return tuple(layer >= first for layer in range(num_layers))
 
 
@@ -227,6 +285,8 @@ def _rotaries(
     if family.local_rotary:
         near = RotarySpec.local_from_config(config, head_dim, context_length)
         return tuple(near if is_local else everywhere for is_local in local)
+    if family.rotates_windows_only and config.has("sliding_window"):
+        return tuple(everywhere if is_local else None for is_local in local)
     if not family.reads_no_rope_layers:
         return (everywhere,) * num_layers
     interval = config.positive("no_rope_layer_interval")

@@ -6,6 +6,8 @@ from typing import TypeAlias
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.architecture.routing import Routing
+from services.engine.model.checkpoint.families import QkNorm
 
 __all__ = [
     "AttentionSpec",
@@ -37,6 +39,7 @@ class AttentionSpec:
     output_bias: bool
     has_sinks: bool
     """Each head's softmax has one more logit, without a value"""
+    qk_norm: QkNorm
     has_output_gate: bool
     """Each output is multiplied by the sigmoid of a product of its own"""
 
@@ -80,29 +83,27 @@ class ExpertsSpec:
     """A mixture of experts: feed-forward layers among which a router chooses for each token."""
 
     count: int
-    per_token: int
+    routing: Routing
     width: int
     """Intermediate size of an expert"""
     activation: Activation
     has_bias: bool
-    normalized: bool
-    """True if the weights of a token's experts are scaled to sum to 1"""
     is_mxfp4: bool
     """True if the experts are stored as MXFP4"""
-    shared_width: int
-    """Intermediate size of the expert that every token has; 0: there is none"""
+    shared: DenseSpec | None
+    """The expert that every token has; None: there is none"""
 
     @property
     def inner_width(self) -> int:
         """Width of the scratch space that a pass needs."""
-        return self.shared_width or self.width
+        return self.width if self.shared is None else self.shared.width
 
     def part(self, count: int) -> "ExpertsSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
         return replace(
             self,
             width=_divided("the experts' intermediate size", self.width, count),
-            shared_width=_divided("the shared expert's size", self.shared_width, count),
+            shared=None if self.shared is None else self.shared.part(count),
         )
 
 

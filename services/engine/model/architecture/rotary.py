@@ -25,6 +25,9 @@ class RotarySpec:
     axes: tuple[int, ...] = ()
     """For each pair, the position that turns it in multimodal RoPE
     (https://arxiv.org/abs/2409.12191): 0 time, 1 row, 2 column; empty: the one position"""
+    query_growth: float = 0.0
+    """Queries are multiplied by 1 + query_growth * log(1 + position // query_period); 0: not"""
+    query_period: int = 1
 
     @property
     def width(self) -> int:
@@ -46,7 +49,15 @@ class RotarySpec:
             rope = rope.section("full_attention")
         base = rope.positive_number("rope_theta", config.positive_number("rope_theta", 10000.0))
         spec = _read(config, rope, base, head_dim, context_length)
-        return replace(spec, axes=_axes(rope, axes, len(spec.frequencies)))
+        growth, period = rope.number("llama_4_scaling_beta", 0.0), 1
+        if growth:
+            period = rope.positive("original_max_position_embeddings")
+        return replace(
+            spec,
+            axes=_axes(rope, axes, len(spec.frequencies)),
+            query_growth=growth,
+            query_period=period,
+        )
 
     @staticmethod
     def local_from_config(config: Config, head_dim: int, context_length: int) -> "RotarySpec":
@@ -75,6 +86,10 @@ def _read(
     # Older files name the key "type".
     kind = rope.text("rope_type" if rope.has("rope_type") else "type", "default")
     match kind:
+        # HunYuan's fixed stretching of the base has the name of dynamic scaling.
+        case "dynamic" if rope.has("alpha"):
+            stretch = rope.positive_number("alpha") ** (width / (width - 2))
+            frequencies = _frequencies(base * stretch, width)
         # Dynamic scaling applies beyond max_position_embeddings, which no sequence exceeds.
         case "default" | "dynamic":
             pass
@@ -91,6 +106,8 @@ def _read(
             original = _original_length(config, rope)
             frequencies = _longrope(rope, base, width, is_long=context_length > original)
             factor = _longrope_attention(rope, context_length, original)
+            mscale = "long_mscale" if context_length > original else "short_mscale"
+            factor = rope.number(mscale, factor)  # PhiMoE's own
         case _:
             raise CheckpointError(
                 f"{config.file}: rope_type {kind} is not supported. Supported: "
@@ -108,9 +125,12 @@ class Rotation:
 
     cosines: Tensor
     sines: Tensor
+    query_scales: Tensor | None = None
+    """float32 [tokens], factors on the queries; None: there are none"""
 
     def first(self, tokens: int) -> "Rotation":
-        return Rotation(self.cosines[:tokens], self.sines[:tokens])
+        scales = None if self.query_scales is None else self.query_scales[:tokens]
+        return Rotation(self.cosines[:tokens], self.sines[:tokens], scales)
 
 
 class Rotary:
@@ -123,6 +143,7 @@ class Rotary:
         self._axes = torch.tensor(spec.axes, dtype=torch.int64, device=device)
         self._frequencies = torch.zeros(head_dim // 2, device=device)
         self._frequencies[: len(spec.frequencies)] = torch.tensor(spec.frequencies)
+        self._growth, self._period = spec.query_growth, spec.query_period
         self._factors: Tensor | None = None
         if spec.attention_factor != 1.0:
             self._factors = torch.ones(head_dim // 2, device=device)
@@ -132,7 +153,8 @@ class Rotary:
         """Allocate a rotation for this number of positions."""
         size = (tokens, len(self._frequencies))
         device = self._frequencies.device
-        return Rotation(torch.empty(size, device=device), torch.empty(size, device=device))
+        scales = torch.empty(tokens, device=device) if self._growth else None
+        return Rotation(torch.empty(size, device=device), torch.empty(size, device=device), scales)
 
     def compute(self, positions: Tensor, out: Rotation) -> None:
         """Write the rotation of `positions` to `out`.
@@ -140,6 +162,9 @@ class Rotary:
         positions: int64 [tokens], or [3, tokens] with a time, a row and a column each.
         """
         angles = out.sines
+        if out.query_scales is not None:
+            periods = (positions if positions.dim() == 1 else positions[0]) // self._period
+            out.query_scales.copy_(periods).log1p_().mul_(self._growth).add_(1)
         if positions.dim() == 2:
             turns = positions.index_select(0, self._axes).T.to(torch.float32)
             torch.mul(turns, self._frequencies, out=angles)

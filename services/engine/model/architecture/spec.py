@@ -40,6 +40,10 @@ class ModelSpec:
     residual_scale: float
     """Factor on what mixers and feed-forward layers add to the residual"""
     logit_scale: float
+    parallel_residual: bool
+    """A layer's feed-forward layer reads the residual that its mixer reads"""
+    head_bias: bool
+    """The output projection has a bias"""
     dtype: str
     """Dtype of the stored weights according to config.json: float32, bfloat16 or float16"""
     fp8: Fp8Format | None
@@ -149,7 +153,12 @@ class ModelSpec:
             if family.scaled_embedding
             else multiplier("embedding_multiplier"),
             residual_scale=multiplier("residual_multiplier"),
-            logit_scale=1 / multiplier("logits_scaling"),
+            logit_scale=config.positive_number("logit_scale")
+            if family.reads_logit_scale
+            else 1 / multiplier("logits_scaling"),
+            parallel_residual=family.reads_parallel_residual
+            and config.flag("use_parallel_residual", False),
+            head_bias=family.head_bias_key is not None and config.flag(family.head_bias_key, False),
             dtype=_dtype(config),
             fp8=stored_as if isinstance(stored_as, Fp8Format) else None,
             scheme=stored_as if isinstance(stored_as, Scheme) else None,

@@ -32,6 +32,11 @@ class KVCache:
     """Layers of each cache group; empty = all layers are one group"""
 
     @property
+    def pages(self) -> tuple[Tensor, ...]:
+        """Keys and values of all layers."""
+        return (*self.keys.values(), *self.values.values())
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of each layer of the first group."""
         return self.blocks_of(0)

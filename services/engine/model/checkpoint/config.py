@@ -26,7 +26,7 @@ class Config:
     """File name in errors"""
     values: JsonObject
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys that have another name in the file, such as n_embd for hidden_size in GPT-2"""
+    """Keys that may have another name in the file, such as n_embd for hidden_size in GPT-2"""
 
     @staticmethod
     def read(path: Path) -> "Config":
@@ -46,7 +46,8 @@ class Config:
 
     def file_key(self, key: str) -> str:
         """Return the file's own name for `key`."""
-        return self.keys.get(key, key)
+        own = self.keys.get(key, key)
+        return key if own not in self.values and key in self.values else own
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)
@@ -110,6 +111,15 @@ class Config:
         if len(ids) != len(items):
             raise self._wrong(key, "a token id or a list of them")
         return tuple(ids)
+
+    def per_layer(self, key: str, num_layers: int) -> tuple[int, ...]:
+        """Return the positive integer of each layer under `key`: a list, or one for all."""
+        if not isinstance(self._find(key), list):
+            return (self.positive(key),) * num_layers
+        numbers = self.ids(key)
+        if len(numbers) != num_layers or min(numbers) <= 0:
+            raise self._wrong(key, f"a positive integer or {num_layers} of them")
+        return numbers
 
     def section(self, key: str) -> "Config":
         """Return the object under `key`, empty if absent."""

@@ -1,7 +1,7 @@
 """Supported architectures and their differences from the Llama decoder."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
@@ -10,6 +10,7 @@ __all__ = [
     "FAMILIES",
     "DeltaNetNames",
     "EncoderTraits",
+    "ExpertStack",
     "ExpertTensorNames",
     "Family",
     "HeadStage",
@@ -29,14 +30,31 @@ class WindowRule(Enum):
     LISTED = "if use_sliding_window: as layer_types lists, or from layer max_window_layers on"
     PATTERN = "as layer_types lists, or all but every sliding_window_pattern-th"
     SPACED = "as layer_types lists, or all but the first and every sliding_window_pattern-th after"
+    EVEN = "if use_sliding_window: as layer_types lists, or even layers below max_window_layers"
 
 
 class QkNorm(Enum):
-    """RMSNorm of queries and keys before the rotation."""
+    """Norm of queries and keys."""
 
     NONE = "none"
-    HEAD = "over each head"
-    ALL_HEADS = "over all heads of a token together"
+    HEAD = "RMSNorm over each head, before the rotation"
+    HEAD_ROTATED = "RMSNorm over each head, after the rotation"
+    HEAD_LAYER_NORM = "LayerNorm over each head with weights of its own, before the rotation"
+    ALL_HEADS = "RMSNorm over all heads of a token together, before the rotation"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStack:
+    """Layout of a tensor that stacks the weights of all experts."""
+
+    transposed: bool = True
+    """It is [experts, inputs, outputs] rather than [experts, outputs, inputs]"""
+    alternates: bool = False
+    """Outputs of gate and up alternate; else all of the gate's come first"""
+    in_any_order: bool = False
+    """Files of some programs hold the last two dimensions in the other order"""
+    suffix: str = ""
+    """End of the tensor's name"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +64,20 @@ class ExpertTensorNames:
     router: str
     gate: tuple[str, ...]
     down: str
-    """Without "{}", each tensor stacks all experts and `gate` interleaves its products' outputs"""
+    """Without "{}", each tensor stacks all experts"""
+    stack: ExpertStack = ExpertStack()
+    """Layout of the tensors that stack all experts"""
     shared_gate: tuple[str, ...] = ()
     """The expert that every token has; empty: there is none"""
     shared_down: str = ""
     shared_router: str = ""
-    """Its factor is the sigmoid of this product"""
+    """Its factor is the sigmoid of this product; empty: it has none"""
     module: str = "mlp"
     """Module of router and experts in transformers 5, whose names adapters have"""
+    choice_bias: str = ""
+    """Bias of the weights for the choice alone; empty: there is none"""
+    router_name: str = ""
+    """The router's name in that module; empty: the last part of `router`"""
 
     @property
     def are_stacked(self) -> bool:
@@ -62,7 +86,7 @@ class ExpertTensorNames:
     @property
     def router_module(self) -> str:
         """The router's name in transformers 5."""
-        return f"{self.module}.{self.router.rpartition('.')[2]}"
+        return f"{self.module}.{self.router_name or self.router.rpartition('.')[2]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +123,7 @@ class TensorNames:
     """Three tensors, or one that stacks their outputs"""
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    """With "{}" for the number of a head, there is a tensor for each head"""
     sinks: str | None = None
     """Attention sinks: one extra logit in each head's softmax, without a value"""
     output: str = "self_attn.o_proj"
@@ -109,7 +134,11 @@ class TensorNames:
     """Two tensors, or one that stacks their outputs"""
     down: str = "mlp.down_proj"
     feed_forward_post_norm: str | None = None
+    activation: str | None = None
+    """Module of xIELU's constants"""
     experts: ExpertTensorNames | None = None
+    stacked_experts: ExpertTensorNames | None = None
+    """Names in files that stack all experts instead; None: there are no such files"""
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -156,6 +185,8 @@ class MultimodalAxes(Enum):
     """All pairs of time, then all of the row, then all of the column"""
     INTERLEAVED = (24, 20, 20)
     """In turn, until row and column have theirs; the rest are of time"""
+    INTERLEAVED_IN_A_QUARTER = (11, 11, 10)
+    """As INTERLEAVED, where a quarter of a head rotates"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +205,29 @@ class Family:
     """q, k and v always have a bias, regardless of attention_bias"""
     reads_attention_bias: bool = False
     """attention_bias gives q, k, v and o a bias"""
+    output_bias_key: str | None = "attention_bias"
+    """Key that gives o a bias if reads_attention_bias; None: o has none"""
     reads_mlp_bias: bool = False
     """mlp_bias gives gate, up and down a bias"""
+    experts_have_bias: bool = False
+    """mlp_bias gives router and experts a bias too"""
     has_output_gate: bool = False
     """q_proj has a gate of attention's output behind each head's queries"""
+    head_bias_key: str | None = None
+    """Key that gives the output projection a bias; None: it has none"""
+    qkv_by_head: bool = False
+    """The tensor of q, k and v holds those of the first head, then those of the next one, …"""
     qk_norm: QkNorm = QkNorm.NONE
+    qk_norm_key: str | None = None
+    """Key without which there is no such norm; None: there always is"""
     layer_norm: bool = False
-    """Norms are LayerNorms with a bias rather than RMSNorms"""
+    """Norms are LayerNorms rather than RMSNorms"""
+    norm_bias: bool = True
+    """LayerNorms have a bias"""
+    reads_parallel_residual: bool = False
+    """use_parallel_residual makes the feed-forward layer read what attention reads"""
+    shares_norm: bool = False
+    """With a parallel residual, both parts of a layer read the same norm"""
     norm_offset: bool = False
     """Norm weights are stored minus one"""
     transposed: bool = False
@@ -194,10 +241,14 @@ class Family:
     windows: WindowRule = WindowRule.NONE
     local_rotary: bool = False
     """Sliding-window layers have RoPE frequencies of their own"""
+    rotates_windows_only: bool = False
+    """If sliding_window is set, layers without a window have no RoPE"""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the square root of hidden_size"""
     reads_multipliers: bool = False
     """config.json has embedding_, residual_ and attention_multiplier and logits_scaling"""
+    reads_logit_scale: bool = False
+    """logit_scale is a factor on the logits"""
     reads_no_rope_layers: bool = False
     """no_rope_layers has a 0 for each layer without RoPE"""
     reads_soft_caps: bool = False
@@ -205,6 +256,10 @@ class Family:
     multimodal_axes: MultimodalAxes = MultimodalAxes.NONE
     images_see_ahead: bool = False
     """The tokens of an image see each other, not only the tokens before them"""
+    refused: tuple[str, ...] = ()
+    """Keys that must be absent, null or false"""
+    mixes_sparsely: bool = False
+    """SparseMixer chooses experts, with router_jitter_noise"""
     clamped_swiglu: bool = False
     """The activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
     encoder: EncoderTraits | None = None
@@ -220,10 +275,77 @@ _GEMMA = TensorNames(
     feed_forward_norm="pre_feedforward_layernorm",
     feed_forward_post_norm="post_feedforward_layernorm",
 )
-_QWEN_EXPERTS = ExpertTensorNames(
+_OLMO2 = TensorNames(
+    attention_norm=None,
+    attention_post_norm="post_attention_layernorm",
+    feed_forward_norm=None,
+    feed_forward_post_norm="post_feedforward_layernorm",
+)
+_GLM = Family(
+    "GlmForCausalLM",
+    names=TensorNames(gate=("mlp.gate_up_proj",)),
+    defaults={
+        "attention_bias": True,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-07,
+    },
+    reads_attention_bias=True,
+    output_bias_key=None,
+    interleaved_rotary=True,
+)
+_COHERE = Family(
+    "CohereForCausalLM",
+    keys={"rms_norm_eps": "layer_norm_eps"},
+    defaults={
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "use_parallel_residual": True,
+    },
+    reads_attention_bias=True,
+    qk_norm=QkNorm.HEAD_LAYER_NORM,
+    qk_norm_key="use_qk_norm",
+    layer_norm=True,
+    norm_bias=False,
+    reads_parallel_residual=True,
+    shares_norm=True,
+    interleaved_rotary=True,
+    reads_logit_scale=True,
+)
+_HUNYUAN = TensorNames(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
+_EXPERTS = ExpertTensorNames(
     router="mlp.gate",
     gate=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     down="mlp.experts.{}.down_proj",
+)
+_USE_BIAS = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+_MIXTRAL_EXPERTS = ExpertTensorNames(
+    router="block_sparse_moe.gate",
+    gate=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    down="block_sparse_moe.experts.{}.w2",
+)
+_PHIMOE = Family(
+    "PhimoeForCausalLM",
+    names=TensorNames(experts=replace(_MIXTRAL_EXPERTS, router_name="router")),
+    defaults={
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "router_jitter_noise": 0.01,
+    },
+    reads_attention_bias=True,
+    head_bias_key="lm_head_bias",
+    layer_norm=True,
+    windows=WindowRule.ALL,
+    mixes_sparsely=True,
+)
+_QWEN_EXPERTS = replace(
+    _EXPERTS,
     shared_gate=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     shared_down="mlp.shared_expert.down_proj",
     shared_router="mlp.shared_expert_gate",
@@ -306,15 +428,236 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "Olmo2ForCausalLM",
-            names=TensorNames(
-                attention_norm=None,
-                attention_post_norm="post_attention_layernorm",
-                feed_forward_norm=None,
-                feed_forward_post_norm="post_feedforward_layernorm",
-            ),
+            names=_OLMO2,
             defaults={"rms_norm_eps": 1e-5},
             reads_attention_bias=True,
             qk_norm=QkNorm.ALL_HEADS,
+        ),
+        Family(
+            "Olmo3ForCausalLM",
+            names=_OLMO2,
+            keys={"rope_local_base_freq": "rope_theta"},
+            defaults={
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500000.0,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.ALL_HEADS,
+            windows=WindowRule.PATTERN,
+            local_rotary=True,
+        ),
+        _GLM,
+        replace(
+            _GLM,
+            architecture="Glm4ForCausalLM",
+            names=replace(
+                _GLM.names,
+                attention_post_norm="post_self_attn_layernorm",
+                feed_forward_post_norm="post_mlp_layernorm",
+            ),
+        ),
+        _COHERE,
+        replace(
+            _COHERE,
+            architecture="Cohere2ForCausalLM",
+            defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
+            qk_norm=QkNorm.NONE,
+            windows=WindowRule.PATTERN,
+            rotates_windows_only=True,
+        ),
+        Family(
+            "Exaone4ForCausalLM",
+            names=_OLMO2,
+            defaults={
+                "num_key_value_heads": 32,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+            qk_norm=QkNorm.HEAD,
+            windows=WindowRule.PATTERN,
+            rotates_windows_only=True,
+        ),
+        Family(
+            "GPTNeoXForCausalLM",
+            names=TensorNames(
+                roots={"gpt_neox.": "embed_out"},
+                embedding="embed_in",
+                final_norm="final_layer_norm",
+                qkv=("attention.query_key_value",),
+                output="attention.dense",
+                gate=("mlp.dense_h_to_4h",),
+                down="mlp.dense_4h_to_h",
+                ignored=("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq"),
+            ),
+            keys={
+                "partial_rotary_factor": "rotary_pct",
+                "rms_norm_eps": "layer_norm_eps",
+                "rope_theta": "rotary_emb_base",
+            },
+            defaults={
+                "attention_bias": True,
+                "hidden_act": "gelu",
+                "layer_norm_eps": 1e-5,
+                "mlp_bias": True,
+                "rotary_pct": 0.25,
+                "use_parallel_residual": True,
+            },
+            reads_attention_bias=True,
+            reads_mlp_bias=True,
+            qkv_by_head=True,
+            layer_norm=True,
+            reads_parallel_residual=True,
+            gated=False,
+        ),
+        Family(
+            "PhiForCausalLM",
+            names=TensorNames(
+                final_norm="final_layernorm",
+                output="self_attn.dense",
+                gate=("mlp.fc1",),
+                down="mlp.fc2",
+            ),
+            keys={"rms_norm_eps": "layer_norm_eps"},
+            defaults={
+                "attention_bias": True,
+                "hidden_act": "gelu_new",
+                "layer_norm_eps": 1e-5,
+                "lm_head_bias": True,
+                "mlp_bias": True,
+                "partial_rotary_factor": 0.5,
+                "use_parallel_residual": True,
+            },
+            reads_attention_bias=True,
+            reads_mlp_bias=True,
+            head_bias_key="lm_head_bias",
+            layer_norm=True,
+            reads_parallel_residual=True,
+            shares_norm=True,
+            gated=False,
+            refused=("qk_layernorm",),
+        ),
+        Family(
+            "StableLmForCausalLM",
+            names=TensorNames(
+                query_norm="self_attn.q_layernorm.norms.{}",
+                key_norm="self_attn.k_layernorm.norms.{}",
+            ),
+            keys={"attention_bias": "use_qkv_bias", "rms_norm_eps": "layer_norm_eps"},
+            defaults={
+                "layer_norm_eps": 1e-5,
+                "num_key_value_heads": 32,
+                "partial_rotary_factor": 0.25,
+            },
+            reads_attention_bias=True,
+            output_bias_key=None,
+            qk_norm=QkNorm.HEAD_LAYER_NORM,
+            qk_norm_key="qk_layernorm",
+            layer_norm=True,
+            reads_parallel_residual=True,
+            shares_norm=True,
+        ),
+        Family(
+            "NemotronForCausalLM",
+            names=TensorNames(gate=("mlp.up_proj",)),
+            keys={"rms_norm_eps": "norm_eps"},
+            defaults={"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+            reads_attention_bias=True,
+            reads_mlp_bias=True,
+            layer_norm=True,
+            norm_offset=True,
+            gated=False,
+        ),
+        Family(
+            "ArceeForCausalLM",
+            names=TensorNames(gate=("mlp.up_proj",)),
+            defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+            reads_attention_bias=True,
+            reads_mlp_bias=True,
+            gated=False,
+        ),
+        Family(
+            "ApertusForCausalLM",
+            names=TensorNames(
+                attention_norm="attention_layernorm",
+                feed_forward_norm="feedforward_layernorm",
+                gate=("mlp.up_proj",),
+                activation="mlp.act_fn",
+            ),
+            defaults={
+                "hidden_act": "xielu",
+                "rms_norm_eps": 1e-5,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "rope_theta": 12e6,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8192,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                },
+                "rope_theta": 12e6,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.HEAD,
+            gated=False,
+        ),
+        Family(
+            "Ernie4_5ForCausalLM",
+            keys=_USE_BIAS,
+            defaults={
+                "head_dim": 128,
+                "num_key_value_heads": 2,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500000.0,
+                "tie_word_embeddings": True,
+            },
+            reads_attention_bias=True,
+            reads_mlp_bias=True,
+            interleaved_rotary=True,
+        ),
+        Family(
+            "InternLM3ForCausalLM",
+            keys={"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+            defaults={"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+            reads_attention_bias=True,
+            output_bias_key="mlp_bias",
+            reads_mlp_bias=True,
+        ),
+        Family(
+            "Ministral3ForCausalLM",
+            defaults={
+                "head_dim": 128,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 16.0,
+                    "original_max_position_embeddings": 16384,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                },
+            },
+            windows=WindowRule.ALL,
+        ),
+        Family(
+            "HunYuanDenseV1ForCausalLM",
+            names=_HUNYUAN,
+            defaults={"rms_norm_eps": 1e-5},
+            reads_attention_bias=True,
+            qk_norm=QkNorm.HEAD_ROTATED,
+        ),
+        Family(
+            "SeedOssForCausalLM",
+            defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8},
+            reads_attention_bias=True,
+            output_bias_key="attention_out_bias",
+            reads_mlp_bias=True,
         ),
         Family(
             "GraniteForCausalLM",
@@ -396,25 +739,118 @@ FAMILIES: Mapping[str, Family] = {
         ),
         Family(
             "MixtralForCausalLM",
-            names=TensorNames(
-                experts=ExpertTensorNames(
-                    router="block_sparse_moe.gate",
-                    gate=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
-                    down="block_sparse_moe.experts.{}.w2",
-                )
-            ),
+            names=TensorNames(experts=_MIXTRAL_EXPERTS),
             defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
             windows=WindowRule.ALL,
         ),
+        _PHIMOE,
+        replace(_PHIMOE, architecture="PhiMoEForCausalLM"),
         Family(
-            "Qwen3MoeForCausalLM",
+            "GraniteMoeForCausalLM",
             names=TensorNames(
                 experts=ExpertTensorNames(
-                    router="mlp.gate",
-                    gate=("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-                    down="mlp.experts.{}.down_proj",
+                    router="block_sparse_moe.router.layer",
+                    gate=("block_sparse_moe.input_linear",),
+                    down="block_sparse_moe.output_linear",
+                    stack=ExpertStack(transposed=False, suffix=".weight"),
+                    module="block_sparse_moe",
+                    router_name="router",
                 )
             ),
+            defaults={"norm_topk_prob": True, "num_experts_per_tok": 2, "num_local_experts": 8},
+            reads_attention_bias=True,
+            reads_multipliers=True,
+        ),
+        Family(
+            "Ernie4_5_MoeForCausalLM",
+            names=TensorNames(
+                experts=replace(
+                    _EXPERTS,
+                    shared_gate=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+                    shared_down="mlp.shared_experts.down_proj",
+                    choice_bias="mlp.moe_statics.e_score_correction_bias",
+                ),
+                ignored=("*.rotary_emb.inv_freq", "model.mtp_*"),
+            ),
+            keys={
+                **_USE_BIAS,
+                "decoder_sparse_step": "moe_layer_interval",
+                "num_local_experts": "moe_num_experts",
+                "num_experts_per_tok": "moe_k",
+            },
+            defaults={
+                "moe_intermediate_size": 1536,
+                "moe_layer_start_index": 1,
+                "moe_norm_min": 1e-12,
+                "moe_num_shared_experts": 2,
+                "norm_topk_prob": True,
+                "num_experts_per_tok": 6,
+                "num_key_value_heads": 4,
+                "num_local_experts": 64,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500000.0,
+                "tie_word_embeddings": True,
+            },
+            reads_attention_bias=True,
+            reads_mlp_bias=True,
+            head_bias_key="use_bias",
+            interleaved_rotary=True,
+        ),
+        Family(
+            "HunYuanMoEV1ForCausalLM",
+            names=replace(
+                _HUNYUAN,
+                experts=replace(
+                    _EXPERTS,
+                    router="mlp.gate.wg",
+                    shared_gate=("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"),
+                    shared_down="mlp.shared_mlp.down_proj",
+                    router_name="gate.wg",
+                ),
+            ),
+            keys={
+                "moe_intermediate_size": "intermediate_size",
+                "num_experts_per_tok": "moe_topk",
+                "shared_expert_intermediate_size": "intermediate_size",
+            },
+            defaults={
+                "norm_topk_prob": True,
+                "num_experts_per_tok": 1,
+                "num_local_experts": 1,
+                "rms_norm_eps": 1e-5,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.HEAD_ROTATED,
+        ),
+        Family(
+            "Qwen2MoeForCausalLM",
+            names=TensorNames(experts=_QWEN_EXPERTS),
+            keys={"attention_bias": "qkv_bias"},
+            defaults={
+                **_QWEN,
+                "moe_intermediate_size": 1408,
+                "num_local_experts": 60,
+                "num_experts_per_tok": 4,
+                "num_key_value_heads": 16,
+                "qkv_bias": True,
+                "shared_expert_intermediate_size": 5632,
+                "sliding_window": 4096,
+            },
+            reads_attention_bias=True,
+            output_bias_key=None,
+            windows=WindowRule.EVEN,
+        ),
+        Family(
+            "OlmoeForCausalLM",
+            names=TensorNames(experts=_EXPERTS),
+            defaults={"num_local_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+            reads_attention_bias=True,
+            qk_norm=QkNorm.ALL_HEADS,
+            refused=("clip_qkv",),
+        ),
+        Family(
+            "Qwen3MoeForCausalLM",
+            names=TensorNames(experts=_EXPERTS),
             defaults={"use_sliding_window": False},
             reads_attention_bias=True,
             qk_norm=QkNorm.HEAD,
@@ -451,6 +887,12 @@ FAMILIES: Mapping[str, Family] = {
             "Qwen3_5MoeForCausalLM",
             names=TensorNames(
                 experts=_QWEN_EXPERTS,
+                stacked_experts=replace(
+                    _QWEN_EXPERTS,
+                    gate=("mlp.experts.gate_up_proj",),
+                    down="mlp.experts.down_proj",
+                    stack=ExpertStack(transposed=False),
+                ),
                 delta_net=DeltaNetNames(),
                 ignored=("mtp.*", "model.visual.*"),
             ),
@@ -468,6 +910,7 @@ FAMILIES: Mapping[str, Family] = {
                     router="mlp.router",
                     gate=("mlp.experts.gate_up_proj",),
                     down="mlp.experts.down_proj",
+                    stack=ExpertStack(alternates=True),
                 ),
             ),
             defaults={
@@ -484,6 +927,7 @@ FAMILIES: Mapping[str, Family] = {
             },
             reads_attention_bias=True,
             reads_mlp_bias=True,
+            experts_have_bias=True,
             windows=WindowRule.PATTERN,
             clamped_swiglu=True,
         ),

@@ -34,6 +34,13 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str | None = None
     """Only dtype that it may have, as safetensors names it; None = any of floating-point numbers"""
+    in_any_order: bool = False
+    """The file may hold the last two dimensions in the other order"""
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether the file may hold the tensor in this shape."""
+        other = (*self.shape[:-2], *reversed(self.shape[-2:]))
+        return shape == self.shape or (self.in_any_order and shape == other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,7 @@ class TensorFiles(ABC):
         found = self._found.get(stored.name)
         if found is None:
             raise CheckpointError(f"{self._directory}: no file holds the tensor {stored.name}.")
-        if found.shape != stored.shape:
+        if not stored.fits(found.shape):
             raise CheckpointError(
                 f"{found.file}: the tensor {stored.name} has the shape {list(found.shape)}, "
                 f"but config.json asks for {list(stored.shape)}."
@@ -166,7 +173,8 @@ class Checkpoint(TensorFiles):
         """Return a view of the mapped file; the disk is read when the view is."""
         file = self._found[stored.name].file
         tensor: Tensor = self._open[file].get_tensor(stored.name)  # type: ignore[no-untyped-call]
-        return tensor
+        is_other = stored.in_any_order and tensor.shape != stored.shape
+        return tensor.mT if is_other else tensor
 
     def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
         sizes = _FLOATING if stored.dtype is None else {stored.dtype: _RAW[stored.dtype]}

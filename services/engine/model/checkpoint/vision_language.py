@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from services.engine.model.checkpoint.config import CheckpointError, Config, JsonObject
-from services.engine.model.checkpoint.families import FAMILIES, Family, MultimodalAxes
+from services.engine.model.checkpoint.families import (
+    FAMILIES,
+    ExpertStack,
+    ExpertTensorNames,
+    Family,
+    MultimodalAxes,
+    WindowRule,
+)
 
 __all__ = ["VISION_LANGUAGE", "VisionLanguage"]
 
@@ -35,6 +42,17 @@ _DECODERS: Mapping[str, tuple[str, JsonObject]] = {
             "sliding_window": 4096,
         },
     ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 262144,
+        },
+    ),
     "qwen2": (
         "Qwen2ForCausalLM",
         {
@@ -56,8 +74,8 @@ class VisionLanguage:
     """One vision-language architecture."""
 
     architecture: str
-    decoder: str | None
-    """Architecture of the decoder; None: text_config names it"""
+    decoder: Family | None
+    """The decoder's family; None: text_config names it"""
     roots: Mapping[str, str]
     """As TensorNames.roots"""
     vision: tuple[str, ...]
@@ -98,7 +116,7 @@ class VisionLanguage:
 
     def _decoder(self, config: Config) -> tuple[Family, JsonObject]:
         if self.decoder is not None:
-            return FAMILIES[self.decoder], {}
+            return self.decoder, {}
         kind = config.section(_SECTION).text("model_type", "llama")
         if kind not in _DECODERS:
             raise CheckpointError(
@@ -123,10 +141,39 @@ _IDEFICS3 = VisionLanguage(
 )
 _QWEN2_VL = VisionLanguage(
     "Qwen2VLForConditionalGeneration",
-    decoder="Qwen2ForCausalLM",
+    decoder=FAMILIES["Qwen2ForCausalLM"],
     roots={"model.": "lm_head", "model.language_model.": "lm_head"},
     vision=("visual.*", "model.visual.*"),
     axes=MultimodalAxes.IN_SECTIONS,
+)
+_QWEN3_MOE = FAMILIES["Qwen3MoeForCausalLM"]
+_QWEN3_VL_MOE = replace(
+    _QWEN3_MOE,
+    names=replace(
+        _QWEN3_MOE.names,
+        experts=ExpertTensorNames(
+            router="mlp.gate",
+            gate=("mlp.experts.gate_up_proj",),
+            down="mlp.experts.down_proj",
+            stack=ExpertStack(transposed=False, in_any_order=True),
+        ),
+    ),
+    defaults={
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "num_local_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "rope_theta": 500000.0,
+    },
+    windows=WindowRule.NONE,
+)
+
+_QWEN3_5 = replace(
+    _QWEN2_VL,
+    architecture="Qwen3_5ForConditionalGeneration",
+    decoder=FAMILIES["Qwen3_5ForCausalLM"],
+    axes=MultimodalAxes.INTERLEAVED_IN_A_QUARTER,
 )
 
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
@@ -135,7 +182,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
         replace(
             _LLAVA,
             architecture="Gemma3ForConditionalGeneration",
-            decoder="Gemma3ForCausalLM",
+            decoder=FAMILIES["Gemma3ForCausalLM"],
             images_see_ahead=True,
         ),
         _LLAVA,
@@ -147,8 +194,20 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
         replace(
             _QWEN2_VL,
             architecture="Qwen3VLForConditionalGeneration",
-            decoder="Qwen3ForCausalLM",
+            decoder=FAMILIES["Qwen3ForCausalLM"],
             axes=MultimodalAxes.INTERLEAVED,
+        ),
+        replace(
+            _QWEN2_VL,
+            architecture="Qwen3VLMoeForConditionalGeneration",
+            decoder=_QWEN3_VL_MOE,
+            axes=MultimodalAxes.INTERLEAVED,
+        ),
+        _QWEN3_5,
+        replace(
+            _QWEN3_5,
+            architecture="Qwen3_5MoeForConditionalGeneration",
+            decoder=FAMILIES["Qwen3_5MoeForCausalLM"],
         ),
     )
 }

@@ -9,8 +9,9 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
+from services.engine.model.checkpoint.families import QkNorm
 from services.engine.model.mixers.interface import Mixer, Scratch
-from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.interface import HeadNorms, Operators, Projection
 
 __all__ = ["AttentionMixer", "AttentionScratch", "AttentionWeights"]
 
@@ -21,7 +22,10 @@ class AttentionWeights:
 
     qkv: Projection
     query_norm: Tensor | None
+    """RMSNorm that is computed with the rotation, before it"""
     key_norm: Tensor | None
+    head_norms: HeadNorms | None
+    """Norms that are computed apart from the rotation"""
     sinks: Tensor | None
     """float32 [heads], one more logit in each head's softmax"""
     output: Projection
@@ -100,6 +104,9 @@ class AttentionMixer(Mixer[AttentionScratch]):
         self, rows: Tensor, scratch: AttentionScratch, rotations: Sequence[Rotation]
     ) -> None:
         self._weights.qkv.into(rows, scratch.qkv)
+        is_rotated = self._spec.qk_norm is QkNorm.HEAD_ROTATED
+        if not is_rotated:
+            self._norm_heads(scratch)
         if self._rotation is not None:
             self._operators.rotate(
                 scratch.rotated,
@@ -109,6 +116,17 @@ class AttentionMixer(Mixer[AttentionScratch]):
                 self._weights.key_norm,
                 self._epsilon,
             )
+            scales = rotations[self._rotation].query_scales
+            if scales is not None:
+                scratch.queries.mul_(scales[:, None, None])
+        if is_rotated:
+            self._norm_heads(scratch)
+
+    def _norm_heads(self, scratch: AttentionScratch) -> None:
+        norms = self._weights.head_norms
+        if norms is not None:
+            heads, queries = scratch.rotated, self._spec.num_heads
+            self._operators.norm_heads(heads, queries, norms, self._epsilon)
 
     @property
     def writes_apart(self) -> bool:

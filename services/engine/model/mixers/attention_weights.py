@@ -14,7 +14,7 @@ from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.checkpoint.families import QkNorm
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.attention import AttentionWeights
-from services.engine.model.operators.interface import Projection
+from services.engine.model.operators.interface import HeadNorms, Projection
 from services.engine.model.shard import Shard
 from services.engine.model.stored import LayerNames, StoredLinear, StoredNorm
 from services.engine.model.tensor_reader import TensorReader, shard_rows, split_parts, take_rows
@@ -25,8 +25,9 @@ __all__ = ["StoredAttention", "read_attention", "stored_attention"]
 @dataclass(frozen=True, slots=True)
 class StoredAttention:
     qkv: StoredLinear
-    query_norm: StoredTensor | None
-    key_norm: StoredTensor | None
+    query_norm: tuple[StoredTensor, ...]
+    """One tensor, or one for each head; empty: there is no norm"""
+    key_norm: tuple[StoredTensor, ...]
     sinks: StoredTensor | None
     output: StoredLinear
 
@@ -38,8 +39,8 @@ def stored_attention(names: LayerNames, spec: AttentionSpec) -> StoredAttention:
     queries = attended * (2 if spec.has_output_gate else 1)
     return StoredAttention(
         qkv=names.linear(own.qkv, (queries, cached, cached), hidden, spec.qkv_bias),
-        query_norm=_stored_norm(names, own.query_norm, spec, attended),
-        key_norm=_stored_norm(names, own.key_norm, spec, cached),
+        query_norm=_stored_norm(names, own.query_norm, spec, spec.num_heads),
+        key_norm=_stored_norm(names, own.key_norm, spec, spec.num_kv_heads),
         sinks=None if own.sinks is None else names.tensor(own.sinks, spec.num_heads),
         output=names.linear((own.output,), (hidden,), attended, spec.output_bias),
     )
@@ -58,27 +59,46 @@ def read_attention(
     residual.
     """
     qkv = _qkv(reader, stored, spec, norm)
-    query_norm, key_norm = _head_norms(reader, stored, spec)
-    if reader.spec.family.qk_norm is QkNorm.ALL_HEADS:
+    query_norm, key_norm = _qk_norms(reader, stored, spec)
+    head_norms = None
+    if spec.qk_norm is QkNorm.ALL_HEADS:
         qkv, query_norm, key_norm = reader.shard.normed_heads(
             qkv, query_norm, key_norm, reader.spec.norm_epsilon, reader.operators
         )
+    elif query_norm is not None and key_norm is not None and _norms_apart(spec):
+        centers = spec.qk_norm is QkNorm.HEAD_LAYER_NORM
+        head_norms, query_norm, key_norm = HeadNorms(query_norm, key_norm, centers), None, None
     return AttentionWeights(
         qkv=qkv,
         query_norm=query_norm,
         key_norm=key_norm,
+        head_norms=head_norms,
         sinks=None if stored.sinks is None else _sinks(reader, stored.sinks),
         output=reader.residual_projection(stored.output, post_norm),
     )
 
 
 def _stored_norm(
-    names: LayerNames, name: str, spec: AttentionSpec, width: int
-) -> StoredTensor | None:
-    kind = names.spec.family.qk_norm
-    if kind is QkNorm.NONE:
-        return None
-    return names.tensor(f"{name}.weight", spec.head_dim if kind is QkNorm.HEAD else width)
+    names: LayerNames, name: str, spec: AttentionSpec, heads: int
+) -> tuple[StoredTensor, ...]:
+    size = spec.head_dim
+    match spec.qk_norm:
+        case QkNorm.NONE:
+            return ()
+        case QkNorm.HEAD | QkNorm.HEAD_ROTATED:
+            return (names.tensor(f"{name}.weight", size),)
+        case QkNorm.ALL_HEADS:
+            return (names.tensor(f"{name}.weight", heads * size),)
+        case QkNorm.HEAD_LAYER_NORM:
+            if "{}" not in name:
+                return (names.tensor(f"{name}.weight", heads, size),)
+            numbers = range(heads)
+            return tuple(names.tensor(f"{name.format(n)}.weight", size) for n in numbers)
+
+
+def _norms_apart(spec: AttentionSpec) -> bool:
+    """Return whether norms over each head are no part of the rotation."""
+    return spec.qk_norm is not QkNorm.HEAD or spec.rotary is None
 
 
 def _qkv(
@@ -88,8 +108,12 @@ def _qkv(
     shard, keys = reader.shard, reader.shard.of_heads(spec.num_kv_heads)
     attended, cached = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     widths = [attended * (2 if spec.has_output_gate else 1), cached, cached]
-    stored_parts = split_parts(reader.linear(stored.qkv, norm), widths)
-    places = torch.arange(sum(widths)).split_with_sizes(widths)
+    whole, stored_parts = torch.arange(sum(widths)), reader.linear(stored.qkv, norm)
+    if reader.spec.family.qkv_by_head:
+        whole = whole.view(spec.num_heads, 3, -1).transpose(0, 1).flatten()
+        stored_parts = [take_rows(part, whole) for part in stored_parts]
+    stored_parts = split_parts(stored_parts, widths)
+    places = whole.split_with_sizes(widths)
     shards = (shard, keys, keys)
     parts = [shard_rows(*each) for each in zip(stored_parts, shards, strict=True)]
     rows = [each.rows(place) for each, place in zip(shards, places, strict=True)]
@@ -121,18 +145,23 @@ def _rows_in_order(
         yield 0, gates
 
 
-def _head_norms(
+def _qk_norms(
     reader: TensorReader, stored: StoredAttention, spec: AttentionSpec
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Read the norms of queries and of keys."""
-    queries = keys = Shard()
-    if reader.spec.family.qk_norm is QkNorm.ALL_HEADS:
-        queries, keys = reader.shard, reader.shard.of_heads(spec.num_kv_heads)
+    """Read the norms of queries and of keys.
 
-    def read(norm: StoredTensor | None, shard: Shard) -> Tensor | None:
-        if norm is None:
+    They are [heads, head_dim] for LayerNorms, else [head_dim] or [heads * head_dim].
+    """
+    queries = keys = Shard()
+    if spec.qk_norm in (QkNorm.ALL_HEADS, QkNorm.HEAD_LAYER_NORM):
+        queries, keys = reader.shard, reader.shard.of_heads(spec.num_kv_heads)
+    shape = (-1, spec.head_dim) if spec.qk_norm is QkNorm.HEAD_LAYER_NORM else (-1,)
+
+    def read(norm: tuple[StoredTensor, ...], shard: Shard) -> Tensor | None:
+        if not norm:
             return None
-        rows = _to_half_split(reader, reader.tensor(norm), spec)
+        weights = torch.cat([reader.tensor(each).flatten() for each in norm])
+        rows = _to_half_split(reader, weights, spec).view(shape)
         return reader.norm_weight(shard.rows(rows))
 
     return read(stored.query_norm, queries), read(stored.key_norm, keys)
@@ -145,12 +174,12 @@ def _sinks(reader: TensorReader, sinks: StoredTensor) -> Tensor:
 def _to_half_split(reader: TensorReader, rows: Tensor, spec: AttentionSpec) -> Tensor:
     """Reorder each head's rows so that the two of a RoPE pair lie half a head apart."""
     size, rotary = spec.head_dim, spec.rotary
-    if reader.spec.family.interleaved_rotary:
-        pairs = rows.reshape(-1, size // 2, 2, *rows.shape[1:])
-        return pairs.transpose(1, 2).reshape(rows.shape)
-    if rotary is None or rotary.width == size:
+    width = size if rotary is None else rotary.width
+    is_interleaved = reader.spec.family.interleaved_rotary
+    if width == size and not is_interleaved:
         return rows
-    half, fixed = rotary.width // 2, (size - rotary.width) // 2
-    first, second, *rest = torch.tensor_split(torch.arange(size), (half, 2 * half, size - fixed))
+    rotated, fixed = torch.arange(size).split_with_sizes((width, size - width))
+    first, second = rotated.view(-1, 2).T if is_interleaved else rotated.view(2, -1)
+    rest = fixed.view(2, -1)
     order = torch.cat((first, rest[0], second, rest[1]))
     return rows.reshape(-1, size, *rows.shape[1:])[:, order].reshape(rows.shape)

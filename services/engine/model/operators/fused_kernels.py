@@ -10,13 +10,19 @@ from torch import Tensor
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.rotary import Rotation
 
-__all__ = ["activate", "norm_rows", "rotate_heads"]
+__all__ = ["activate", "has_kernel", "norm_rows", "rotate_heads"]
 
 _ROTATED = 256
 """Pairs that a program of `rotate_heads` rotates: heads × half a head's width"""
 _COLUMNS = 1024
 """Columns that a program of `activate` computes"""
-_KINDS = {kind: number for number, kind in enumerate(Nonlinearity)}
+_KINDS = {
+    Nonlinearity.SILU: 0,
+    Nonlinearity.GELU: 1,
+    Nonlinearity.GELU_TANH: 2,
+    Nonlinearity.CLAMPED_SWIGLU: 3,
+    Nonlinearity.RELU_SQUARED: 4,
+}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -105,7 +111,10 @@ def _activate(  # type: ignore[no-untyped-def]
     inside = at < columns
     begin = product + row * columns * (2 if gated else 1)
     gate = tl.load(begin + at, mask=inside, other=0.0).to(tl.float32)
-    if kind == 3:
+    if kind == 4:
+        gate = tl.maximum(gate, 0.0)
+        result = gate * gate
+    elif kind == 3:
         gate = tl.minimum(gate, limit)
         result = gate / (1.0 + tl.exp(-alpha * gate))
     elif kind == 2:
@@ -178,6 +187,11 @@ def rotate_heads(
             tile_heads=tile_heads,
             width=width,
         )
+
+
+def has_kernel(activation: Activation) -> bool:
+    """Return whether `activate` computes this activation."""
+    return activation.nonlinearity in _KINDS
 
 
 def activate(product: Tensor, activation: Activation, out: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
 from services.engine.model.operators.low_rank import (
     LowRank,
@@ -24,6 +25,7 @@ __all__ = [
     "ExpertDeltas",
     "ExpertWeights",
     "Gate",
+    "HeadNorms",
     "LayerNorm",
     "Mixture",
     "NormedProjection",
@@ -149,6 +151,17 @@ class LayerNorm:
     bias: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of queries and keys over each head, apart from the rotation."""
+
+    queries: Tensor
+    """Weight [heads, head_dim], or [head_dim] for all"""
+    keys: Tensor
+    centers: bool
+    """They are LayerNorms without a bias rather than RMSNorms"""
+
+
 class Mixture(ABC):
     """The experts of a layer, among which a router has chosen."""
 
@@ -244,16 +257,11 @@ class Operators(ABC):
         """
         return _LoopedMixture(experts, activation, self)
 
-    def choose(self, scores: Tensor, per_row: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
-        """Return the experts with the `per_row` highest scores of each row, and their factors.
-
-        scores: float32 [n, experts]. Returns int64 [n, per_row] and float32 [n, per_row]: their
-        parts of the softmax, which `normalized` scales to sum to 1.
-        """
-        factors, chosen = scores.softmax(dim=1).topk(per_row, dim=1)
-        if normalized:
-            factors /= factors.sum(dim=1, keepdim=True)
-        return chosen, factors
+    def choose(
+        self, scores: Tensor, routing: Routing, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return each row's experts and their factors, as `Routing.choose` does."""
+        return routing.choose(scores, bias)
 
     def recording(self) -> Recording | None:
         """Return a recording for a decoder's layers; None: these operators can't be recorded."""
@@ -325,6 +333,16 @@ class Operators(ABC):
         dimension may have gaps. Norms: [head_dim] over each head, or [heads * head_dim] over all
         query or key heads of a token.
         """
+
+    def norm_heads(self, heads: Tensor, num_queries: int, norms: HeadNorms, epsilon: float) -> None:
+        """Norm queries and keys in place. heads: as in `rotate`."""
+        parts = (heads[:, :num_queries], norms.queries), (heads[:, num_queries:], norms.keys)
+        for part, weight in parts:
+            exact = part.float()
+            if norms.centers:
+                exact = exact - exact.mean(dim=-1, keepdim=True)
+            scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + epsilon)
+            part.copy_((exact * scale).to(part.dtype) * weight)
 
 
 class NormedProjection(Projection):

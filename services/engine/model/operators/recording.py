@@ -62,6 +62,7 @@ class Recording:
         kept_ends = None if ends is None else batch.narrowed.visible_ends
         count = 1 if self._cache is None else max(len(self._cache.groups), 1)
         tables = (TablesCall * count)(*(_tables_of(batch.of_group(i)) for i in range(count)))
+        states = batch.states
         call = PassCall(
             tables,
             batch.query_starts.data_ptr(),
@@ -70,9 +71,13 @@ class Recording:
             None if kept is None else kept.starts.data_ptr(),
             None if ends is None else ends.data_ptr(),
             None if kept_ends is None else kept_ends.data_ptr(),
+            None if states is None else states.starts.data_ptr(),
+            None if states is None else states.sources.data_ptr(),
+            None if states is None else states.targets.data_ptr(),
             len(batch.slots),
             len(batch.context_lengths),
             0 if kept is None else len(kept.indices),
+            0 if states is None else len(states.targets),
             seconds,
         )
         self._native.replay(operations, len(operations), byref(call))

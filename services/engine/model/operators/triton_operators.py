@@ -4,8 +4,14 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.expert_kernels import choose_experts
-from services.engine.model.operators.fused_kernels import activate, norm_rows, rotate_heads
+from services.engine.model.operators.fused_kernels import (
+    activate,
+    has_kernel,
+    norm_rows,
+    rotate_heads,
+)
 from services.engine.model.operators.interface import AdaptedProjection, Delta, Gate, Projection
 from services.engine.model.operators.torch_operators import TorchOperators, join
 
@@ -23,6 +29,8 @@ class TritonOperators(TorchOperators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
+        if not has_kernel(activation):
+            return super().gate(gate, up, gate_bias, up_bias, activation)
         product = self.projection(*join(gate, up, gate_bias, up_bias))
         return _TritonGate(product, activation, self)
 
@@ -32,8 +40,12 @@ class TritonOperators(TorchOperators):
     def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         norm_rows(rows, weight, epsilon, out, adds=True)
 
-    def choose(self, scores: Tensor, per_row: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
-        return choose_experts(scores, per_row, normalized=normalized)
+    def choose(
+        self, scores: Tensor, routing: Routing, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if not routing.is_plain:
+            return super().choose(scores, routing, bias)
+        return choose_experts(scores, routing.per_token, normalized=routing.normalized)
 
     def rotate(
         self,

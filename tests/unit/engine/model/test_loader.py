@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig
 
 from services.common.json_values import Json
@@ -106,7 +107,7 @@ DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("no width", lambda p: set_config(p, hidden_size=...), ["config.json", "hidden_size"]),
     ("text for a number", lambda p: set_config(p, hidden_size="64"), ["hidden_size", '"64"']),
     ("heads", lambda p: set_config(p, num_key_value_heads=3), ["num_key_value_heads"]),
-    ("activation", lambda p: set_config(p, hidden_act="relu2"), ["hidden_act", "relu2", "silu"]),
+    ("activation", lambda p: set_config(p, hidden_act="mish"), ["hidden_act", "mish", "silu"]),
     (
         "rope",
         lambda p: set_config(p, rope_parameters={"rope_type": "xpos", "rope_theta": 1e4}),
@@ -171,6 +172,9 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("gemma2", lambda p: set_config(p, layer_types=["linear"] * 3), ["linear"]),
     ("smollm3", lambda p: set_config(p, no_rope_layers=[1]), ["no_rope_layers", "3"]),
     ("phi3", lambda p: set_config(p, rope_parameters=PHI), ["long_factor", "8", "7"]),
+    ("olmoe", lambda p: set_config(p, clip_qkv=8.0), ["clip_qkv"]),
+    ("phi", lambda p: set_config(p, qk_layernorm=True), ["qk_layernorm"]),
+    ("phi", lambda p: set_tensor(p, "lm_head.bias", None), ["lm_head.bias"]),
     ("gpt-oss", lambda p: set_tensor(p, "model.layers.1.self_attn.sinks", None), ["1", "sinks"]),
     (
         "gpt-oss",
@@ -296,7 +300,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(
     ours = load_spec(tmp_path)
     theirs = AutoConfig.from_pretrained(tmp_path)
     local = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", [])]
-    assert [bool(layer.window) for layer in ours.attention_layers] == local
+    assert [bool(layer.window) for layer in ours.attention_layers.values()] == local
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.norm_epsilon == theirs.rms_norm_eps
     bases = {
@@ -307,7 +311,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(
             else [theirs.rope_parameters]
         )
     }
-    rotaries = [layer.rotary for layer in ours.attention_layers]
+    rotaries = [layer.rotary for layer in ours.attention_layers.values()]
     kinds = {rotary for rotary in rotaries if rotary is not None}
     assert len(kinds) == len(bases)
     rotates = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
@@ -404,3 +408,25 @@ def test_dtypes_resolve_by_name() -> None:
     assert resolve_dtype("auto") in (torch.float32, torch.bfloat16)
     with pytest.raises(ValueError, match="int4"):
         resolve_dtype("int4")
+
+
+def test_experts_are_read_stacked_as_apart(tmp_path: Path) -> None:
+    """Qwen publishes both: the experts of Qwen 3.5 in stacks, those of its FP8 files apart."""
+    make_checkpoint(tmp_path, CONFIGS["qwen3.5 moe"])
+    tokens = random_tokens(20, 1)
+    apart = Driver(load_model(tmp_path, torch.float32), [tokens])
+    apart.step([(0, 20)])
+    tensors = load_file(tmp_path / WEIGHTS)
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts: dict[str, list[Tensor]] = {}
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            names = [f"{prefix}.{number}.{part}.weight" for number in range(5)]
+            parts[part] = [tensors.pop(name) for name in names]
+        gates = map(torch.cat, zip(parts["gate_proj"], parts["up_proj"], strict=True))
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack(list(gates))
+        tensors[f"{prefix}.down_proj"] = torch.stack(parts["down_proj"])
+    save_file(tensors, tmp_path / WEIGHTS)
+    stacked = Driver(load_model(tmp_path, torch.float32), [tokens])
+    stacked.step([(0, 20)])
+    assert torch.equal(stacked.logits[0], apart.logits[0])

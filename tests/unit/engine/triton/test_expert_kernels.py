@@ -16,6 +16,7 @@ from services.common.checkpoint import opened_checkpoint
 from services.engine.model import loader
 from services.engine.model.adapters.peft_files import PeftAdapter
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
+from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.operators import torch_operators
 from services.engine.model.operators.interface import ExpertWeights, Mixture
@@ -82,7 +83,7 @@ def test_router_chooses_as_in_torch(experts: int, per_row: int, normalized: bool
     scores = torch.randn(9, experts) * 4
     scores[3, 0] = 200.0  # the others' parts of the softmax are 0
     plain = TorchOperators(torch.float32, CPU)
-    chosen, factors = plain.choose(scores, per_row, normalized=normalized)
+    chosen, factors = plain.choose(scores, Routing(per_row, normalized), None)
     mine, my_factors = kernels.choose_experts(scores, per_row, normalized=normalized)
     torch.testing.assert_close(my_factors, factors, atol=1e-6, rtol=1e-5)
     rows = [row for row in range(9) if row != 3]

@@ -66,6 +66,7 @@ LAYOUTS: list[tuple[str, Callable[[str], str]]] = [
     ("qwen2.5 vl", in_model),
     ("qwen3 vl", beside_model),
     ("qwen3 vl", in_model),
+    ("qwen3 vl moe", in_model),
 ]
 
 

@@ -25,6 +25,7 @@ from tests.unit.engine.model.adapters.adapter_folders import make_adapter, make_
 
 TOKENS = 40
 STACKS = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+_OF_GRANITE = [f"block_sparse_moe.{name.removeprefix('mlp.')}" for name in STACKS]
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {"target_parameters": [*STACKS, "mlp.gate.weight"]},
     "qwen3 moe": {
@@ -34,6 +35,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "qwen3 moe, normalized": {"target_parameters": STACKS[:1], "use_rslora": True},
     "gpt-oss": {"target_parameters": [*STACKS, "router.weight"]},
+    "granite moe": {"target_parameters": [*_OF_GRANITE, "block_sparse_moe.router.weight"]},
+    "phimoe": {"target_parameters": STACKS},
+    "qwen2 moe": {"target_parameters": [*STACKS, "mlp.gate.weight"]},
+    "qwen3 vl moe": {"target_parameters": STACKS},
 }
 """Adapters of parameters that stack all experts"""
 

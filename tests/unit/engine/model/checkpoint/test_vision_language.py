@@ -35,6 +35,7 @@ LAYOUTS = [
     ("qwen2 vl", ("model.", "lm_head.")),
     ("qwen2 vl", TRANSFORMERS_5),
     ("qwen3 vl", TRANSFORMERS_5),
+    ("qwen3.5 vl", TRANSFORMERS_5),
 ]
 
 
@@ -48,6 +49,21 @@ def test_every_published_layout_is_read(
     renamed = {_rename(name, layout): tensor for name, tensor in load_file(file).items()}
     save_file(renamed, file)
     assert any(name.startswith(layout[0] + "layers.") for name in renamed)
+    tokens = random_tokens(20, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, 20)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
+def test_experts_are_read_in_both_orders_of_their_dimensions(tmp_path: Path) -> None:
+    """Published files stack [experts, inputs, outputs], those of transformers 5 the reverse."""
+    model = make_checkpoint(tmp_path, CONFIGS["qwen3 vl moe"])
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".experts." in name]:
+        tensors[name] = tensors[name].mT.contiguous()
+    save_file(tensors, file)
     tokens = random_tokens(20, 1)
     driver = Driver(load_model(tmp_path, torch.float32), [tokens])
     driver.step([(0, 20)])
@@ -92,7 +108,7 @@ def test_absent_settings_of_the_decoder_are_those_of_transformers(
     assert attention.num_kv_heads == theirs.num_key_value_heads
     assert ours.context_length == theirs.max_position_embeddings
     assert ours.norm_epsilon == theirs.rms_norm_eps
-    assert {layer.window for layer in ours.attention_layers} == {
+    assert {layer.window for layer in ours.attention_layers.values()} == {
         getattr(theirs, "sliding_window", None) or 0
     }
 
