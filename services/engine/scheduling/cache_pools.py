@@ -42,6 +42,8 @@ class CachePools:
         """Tokens of a block"""
         self.groups = [BlockGroup(group, limits) for group in limits.groups]
         self._states = StatePool(limits) if limits.state_slots else None
+        self.has_states = self._states is not None
+        """True if the model has recurrent layers"""
         self._pools = [group.pool for group in self.groups]
         self._cached = [CachedGroup(group.pool.cached, group.window) for group in self.groups]
         if self._states is not None:

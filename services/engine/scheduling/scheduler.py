@@ -219,6 +219,7 @@ class Scheduler:
         drafts: list[Chunk] = []
         prompts: list[Sequence] = []
         width, running = self._drafter.width, SequenceState.RUNNING
+        has_states = self.caches.has_states
         # `running` is in order, so victims of preemption come after the sequences already planned
         for sequence in list(self.running):
             uncomputed = sequence.uncomputed
@@ -226,16 +227,19 @@ class Scheduler:
                 continue
             if uncomputed == 1 and not sequence.has_credit:
                 continue
-            if not self._grow(sequence, 1 if uncomputed == 1 else self._least(sequence)):
+            start = sequence.num_computed
+            end = start + (1 if uncomputed == 1 else self._least(sequence))
+            # most decodes have room, and nothing to take over
+            if (end > sequence.capacity or has_states) and not self._grow(sequence, end):
                 continue
             if uncomputed > 1:
                 prompts.append(sequence)
                 continue
-            start = self.caches.step_start(sequence)
             draft = self._draft(sequence, width) if width or sequence.mask else []
             self._compute(sequence, 1)
-            end = sequence.num_computed
-            self.caches.plan(sequence, end + len(draft))
+            if has_states:
+                start = self.caches.step_start(sequence)
+                self.caches.plan(sequence, end + len(draft))
             if draft or end - start > 1:
                 rows = 1 + len(draft)
                 count = end - start + len(draft)
@@ -433,9 +437,9 @@ class Scheduler:
         self.preemptions += 1
         self.add(sequence)
 
-    def _grow(self, sequence: Sequence, count: int) -> bool:
-        """Make room for the next `count` tokens. Return False if the sequence was preempted."""
-        while not self.caches.grow(sequence, sequence.num_computed + count):
+    def _grow(self, sequence: Sequence, end: int) -> bool:
+        """Make room for tokens up to `end`. Return False if the sequence itself was preempted."""
+        while not self.caches.grow(sequence, end):
             victim = self._preemption.victim_for_growth()
             self._preempt(victim)
             if victim is sequence:
