@@ -30,6 +30,7 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     Idefics3Config,
+    InternLM3Config,
     LlamaConfig,
     LlavaConfig,
     Ministral3Config,
@@ -247,7 +248,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "glm": GlmConfig(**SHAPE, head_dim=24),
     "glm4": Glm4Config(**WIDE, partial_rotary_factor=0.25),
     "cohere": CohereConfig(**SHAPE | {"tie_word_embeddings": True}, logit_scale=0.5),
-    "cohere, norms": CohereConfig(**SHAPE, attention_bias=True, use_qk_norm=True),
+    "cohere, norms": CohereConfig(
+        **SHAPE | {"num_attention_heads": 2}, attention_bias=True, use_qk_norm=True
+    ),
     "cohere2": Cohere2Config(
         **SHAPE, sliding_window=9, sliding_window_pattern=2, rope_parameters=_PLAIN
     ),
@@ -271,7 +274,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "hunyuan, stretched": HunYuanDenseV1Config(
         **WIDE, rope_parameters=_PLAIN | {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}
     ),
-    "apertus": ApertusConfig(**SHAPE),
+    "apertus": ApertusConfig(**SHAPE | {"num_attention_heads": 2}),
     "ernie": Ernie4_5Config(**SHAPE, head_dim=24, use_bias=True),
     "ministral3": Ministral3Config(
         **SHAPE,
@@ -286,6 +289,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         vision_config=_VISION,
         tie_word_embeddings=False,
     ),
+    "internlm3": InternLM3Config(**WIDE, attention_bias=True, mlp_bias=True),
     "seed oss": SeedOssConfig(**WIDE, attention_out_bias=True, mlp_bias=True),
     "granite": GraniteConfig(
         **SHAPE,

@@ -458,7 +458,12 @@ FAMILIES: Mapping[str, Family] = {
         replace(
             _COHERE,
             architecture="Cohere2ForCausalLM",
-            defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
+            defaults={
+                **_COHERE.defaults,
+                "rope_theta": 10000.0,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
             qk_norm=QkNorm.NONE,
             windows=WindowRule.PATTERN,
             rotates_windows_only=True,
