@@ -9,7 +9,8 @@ template gets three solved tasks of the kind before each question.
 The push of an answer is the sum of -ln(probability that the model gives to all tokens that the
 mask allows) over its tokens, in nats. 0: the constraint changes nothing. It is shown for the first
 token, where a constraint leaves out introductions such as "Here is the JSON", and for the others.
-The places that were pushed most are listed with the token that the model preferred.
+The places that were pushed most are listed with the token that the model preferred. `json_habits`
+compares the form of the answers with others, such as escapes and other orders of the members.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from llguidance import LLExecutor
 from torch import Tensor
 
+from benchmarks.json_habits import Habit, habits_of, likeliest_option
 from benchmarks.processes import Launch, free_port, running
 from benchmarks.quality_tasks import TOOLS, Task, tasks
 from benchmarks.results import RESULTS, Machine, now, save
@@ -39,11 +41,11 @@ from services.common.gguf.checkpoint_files import write_checkpoint
 from services.engine.engine import Engine
 from services.engine.settings import EngineSettings
 from services.grammar import specification
+from services.grammar.matching.json_state import JsonState
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.token_index import TokenIndex
-from services.grammar.matching.uniqueness import UniquenessState
 from services.grammar.matching.vocabulary import load
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
@@ -91,6 +93,12 @@ class Figures:
     """Push of the first token, mean over the answers"""
     other_nats: float = 0.0
     """Push of all other tokens, mean over the answers"""
+    quote_nats: float = 0.0
+    """Part of it where the model preferred a token with a quotation mark"""
+    likeliest: int | None = None
+    """Right answers of a classification that takes the likeliest option as a whole"""
+    call_nats: float = 0.0
+    """-ln(probability) of the text in front of the name in a forced call, mean over the answers"""
 
 
 @dataclass
@@ -103,6 +111,7 @@ class Report:
     has_template: bool
     kinds: dict[str, Figures] = field(default_factory=dict)
     pushes: list[Push] = field(default_factory=list)
+    habits: list[Habit] = field(default_factory=list)
 
 
 class Asker:
@@ -171,14 +180,28 @@ class PushMeter:
         width = self._vocabulary.size
         self._filler = MaskFiller(self._vocabulary, LLExecutor(num_threads=1), width)
 
+    def score(self, prompt: Sequence[int], text: str) -> float:
+        """Return the log-probability of a text behind a prompt."""
+        return self._score(prompt, self._vocabulary.tokenizer.tokenize_str(text))
+
+    def call_nats(self, answer: Answer) -> float:
+        """Return -ln(probability) of the text in front of the name in a call."""
+        decode = self._vocabulary.tokenizer.decode_str
+        place = decode(answer.ids).index(answer.text)
+        count = sum(len(decode(answer.ids[: end + 1])) <= place for end in range(len(answer.ids)))
+        return -self._score(answer.prompt_ids, answer.ids[:count])
+
+    def _score(self, prompt: Sequence[int], ids: Sequence[int]) -> float:
+        rows = self._engine.log_probabilities([*prompt, *ids])[len(prompt) - 1 : -1]
+        return float(rows[torch.arange(len(ids)), torch.tensor(ids)].sum())
+
     def pushes(self, task: Task, answer: Answer) -> Iterator[Push]:
         """Yield the push of each token of an answer."""
         spec = GrammarSpec(json_schema=json.dumps(task.schema))
-        positions = specification.positions(spec)
-        uniqueness = None if positions is None else UniquenessState(positions, self._index)
         tokenizer, ends = self._vocabulary.tokenizer, self._vocabulary.end_ids
         prototype = compile_prototype(tokenizer, specification.translate(spec))
-        matcher = Matcher(prototype.deep_copy(), ends, uniqueness)
+        state = JsonState.initial(spec, self._index)
+        matcher = Matcher(prototype.deep_copy(), ends, state)
         found = self._engine.log_probabilities([*answer.prompt_ids, *answer.ids])
         written: list[int] = []
         for place, token in enumerate(answer.ids):
@@ -243,15 +266,30 @@ def measure(model: Path, log: Path, limit: int) -> Report:
             figures = report.kinds.setdefault(task.kind, Figures())
             _count(figures, task, free, constrained)
             if task.schema is not None:
-                first, *others = meter.pushes(task, constrained)
-                figures.first_nats += first.nats
-                figures.other_nats += sum(push.nats for push in others)
-                report.pushes += others
+                report.pushes += _weigh(figures, meter, task, constrained)
+            elif constrained.arguments is not None:
+                figures.call_nats += meter.call_nats(constrained)
+        asked = [(task, free.prompt_ids) for task, (free, _) in zip(every, answers, strict=True)]
+        report.habits = habits_of(asked, meter.score)
     report.pushes = sorted(report.pushes, key=lambda push: -push.nats)[:_LISTED]
     for figures in report.kinds.values():
         figures.first_nats /= figures.tasks
         figures.other_nats /= figures.tasks
+        figures.quote_nats /= figures.tasks
+        figures.call_nats /= figures.tasks
     return report
+
+
+def _weigh(figures: Figures, meter: PushMeter, task: Task, answer: Answer) -> list[Push]:
+    """Add the pushes of an answer to the figures; return those behind its first token."""
+    first, *others = meter.pushes(task, answer)
+    figures.first_nats += first.nats
+    figures.other_nats += sum(push.nats for push in others)
+    figures.quote_nats += sum(push.nats for push in others if '"' in push.preferred)
+    likeliest = likeliest_option(task, answer.prompt_ids, meter.score)
+    if likeliest is not None:
+        figures.likeliest = (figures.likeliest or 0) + task.is_right(likeliest)
+    return others
 
 
 def _ask_all(
@@ -300,6 +338,16 @@ def table(report: Report) -> str:
     return markdown(rows)
 
 
+def table_of_habits(report: Report) -> str:
+    """Return the forms of JSON beside ours as a table."""
+    rows = [["form", "texts", "advantage of ours, nats", "other form preferred"]]
+    rows += [
+        [habit.form, str(habit.texts), f"{habit.advantage:.1f}", str(habit.preferred)]
+        for habit in report.habits
+    ]
+    return markdown(rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.constrained_quality",
@@ -313,6 +361,13 @@ def main() -> None:
     arguments = parser.parse_args()
     report = measure(arguments.model, arguments.log, arguments.limit)
     print(table(report))
+    print(table_of_habits(report))
+    for kind, figures in report.kinds.items():
+        print(
+            f"{kind}: {figures.quote_nats:.3f} nats at tokens with a quotation mark, "
+            f"{figures.call_nats:.2f} in front of a call, "
+            f"likeliest option right: {figures.likeliest}"
+        )
     for push in report.pushes:
         print(json.dumps(asdict(push), ensure_ascii=False))
     print(save(report, arguments.out, f"constrained-quality-{arguments.model.stem}"))

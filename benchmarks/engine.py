@@ -173,14 +173,15 @@ class MeasuredEngine(Engine):
     def _remember(self, prompt: Sequence[int]) -> None:
         """Put a prompt into the prefix cache without computing it; step times stay the same."""
         ids = torch.tensor(prompt, dtype=torch.int32).numpy()
-        pool, size = self.loaded.pool, self.model.block_size
-        blocks = pool.allocate(len(prompt) // size)
-        name = b""
-        for index, block in enumerate(blocks):
-            start = index * size
-            name = hash_block(name, ids[start : start + size].tobytes())
-            pool.cache(block, name)
-        pool.release(blocks)
+        size = self.model.block_size
+        for group in self.loaded.caches.groups:
+            blocks = group.pool.allocate(len(prompt) // size)
+            name = b""
+            for index, block in enumerate(blocks):
+                start = index * size
+                name = hash_block(name, ids[start : start + size].tobytes())
+                group.pool.cache(block, name)
+            group.pool.release(blocks)
 
 
 class Stopwatch:

@@ -41,7 +41,8 @@ from services.engine.messages import (
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import KVCache
 from services.engine.model.decoder import Decoder
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.step_plan import SchedulerLimits
 
@@ -136,11 +137,11 @@ def _loop(streams: int, overlaps: bool) -> StepLoop:
     rows = CONTEXT + 2 * streams
     decoder = IdleDecoder(rows)
     blocks = streams * CONTEXT // BLOCK
-    limits = SchedulerLimits(streams, CONTEXT, 1.7, BLOCK, rows_at_once=32)
-    cache = KVCache((torch.zeros(blocks + 1),), (torch.zeros(blocks + 1),), BLOCK)
+    limits = SchedulerLimits(streams, CONTEXT, 1.7, rows_at_once=32)
+    cache = KVCache({0: torch.zeros(blocks + 1)}, {0: torch.zeros(blocks + 1)}, BLOCK)
     capacity = StepCapacity(rows, streams, CONTEXT // BLOCK) if overlaps else None
     return StepLoop(
-        Scheduler(limits, BlockPool(blocks)),
+        Scheduler(limits, CachePools(CacheLimits(BLOCK, (GroupLimits(blocks),)))),
         ModelRunner(decoder, cache, capacity),
         LoopLimits(frozenset({0}), streams),
         overlaps=overlaps,

@@ -36,11 +36,11 @@ from jsonschema.validators import validator_for
 from llguidance import LLExecutor
 
 from services.grammar import GrammarError, specification
+from services.grammar.matching.json_state import JsonState
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.token_index import TokenIndex
-from services.grammar.matching.uniqueness import UniquenessState
 from services.grammar.matching.vocabulary import Vocabulary, load
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
@@ -52,7 +52,7 @@ _DRAFTS = {
     "draft2019-09": "https://json-schema.org/draft/2019-09/schema",
     "draft2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-_CLOSERS = re.compile(rb'["\]}]+[,:]?|,"|[0-9]|e[0-9]')
+_CLOSERS = re.compile(rb'["\]}]+[,:]?|,"?|[0-9]|e[0-9]')
 _SECONDS = 60  # time limit of a schema with all its draws
 _SHOWN = 300  # characters shown of an invalid text
 
@@ -143,9 +143,7 @@ class Examiner:
         except GrammarError as error:
             outcome.refusal = str(error)
             return outcome
-        positions = specification.positions(spec)
-        uniqueness = None if positions is None else UniquenessState(positions, self._index)
-        matcher = Matcher(prototype, self._end, uniqueness)
+        matcher = Matcher(prototype, self._end, JsonState.initial(spec, self._index))
         validator = _validator(case.schema)
         for draw in range(self._draws):
             self._judge(self._draw(matcher.fork(), draw), validator, outcome)

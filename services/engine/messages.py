@@ -18,6 +18,7 @@ __all__ = [
     "BeamSettings",
     "CacheChange",
     "CacheFlushed",
+    "CacheGroup",
     "CancelRequest",
     "CheckedRequest",
     "Command",
@@ -548,6 +549,7 @@ class LoadSnapshot(NamedTuple):
     queued_tokens: int = 0
     """Tokens of waiting sequences that were not in the prefix cache"""
     free_blocks: int = 0
+    """Free blocks of the scarcest group, scaled to `total_blocks`"""
     total_blocks: int = 0
     preemptions: int = 0
     """Since the start"""
@@ -556,7 +558,7 @@ class LoadSnapshot(NamedTuple):
 
 
 class CacheChange(NamedTuple):
-    """Hashes of blocks that the prefix cache gained and lost; none is in both."""
+    """Hashes that one group of the prefix cache gained and lost; none is in both."""
 
     stored: Sequence[bytes]
     removed: Sequence[bytes]
@@ -567,8 +569,9 @@ class StepOutput(NamedTuple):
 
     outputs: Sequence[Output]
     load: LoadSnapshot
-    cache: CacheChange | None = None
-    """None without a change, or if nobody follows the cache"""
+    cache: Sequence[CacheChange | None] = ()
+    """By group, the last one that of states, if there are any; empty without a change, or if nobody
+    follows the cache"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # plain tuples: pickle spends more time on a token's type than on its fields
@@ -576,7 +579,9 @@ class StepOutput(NamedTuple):
         return _step_output, (bare, self.load, self.cache)
 
 
-def _step_output(bare: Sequence[Any], load: LoadSnapshot, cache: CacheChange | None) -> StepOutput:
+def _step_output(
+    bare: Sequence[Any], load: LoadSnapshot, cache: Sequence[CacheChange | None]
+) -> StepOutput:
     outputs = [Token._make(item) if type(item) is tuple else item for item in bare]
     return StepOutput(outputs, load, cache)
 
@@ -591,6 +596,17 @@ class GenerationDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+
+class CacheGroup(NamedTuple):
+    """Layers that keep the same for each token or sequence."""
+
+    blocks: int
+    """Blocks, or slots of states"""
+    window: int = 0
+    """Last tokens whose keys and values a token reads, itself included; 0 = all"""
+    snapshot_interval: int = 0
+    """Above 0: the group holds states, and keeps one after each so many tokens of a prompt"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -608,6 +624,8 @@ class ModelDescription:
     weights_fingerprint: str
     block_size: int
     total_blocks: int
+    """KV blocks of the first cache group"""
+    cache_groups: Sequence[CacheGroup]
     kv_bytes: int
     weight_bytes: int
     kernels: str

@@ -16,10 +16,10 @@ from services.grammar import GrammarError, specification
 from services.grammar.compiling.compile_slots import too_many_compiles
 from services.grammar.compiling.compiler import Compiler
 from services.grammar.matching.cache import CompiledGrammar, GrammarCache
+from services.grammar.matching.json_state import JsonState
 from services.grammar.matching.matcher_batch import MatcherBatch
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.token_index import TokenIndex
-from services.grammar.matching.uniqueness import UniquenessState
 from services.grammar.matching.vocabulary import Vocabulary
 from services.grammar.metrics import COMPILE_SECONDS, COMPILES, MATCHERS, STEP_SECONDS
 from services.grammar.specification import Kind
@@ -178,9 +178,8 @@ class GrammarServicer(GrammarServiceServicer):
     def _compile_tried(self, grammar_id: str, spec: GrammarSpec, size: int) -> CompiledGrammar:
         grammar = specification.translate(spec)
         prototype = compile_prototype(self._vocabulary.tokenizer, grammar)
-        positions = specification.positions(spec)
-        uniqueness = None if positions is None else UniquenessState(positions, self._index)
-        return CompiledGrammar(grammar_id, prototype, size, uniqueness)
+        state = JsonState.initial(spec, self._index)
+        return CompiledGrammar(grammar_id, prototype, size, state)
 
     def _grammars_to_open(
         self, commands: Iterable[grammar_pb2.MatcherCommand]

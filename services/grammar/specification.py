@@ -18,7 +18,8 @@ Schema passes these stages, all but the last two in `schemas`:
    `patterns.white_space` between its tokens.
 5. During generation, `matching.uniqueness` forbids repeated keys and items, which no context-free
    grammar can express. It asks `json_positions` which subschemas apply, and `word_sets` which
-   prefixes only used words complete.
+   prefixes only used words complete. `matching.separators` leaves out white space in front of
+   commas and colons.
 
 Negation applies to schemas, never to sets. So a set that is left out, where a union is too large,
 makes the output narrower and never invalid.
@@ -33,7 +34,7 @@ from typing import Any, Literal, TypeAlias
 from llguidance import LLMatcher
 
 from services.common.json_values import Json
-from services.grammar import GrammarError, gbnf, structural_tag
+from services.grammar import GrammarError, gbnf, lark, structural_tag
 from services.grammar.patterns import white_space
 from services.grammar.schemas import validation
 from services.grammar.schemas.exact_numbers import narrow_bounds
@@ -46,6 +47,7 @@ __all__ = [
     "Kind",
     "check",
     "check_white_space",
+    "has_default_spaces",
     "identity",
     "kind_of",
     "locate",
@@ -61,7 +63,7 @@ Kind: TypeAlias = Literal[
 _ESCAPES: Mapping[str, Json] = {"json_allowed_escapes": 'nrbtf\\"'}
 _COMPACT: Mapping[str, Json] = {"x-guidance": {**_ESCAPES, "whitespace_flexible": False}}
 _MAX_SHOWN = 100  # characters of a pattern in a message
-_WITH_JSON = frozenset({"json_schema", "json_object", "structural_tag", "llguidance"})
+_WITH_JSON = frozenset({"json_schema", "json_object", "structural_tag", "lark", "llguidance"})
 
 _Compilable: TypeAlias = Callable[[Json, str], Mapping[str, Json]]
 
@@ -143,13 +145,19 @@ def translate(spec: GrammarSpec) -> str:
     if kind == "choice":
         return _grammar("lark_grammar", _lark_of_choices(spec.choice.choices))
     if kind == "lark":
-        return _grammar("lark_grammar", spec.lark)
+        return _grammar("lark_grammar", lark.with_options(spec.lark, _spaces_of(options)))
     if kind == "gbnf":
         return _grammar("lark_grammar", gbnf.to_lark(spec.gbnf))
     if kind == "structural_tag":
         parts = structural_tag.parts_of(spec.structural_tag, "tag", compilable)
         return json.dumps({"grammars": parts})
-    return _translate_parts(json.loads(spec.llguidance), compilable)
+    return _translate_parts(json.loads(spec.llguidance), compilable, _spaces_of(options))
+
+
+def has_default_spaces(spec: GrammarSpec) -> bool:
+    """Return whether a grammar is JSON whose white space the client does not choose."""
+    is_json = kind_of(spec) in ("json_schema", "json_object")
+    return is_json and not spec.HasField("json_whitespace")
 
 
 def positions(spec: GrammarSpec) -> JsonPositions | None:
@@ -169,6 +177,8 @@ def locate(spec: GrammarSpec, reason: str) -> str:
     if kind == "regex":  # llguidance wraps it in a rule, and quotes both
         _, found, rest = reason.partition(" (in regex): ")
         return rest.rpartition("\n   1 | start: /")[0] if found else reason
+    if kind == "lark":  # the reason without the options that `translate` added
+        return str(LLMatcher.validate_grammar(_grammar("lark_grammar", spec.lark))) or reason
     if kind == "llguidance":
         for index, part in enumerate(json.loads(spec.llguidance)["grammars"]):
             if isinstance(part, dict) and part.get("json_schema") is not None:
@@ -212,7 +222,16 @@ def _json_options(spec: GrammarSpec) -> Mapping[str, Json]:
     return {"x-guidance": {**_ESCAPES, "whitespace_pattern": spaces}} if spaces else _COMPACT
 
 
-def _translate_parts(grammar: dict[str, Any], compilable: _Compilable) -> str:
+def _spaces_of(options: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Return JSON options without those that only our own translation of a schema relies on."""
+    own = options["x-guidance"]
+    assert isinstance(own, Mapping)
+    return {"x-guidance": {name: own[name] for name in own if name not in _ESCAPES}}
+
+
+def _translate_parts(
+    grammar: dict[str, Any], compilable: _Compilable, spaces: Mapping[str, Json]
+) -> str:
     """Lower the schemas of an llguidance grammar, and translate parts of kinds that it lacks."""
     translated: list[Any] = []
     further: list[Any] = []
@@ -220,6 +239,8 @@ def _translate_parts(grammar: dict[str, Any], compilable: _Compilable) -> str:
         known = dict(part) if isinstance(part, dict) else part
         if isinstance(known, dict) and "gbnf" in known:
             known["lark_grammar"] = gbnf.to_lark(known.pop("gbnf"))
+        elif isinstance(known, dict) and isinstance(known.get("lark_grammar"), str):
+            known["lark_grammar"] = lark.with_options(known["lark_grammar"], spaces)
         elif isinstance(known, dict) and "structural_tag" in known:
             tag = structural_tag.read(known["structural_tag"])
             name = known.get("name") or f"tag_{index}"

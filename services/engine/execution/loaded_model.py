@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -213,7 +214,7 @@ def _allocate_cache(
     # padded rows of decode graphs on a GPU write to one more block
     cache = decoder.allocate_cache(num_blocks + is_on_gpu)
     if not is_on_gpu:
-        touch((*cache.keys.values(), *cache.values.values()))
+        touch((*cache.pages, *chain.from_iterable(cache.states.values())))
     size = num_blocks * need.block_bytes
     _LOG.debug(
         "KV cache: %d blocks of %d tokens, %.2f GiB, allocated in %.1f s",

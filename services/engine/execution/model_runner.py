@@ -24,6 +24,7 @@ from services.engine.model.adapters.reading import AdapterReading
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
+from services.engine.scheduling.cache_pools import BlockCopy
 from services.engine.scheduling.sequence import Sequence
 from services.engine.scheduling.step_plan import StepPlan
 
@@ -107,10 +108,11 @@ class ModelRunner:
         padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
         return self._graphs.run(self._batch(plan, drawn, padding))
 
-    def copy_blocks(self, copies: Items[tuple[int, int]]) -> None:
-        """Copy blocks of the cache: source and target each, after all launched steps."""
+    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
+        """Copy blocks of the cache, after all launched steps."""
         if copies:
-            self._decoder.copy_blocks(self._cache, copies)
+            blocks = [(copy.source, copy.target) for copy in copies]
+            self._decoder.copy_blocks(self._cache, blocks)
 
     def capture_graphs(
         self,
@@ -239,7 +241,8 @@ class ModelRunner:
         counts = [1] * (len(decodes) + padding) + [chunk.count for chunk in chunks]
         ends = [s.length + s.in_flight for s in decodes] + [chunk.end for chunk in chunks]
         ends += [1] * padding
-        tables = [s.blocks for s in decodes] + [chunk.sequence.blocks for chunk in chunks]
+        sequences = [*decodes, *(chunk.sequence for chunk in chunks)]
+        tables = [sequence.tables[0].blocks for sequence in sequences]
         tables += [self._spare] * padding
         outputs = [1] * (len(decodes) + padding) + [chunk.num_outputs for chunk in chunks]
         fields = self._staging.lay_out(sum(counts), tables, least_blocks)

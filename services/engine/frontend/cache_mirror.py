@@ -16,30 +16,32 @@ _MOST_WATCHERS = 64
 
 
 class CacheUpdate(NamedTuple):
-    """Hashes that a watcher has not seen; with `is_whole`, `stored` is all that is cached."""
+    """Changes that a watcher has not seen; with `is_whole`, `stored` is all that is cached."""
 
     is_whole: bool
-    stored: Sequence[bytes]
-    removed: Sequence[bytes]
+    groups: Sequence[CacheChange]
 
 
 class CacheWatch:
     """Changes for one watcher. If they are more than the cache itself, it gets the cache."""
 
-    def __init__(self, hashes: set[bytes]) -> None:
-        """hashes: all that is cached, which the mirror changes before it calls `note`."""
+    def __init__(self, hashes: list[set[bytes]]) -> None:
+        """hashes: all that each group holds, which the mirror changes before it calls `note`."""
         self._hashes = hashes
-        self._changes: dict[bytes, bool] | None = None
-        """By hash, whether it was stored or removed; None = the watcher needs everything"""
+        self._changes: list[dict[bytes, bool]] | None = None
+        """By group and hash, whether it was stored or removed; None = the watcher needs all"""
         self._changed = asyncio.Event()
         self._changed.set()
 
-    def note(self, change: CacheChange) -> None:
-        """Take a change of the cache."""
+    def note(self, changes: Sequence[CacheChange | None]) -> None:
+        """Take a change of each group."""
         if self._changes is not None:
-            self._changes.update(dict.fromkeys(change.removed, False))
-            self._changes.update(dict.fromkeys(change.stored, True))
-            if len(self._changes) > len(self._hashes):
+            self._changes += [{} for _ in changes[len(self._changes) :]]
+            for noted, change in zip(self._changes, changes, strict=True):
+                if change is not None:
+                    noted.update(dict.fromkeys(change.removed, False))
+                    noted.update(dict.fromkeys(change.stored, True))
+            if sum(map(len, self._changes)) > sum(map(len, self._hashes)):
                 self._changes = None
         self._changed.set()
 
@@ -47,14 +49,18 @@ class CacheWatch:
         """Return the next update, once there is one."""
         await self._changed.wait()
         self._changed.clear()
-        changes, self._changes = self._changes, {}
+        changes, self._changes = self._changes, []
         if changes is None:
-            return CacheUpdate(is_whole=True, stored=tuple(self._hashes), removed=())
-        return CacheUpdate(
-            is_whole=False,
-            stored=[each for each, is_stored in changes.items() if is_stored],
-            removed=[each for each, is_stored in changes.items() if not is_stored],
-        )
+            whole = [CacheChange(tuple(hashes), ()) for hashes in self._hashes]
+            return CacheUpdate(is_whole=True, groups=whole)
+        groups = [
+            CacheChange(
+                stored=[each for each, is_stored in of_group.items() if is_stored],
+                removed=[each for each, is_stored in of_group.items() if not is_stored],
+            )
+            for of_group in changes
+        ]
+        return CacheUpdate(is_whole=False, groups=groups)
 
 
 class CacheMirror:
@@ -64,15 +70,19 @@ class CacheMirror:
         """follow: called once, to make the loop report its changes."""
         self._follow = follow
         self._is_following = False
-        self._hashes: set[bytes] = set()
+        self._hashes: list[set[bytes]] = []
+        """By group"""
         self._watches: set[CacheWatch] = set()
 
-    def apply(self, change: CacheChange) -> None:
-        """Take a change of the loop's cache."""
-        self._hashes.difference_update(change.removed)
-        self._hashes.update(change.stored)
+    def apply(self, changes: Sequence[CacheChange | None]) -> None:
+        """Take a change of each group of the loop's cache; None = it has not changed."""
+        self._hashes += [set() for _ in changes[len(self._hashes) :]]
+        for hashes, change in zip(self._hashes, changes, strict=True):
+            if change is not None:
+                hashes.difference_update(change.removed)
+                hashes.update(change.stored)
         for watch in self._watches:
-            watch.note(change)
+            watch.note(changes)
 
     @contextmanager
     def watch(self) -> Iterator[CacheWatch]:

@@ -85,6 +85,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             vectors_are_normalized=model.vectors_are_normalized,
             takes_pairs=model.takes_pairs,
             only_embeds=not model.generates,
+            cache_groups=[engine_pb2.CacheGroup(**each._asdict()) for each in model.cache_groups],
         )
 
     async def GetLoad(
@@ -110,11 +111,14 @@ class EngineControlServicer(EngineControlServiceServicer):
         with self._frontend.cache.watch() as watch:
             for number in itertools.count(1):
                 update = await watch.take()
+                groups = [
+                    engine_pb2.CacheGroupChange(
+                        stored=b"".join(change.stored), removed=b"".join(change.removed)
+                    )
+                    for change in update.groups
+                ]
                 yield engine_pb2.WatchCacheResponse(
-                    number=number,
-                    is_whole=update.is_whole,
-                    stored=b"".join(update.stored),
-                    removed=b"".join(update.removed),
+                    number=number, is_whole=update.is_whole, groups=groups
                 )
                 await asyncio.sleep(interval)
 

@@ -438,7 +438,7 @@ class Frontend:
         now, generated = time.monotonic(), 0
         self.load, self._last_output = output.load, now
         self._load_metrics.observe(output.load)
-        if output.cache is not None:
+        if output.cache:
             self.cache.apply(output.cache)
         if self._matchers is not None:  # before all else: the loop may have to wait for the masks
             self._matchers.feed(o for o in output.outputs if isinstance(o, Token | DraftTokens))

@@ -17,7 +17,8 @@ from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.checkpoint.sentence_modules import Pooling
 from services.engine.model.decoder import Decoder
 from services.engine.sampling.warm_up import warm_up
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.settings import EngineSettings
@@ -30,7 +31,7 @@ class LoadedLoop:
     """A step loop that can run, and the parts that it was made of."""
 
     steps: StepLoop
-    pool: BlockPool
+    caches: CachePools
     model: LoadedModel
     description: ModelDescription
 
@@ -40,13 +41,12 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     model = load(settings)
     decoder, cache, spec = model.decoder, model.cache, model.decoder.spec
     pooler = model.pooler
-    pool = BlockPool(model.num_blocks)
+    caches = CachePools(CacheLimits(cache.block_size, (GroupLimits(model.num_blocks),)))
     scheduler = Scheduler(
         SchedulerLimits(
             max_running=settings.max_running,
             max_step_tokens=step_tokens(settings, decoder),
             mixed_step_factor=settings.mixed_step_factor,
-            block_size=cache.block_size,
             rows_at_once=decoder.rows_at_once,
             speculate=settings.speculate == "ngram",
             keeps_prompts_whole=decoder.computes_whole_prompts,
@@ -54,7 +54,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
             max_logit_rows=max_logit_rows(settings.max_running),
             prompts_have_fixed_cost=decoder.device.type == "cuda",
         ),
-        pool,
+        caches,
     )
     limits = LoopLimits(
         eos_token_ids=frozenset(spec.eos_token_ids),
@@ -73,6 +73,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         weights_fingerprint=model.fingerprint,
         block_size=cache.block_size,
         total_blocks=model.num_blocks,
+        cache_groups=caches.describe(),
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
         kernels=_kernels(decoder),
@@ -92,7 +93,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     _warm_up(decoder, cache, description)
     alone = model.ranks.rank.is_alone
     steps = StepLoop(scheduler, runner, limits, overlaps=overlaps, isolates=alone, pooler=pooler)
-    return LoadedLoop(steps, pool, model, description)
+    return LoadedLoop(steps, caches, model, description)
 
 
 def _warm_up(decoder: Decoder, cache: KVCache, description: ModelDescription) -> None:

@@ -107,9 +107,9 @@ class RequestTable:
                 for mask in command.masks:
                     self._set_mask(mask)
             case FlushCache():
-                self.report(CacheFlushed(self._scheduler.pool.flush()))
+                self.report(CacheFlushed(self._scheduler.caches.flush()))
             case FollowCache():
-                self._scheduler.pool.follow()
+                self._scheduler.caches.follow()
 
     def _add(self, command: AddRequest) -> None:
         checked = command.checked
@@ -135,7 +135,7 @@ class RequestTable:
 
     def _make_request(self, command: AddRequest, max_tokens: Items[int]) -> Request:
         """Enter a request with its sequences."""
-        checked, size = command.checked, self._scheduler.limits.block_size
+        checked, size = command.checked, self._scheduler.caches.block_size
         request = Request(command, self._last_ids(checked.stopping))
         if checked.beams is not None and checked.stopping.max_tokens:
             causes = {token: _end_cause(token, checked.stopping) for token in request.last_ids}
@@ -173,7 +173,7 @@ class RequestTable:
             return refusals.queue_full(command.handle, len(self._scheduler.waiting))
         for prompt, output in zip(command.checked.prompts, max_tokens, strict=True):
             if not self._scheduler.fits(len(prompt) + output):
-                size = self._scheduler.limits.block_size * self._scheduler.pool.num_blocks
+                size = self._scheduler.caches.most_tokens
                 return refusals.kv_cache_too_small(command.handle, len(prompt), output, size)
         return None
 

@@ -230,16 +230,16 @@ class StepLoop:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             queued_tokens=scheduler.queued_tokens,
-            free_blocks=scheduler.pool.num_free,
-            total_blocks=scheduler.pool.num_blocks,
+            free_blocks=scheduler.caches.num_free,
+            total_blocks=scheduler.caches.num_blocks,
             preemptions=scheduler.preemptions,
             steps=self._steps,
         )
-        return StepOutput(self._requests.take_outputs(), load, scheduler.pool.take_change())
+        return StepOutput(self._requests.take_outputs(), load, scheduler.caches.take_changes())
 
     def check(self) -> None:
-        """Raise AssertionError if a block is lost or shared wrongly. For tests."""
-        self._scheduler.pool.check([s.blocks for s in self._scheduler.running])
+        """Raise AssertionError if a block or a state is lost or shared wrongly. For tests."""
+        self._scheduler.caches.check(self._scheduler.running)
 
     def _run(self, plan: StepPlan, began: float, receive: Callable[[], Iterable[Command]]) -> None:
         """Compute a plan, and draw its tokens now or leave it in flight."""
@@ -468,6 +468,7 @@ class StepLoop:
     def _repeat(self, plan: StepPlan) -> None:
         self._runner.wait()  # raises if the device itself is lost
         self._runner.release_memory()
+        self._scheduler.uncache(plan)
         if self._previous is not None:
             row = itertools.count()
             following = [Draw(s, next(row), s.position + s.in_flight) for s in plan.decodes]

@@ -146,6 +146,7 @@ def load_model(
         names = whole.family.names
         held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
         root = next(held, next(iter(names.roots)))
+        whole = _with_stored_experts(whole, root, checkpoint)
         manifest = Manifest.of(whole, root)
         head = [f"{names.roots[root]}.weight"] if spec.tied_embeddings else []
         head += [f"{stage.name}.*" for stage in spec.family.head]
@@ -170,6 +171,20 @@ def load_model(
     decoder.runs_in_pieces = ranks.rank.is_alone  # rank 0 announces whole passes
     decoder.adapters = adapters
     return decoder
+
+
+def _with_stored_experts(spec: ModelSpec, root: str, checkpoint: TensorFiles) -> ModelSpec:
+    """Return a spec with the names of experts that the files have, apart or stacked."""
+    names = spec.family.names
+    stacked = names.stacked_experts
+    if stacked is None:
+        return spec
+    for layer in range(spec.num_layers):
+        if checkpoint.holds(f"{root}{names.layers}.{layer}.{stacked.down}"):
+            names = dataclasses.replace(names, experts=stacked)
+            family = dataclasses.replace(spec.family, names=names)
+            return dataclasses.replace(spec, family=family)
+    return spec
 
 
 def _load_encoder(

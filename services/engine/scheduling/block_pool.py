@@ -6,7 +6,7 @@ without a holder keeps its contents until it is allocated again, the oldest firs
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from services.engine.messages import CacheChange
 
@@ -45,18 +45,13 @@ class BlockPool:
             self._holders[block] = 1
         return blocks
 
-    def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix of `hashes`."""
-        found: list[int] = []
-        for block_hash in hashes:
-            block = self._cached.get(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    @property
+    def cached(self) -> Mapping[bytes, int]:
+        """Cached blocks by their hashes: a view."""
+        return self._cached
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Add a holder to blocks that `find` returned."""
+        """Add a holder to cached or held blocks."""
         for block in blocks:
             if self._holders[block] == 0:
                 del self._free[block]
@@ -110,6 +105,12 @@ class BlockPool:
                 self._free[block] = None
                 if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
+
+    def demote(self, block_hash: bytes) -> None:
+        """Let a cached block be reused before all others, unless it has a holder."""
+        block = self._cached.get(block_hash)
+        if block is not None and self._holders[block] == 0:
+            self._free.move_to_end(block, last=False)
 
     def flush(self) -> int:
         """Remove the blocks without a holder from the cache. Return their number."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Items
 from typing import TypeVar
 
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.sequence import Sequence
 from services.engine.scheduling.step_plan import SchedulerLimits
 
@@ -22,10 +22,12 @@ _GUARANTEED_SHARE = 8
 class Preemption:
     """Choice of victims among the running sequences."""
 
-    def __init__(self, running: Items[Sequence], pool: BlockPool, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, running: Items[Sequence], caches: CachePools, limits: SchedulerLimits
+    ) -> None:
         """running: the scheduler's running sequences, in order of scheduling."""
         self._running = running
-        self._pool = pool
+        self._caches = caches
         self._guaranteed = max(1, limits.max_running // _GUARANTEED_SHARE)
 
     def victim_for_growth(self) -> Sequence:
@@ -35,20 +37,20 @@ class Preemption:
         return next(paused, self._running[-1])
 
     def victims_for(
-        self, newcomer: Sequence, missing_blocks: int, missing_places: int, now: float
+        self, newcomer: Sequence, missing_blocks: list[int], missing_places: int, now: float
     ) -> list[Sequence]:
         """Return the victims whose blocks and places let a newcomer start.
 
-        The list is empty if all candidates together are too few. missing_blocks: blocks needed
-        beyond the free ones.
+        The list is empty if all candidates together are too few. missing_blocks: by pool, the
+        blocks needed beyond the free ones.
         """
         victims: list[Sequence] = []
         for victim in self._candidates(newcomer, now):
             victims.append(victim)
-            # a victim also frees the block that is reserved for its growth
-            missing_blocks -= self._pool.count_unshared(victim.blocks) + 1
+            freed = self._caches.freed_by(victim)
+            missing_blocks = [m - f for m, f in zip(missing_blocks, freed, strict=True)]
             missing_places -= 1
-            if missing_blocks <= 0 and missing_places <= 0:
+            if max(missing_blocks) <= 0 and missing_places <= 0:
                 return victims
         return []
 

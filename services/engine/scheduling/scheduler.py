@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 from itertools import islice
 from operator import attrgetter
 
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_pools import BlockCopy, CachePools, Prefix
 from services.engine.scheduling.drafter import Drafter
 from services.engine.scheduling.preemption import Preemption
 from services.engine.scheduling.prompt_budget import Allowance, Backlog, PromptBudget
@@ -37,12 +37,11 @@ choices of large requests"""
 
 
 class Scheduler:
-    """Owner of the sequences' order and, through the pool, of their blocks."""
+    """Owner of the sequences' order and, through the pools, of what they hold of the caches."""
 
-    def __init__(self, limits: SchedulerLimits, pool: BlockPool) -> None:
+    def __init__(self, limits: SchedulerLimits, caches: CachePools) -> None:
         self.limits = limits
-        self._block_size = limits.block_size
-        self.pool = pool
+        self.caches = caches
         self.running: list[Sequence] = []
         """Sequences in their `order`"""
         self.waiting = WaitingQueue()
@@ -57,14 +56,16 @@ class Scheduler:
             min(limits.rows_at_once, _MEASURABLE_TOKENS), limits.prompts_have_fixed_cost
         )
         self._budget = PromptBudget(self._cost, limits)
-        self._preemption = Preemption(self.running, pool, limits)
+        self._preemption = Preemption(self.running, caches, limits)
         self._drafter = Drafter(self.running, limits)
         self._searching: dict[tuple[int, int], int] = {}
         """Beams of the searches under way, by `search_key`"""
+        self._failed: dict[Sequence, int] = {}
+        """Sequences of the newest step that failed, and their first tokens in it"""
 
     def add(self, sequence: Sequence) -> int:
         """Queue a sequence. Return how many of its tokens the prefix cache holds now."""
-        found = len(self.pool.find(sequence.reusable_hashes())) * self._block_size
+        found = self.caches.find(sequence.reusable_hashes()).tokens
         command, queued = sequence.request.command, sequence.queued
         queued.tokens = sequence.length - found
         self.queued_tokens += queued.tokens
@@ -87,7 +88,6 @@ class Scheduler:
             self._searching[sequence.search_key] -= 1
             if not self._searching[sequence.search_key]:
                 del self._searching[sequence.search_key]
-        sequence.blocks = []
         sequence.held_logits = None
         sequence.state = SequenceState.FINISHED
 
@@ -98,13 +98,14 @@ class Scheduler:
 
     def fits(self, tokens: int) -> bool:
         """Return whether a sequence of `tokens` tokens can ever run."""
-        return self._blocks_for(tokens) <= self.pool.num_blocks
+        return self.caches.fits(tokens)
 
     def plan(self, now: float) -> StepPlan:
         """Choose the next batch, allocate its blocks, and count its tokens as computed.
 
         now: seconds, on the clock of the requests' arrivals.
         """
+        self.caches.publish()
         if len(self.waiting):
             self._preempt_for_newcomer(now)
         preemptions = self.preemptions
@@ -149,42 +150,37 @@ class Scheduler:
         """Propose draft tokens for constrained sequences, whose masks must be requested first."""
         return self._drafter.report()
 
-    def fork(self, beams: Items[Sequence], parents: Items[int]) -> list[tuple[int, int]]:
+    def fork(self, beams: Items[Sequence], parents: Items[int]) -> list[BlockCopy]:
         """Let beams continue others: each one whose parent is not itself gets the parent's tokens.
 
         beams: the sequences of a search, all of whose tokens are computed; parents: by beam, the
         index of the beam that it continues; that beam continues itself. Full blocks are shared.
-        Returns the blocks to copy before the next step, as source and target. A beam without room
-        waits, and computes its tokens again.
+        Returns the blocks to copy before the next step. A beam without room waits, and computes its
+        tokens again.
         """
         moved = [
             (beam, beams[p]) for beam, p in zip(beams, parents, strict=True) if beam is not beams[p]
         ]
         for beam, _ in moved:
             if beam.state is SequenceState.RUNNING:
-                self.pool.release(beam.blocks)
-                beam.blocks = []
-        copies: list[tuple[int, int]] = []
+                self.caches.release(beam)
+        copies: list[BlockCopy] = []
         for beam, parent in moved:
             beam.continue_from(parent)
             if beam.state is not SequenceState.RUNNING:
                 continue
-            full, rest = divmod(parent.length, self._block_size)
-            if parent.state is SequenceState.RUNNING and self.pool.num_free >= bool(rest):
-                shared = parent.blocks[:full]
-                self.pool.hold(shared)
-                beam.blocks = shared + self.pool.allocate(bool(rest))
-                beam.num_computed = parent.num_computed
-                if rest:
-                    copies.append((parent.blocks[full], beam.blocks[full]))
-            else:
+            runs = parent.state is SequenceState.RUNNING
+            own = self.caches.fork(beam, parent) if runs else None
+            if own is None:
                 self._preempt(beam)
+            else:
+                copies += own
         return copies
 
     def settle(self, sequence: Sequence) -> None:
         """Cache the block of a token that was in flight and is now appended, once it is full."""
         sequence.in_flight -= 1
-        full, rest = divmod(sequence.length, self._block_size)
+        full, rest = divmod(sequence.length, self.caches.block_size)
         if rest == 0 and sequence.state is SequenceState.RUNNING:
             self._cache_blocks(sequence, full - 1)
 
@@ -193,16 +189,25 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             sequence.num_computed -= 1
 
-    def invalidate(self, sequence: Sequence, start: int) -> None:
-        """Uncache the blocks of tokens from `start` on: a step failed to write them.
+    def uncache(self, plan: StepPlan) -> None:
+        """Remove all that a failed step should have written from the cache.
 
-        Other sequences of that step may hold these blocks as prefix hits: they are preempted.
+        Its sequences may run again, each alone, and those that hold prefixes which others of them
+        were to write run after these.
         """
-        blocks = sequence.blocks[start // self._block_size :]
-        self.pool.invalidate(blocks)
-        unwritten = set(blocks)
-        for other in list(self.running):
-            if other is not sequence and not unwritten.isdisjoint(other.blocks):
+        starts = {sequence: sequence.num_computed - 1 for sequence in plan.decodes}
+        self._failed = starts | {chunk.sequence: chunk.start for chunk in plan.chunks}
+        for sequence, start in self._failed.items():
+            self.caches.uncache(sequence, start)
+
+    def invalidate(self, sequence: Sequence, start: int) -> None:
+        """Preempt the sequences that hold blocks of tokens from `start` on: nobody writes them.
+
+        Sequences of a failed step hold such blocks as prefix hits.
+        """
+        for other in self.caches.sharing(sequence, start, self.running):
+            if other.state is SequenceState.RUNNING:
+                self.invalidate(other, self._failed.get(other, other.num_computed))
                 self._preempt(other)
 
     def _plan_decodes(self) -> tuple[list[Sequence], list[Chunk], list[Sequence]]:
@@ -221,16 +226,20 @@ class Scheduler:
                 continue
             if uncomputed == 1 and not sequence.has_credit:
                 continue
-            if not self._grow(sequence):
+            if not self._grow(sequence, 1 if uncomputed == 1 else self._least(sequence)):
                 continue
             if uncomputed > 1:
                 prompts.append(sequence)
                 continue
-            start = sequence.num_computed
+            start = self.caches.step_start(sequence)
+            draft = self._draft(sequence, width) if width or sequence.mask else []
             self._compute(sequence, 1)
-            if (width or sequence.mask) and (draft := self._draft(sequence, width)):
+            end = sequence.num_computed
+            self.caches.plan(sequence, end + len(draft))
+            if draft or end - start > 1:
                 rows = 1 + len(draft)
-                drafts.append(Chunk(sequence, start, rows, draft, num_outputs=rows))
+                count = end - start + len(draft)
+                drafts.append(Chunk(sequence, start, count, draft, num_outputs=rows))
             else:
                 decodes.append(sequence)
         return decodes, drafts, [s for s in prompts if s.state is running]
@@ -238,11 +247,17 @@ class Scheduler:
     def _draft(self, sequence: Sequence, width: int) -> list[int]:
         """Allocate blocks for a sequence's draft tokens. Return no tokens if blocks are too few."""
         draft = self._drafter.draft(sequence, width)
-        missing = self._blocks_for(sequence.length + len(draft)) - len(sequence.blocks)
-        if not draft or missing > self.pool.num_free:
+        if not draft or not self.caches.grow(sequence, sequence.length + len(draft)):
             return []
-        sequence.blocks += self.pool.allocate(missing)
         return draft
+
+    def _least(self, sequence: Sequence) -> int:
+        """Return the fewest tokens of a prompt that a step may compute next."""
+        if self.limits.keeps_prompts_whole:
+            return sequence.length - sequence.num_computed
+        if sequence.images is not None and self.limits.keeps_images_whole:
+            return _whole_images(sequence.images, sequence.num_computed, 1)
+        return 1
 
     def _plan_prefills(
         self, candidates: PrefillCandidates, allowance: Allowance, backlog: Backlog
@@ -269,10 +284,10 @@ class Scheduler:
                     continue
                 if sequence.awaits_beams or not self._may_search(sequence):
                     continue
-                if sequence.queued.awaited_block in pending:
+                if sequence.queued.awaited_hash in pending:
                     continue
-                found = self._find_prefix(sequence)
-                if sequence.queued.awaited_block in pending:
+                found = self._find_prefix(sequence, pending)
+                if sequence.queued.awaited_hash is not None:
                     continue
                 if not self._start(sequence, found):
                     candidates.skip_waiting()
@@ -282,19 +297,23 @@ class Scheduler:
                 if count < sequence.uncomputed and left < allowance.tokens:
                     return  # it is the first of the next step
                 count = sequence.uncomputed
+            start = sequence.num_computed
+            count = self.caches.grow_most(sequence, start + count) - start
             if sequence.images is not None and self.limits.keeps_images_whole:
                 count = _whole_images(sequence.images, sequence.num_computed, count)
             left -= count
             yield self._prefill(sequence, count)
             if not whole:
-                pending.update(self._uncomputed_hashes(sequence))
+                pending.update(self.caches.pending_hashes(sequence))
 
     def _prefill(self, sequence: Sequence, count: int) -> Chunk:
-        start = sequence.num_computed
+        start = self.caches.step_start(sequence)
         self._compute(sequence, count)
+        end = sequence.num_computed
+        self.caches.plan(sequence, end)
         # the row of a token scores the next one
-        is_scored = sequence.scored < min(start + count + 1, sequence.prompt_length)
-        return Chunk(sequence, start, count, num_outputs=count if is_scored else 1)
+        is_scored = sequence.scored < min(end + 1, sequence.prompt_length)
+        return Chunk(sequence, start, end - start, num_outputs=end - start if is_scored else 1)
 
     def _backlog(self, prompts: Items[Sequence]) -> Backlog:
         """Return the started prompts, and as many waiting ones as there are places."""
@@ -320,9 +339,9 @@ class Scheduler:
             if not each.awaits_beams and self._may_search(each)
         )
         for newcomer in islice(waiting, _NEWCOMERS):
-            found = self.pool.find(newcomer.reusable_hashes())
-            missing = self._missing_blocks(newcomer, found) - self.pool.num_free
-            if missing <= 0 < self.free_places:
+            found = self.caches.find(newcomer.reusable_hashes())
+            missing = self.caches.missing(newcomer, found, len(self.running))
+            if max(missing) <= 0 < self.free_places:
                 return  # it starts without preemption
             victims = self._preemption.victims_for(newcomer, missing, 1 - self.free_places, now)
             if victims:
@@ -351,8 +370,8 @@ class Scheduler:
             if other.search is beam.search and other.state is SequenceState.WAITING:
                 if other.awaits_beams:
                     continue
-                missing = self._missing_blocks(other, self.pool.find(other.reusable_hashes()))
-                return self.free_places <= 0 or missing > self.pool.num_free
+                found = self.caches.find(other.reusable_hashes())
+                return self.free_places <= 0 or self._lacks_blocks(other, found)
         return False
 
     def _may_search(self, sequence: Sequence) -> bool:
@@ -365,29 +384,23 @@ class Scheduler:
         beams = sum(self._searching.values()) + sequence.request.command.checked.n
         return not self._searching or beams <= self.limits.max_running
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Look a waiting sequence's blocks up, and note the first one that is not cached."""
+    def _find_prefix(self, sequence: Sequence, pending: set[bytes]) -> Prefix:
+        """Look a waiting sequence's prefix up, and note what it had better wait for."""
         hashes = sequence.reusable_hashes()
-        found = self.pool.find(hashes)
-        sequence.queued.awaited_block = hashes[len(found)] if len(found) < len(hashes) else None
+        found = self.caches.find(hashes)
+        sequence.queued.awaited_hash = self.caches.awaited_hash(hashes, found, pending)
         return found
 
-    def _missing_blocks(self, sequence: Sequence, found: Items[int]) -> int:
-        """Return the free blocks that a waiting sequence needs to start.
+    def _lacks_blocks(self, sequence: Sequence, found: Prefix) -> bool:
+        """Return whether a waiting sequence has too few blocks to start beside the others."""
+        return max(self.caches.missing(sequence, found, len(self.running))) > 0
 
-        found: its cached blocks; those without a holder are free, too. A block for each running
-        sequence stays in reserve: without it the newcomer would soon be preempted.
-        """
-        unheld = self.pool.count_unheld(found)
-        return self._blocks_for(sequence.length) - len(found) + unheld + len(self.running)
-
-    def _start(self, sequence: Sequence, found: list[int]) -> bool:
+    def _start(self, sequence: Sequence, found: Prefix) -> bool:
         """Allocate a waiting sequence's blocks. Return False if too few are free."""
-        if self.running and self._missing_blocks(sequence, found) > self.pool.num_free:
+        if self.running and self._lacks_blocks(sequence, found):
             return False
-        self.pool.hold(found)
-        sequence.blocks = found + self.pool.allocate(self._blocks_for(sequence.length) - len(found))
-        sequence.num_computed = len(found) * self._block_size
+        sequence.num_computed = found.tokens
+        self.caches.start(sequence, found, self._least(sequence))
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.num_computed, sequence.prompt_length)
         self._leave_queue(sequence)
@@ -407,13 +420,12 @@ class Scheduler:
 
     def _leave_place(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.pool.release(sequence.blocks)
+        self.caches.release(sequence)
         sequence.tenant.running -= 1
         sequence.request.running -= 1
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave_place(sequence)
-        sequence.blocks = []
         sequence.num_computed = 0
         if not sequence.awaits_beams:
             sequence.held_logits = None
@@ -421,13 +433,9 @@ class Scheduler:
         self.preemptions += 1
         self.add(sequence)
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Allocate the newest token's block. Return False if the sequence itself was preempted."""
-        tokens = sequence.length + sequence.in_flight
-        while len(sequence.blocks) * self._block_size < tokens:
-            if self.pool.num_free:
-                sequence.blocks += self.pool.allocate(1)
-                continue
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        """Make room for the next `count` tokens. Return False if the sequence was preempted."""
+        while not self.caches.grow(sequence, sequence.num_computed + count):
             victim = self._preemption.victim_for_growth()
             self._preempt(victim)
             if victim is sequence:
@@ -440,30 +448,20 @@ class Scheduler:
         Blocks are cached before the step runs: it writes keys and values layer by layer, before any
         of its sequences reads them. A block whose last token is in flight has no hash yet.
         """
-        first = sequence.num_computed // self._block_size
+        size = self.caches.block_size
+        first = sequence.num_computed // size
         sequence.num_computed += count
-        if sequence.num_computed // self._block_size > first:
+        if sequence.num_computed // size > first:
             self._cache_blocks(sequence, first)
 
     def _cache_blocks(self, sequence: Sequence, first: int) -> None:
         """Cache the full blocks from index `first` on; of whole prompts, nothing stays."""
-        if self.limits.keeps_prompts_whole:
-            return
-        known = min(sequence.num_computed, sequence.length)
-        for index in range(first, known // self._block_size):
-            self.pool.cache(sequence.blocks[index], sequence.block_hash(index))
+        if not self.limits.keeps_prompts_whole:
+            self.caches.cache_blocks(sequence, first)
 
     def _pending_hashes(self) -> set[bytes]:
-        """Return the hashes of all blocks that running sequences are about to compute."""
-        return {each for sequence in self.running for each in self._uncomputed_hashes(sequence)}
-
-    def _uncomputed_hashes(self, sequence: Sequence) -> Iterator[bytes]:
-        size = self._block_size
-        for index in range(sequence.num_computed // size, sequence.length // size):
-            yield sequence.block_hash(index)
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
+        """Return the hashes that running sequences are about to add to the cache."""
+        return {each for sequence in self.running for each in self.caches.pending_hashes(sequence)}
 
 
 def _share(wanted: int, left: int, slack: int, backlog: Backlog) -> int:

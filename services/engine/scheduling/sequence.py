@@ -12,6 +12,7 @@ from services.engine.sampling.bad_words import BadWords
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.penalties import Penalties
 from services.engine.scheduling.beam_search import BeamSearch
+from services.engine.scheduling.sequence_cache import BlockTable, SequenceStates
 from services.engine.scheduling.speculation import Speculation
 from services.engine.scheduling.tenants import Tenant
 from services.engine.scheduling.token_ids import Prompt, TokenIds
@@ -38,12 +39,12 @@ class QueueEntry:
     that the prompt takes, plus a delay for each earlier choice of the request"""
     tokens: int = 0
     """Tokens that the prefix cache lacked when the sequence was queued"""
-    awaited_block: bytes | None = None
-    """Hash of the first block that the cache lacks, and that another sequence may compute"""
+    awaited_hash: bytes | None = None
+    """Hash that another sequence is about to add to the cache, from which this one continues"""
 
 
 class Sequence:
-    """One choice of one prompt: its tokens, KV blocks, credit and sampling state."""
+    """One choice of one prompt: its tokens, what it holds of the caches, credit and sampling."""
 
     def __init__(
         self,
@@ -73,8 +74,12 @@ class Sequence:
         self.tenant = Tenant(command.cache_salt)
         """Replaced by the scheduler's tenant when the sequence is queued"""
         self.queued = QueueEntry(command.arrival)
-        self.blocks: list[int] = []
-        """KV blocks. This list only grows; a sequence that starts again gets a new list"""
+        self.tables: Items[BlockTable] = ()
+        """By group of attention layers, the blocks with keys and values; empty while it waits"""
+        self.states: SequenceStates | None = None
+        """States of the recurrent layers; None while it waits, or if the model has none"""
+        self.capacity = 0
+        """Tokens for which all tables have blocks"""
         self.num_computed = 0
         """Tokens whose KV is written, by the current step at the latest"""
         self.in_flight = 0
@@ -220,7 +225,7 @@ class Sequence:
         self.newest = token
 
     def continue_from(self, other: "Sequence") -> None:
-        """Replace the tokens by those of another beam. Its blocks are the scheduler's."""
+        """Replace the tokens by those of another beam. Leaves blocks and states as they are."""
         self._ids = other._ids.fork()
         self.length, self.position, self.newest = other.length, other.position, other.newest
 

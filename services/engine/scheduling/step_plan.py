@@ -18,7 +18,6 @@ class SchedulerLimits:
     """Prompt tokens of a step"""
     mixed_step_factor: float
     """Time of a step with decodes and prompts, as a multiple of its time without prompts"""
-    block_size: int
     rows_at_once: int
     """Rows of a full tile: a product of fewer takes as long, so steps are filled to a multiple"""
     speculate: bool = False
@@ -60,7 +59,7 @@ class StepPlan:
     decodes: Items[Sequence]
     """Sequences whose newest token is computed, one row each"""
     chunks: Items[Chunk]
-    """Newest tokens with draft tokens, then prompts"""
+    """Newest tokens with draft tokens or after a rejected draft, then prompts"""
     decode_tokens: int
     """Newest tokens and draft tokens"""
     prompt_tokens: int

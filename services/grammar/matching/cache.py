@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llguidance import LLMatcher
 
 from services.common.sharing.tenant_cache import TenantCache
-from services.grammar.matching.uniqueness import UniquenessState
+from services.grammar.matching.json_state import JsonState
 
 __all__ = ["CompiledGrammar", "GrammarCache"]
 
@@ -23,8 +23,8 @@ class CompiledGrammar:
     """Copied for each sequence; never accepts a token itself."""
     size: int
     """Approximate memory, in bytes"""
-    uniqueness: UniquenessState | None = None
-    """None: the grammar allows no repeated keys or items"""
+    json: JsonState | None = None
+    """None: the grammar alone is enough"""
 
 
 @dataclass(slots=True)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from llguidance import LLMatcher
 
+from services.grammar.matching.json_state import JsonState
 from services.grammar.matching.prototype import reason_of
-from services.grammar.matching.uniqueness import UniquenessState
 
 __all__ = ["Matcher", "RefusedTokenError"]
 
@@ -34,19 +34,19 @@ class Matcher:
     accepted ones are only counted.
     """
 
-    __slots__ = ("_cost", "_ended", "_uniqueness", "end_ids", "inner")
+    __slots__ = ("_cost", "_ended", "_json", "end_ids", "inner")
 
     def __init__(
         self,
         inner: LLMatcher,
         end_ids: tuple[int, ...],
-        uniqueness: UniquenessState | None = None,
+        json: JsonState | None = None,
         cost: _Cost | None = None,
     ) -> None:
-        """`uniqueness`: the initial state of duplicate detection, None where none is needed."""
+        """`json`: the state before the first token, None where the grammar alone is enough."""
         self.inner = inner
         self.end_ids = end_ids
-        self._uniqueness = uniqueness
+        self._json = json
         self._cost = cost or _Cost()
         self._ended = 0  # accepted end ids
 
@@ -96,7 +96,7 @@ class Matcher:
 
     def fork(self) -> "Matcher":
         """Return an independent matcher in the same state."""
-        copy = Matcher(self.inner.deep_copy(), self.end_ids, self._uniqueness, self._cost)
+        copy = Matcher(self.inner.deep_copy(), self.end_ids, self._json, self._cost)
         copy._ended = self._ended
         return copy
 
@@ -132,7 +132,7 @@ class Matcher:
             token = following[0]
             if token >= vocabulary_size or token in self.end_ids:
                 break
-            if self._uniqueness is not None and self._uniqueness.after(token) is None:
+            if self._json is not None and self._json.after(token) is None:
                 break
             if not self.inner.consume_token(token):
                 break  # computing the mask reports the error
@@ -141,16 +141,16 @@ class Matcher:
         return forced
 
     def allowed(self, mask: int) -> int:
-        """Return the grammar's mask without the tokens that repeat a key or an item."""
-        return mask if self._uniqueness is None else mask & ~self._uniqueness.forbidden(mask)
+        """Return the grammar's mask without the tokens that the state of JSON leaves out."""
+        return mask if self._json is None else self._json.narrowed(mask, self.inner)
 
     def _advance(self, token: int) -> bool:
-        """Advance duplicate detection by a token; return False if the token repeats something."""
-        if self._uniqueness is not None:
-            following = self._uniqueness.after(token)
+        """Advance the state of JSON by a token; return False if the token repeats something."""
+        if self._json is not None:
+            following = self._json.after(token)
             if following is None:
                 return False
-            self._uniqueness = following
+            self._json = following
         return True
 
     def _split(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:

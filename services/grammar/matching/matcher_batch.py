@@ -136,9 +136,8 @@ class MatcherBatch:
                 "The grammar is not cached; compile it again.",
                 field="commands.open.grammar_id",
             )
-        matcher = Matcher(
-            compiled.prototype.deep_copy(), tuple(command.eos_token_ids), compiled.uniqueness
-        )
+        ends = tuple(command.eos_token_ids)
+        matcher = Matcher(compiled.prototype.deep_copy(), ends, compiled.json)
         if number in self._matchers:
             raise invalid("commands.matcher", f"Matcher {number} is open already.")
         self._matchers[number] = matcher

@@ -16,6 +16,8 @@ _WHOLE_ITEM = re.compile(
     rb'[,\[]%b*(?:"(?:[^"\\]|\\.)*"|[-0-9a-z.+E]+(?:%b|[,\]}])|\[.*\]|\{.*\})' % (_SPACE, _SPACE),
     re.DOTALL,
 )
+_SEPARATOR_APART = re.compile(rb'[^"]*?%b+[,:]' % _SPACE)
+_STRING_END = re.compile(rb'(?:[^"\\]|\\.)*?"%b+(?:([,:])|\Z)' % _SPACE, re.DOTALL)
 _STRING = re.compile(rb'"(?=((?:[^"\\]|\\.)*)")', re.DOTALL)
 # a string, or white space between tokens of JSON
 _STRING_OR_SPACE = re.compile(rb'("(?:[^"\\]|\\.)*"?)|%b+' % _SPACE, re.DOTALL)
@@ -38,6 +40,13 @@ class TokenIndex:
         """Tokens, as bits, that may contain a whole item"""
         self.repeating_keys = 0
         """Tokens, as bits, that contain a string twice"""
+        self.spaces = self.separators = self.closers = 0
+        """Tokens, as bits, that start with white space, with a comma or a colon, with a bracket"""
+        self.separators_apart = 0
+        """Tokens, as bits, that have white space before a comma or a colon, outside a string"""
+        self.string_ends_apart = self.string_ends_spaced = 0
+        """Tokens, as bits, that end a string, with white space behind it: with a comma or a colon
+        behind that, and with nothing more"""
         for token, text in enumerate(self.spellings):
             strings = _STRING.findall(text)
             for content in set(strings):
@@ -48,7 +57,32 @@ class TokenIndex:
                 self.containing_items |= 1 << token
             if _AFTER_VALUE.search(text):
                 self.ending_items |= 1 << token
+            self._add_spaced(1 << token, text)
         self.ending_items |= self.containing_items
+        bytes_alone = {text: token for token, text in enumerate(self.spellings) if len(text) == 1}
+        self.quote = bytes_alone.get(b'"')
+        """The token of a quotation mark alone"""
+        self.brackets = [bytes_alone[text] for text in (b"}", b"]") if text in bytes_alone]
+        """The tokens of closing brackets alone"""
+
+    def _add_spaced(self, bit: int, text: bytes) -> None:
+        """Add a token to the sets for white space in front of commas and colons."""
+        first = text[:1]
+        if first in (b",", b":"):
+            self.separators |= bit
+        elif first in (b"}", b"]"):
+            self.closers |= bit
+        if not any(space in text for space in b" \t\n\r"):
+            return
+        if first in (b" ", b"\t", b"\n", b"\r"):
+            self.spaces |= bit
+        if _SEPARATOR_APART.match(text):
+            self.separators_apart |= bit
+        if found := _STRING_END.match(text):
+            if found[1]:
+                self.string_ends_apart |= bit
+            else:
+                self.string_ends_spaced |= bit
 
     def starting_with(self, prefix: bytes) -> int:
         """Return the tokens that may start with a prefix, white space apart, as bits."""

@@ -35,7 +35,7 @@ __all__ = [
 
 _Spec: TypeAlias = types_pb2.GrammarSpec
 
-_WITH_JSON = frozenset({"json_schema", "json_object", "structural_tag", "llguidance"})
+_WITH_JSON = frozenset({"json_schema", "json_object", "structural_tag", "lark", "llguidance"})
 
 
 def constraint_of(body: GenerationBody) -> _Spec | None:

@@ -1,9 +1,12 @@
 """KV blocks that one engine holds, as far as this process knows."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.common.block_hash import HASH_BYTES
+from services.common.cached_prefix import CachedGroup, longest_prefix
 from tokenwire.pb.engine.v1 import engine_pb2
 
 __all__ = ["CacheEventError", "CachedBlocks"]
@@ -16,6 +19,25 @@ class CacheEventError(Exception):
     """A response of WatchCache that can't be true; the message says why."""
 
 
+class CacheLayout(NamedTuple):
+    """Sizes of an engine's cache."""
+
+    block_size: int
+    """Tokens of a block"""
+    groups: tuple[engine_pb2.CacheGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Either:
+    """Union of two collections of hashes, without a copy."""
+
+    reported: Container[bytes]
+    expected: Container[bytes]
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self.reported or block_hash in self.expected
+
+
 class CachedBlocks:
     """Hashes that the engine has reported, and those that it computes for this process."""
 
@@ -25,7 +47,9 @@ class CachedBlocks:
     ) -> None:
         """on_changed: called with the hashes that were stored and removed, after a change."""
         self._on_changed = on_changed
-        self._reported: set[bytes] = set()
+        self._layout: CacheLayout = CacheLayout(1, (engine_pb2.CacheGroup(),))
+        self._reported: list[set[bytes]] = [set()]
+        """By group of layers"""
         self._expected: Counter[bytes] = Counter()
         """Blocks of open prompts, which the engine holds or will compute first"""
         self._number = 0
@@ -35,36 +59,51 @@ class CachedBlocks:
 
     def forget(self) -> None:
         """Drop what the engine has reported: it was lost, or reports all of it anew."""
-        reported, self._reported = self._reported, set()
+        reported = self._reported
+        self._reported = [set() for _ in reported]
         self._number = 0
-        self._on_changed((), reported)
+        self._on_changed((), reported[0])
+
+    def describe(self, model: engine_pb2.GetModelResponse) -> None:
+        """Take the sizes of the engine's cache. What was reported with others is dropped."""
+        layout = CacheLayout(model.block_size, tuple(model.cache_groups))
+        if layout != self._layout and layout.groups:
+            self.forget()
+            self._layout = layout
+            self._reported = [set() for _ in layout.groups]
 
     @property
     def num_reported(self) -> int:
-        """Blocks that the engine says it holds."""
-        return len(self._reported)
+        """Blocks that the engine says the first group of layers has."""
+        return len(self._reported[0])
 
     def has_reported(self, block_hash: bytes) -> bool:
-        """Return whether the engine says that it holds the block."""
-        return block_hash in self._reported
+        """Return whether the engine says that the first group of layers has the block."""
+        return block_hash in self._reported[0]
 
-    def apply(self, update: engine_pb2.WatchCacheResponse, most: int) -> None:
-        """Take a response of WatchCache. Raises CacheEventError; `forget` then, and watch again.
-
-        most: blocks that the engine has.
-        """
+    def apply(self, update: engine_pb2.WatchCacheResponse) -> None:
+        """Take a response of WatchCache. Raises CacheEventError; `forget` then, and watch again."""
         if update.number != self._number + 1:
             raise CacheEventError(f"response {update.number} follows response {self._number}")
         self._number += 1
-        removed, stored = list(_split(update.removed)), list(_split(update.stored))
+        groups = self._layout.groups
+        if len(update.groups) > len(groups):
+            raise CacheEventError(f"it reports {len(update.groups)} groups, and has {len(groups)}")
         if update.is_whole:
-            removed.extend(self._reported)
-            self._reported = set()
-        self._reported.difference_update(removed)
-        self._reported.update(stored)
-        if len(self._reported) > most:
-            raise CacheEventError(f"it reports {len(self._reported):,} blocks, and has {most:,}")
-        self._on_changed(stored, removed)
+            self.forget()
+            self._number = update.number
+        for number, change in enumerate(update.groups):
+            self._apply(number, change)
+
+    def _apply(self, number: int, change: engine_pb2.CacheGroupChange) -> None:
+        removed, stored = list(_split(change.removed)), list(_split(change.stored))
+        reported, most = self._reported[number], self._layout.groups[number].blocks
+        reported.difference_update(removed)
+        reported.update(stored)
+        if len(reported) > most:
+            raise CacheEventError(f"it reports {len(reported):,} blocks, and has {most:,}")
+        if number == 0:
+            self._on_changed(stored, removed)
 
     def expect(self, hashes: Sequence[bytes]) -> None:
         """Count on the blocks of a prompt that the engine is about to compute."""
@@ -79,18 +118,22 @@ class CachedBlocks:
                 del self._expected[each]
 
     def prefix(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of blocks of the longest prefix that the engine has or will have."""
-        for count, each in enumerate(hashes):
-            if each not in self._reported and each not in self._expected:
-                return count
-        return len(hashes)
+        """Return the number of blocks of the longest prefix that the engine has or will have.
+
+        It is that of all groups, from which the engine continues.
+        """
+        return self._longest(hashes, [_Either(each, self._expected) for each in self._reported])
 
     def reported_prefix(self, hashes: Sequence[bytes]) -> int:
         """Return the number of blocks of the longest prefix that the engine says it has."""
-        for count, each in enumerate(hashes):
-            if each not in self._reported:
-                return count
-        return len(hashes)
+        return self._longest(hashes, self._reported)
+
+    def _longest(self, hashes: Sequence[bytes], held: Sequence[Container[bytes]]) -> int:
+        groups = [
+            CachedGroup(some, group.window, holds_states=group.snapshot_interval > 0)
+            for some, group in zip(held, self._layout.groups, strict=True)
+        ]
+        return longest_prefix(hashes, groups, self._layout.block_size)
 
     def on_admitted(self, promised: int, found: int) -> None:
         """Note how many tokens of a prompt the engine had, of those that it had reported."""

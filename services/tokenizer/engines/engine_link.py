@@ -308,6 +308,7 @@ class EngineLink:
             raise
         self._owner.admit(self, model)
         self.model = model
+        self.cached.describe(model)
         self.adapters = _fingerprints(model.adapters)
         self.refusal = ""
 
@@ -411,8 +412,7 @@ class EngineLink:
         request = engine_pb2.WatchCacheRequest()
         try:
             async for update in self._control.WatchCache(request):
-                most = self.model.total_blocks if self.model is not None else 0
-                self.cached.apply(update, most)
+                self.cached.apply(update)
         finally:
             self.cached.forget()
 

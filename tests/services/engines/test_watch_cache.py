@@ -25,8 +25,9 @@ async def until_held(updates: Updates, held: set[bytes], wanted: set[bytes]) -> 
     async with asyncio.timeout(60):
         while not wanted <= held:
             update = await anext(updates)
-            held = (set() if update.is_whole else held - split(update.removed)) | split(
-                update.stored
+            [change] = update.groups
+            held = (set() if update.is_whole else held - split(change.removed)) | split(
+                change.stored
             )
     return held
 
@@ -49,8 +50,9 @@ async def test_watchers_see_what_a_prompt_leaves_and_what_a_flush_takes(
     freed = (await control.FlushCache(engine_pb2.FlushCacheRequest())).freed_blocks
     assert freed >= len(hashes)
     update = await anext(early)
-    assert not held & split(update.stored)
-    assert hashes <= (held if update.is_whole else split(update.removed))
+    [change] = update.groups
+    assert not held & split(change.stored)
+    assert hashes <= (held if update.is_whole else split(change.removed))
 
 
 @pytest.mark.parametrize("interval", [0.0, 61.0, float("nan")])

@@ -52,6 +52,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen2VLConfig,
     Qwen2VLTextConfig,
+    Qwen3_5Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -124,7 +125,8 @@ _LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
-_DELTA_NET: dict[str, Any] = {
+DELTA_NET: dict[str, Any] = {
+    "initializer_range": 0.12,
     "num_hidden_layers": 4,
     "head_dim": 32,
     "linear_num_key_heads": 2,
@@ -230,6 +232,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
             rope_parameters=_MROPE | {"mrope_section": [8, 4, 4]},
         ),
         vision_config=_QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    ),
+    "qwen3.5 vl": Qwen3_5Config(
+        text_config=Qwen3_5TextConfig(
+            **SHAPE | DELTA_NET, rope_parameters=_MROPE | {"mrope_section": [2, 1, 1]}
+        ),
+        vision_config=_QWEN_VISION,
     ),
     "phi3": Phi3Config(**SHAPE, sliding_window=30),
     "phi3, long": Phi3Config(
@@ -384,15 +392,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         decoder_sparse_step=2,
     ),
     "qwen3 next": Qwen3NextConfig(
-        **SHAPE | _DELTA_NET,
+        **SHAPE | DELTA_NET,
         num_experts=5,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
     ),
-    "qwen3.5": Qwen3_5TextConfig(**SHAPE | _DELTA_NET | {"tie_word_embeddings": True}),
+    "qwen3.5": Qwen3_5TextConfig(**SHAPE | DELTA_NET | {"tie_word_embeddings": True}),
     "qwen3.5 moe": Qwen3_5MoeTextConfig(
-        **SHAPE | _DELTA_NET,
+        **SHAPE | DELTA_NET,
         num_experts=5,
         num_experts_per_tok=2,
         moe_intermediate_size=24,
@@ -416,6 +424,7 @@ _WITH_OFFSETS = (
     Gemma3TextConfig,
     Gemma3Config,
     Qwen3NextConfig,
+    Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3_5MoeTextConfig,
     NemotronConfig,

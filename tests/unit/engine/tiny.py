@@ -27,7 +27,8 @@ from services.engine.messages import (
 )
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.step_plan import SchedulerLimits
 
@@ -111,10 +112,10 @@ def make_loop(
 
     padded: pad decode steps like a GPU.
     """
-    limits = SchedulerLimits(running, step_tokens, 2.0, block, 32, speculate)
+    limits = SchedulerLimits(running, step_tokens, 2.0, 32, speculate)
     clock = accumulate(cycle(ticks))
     return StepLoop(
-        Scheduler(limits, BlockPool(blocks)),
+        Scheduler(limits, CachePools(CacheLimits(block, (GroupLimits(blocks),)))),
         runner(
             decoder,
             decoder.allocate_cache(blocks + 1, block),

@@ -26,6 +26,8 @@ from transformers import (
     Qwen2_5_VLTextConfig,
     Qwen2VLConfig,
     Qwen2VLTextConfig,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     Qwen3VLMoeTextConfig,
@@ -40,7 +42,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from tests.unit.engine.checkpoints import EXPERTS, SHAPE, WIDE, make_checkpoint
+from tests.unit.engine.checkpoints import DELTA_NET, EXPERTS, SHAPE, WIDE, make_checkpoint
 
 __all__ = [
     "IMAGE_TOKEN",
@@ -197,6 +199,21 @@ VISION_MODELS: dict[str, VisionModel] = {
                 "out_hidden_size": 64,
                 "num_position_embeddings": 64,
                 "deepstack_visual_indexes": [0, 2],
+            },
+            image_token_id=IMAGE_TOKEN,
+        ),
+        _qwen_processor(),
+    ),
+    "qwen3.5 vl": VisionModel(
+        Qwen3_5Config(
+            text_config=Qwen3_5TextConfig(
+                **SHAPE | DELTA_NET, rope_parameters=_MROPE | {"mrope_section": [2, 1, 1]}
+            ),
+            vision_config={
+                **_QWEN_TOWER,
+                "intermediate_size": 48,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 64,
             },
             image_token_id=IMAGE_TOKEN,
         ),

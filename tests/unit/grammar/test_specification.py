@@ -79,10 +79,35 @@ def test_a_request_may_choose_the_white_space(
         {"json_schema": "{}"},
         {"json_object": JsonObject()},
         {"llguidance": '{"grammars": [{"json_schema": {}}]}'},
+        {"llguidance": '{"grammars": [{"lark_grammar": "start: %json {}"}]}'},
+        {"lark": "start: %json {}"},
     ):
         spec = GrammarSpec(**kind, json_whitespace=white_space)
         assert accepts(spec, *allowed) == [True] * len(allowed)
         assert accepts(spec, *forbidden) == [False] * len(forbidden)
+
+
+@pytest.mark.parametrize(
+    "lark",
+    [
+        'start: "%json {" %json {"type": "array"}',
+        'start: HEAD %json{\n"type": "array"} // %json {\nHEAD: /%json \\{/ # "',
+        'start: "%json {" part\npart: %json {"type": "array"}',
+    ],
+)
+def test_white_space_of_json_in_lark_is_bounded(lark: str) -> None:
+    """A model writes line breaks without end there, too. Texts and comments stay as they are."""
+    for spec in (
+        GrammarSpec(lark=lark),
+        GrammarSpec(llguidance=json.dumps({"grammars": [{"lark_grammar": lark}]})),
+    ):
+        assert accepts(spec, "%json {[1, 2]", "%json {[\n\t1]") == [True, True]
+        assert accepts(spec, "%json {[1,  2]", "%json {[\n\n1]") == [False, False]
+
+
+def test_options_of_a_schema_in_lark_win() -> None:
+    spec = GrammarSpec(lark='start: %json {"x-guidance": {"whitespace_flexible": false}}')
+    assert accepts(spec, "[1,2]", "[1, 2]") == [True, False]
 
 
 def test_a_key_has_one_spelling() -> None:
@@ -195,6 +220,7 @@ def test_reasons_of_llguidance_are_passed_on(spec: GrammarSpec, message: str) ->
             "regex parse error:\n    a(b\n     ^\nerror: unclosed group",
         ),
         (GrammarSpec(lark='start: "a" foo'), 'at 1(8): unknown name: "foo"'),
+        (GrammarSpec(lark="start: %json {} foo"), 'at 1(8): unknown name: "foo"'),
         (
             GrammarSpec(llguidance='{\n"grammars": [\n{"lark_grammar": 7}]}'),
             "invalid type: integer `7`, expected a string",
@@ -205,5 +231,7 @@ def test_places_refer_to_the_grammar_as_sent(spec: GrammarSpec, message: str) ->
     """The client never sees the translation."""
     with pytest.raises(GrammarError) as caught:
         compile_prototype(BYTES, translate(spec))
-    first, _, _ = locate(spec, str(caught.value)).partition("\n   1 |")  # llguidance quotes Lark
+    reason = locate(spec, str(caught.value))
+    assert "x-guidance" not in reason
+    first, _, _ = reason.partition("\n   1 |")  # llguidance quotes Lark
     assert first == message

@@ -31,14 +31,19 @@ class KVCache:
     """States of each recurrent layer, by number: tensors whose first dimension is the slot"""
 
     @property
+    def pages(self) -> tuple[Tensor, ...]:
+        """Keys and values of all layers."""
+        return (*self.keys.values(), *self.values.values())
+
+    @property
     def num_blocks(self) -> int:
-        return next(iter(self.keys.values())).shape[0]
+        return self.pages[0].shape[0]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks within each tensor: source and target each, and no target is a source."""
-        tensors = (*self.keys.values(), *self.values.values())
-        index = to_device(torch.tensor(copies, dtype=torch.int64), tensors[0].device)
-        for tensor in tensors:
+        pages = self.pages
+        index = to_device(torch.tensor(copies, dtype=torch.int64), pages[0].device)
+        for tensor in pages:
             tensor[index[:, 1]] = tensor[index[:, 0]]
 
     @staticmethod

@@ -47,7 +47,7 @@ class QkNorm(Enum):
 class ExpertStack:
     """Layout of a tensor that stacks the weights of all experts."""
 
-    transposed: bool = True
+    transposed: bool = False
     """It is [experts, inputs, outputs] rather than [experts, outputs, inputs]"""
     alternates: bool = False
     """Outputs of gate and up alternate; else all of the gate's come first"""
@@ -137,6 +137,8 @@ class TensorNames:
     activation: str | None = None
     """Module of xIELU's constants"""
     experts: ExpertTensorNames | None = None
+    stacked_experts: ExpertTensorNames | None = None
+    """Names in files that stack all experts instead; None: there are no such files"""
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -183,6 +185,8 @@ class MultimodalAxes(Enum):
     """All pairs of time, then all of the row, then all of the column"""
     INTERLEAVED = (24, 20, 20)
     """In turn, until row and column have theirs; the rest are of time"""
+    INTERLEAVED_IN_A_QUARTER = (11, 11, 10)
+    """As INTERLEAVED, where a quarter of a head rotates"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -753,7 +757,7 @@ FAMILIES: Mapping[str, Family] = {
                     router="block_sparse_moe.router.layer",
                     gate=("block_sparse_moe.input_linear",),
                     down="block_sparse_moe.output_linear",
-                    stack=ExpertStack(transposed=False, suffix=".weight"),
+                    stack=ExpertStack(suffix=".weight"),
                     module="block_sparse_moe",
                     router_name="router",
                 )
@@ -888,6 +892,11 @@ FAMILIES: Mapping[str, Family] = {
             "Qwen3_5MoeForCausalLM",
             names=TensorNames(
                 experts=_QWEN_EXPERTS,
+                stacked_experts=replace(
+                    _QWEN_EXPERTS,
+                    gate=("mlp.experts.gate_up_proj",),
+                    down="mlp.experts.down_proj",
+                ),
                 delta_net=DeltaNetNames(),
                 ignored=("mtp.*", "model.visual.*"),
             ),
@@ -905,7 +914,7 @@ FAMILIES: Mapping[str, Family] = {
                     router="mlp.router",
                     gate=("mlp.experts.gate_up_proj",),
                     down="mlp.experts.down_proj",
-                    stack=ExpertStack(alternates=True),
+                    stack=ExpertStack(transposed=True, alternates=True),
                 ),
             ),
             defaults={

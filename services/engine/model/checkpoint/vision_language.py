@@ -155,7 +155,7 @@ _QWEN3_VL_MOE = replace(
             router="mlp.gate",
             gate=("mlp.experts.gate_up_proj",),
             down="mlp.experts.down_proj",
-            stack=ExpertStack(transposed=False, in_any_order=True),
+            stack=ExpertStack(in_any_order=True),
         ),
     ),
     defaults={
@@ -167,6 +167,13 @@ _QWEN3_VL_MOE = replace(
         "rope_theta": 500000.0,
     },
     windows=WindowRule.NONE,
+)
+
+_QWEN3_5 = replace(
+    _QWEN2_VL,
+    architecture="Qwen3_5ForConditionalGeneration",
+    decoder=FAMILIES["Qwen3_5ForCausalLM"],
+    axes=MultimodalAxes.INTERLEAVED_IN_A_QUARTER,
 )
 
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
@@ -195,6 +202,12 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             architecture="Qwen3VLMoeForConditionalGeneration",
             decoder=_QWEN3_VL_MOE,
             axes=MultimodalAxes.INTERLEAVED,
+        ),
+        _QWEN3_5,
+        replace(
+            _QWEN3_5,
+            architecture="Qwen3_5MoeForConditionalGeneration",
+            decoder=FAMILIES["Qwen3_5MoeForCausalLM"],
         ),
     )
 }

@@ -1,6 +1,5 @@
 """Weights of the gated delta net: their names and shapes, and their loading."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch

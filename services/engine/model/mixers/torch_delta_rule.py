@@ -101,30 +101,29 @@ class TorchDeltaRule(DeltaRule):
             before = before.masked_fill(~runs.continues[..., None], 0)
             after, out = self._advance(before, tokens)
             state.recurrent[runs.targets] = after.to(state.recurrent.dtype)
-            gate = inputs.gate[runs.rows].view(out.shape)
+            gate = inputs.gate[runs.rows].view_as(out)
             inputs.out[runs.rows] = self._normed(weights, out, gate).flatten(2)
 
     def _tokens(
         self, weights: DeltaWeights, inputs: DeltaInputs, state: DeltaState, runs: _Runs
     ) -> _Tokens:
         shape = self._shape
-        widths = (shape.key_heads * shape.key_dim,) * 2 + (shape.value_heads * shape.value_dim,)
-        queries, keys, values = self._convolved(weights, inputs, state, runs).split_with_sizes(
-            widths, -1
-        )
+        widths = [shape.key_heads * shape.key_dim] * 2 + [shape.value_heads * shape.value_dim]
+        convolved = self._convolved(weights, inputs, state, runs)
+        queries, keys, values = torch.split(convolved, widths, -1)
         queries, keys = (
-            _normalized(
-                each.view(*each.shape[:-1], shape.key_heads, shape.key_dim)
-            ).repeat_interleave(shape.value_heads // shape.key_heads, 2)
+            _normalized(_heads(each, shape.key_heads)).repeat_interleave(
+                shape.value_heads // shape.key_heads, 2
+            )
             for each in (queries, keys)
         )
         betas = inputs.beta[runs.rows].float().sigmoid() * (2 if shape.doubles_beta else 1)
         decays = functional.softplus(inputs.decay[runs.rows].float() + weights.decay_bias)
-        decays = decays.view(*decays.shape[:-1], shape.value_heads, -1) * -weights.rates[:, None]
+        decays = _heads(decays, shape.value_heads) * -weights.rates[:, None]
         return _Tokens(
             queries * shape.key_dim**-0.5,
             keys,
-            values.view(*values.shape[:-1], shape.value_heads, shape.value_dim),
+            _heads(values, shape.value_heads),
             betas[..., None],
             decays,
         )
@@ -204,6 +203,11 @@ def _gather(
         to_device(torch.tensor(targets), device),
         (read >= 0)[:, None, None],
     )
+
+
+def _heads(rows: Tensor, heads: int) -> Tensor:
+    """Divide the last dimension into heads."""
+    return rows.view(*rows.shape[:-1], heads, -1)
 
 
 def _normalized(vectors: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ def test_padding_writes_to_the_spare_block_alone(tmp_path: Path) -> None:
     decoder = load_model(tmp_path, torch.float32)
     driver = Driver(decoder, [random_tokens(TOKENS, seed) for seed in range(2)], in_pieces=True)
     driver.step([(0, 80)])
-    before = [layer.clone() for layer in (*driver.cache.keys, *driver.cache.values)]
+    before = [layer.clone() for layer in driver.cache.pages]
     driver.step([(1, 5)])
-    after = (*driver.cache.keys, *driver.cache.values)
+    after = driver.cache.pages
     written = driver.blocks_of(1)
     for old, new in zip(before, after, strict=True):
         changed = (old != new).flatten(1).any(dim=1).nonzero().flatten().tolist()

@@ -37,12 +37,12 @@ def test_graphs_of_all_sizes_are_captured_before_the_first_request(embedded_mode
     settings = EngineSettings(model=embedded_model, kv_memory="16MiB", max_running=5)
     model = load(settings)
     cache = model.decoder.allocate_cache(9)
-    before = [layer.clone() for layer in cache.keys]
+    before = [layer.clone() for layer in cache.pages]
     runner = ModelRunner(model.decoder, cache, StepCapacity(200, 5, 40))
     runner.capture_graphs(decode_sizes(5, 40, 100))
     assert runner.piece_sizes == [128, 64]
     runner.capture_pieces(runner.piece_sizes)
-    for old, new in zip(before, cache.keys, strict=True):
+    for old, new in zip(before, cache.pages, strict=True):
         assert torch.equal(old[:-1], new[:-1])
         assert not torch.equal(old[-1], new[-1])
 

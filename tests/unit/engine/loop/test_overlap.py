@@ -24,7 +24,8 @@ from services.engine.messages import (
 )
 from services.engine.model.decoder import Decoder
 from services.engine.sampling import sampler
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence
 from services.engine.scheduling.step_plan import SchedulerLimits
@@ -319,7 +320,9 @@ def test_next_step_waits_for_masks_only_while_the_device_computes(decoder: Decod
 
 def test_preempted_sequence_restarts_once_its_token_is_on_the_host() -> None:
     """Until then nobody knows the last token that it must compute."""
-    scheduler = Scheduler(SchedulerLimits(4, 64, 2.0, BLOCK, 32), BlockPool(64))
+    scheduler = Scheduler(
+        SchedulerLimits(4, 64, 2.0, 32), CachePools(CacheLimits(BLOCK, (GroupLimits(64),)))
+    )
     request = Request(make_request(1, [[1, 2, 3]]))
     sequence = Sequence(request, 0, Prompt([1, 2, 3], b"", BLOCK), None, 8)
     scheduler.add(sequence)

@@ -21,7 +21,8 @@ from services.engine.messages import (
     SetMasks,
 )
 from services.engine.model.decoder import Decoder
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence
 from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
@@ -153,8 +154,8 @@ def test_command_that_raises_fails_only_its_request(decoder: Decoder) -> None:
 
 def test_choices_of_a_prompt_share_its_ids_and_block_hashes() -> None:
     """128 copies and hashes of a prompt of 128,000 tokens would stall all streams for seconds."""
-    limits = SchedulerLimits(64, 64, 2.0, BLOCK, 32)
-    scheduler = Scheduler(limits, BlockPool(64))
+    limits = SchedulerLimits(64, 64, 2.0, 32)
+    scheduler = Scheduler(limits, CachePools(CacheLimits(BLOCK, (GroupLimits(64),))))
     requests = RequestTable(scheduler, LoopLimits(frozenset(), 64), lambda: 0.0)
     requests.carry_out(make_request(1, [list(range(1, 12))], n=3))
     first, *others = scheduler.waiting

@@ -24,7 +24,8 @@ from services.engine.messages import (
 )
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence
 from services.engine.scheduling.step_plan import SchedulerLimits
@@ -75,8 +76,8 @@ def test_prompt_scores_need_no_credit(decoder: Decoder) -> None:
 
 def test_scored_forced_tokens_respect_the_limit_of_logit_rows() -> None:
     """A step scores the forced tokens that it computes, each in a row of its own."""
-    limits = SchedulerLimits(8, 256, 2.0, BLOCK, 32, max_logit_rows=16)
-    scheduler = Scheduler(limits, BlockPool(256))
+    limits = SchedulerLimits(8, 256, 2.0, 32, max_logit_rows=16)
+    scheduler = Scheduler(limits, CachePools(CacheLimits(BLOCK, (GroupLimits(256),))))
     command = make_request(1, [[5]], n=8, max_tokens=40, logprobs=0, constrained=True)
     request = Request(command)
     for index in range(8):

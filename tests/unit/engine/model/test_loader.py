@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -315,7 +316,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(
     ours = load_spec(tmp_path)
     theirs = AutoConfig.from_pretrained(tmp_path)
     local = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", [])]
-    assert [bool(layer.window) for layer in ours.attention_layers] == local
+    assert [bool(layer.window) for layer in ours.attention_layers.values()] == local
     assert ours.tied_embeddings == theirs.tie_word_embeddings
     assert ours.norm_epsilon == theirs.rms_norm_eps
     bases = {
@@ -326,7 +327,7 @@ def test_defaults_of_absent_keys_are_those_of_transformers(
             else [theirs.rope_parameters]
         )
     }
-    rotaries = [layer.rotary for layer in ours.attention_layers]
+    rotaries = [layer.rotary for layer in ours.attention_layers.values()]
     kinds = {rotary for rotary in rotaries if rotary is not None}
     assert len(kinds) == len(bases)
     rotates = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
@@ -445,3 +446,25 @@ def test_dtypes_resolve_by_name() -> None:
     assert resolve_dtype("auto") in (torch.float32, torch.bfloat16)
     with pytest.raises(ValueError, match="int4"):
         resolve_dtype("int4")
+
+
+def test_experts_are_read_stacked_as_apart(tmp_path: Path) -> None:
+    """Qwen publishes both: the experts of Qwen 3.5 in stacks, those of its FP8 files apart."""
+    make_checkpoint(tmp_path, CONFIGS["qwen3.5 moe"])
+    tokens = random_tokens(20, 1)
+    apart = Driver(load_model(tmp_path, torch.float32), [tokens])
+    apart.step([(0, 20)])
+    tensors = load_file(tmp_path / WEIGHTS)
+    for layer in range(4):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts: dict[str, list[Tensor]] = {}
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            names = [f"{prefix}.{number}.{part}.weight" for number in range(5)]
+            parts[part] = [tensors.pop(name) for name in names]
+        gates = map(torch.cat, zip(parts["gate_proj"], parts["up_proj"], strict=True))
+        tensors[f"{prefix}.gate_up_proj"] = torch.stack(list(gates))
+        tensors[f"{prefix}.down_proj"] = torch.stack(parts["down_proj"])
+    save_file(tensors, tmp_path / WEIGHTS)
+    stacked = Driver(load_model(tmp_path, torch.float32), [tokens])
+    stacked.step([(0, 20)])
+    assert torch.equal(stacked.logits[0], apart.logits[0])

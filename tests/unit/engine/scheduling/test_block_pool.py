@@ -1,16 +1,25 @@
 """Block pool: no sequence may read the keys and values of another."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.common.block_hash import hash_block
+from services.common.cached_prefix import CachedGroup, longest_prefix
 from services.engine.scheduling.block_pool import BlockPool, OutOfBlocksError
 
 
 def hash_of(*ids: int) -> bytes:
     return hash_block(b"salt", np.array(ids, dtype=np.int32).tobytes())
+
+
+def find(pool: BlockPool, hashes: Sequence[bytes]) -> list[int]:
+    """Return the blocks of the longest prefix that a pool has."""
+    count = longest_prefix(hashes, [CachedGroup(pool.cached)], 1)
+    return [pool.cached[each] for each in hashes[:count]]
 
 
 def test_prefix_is_found_after_its_sequence_ended() -> None:
@@ -19,14 +28,14 @@ def test_prefix_is_found_after_its_sequence_ended() -> None:
     pool.cache(blocks[0], hash_of(1))
     pool.cache(blocks[1], hash_of(2))
     pool.release(blocks)
-    assert pool.find([hash_of(1), hash_of(2), hash_of(3)]) == blocks
+    assert find(pool, [hash_of(1), hash_of(2), hash_of(3)]) == blocks
 
 
 def test_prefix_is_found_only_from_its_start() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(2)
     pool.cache(blocks[1], hash_of(2))
-    assert pool.find([hash_of(1), hash_of(2)]) == []
+    assert find(pool, [hash_of(1), hash_of(2)]) == []
 
 
 def test_held_block_is_not_allocated() -> None:
@@ -47,7 +56,7 @@ def test_end_of_a_prefix_is_evicted_before_its_start() -> None:
         pool.cache(block, hash_of(i))
     pool.release(blocks)
     pool.allocate(1)
-    assert pool.find([hash_of(0), hash_of(1), hash_of(2)]) == blocks[:2]
+    assert find(pool, [hash_of(0), hash_of(1), hash_of(2)]) == blocks[:2]
 
 
 def test_uncached_blocks_are_allocated_first() -> None:
@@ -89,8 +98,8 @@ def test_flush_leaves_held_blocks_cached() -> None:
     pool.cache(cached, hash_of(2))
     pool.release([cached])
     assert pool.flush() == 1
-    assert pool.find([hash_of(1)]) == [held]
-    assert pool.find([hash_of(2)]) == []
+    assert find(pool, [hash_of(1)]) == [held]
+    assert find(pool, [hash_of(2)]) == []
 
 
 @given(st.lists(st.tuples(st.sampled_from("ahrc"), st.integers(0, 7)), max_size=80))
@@ -110,7 +119,7 @@ def test_no_block_is_lost_or_allocated_twice(actions: list[tuple[str, int]]) -> 
             for i, block in enumerate(tables[number % len(tables)]):
                 pool.cache(block, hash_of(number, i))
         elif action == "h":
-            found = pool.find([hash_of(number, i) for i in range(3)])
+            found = find(pool, [hash_of(number, i) for i in range(3)])
             pool.hold(found)
             tables.append(found)
         pool.check(tables)

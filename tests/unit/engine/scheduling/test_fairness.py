@@ -6,7 +6,8 @@ import pytest
 
 from services.engine.loop.request_table import LoopLimits, RequestTable
 from services.engine.messages import GrantCredit, Refused
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Sequence
 from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
@@ -19,8 +20,8 @@ class Machine:
     """A scheduler whose steps take 12 ms, and 0.6 ms per row, as on two cores."""
 
     def __init__(self, running: int = 256, blocks: int = 10_000, waiting: int = 10_000) -> None:
-        limits = SchedulerLimits(running, 4096, 1.7, block_size=16, rows_at_once=16)
-        self.scheduler = Scheduler(limits, BlockPool(blocks))
+        limits = SchedulerLimits(running, 4096, 1.7, rows_at_once=16)
+        self.scheduler = Scheduler(limits, CachePools(CacheLimits(16, (GroupLimits(blocks),))))
         self.now = 1000.0
         self.requests = RequestTable(
             self.scheduler, LoopLimits(frozenset(), waiting, 30.0), lambda: self.now
@@ -78,7 +79,7 @@ class Machine:
                 self.tokens[handle] = self.tokens.get(handle, 0) + 1
                 self.requests.append(sequence, 1, None)
         self._note()
-        self.scheduler.pool.check([s.blocks for s in self.scheduler.running])
+        self.scheduler.caches.check(self.scheduler.running)
         return plan
 
     def steps_until(self, *handles: int, most: int = 3000) -> int:

@@ -10,7 +10,8 @@ from statistics import fmean
 
 import pytest
 
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence
 from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
@@ -72,11 +73,12 @@ def serve(gpu: Gpu, *, prompt: int = 256, budget: int | None = None) -> Outcome:
         max_running=256,
         max_step_tokens=budget or 4096,
         mixed_step_factor=1e6 if budget else FACTOR,
-        block_size=BLOCK,
         rows_at_once=ROWS,
         prompts_have_fixed_cost=True,
     )
-    scheduler = Scheduler(limits, BlockPool(2 * STREAMS * 1024 // BLOCK))
+    scheduler = Scheduler(
+        limits, CachePools(CacheLimits(BLOCK, (GroupLimits(2 * STREAMS * 1024 // BLOCK),)))
+    )
     lengths = random.Random(1)
     handles = count()
     now = 0.0

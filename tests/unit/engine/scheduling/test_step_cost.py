@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request
 from services.engine.scheduling.sequence import Sequence as TokenSequence
@@ -31,11 +32,10 @@ class Machine:
             256,
             2048,
             FACTOR,
-            block_size=32,
             rows_at_once=rows_at_once,
             prompts_have_fixed_cost=prompts_have_fixed_cost,
         )
-        self.scheduler = Scheduler(limits, BlockPool(10_000))
+        self.scheduler = Scheduler(limits, CachePools(CacheLimits(32, (GroupLimits(10_000),))))
         self.seconds = seconds
         self.handles = 0
         self.now = 0.0

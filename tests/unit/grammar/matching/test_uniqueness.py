@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLExecutor, LLTokenizer
 
+from services.grammar.matching.json_state import JsonState
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
@@ -53,11 +54,11 @@ SCHEMAS |= {name: {"type": "object"} | schema for name, schema in OBJECTS.items(
 
 def fresh(spec: GrammarSpec, vocabulary: Vocabulary) -> Matcher:
     check(spec)
-    where = positions(spec)
-    assert where is not None
-    uniqueness = UniquenessState(where, INDEXES[vocabulary.size])
+    state = JsonState.initial(spec, INDEXES[vocabulary.size])
+    assert state is not None
+    assert state.uniqueness is not None
     prototype = compile_prototype(vocabulary.tokenizer, translate(spec))
-    return Matcher(prototype, (vocabulary.size,), uniqueness)
+    return Matcher(prototype, (vocabulary.size,), state)
 
 
 def mask_of(matcher: Matcher, vocabulary: Vocabulary) -> int:

@@ -9,13 +9,13 @@ import pytest
 from llguidance import LLTokenizer
 
 from services.grammar import GrammarError
+from services.grammar.matching.json_state import JsonState
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.token_index import TokenIndex
-from services.grammar.matching.uniqueness import UniquenessState
 from services.grammar.matching.vocabulary import Vocabulary
 from services.grammar.schemas.lowering import lower
-from services.grammar.specification import check, positions, translate
+from services.grammar.specification import check, translate
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 BYTES = LLTokenizer("byte")
@@ -106,9 +106,8 @@ SCHEMAS: dict[str, Any] = {
 def matcher_of(schema: object) -> Matcher:
     spec = GrammarSpec(json_schema=json.dumps(schema))
     check(spec)
-    where = positions(spec)
-    uniqueness = None if where is None else UniquenessState(where, INDEX)
-    return Matcher(compile_prototype(BYTES, translate(spec)).deep_copy(), (400,), uniqueness)
+    prototype = compile_prototype(BYTES, translate(spec))
+    return Matcher(prototype.deep_copy(), (400,), JsonState.initial(spec, INDEX))
 
 
 def accepts(matcher: Matcher, value: object) -> bool:

@@ -129,4 +129,6 @@ _PROCESSORS: Mapping[str, Callable[[Kind, Any, str, _Images], Any]] = {
     "Qwen2VLForConditionalGeneration": _qwen(Qwen2VLProcessor),
     "Qwen2_5_VLForConditionalGeneration": _qwen(Qwen2_5_VLProcessor),
     "Qwen3VLForConditionalGeneration": _qwen(Qwen3VLProcessor),
+    "Qwen3_5ForConditionalGeneration": _qwen(Qwen3VLProcessor),
+    "Qwen3_5MoeForConditionalGeneration": _qwen(Qwen3VLProcessor),
 }

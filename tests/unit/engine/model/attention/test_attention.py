@@ -121,7 +121,7 @@ class Case:
         kept: number of each sequence's last queries to attend for; None: all.
         """
         cache = backend.allocate(self.num_blocks, BLOCK)
-        for tensor in (*cache.keys, *cache.values):
+        for tensor in cache.pages:
             tensor.fill_(stale)
         prefixes = [
             (i, BLOCK if i == self.reader else 0, c - n)
@@ -428,5 +428,5 @@ def test_cache_takes_the_memory_it_states(base: ModelSpec) -> None:
     """The engine sizes KV memory by this figure: too small a value exhausts the memory."""
     spec = base
     cache = TorchAttention(spec, torch.float32, torch.device("cpu")).allocate(5, BLOCK)
-    held = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    held = sum(tensor.nbytes for tensor in cache.pages)
     assert held == 5 * KVCache.bytes_per_block(spec, BLOCK, torch.float32)

@@ -82,7 +82,7 @@ class Case:
         )
         self.caches = [each.allocate(sum(pages), PAGE) for each in self.backends]
         for kind in ("keys", "values"):
-            [one], [other] = (getattr(cache, kind) for cache in self.caches)
+            one, other = (getattr(cache, kind)[0] for cache in self.caches)
             other.copy_(one.copy_(torch.randn(one.shape)))
         heads, kv_heads = spec.attention(0).num_heads, spec.attention(0).num_kv_heads
         together = torch.randn(len(positions), heads + 2 * kv_heads, HEAD_DIM, dtype=DTYPE)

@@ -35,6 +35,7 @@ LAYOUTS = [
     ("qwen2 vl", ("model.", "lm_head.")),
     ("qwen2 vl", TRANSFORMERS_5),
     ("qwen3 vl", TRANSFORMERS_5),
+    ("qwen3.5 vl", TRANSFORMERS_5),
 ]
 
 
@@ -107,7 +108,7 @@ def test_absent_settings_of_the_decoder_are_those_of_transformers(
     assert attention.num_kv_heads == theirs.num_key_value_heads
     assert ours.context_length == theirs.max_position_embeddings
     assert ours.norm_epsilon == theirs.rms_norm_eps
-    assert {layer.window for layer in ours.attention_layers} == {
+    assert {layer.window for layer in ours.attention_layers.values()} == {
         getattr(theirs, "sliding_window", None) or 0
     }
 

@@ -65,13 +65,13 @@ def make_operands(shape: DeltaShape, tokens: int, dtype: torch.dtype = torch.flo
 
 def split_operands(shape: DeltaShape, operands: Tensor) -> DeltaInputs:
     """Return views of operands, with outputs to be filled."""
-    mixed, gate, beta, decay = operands.split(_widths(shape), -1)
+    mixed, gate, beta, decay = torch.split(operands, _widths(shape), -1)
     return DeltaInputs(mixed, gate, beta, decay, torch.full(gate.shape, torch.nan).to(gate.dtype))
 
 
-def _widths(shape: DeltaShape) -> tuple[int, ...]:
+def _widths(shape: DeltaShape) -> list[int]:
     values = shape.value_heads * shape.value_dim
-    return shape.channels, values, shape.value_heads, shape.decays
+    return [shape.channels, values, shape.value_heads, shape.decays]
 
 
 def make_segments(runs: Sequence[Run]) -> StateSegments:

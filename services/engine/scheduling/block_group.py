@@ -1,0 +1,92 @@
+"""One group of attention layers with equal pages: its pool, and what sequences need of it."""
+
+from services.common.cached_prefix import window_start
+from services.engine.scheduling.block_pool import BlockPool
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.sequence_cache import BlockTable
+
+__all__ = ["BlockGroup"]
+
+
+class BlockGroup:
+    """Pool of the blocks of one group.
+
+    A group with a window keeps the blocks that a next token reads, and no others: a sequence gives
+    the blocks behind them back when it grows.
+    """
+
+    def __init__(self, limits: GroupLimits, caches: CacheLimits) -> None:
+        self.pool = BlockPool(limits.num_blocks)
+        self.window = limits.window
+        """Last tokens that a token reads, itself included; 0 = all"""
+        self._size = caches.block_size
+        self._most = self._blocks_of_window(caches.chunk_tokens)
+        self._least = self._blocks_of_window(caches.whole_tokens)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the blocks that so many tokens fill, the last one partly."""
+        return -(-tokens // self._size)
+
+    def first_needed(self, start: int) -> int:
+        """Return the index of the first block that a step from the token at `start` on reads."""
+        return window_start(start, self.window) // self._size
+
+    def fits(self, tokens: int) -> bool:
+        """Return whether a sequence of `tokens` tokens can run alone."""
+        needed = self.blocks_for(tokens)
+        return (min(needed, self._least) if self.window else needed) <= self.pool.num_blocks
+
+    def missing(self, tokens: int, start: int, found: list[int]) -> int:
+        """Return the blocks that a sequence of `tokens` tokens needs beyond the free ones.
+
+        start: tokens of its cached prefix; found: the blocks of these that it reads. Those without
+        a holder are free, too.
+        """
+        needed = self.blocks_for(tokens) - self.first_needed(start)
+        if self.window:
+            needed = min(needed, self._most)
+        unheld = self.pool.count_unheld(found)
+        return needed - len(found) + unheld - self.pool.num_free
+
+    def grow(self, table: BlockTable, start: int, end: int) -> bool:
+        """Prepare a step that computes the tokens from `start` to `end`.
+
+        Releases the blocks that it does not read, and allocates those that it writes. Returns
+        False if too few are free.
+        """
+        self.release_unread(table, start)
+        missing = self.blocks_for(end) - len(table.blocks)
+        if missing > self.pool.num_free:
+            return False
+        if missing > 0:
+            table.blocks += self.pool.allocate(missing)
+        return True
+
+    def release_unread(self, table: BlockTable, start: int) -> None:
+        """Release the blocks that no token from `start` on reads."""
+        first = min(self.first_needed(start), len(table.blocks))
+        if first > table.first:
+            # in rising order: the first block is reused first, because the window moves on
+            for block in table.blocks[table.first : first]:
+                self.pool.release((block,))
+            table.first = first
+
+    def room(self, table: BlockTable) -> int:
+        """Return the tokens up to which the table can grow now."""
+        return (len(table.blocks) + self.pool.num_free) * self._size
+
+    def fork(self, parent: BlockTable, tokens: int) -> tuple[BlockTable, tuple[int, int] | None]:
+        """Return the table of a copy of a sequence, of which `tokens` tokens are computed.
+
+        Full blocks are shared. Of a block that is partly full, the second value says which block to
+        copy to which. Raises OutOfBlocksError.
+        """
+        full, rest = divmod(tokens, self._size)
+        own = self.pool.allocate(bool(rest))
+        self.pool.hold(parent.blocks[parent.first : full])
+        table = BlockTable(parent.blocks[:full] + own, parent.first)
+        return table, (parent.blocks[full], own[0]) if rest else None
+
+    def _blocks_of_window(self, tokens: int) -> int:
+        """Return the most blocks that the keys of `tokens` tokens and of their windows touch."""
+        return self.blocks_for(self.window - 1 + tokens) + 1

@@ -1,0 +1,44 @@
+"""State of a text of JSON: what its masks leave out, although its grammar allows it."""
+
+from dataclasses import dataclass
+
+from llguidance import LLMatcher
+
+from services.grammar import specification
+from services.grammar.matching.separators import SeparatorState
+from services.grammar.matching.token_index import TokenIndex
+from services.grammar.matching.uniqueness import UniquenessState
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
+
+__all__ = ["JsonState"]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonState:
+    """The state after a text. It is immutable: each token leads to a new state."""
+
+    uniqueness: UniquenessState | None = None
+    """None: the grammar allows no repeated keys or items"""
+    separators: SeparatorState | None = None
+    """None: the JSON is compact, or has the white space that the client chose"""
+
+    @classmethod
+    def initial(cls, spec: GrammarSpec, index: TokenIndex) -> "JsonState | None":
+        """Return the state before the first token; None if a grammar needs none."""
+        positions = specification.positions(spec)
+        uniqueness = None if positions is None else UniquenessState(positions, index)
+        separators = SeparatorState(index) if specification.has_default_spaces(spec) else None
+        return cls(uniqueness, separators) if uniqueness or separators else None
+
+    def after(self, token: int) -> "JsonState | None":
+        """Return the state after a token, or None if the token repeats a key or an item."""
+        uniqueness = self.uniqueness
+        if uniqueness is not None and (uniqueness := uniqueness.after(token)) is None:
+            return None
+        return JsonState(uniqueness, self.separators and self.separators.after(token))
+
+    def narrowed(self, mask: int, grammar: LLMatcher) -> int:
+        """Return a mask without the tokens that this text must not, or should not, go on with."""
+        if self.uniqueness is not None:
+            mask &= ~self.uniqueness.forbidden(mask)
+        return mask if self.separators is None else self.separators.narrowed(mask, grammar)
