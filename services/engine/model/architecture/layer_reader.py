@@ -183,7 +183,8 @@ def _experts(
     count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
     if per_token > count:
         raise CheckpointError(
-            f"{config.file}: num_experts_per_tok ({per_token}) exceeds the {count} experts."
+            f"{config.file}: {config.file_key('num_experts_per_tok')} ({per_token}) exceeds the "
+            f"{count} experts."
         )
     width = config.positive("moe_intermediate_size", dense.width)
     return ExpertsSpec(

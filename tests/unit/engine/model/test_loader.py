@@ -39,6 +39,10 @@ ARCHITECTURES = {
     "phi3, long": "Phi3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt-oss": "GptOssForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "ernie moe": "Ernie4_5_MoeForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
 }
 SHAPE_KEYS = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
@@ -179,7 +183,7 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("gpt-oss", lambda p: set_tensor(p, "model.layers.1.self_attn.sinks", None), ["1", "sinks"]),
     ("phimoe", lambda p: set_config(p, num_experts_per_tok=3), ["num_experts_per_tok", "2", "3"]),
     ("hunyuan moe", lambda p: set_config(p, moe_topk=[1, 2]), ["moe_topk", "3"]),
-    ("hunyuan moe", lambda p: set_config(p, moe_topk=[1, 2, 6]), ["experts_per_tok", "6", "5"]),
+    ("hunyuan moe", lambda p: set_config(p, moe_topk=[1, 2, 6]), ["moe_topk", "6", "5"]),
     ("ernie moe", lambda p: set_config(p, moe_layer_end_index=1), ["layers.2.mlp.gate_proj"]),
     (
         "gpt-oss",
@@ -220,7 +224,7 @@ def test_defective_mxfp4_experts_are_refused(
     assert_refused(tmp_path, *named)
 
 
-@pytest.mark.parametrize("family", ["llama, yarn rope", "gemma3", "phi3, long", "gpt2", "gpt-oss"])
+@pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize(
     "value", [0, -1, 1e999, math.nan, True, "x", [], ["x"], {}, {"factor": 0}], ids=str
 )
