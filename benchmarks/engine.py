@@ -48,6 +48,7 @@ _PARTS = {
     Kernel.GROUPED: "linear",
     Kernel.GATE: "linear",
     Kernel.DECODE: "attention",
+    Kernel.DELTA_RULE: "attention",
 }
 
 Arguments = ParamSpec("Arguments")

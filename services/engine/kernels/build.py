@@ -41,6 +41,7 @@ _ANYWHERE = (
     _Unit("portable.cpp", defines="TW_TABLE=portable_baseline"),
     _Unit("draw.cpp", defines="TW_DRAW=draw_baseline"),
     _Unit("score.cpp", defines="TW_SCORE=score_baseline"),
+    _Unit("delta_rule.cpp", defines="TW_DELTA=delta_baseline"),
     _Unit("grouped.cpp", defines="TW_GROUPED=grouped_baseline"),
     _Unit("grouped_pack.cpp"),
 )
@@ -59,6 +60,8 @@ _X86_64 = (
     _Unit("draw.cpp", _AVX512, "TW_DRAW=draw_avx512"),
     _Unit("score.cpp", _AVX2, "TW_SCORE=score_avx2"),
     _Unit("score.cpp", _AVX512, "TW_SCORE=score_avx512"),
+    _Unit("delta_rule.cpp", _AVX2, "TW_DELTA=delta_avx2"),
+    _Unit("delta_rule.cpp", _AVX512, "TW_DELTA=delta_avx512"),
     _Unit("grouped.cpp", _AVX2, "TW_GROUPED=grouped_avx2"),
     _Unit("grouped.cpp", (*_AVX512, *_VNNI), "TW_GROUPED=grouped_vnni"),
     _Unit("pack.cpp", _AVX512_BF16),

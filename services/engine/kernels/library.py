@@ -17,6 +17,7 @@ __all__ = [
     "AdaptCall",
     "AttentionCall",
     "CodesCall",
+    "DeltaRuleCall",
     "DrawCall",
     "Epilogue",
     "Format",
@@ -101,6 +102,7 @@ class Kernel(IntEnum):
     GROUPED = 6
     GATE = 7
     DECODE = 8
+    DELTA_RULE = 9
 
 
 class DrawCall(ctypes.Structure):
@@ -240,6 +242,45 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
+class DeltaRuleCall(ctypes.Structure):
+    """struct tw_delta"""
+
+    _fields_ = [
+        ("mixed", c_void_p),
+        ("gate", c_void_p),
+        ("beta", c_void_p),
+        ("decay", c_void_p),
+        ("out", c_void_p),
+        ("convolution", c_void_p),
+        ("convolution_bias", c_void_p),
+        ("rates", c_void_p),
+        ("decay_bias", c_void_p),
+        ("norm", c_void_p),
+        ("windows", c_void_p),
+        ("recurrent", c_void_p),
+        ("starts", c_void_p),
+        ("sources", c_void_p),
+        ("targets", c_void_p),
+        ("runs", c_int64),
+        ("mixed_stride", c_int64),
+        ("gate_stride", c_int64),
+        ("beta_stride", c_int64),
+        ("decay_stride", c_int64),
+        ("out_stride", c_int64),
+        ("key_heads", c_int64),
+        ("value_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("conv_width", c_int64),
+        ("epsilon", c_float),
+        ("is_silu", c_int32),
+        ("decays_channels", c_int32),
+        ("doubles_beta", c_int32),
+        ("dtype", c_int32),
+        ("state_dtype", c_int32),
+    ]
+
+
 class GroupedCall(ctypes.Structure):
     """struct tw_grouped"""
 
@@ -364,6 +405,7 @@ class _AnyCall(ctypes.Union):
         ("grouped", GroupedCall),
         ("gate", GateCall),
         ("decode", AttentionCall),
+        ("delta_rule", DeltaRuleCall),
     ]
 
 
@@ -386,10 +428,14 @@ class PassCall(ctypes.Structure):
         ("kept_starts", c_void_p),
         ("ends", c_void_p),
         ("kept_ends", c_void_p),
+        ("state_starts", c_void_p),
+        ("state_sources", c_void_p),
+        ("state_targets", c_void_p),
         ("table_stride", c_int64),
         ("tokens", c_int64),
         ("sequences", c_int64),
         ("num_kept", c_int64),
+        ("state_runs", c_int64),
         ("seconds", POINTER(c_double)),
     ]
 
@@ -448,6 +494,7 @@ class Native:
             Kernel.GROUPED: function("tw_grouped_linear", None, POINTER(GroupedCall)),
             Kernel.GATE: function("tw_gate_rows", None, POINTER(GateCall)),
             Kernel.DECODE: function("tw_paged_decode", None, POINTER(AttentionCall)),
+            Kernel.DELTA_RULE: function("tw_delta_rule", None, POINTER(DeltaRuleCall)),
         }
         self._recorder = _Recorder()
 

@@ -254,12 +254,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         rope_parameters={"full_attention": _YARN, "sliding_attention": _PLAIN},
     ),
     "glm": GlmConfig(**SHAPE, head_dim=24),
-    "glm4": Glm4Config(**WIDE, partial_rotary_factor=0.25),
+    "glm4": Glm4Config(**WIDE, partial_rotary_factor=0.25),  # type: ignore[call-arg]
     "cohere": CohereConfig(**SHAPE | {"tie_word_embeddings": True}, logit_scale=0.5),
     "cohere, norms": CohereConfig(
         **SHAPE | {"num_attention_heads": 2}, attention_bias=True, use_qk_norm=True
     ),
-    "cohere2": Cohere2Config(
+    "cohere2": Cohere2Config(  # type: ignore[call-arg]
         **SHAPE, sliding_window=9, sliding_window_pattern=2, rope_parameters=_PLAIN
     ),
     "exaone4": Exaone4Config(**SHAPE, sliding_window=9, sliding_window_pattern=2),
@@ -267,14 +267,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE, sliding_window=None, layer_types=["full_attention"] * 3
     ),
     "gpt-neox": GPTNeoXConfig(**SHAPE | {"num_attention_heads": 2}),
-    "gpt-neox, in turn": GPTNeoXConfig(
+    "gpt-neox, in turn": GPTNeoXConfig(  # type: ignore[call-arg]
         **SHAPE | {"num_key_value_heads": 4},
         use_parallel_residual=False,
         attention_bias=False,
         rotary_pct=0.5,
     ),
     "phi": PhiConfig(**SHAPE),
-    "stablelm": StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),
+    "stablelm": StableLmConfig(**SHAPE, use_qkv_bias=True, partial_rotary_factor=0.5),  # type: ignore[call-arg]
     "stablelm, norms": StableLmConfig(**SHAPE, qk_layernorm=True, use_parallel_residual=True),
     "nemotron": NemotronConfig(**WIDE, attention_bias=True, mlp_bias=True),
     "arcee": ArceeConfig(**SHAPE, mlp_bias=True),

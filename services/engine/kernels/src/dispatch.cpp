@@ -1,5 +1,6 @@
 // Run-time choice of the instruction set, to which the C interface is forwarded.
 #include "buffer.h"
+#include "delta_rule.h"
 #include "draw.h"
 #include "grouped.h"
 #include "portable.h"
@@ -81,6 +82,14 @@ void tw_rotate(const tw_rotation *rotation) { portable().rotate(rotation); }
 void tw_adapt_rows(const tw_adapt *adapt) { portable().adapt_rows(adapt); }
 
 void tw_paged_decode(const tw_attention *attention) { portable().paged_decode(attention); }
+
+void tw_delta_rule(const tw_delta *delta) {
+#if defined(__x86_64__)
+  if (in_use >= TW_AVX512) return delta_avx512(delta);
+  if (in_use == TW_AVX2) return delta_avx2(delta);
+#endif
+  delta_baseline(delta);
+}
 
 void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary) {
 #if defined(__x86_64__)

@@ -140,6 +140,44 @@ struct tw_attention {
 // Cache layout: [blocks, num_kv_heads, block_size, head_dim].
 void tw_paged_decode(const tw_attention *attention);
 
+// One layer's gated delta rule, with its convolution before and its gated norm behind it. Strides
+// are those between tokens.
+struct tw_delta {
+  const void *mixed;  // [tokens, channels]: queries and keys of key heads, values of value heads
+  const void *gate;   // [tokens, value_heads * value_dim]
+  const void *beta;   // [tokens, value_heads]
+  const void *decay;  // [tokens, value_heads], or [tokens, value_heads * key_dim] of channels
+  void *out;          // [tokens, value_heads * value_dim]
+  const float *convolution;       // [conv_width, channels]
+  const float *convolution_bias;  // [channels] or null
+  const float *rates;             // [value_heads]
+  const float *decay_bias;        // as many as a token's decays
+  const float *norm;              // [value_dim]
+  void *windows;                  // [slots, conv_width - 1, channels] in dtype
+  void *recurrent;                // [slots, value_heads, key_dim, value_dim] in state_dtype
+  const int32_t *starts;          // [runs + 1], first token of each run
+  const int32_t *sources;         // [runs], slot that a run reads; negative: zeros
+  const int32_t *targets;         // [runs], slot that a run writes
+  int64_t runs;
+  int64_t mixed_stride;
+  int64_t gate_stride;
+  int64_t beta_stride;
+  int64_t decay_stride;
+  int64_t out_stride;
+  int64_t key_heads;
+  int64_t value_heads;
+  int64_t key_dim;
+  int64_t value_dim;
+  int64_t conv_width;
+  float epsilon;
+  int32_t is_silu;  // whether the output is times silu(gate), else times sigmoid(gate)
+  int32_t decays_channels;
+  int32_t doubles_beta;
+  int32_t dtype;  // TW_FLOAT32 or TW_BFLOAT16
+  int32_t state_dtype;
+};
+void tw_delta_rule(const tw_delta *delta);
+
 // One draw from a row of logits, in which a token's weight is e^(logit / temperature).
 struct tw_draw {
   const float *logits;  // [vocabulary]
@@ -340,6 +378,7 @@ enum tw_kernel : int32_t {
   TW_GROUPED_LINEAR = 6,
   TW_GATE_ROWS = 7,
   TW_DECODE = 8,
+  TW_DELTA_RULE = 9,
 };
 
 struct tw_operation {
@@ -354,6 +393,7 @@ struct tw_operation {
     tw_grouped grouped;
     tw_gate gate;
     tw_attention decode;
+    tw_delta delta_rule;
   };
 };
 
@@ -367,10 +407,14 @@ struct tw_pass {
   const int32_t *kept_starts;  // query_starts after TW_KEEP
   const int32_t *ends;         // as in tw_attention
   const int32_t *kept_ends;    // ends after TW_KEEP
+  const int32_t *state_starts;   // starts, sources and targets of tw_delta; null: no such kernel
+  const int32_t *state_sources;
+  const int32_t *state_targets;
   int64_t table_stride;
   int64_t tokens;
   int64_t sequences;
   int64_t num_kept;
+  int64_t state_runs;
   double *seconds;  // by tw_kernel, run times to add to; or null
 };
 

@@ -56,6 +56,12 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
       return tw_gate_rows(&operation.gate);
     case TW_DECODE:
       return tw_paged_decode(&of_pass(operation.decode, pass, rows));
+    case TW_DELTA_RULE:
+      operation.delta_rule.starts = pass.state_starts;
+      operation.delta_rule.sources = pass.state_sources;
+      operation.delta_rule.targets = pass.state_targets;
+      operation.delta_rule.runs = pass.state_runs;
+      return tw_delta_rule(&operation.delta_rule);
     case TW_KEEP:
       operation.keep.kept = pass.kept;
       operation.keep.num_kept = pass.num_kept;

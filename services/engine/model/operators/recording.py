@@ -60,6 +60,7 @@ class Recording:
         """
         kept, ends = batch.output_rows, batch.visible_ends
         kept_ends = None if ends is None else batch.narrowed.visible_ends
+        states = batch.states
         call = PassCall(
             batch.slots.data_ptr(),
             batch.query_starts.data_ptr(),
@@ -69,10 +70,14 @@ class Recording:
             None if kept is None else kept.starts.data_ptr(),
             None if ends is None else ends.data_ptr(),
             None if kept_ends is None else kept_ends.data_ptr(),
+            None if states is None else states.starts.data_ptr(),
+            None if states is None else states.sources.data_ptr(),
+            None if states is None else states.targets.data_ptr(),
             batch.block_tables.stride(0),
             len(batch.slots),
             len(batch.context_lengths),
             0 if kept is None else len(kept.indices),
+            0 if states is None else len(states.targets),
             seconds,
         )
         self._native.replay(operations, len(operations), byref(call))

@@ -1,6 +1,6 @@
 """The gated delta rule equals the published layers, however its tokens are divided."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -16,19 +16,26 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDelta
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
+from services.engine.batch.step_batch import StepBatch
+from services.engine.kernels.library import InstructionSet, OperationCall, native
 from services.engine.model.mixers.delta_rule import (
     DeltaInputs,
     DeltaRule,
     DeltaShape,
+    DeltaState,
     DeltaWeights,
     OutputGate,
 )
+from services.engine.model.mixers.native_delta_rule import NativeDeltaRule
 from services.engine.model.mixers.torch_delta_rule import TorchDeltaRule
+from services.engine.model.operators.recording import Recording
+from tests.unit.engine.machines import restrict_kernels
 from tests.unit.engine.model.mixers.delta_steps import (
     SHAPES,
     Run,
     apply,
     make_operands,
+    make_segments,
     make_weights,
     split_operands,
 )
@@ -37,13 +44,22 @@ CPU = torch.device("cpu")
 TOKENS = 150
 """Tokens of a whole prompt: two chunks and a part of one"""
 
+KERNELS = (InstructionSet.BASELINE, InstructionSet.AVX2, InstructionSet.AVX512)
+"""Instruction sets with kernels of their own"""
+
 MakeRule = Callable[[DeltaShape, torch.dtype], DeltaRule]
 
 
-@pytest.fixture(scope="module", params=["torch"])
-def make_rule(request: pytest.FixtureRequest) -> MakeRule:
-    """Every implementation."""
-    return lambda shape, dtype: TorchDeltaRule(shape, dtype, CPU)
+@pytest.fixture(
+    scope="module", params=[None, *KERNELS], ids=["torch", *(each.name for each in KERNELS)]
+)
+def make_rule(request: pytest.FixtureRequest) -> Iterator[MakeRule]:
+    """Torch, and the kernels on each instruction set that has some of its own."""
+    if request.param is None:
+        yield lambda shape, dtype: TorchDeltaRule(shape, dtype, CPU)
+        return
+    with restrict_kernels(request.param) as kernels:
+        yield lambda shape, dtype: NativeDeltaRule(kernels, shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +182,8 @@ def test_outputs_equal_those_of_the_published_layer(
     state = rule.allocate(len(lengths))
     runs = [Run(length, index - 1, index) for index, length in enumerate(lengths)]
     out = apply(rule, weights, inputs, state, runs)
-    torch.testing.assert_close(out, expected[0], atol=1e-5, rtol=1e-5)
+    tolerance = 1e-5 if isinstance(rule, TorchDeltaRule) else 1e-4
+    torch.testing.assert_close(out, expected[0], atol=tolerance, rtol=tolerance)
 
 
 @st.composite
@@ -268,3 +285,42 @@ def test_bfloat16_stays_within_its_rounding(make_rule: MakeRule, stored: torch.d
     assert out.dtype == torch.bfloat16
     error = (out.float() - expected).norm() / expected.norm()
     assert error < (0.005 if stored == torch.float32 else 0.02)
+
+
+@torch.inference_mode()
+def test_recorded_kernel_runs_on_the_segments_of_a_later_step() -> None:
+    """A pass is recorded once: a replay must not advance the states of the recorded step."""
+    if native is None:
+        pytest.skip("the kernels were not built")
+    shape = SHAPES["plain"]
+    torch.manual_seed(0)
+    rule, weights = NativeDeltaRule(native, shape, torch.float32), make_weights(shape)
+    operands = make_operands(shape, 40)
+    inputs = split_operands(shape, operands)
+    state = rule.allocate(4)
+    with native.recorded() as operations:
+        apply(rule, weights, inputs, state, [Run(10, -1, 0), Run(30, 0, 1)])
+    recorded = state.recurrent[:2].clone()
+
+    runs = [Run(5, 1, 2), Run(3, -1, 3)]
+    fresh = split_operands(shape, operands.clone()[:8])
+    expected_state = DeltaState(state.convolution.clone(), state.recurrent.clone())
+    expected = apply(rule, weights, fresh, expected_state, runs)
+    empty = torch.zeros(0, dtype=torch.int64)
+    batch = StepBatch(
+        token_ids=empty,
+        positions=empty,
+        slots=torch.zeros(8, dtype=torch.int64),
+        query_starts=empty.int(),
+        context_lengths=empty.int(),
+        block_tables=empty.int()[:, None],
+        num_decodes=0,
+        query_lengths_host=(),
+        context_lengths_host=(),
+        states=make_segments(runs),
+    )
+    recording = Recording(native)
+    recording.replay((OperationCall * len(operations))(*operations), batch)
+    assert torch.equal(inputs.out[:8], expected)
+    assert torch.equal(state.recurrent[:2], recorded)
+    assert torch.equal(state.recurrent, expected_state.recurrent)

@@ -1,0 +1,10 @@
+// Gated delta rule, compiled once per instruction set; dispatch.cpp chooses one.
+#pragma once
+
+#include "kernels.h"
+
+void delta_baseline(const tw_delta *delta);
+#if defined(__x86_64__)
+void delta_avx2(const tw_delta *delta);
+void delta_avx512(const tw_delta *delta);
+#endif
