@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 from services.engine.model.adapters.adapters import Site, StackedPart
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, FeedForwardSpec
-from services.engine.model.checkpoint.families import ExpertStack
+from services.engine.model.checkpoint.family import ExpertStack
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
 from services.engine.model.checkpoint.tensors import StoredTensor

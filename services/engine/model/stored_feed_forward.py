@@ -7,7 +7,7 @@ from services.engine.model.architecture.activation import Nonlinearity
 from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, FeedForwardSpec
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.checkpoint.families import ExpertStack, ExpertTensorNames
+from services.engine.model.checkpoint.family import ExpertStack, ExpertTensorNames
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.stored import LayerNames, StoredLinear
 

@@ -16,7 +16,7 @@ from services.engine.model.architecture.layers import (
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.families import Family, QkNorm, WindowRule
+from services.engine.model.checkpoint.family import Family, QkNorm, WindowRule
 
 __all__ = ["read_layers"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.families import MultimodalAxes
+from services.engine.model.checkpoint.family import MultimodalAxes
 
 __all__ = ["Rotaries", "Rotary", "RotarySpec", "Rotation"]
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from services.engine.model.checkpoint.config import CheckpointError, Config, JsonObject
-from services.engine.model.checkpoint.families import (
-    FAMILIES,
+from services.engine.model.checkpoint.families import FAMILIES
+from services.engine.model.checkpoint.family import (
     ExpertStack,
     ExpertTensorNames,
     Family,
