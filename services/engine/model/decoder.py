@@ -16,6 +16,7 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.embedding import Embedding
 from services.engine.model.feed_forward import FeedForward
+from services.engine.model.layer_inputs import LayerInput, LayerInputs
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.operators.interface import Operators, Projection
@@ -31,6 +32,10 @@ class LayerWeights:
     mixer: MixerWeights
     feed_forward_norm: Tensor | None
     feed_forward: FeedForward
+    input: LayerInput | None = None
+    """Adds what a token has for this layer alone"""
+    scalar: float = 1.0
+    """Factor on the residual at the end"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,8 @@ class DecoderWeights:
     step_bytes: int
     """Upper bound of the weight bytes that a step reads: all but the embeddings"""
     device: torch.device
+    layer_inputs: LayerInputs | None
+    """None: tokens have nothing for a layer alone"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +70,15 @@ class Activations:
     """One for each distinct width of a feed-forward layer"""
     rotations: tuple[Rotation, ...]
     """One for each distinct RoPE"""
+    inputs: Tensor | None
+    """[tokens, layers, width], what each token has for each layer alone; None: there is none"""
 
     @property
     def large(self) -> tuple[Tensor, ...]:
         """All buffers but the rotations."""
         mixing = (tensor for scratch in self.mixing for tensor in scratch.tensors)
-        return self.hidden, self.normed, *mixing, *self.inner
+        inputs = () if self.inputs is None else (self.inputs,)
+        return self.hidden, self.normed, *mixing, *self.inner, *inputs
 
     def first(self, tokens: int) -> "Activations":
         return Activations(
@@ -77,6 +87,7 @@ class Activations:
             tuple(scratch.first(tokens) for scratch in self.mixing),
             tuple(inner[:tokens] for inner in self.inner),
             tuple(rotation.first(tokens) for rotation in self.rotations),
+            None if self.inputs is None else self.inputs[:tokens],
         )
 
 
@@ -92,6 +103,8 @@ class _Layer:
     feed_forward: FeedForward
     inner: int
     """Index of the feed-forward layer's buffer in `Activations.inner`"""
+    input: LayerInput | None
+    scalar: float
 
 
 class Decoder:
@@ -141,6 +154,8 @@ class Decoder:
                 feed_forward_norm=layer.feed_forward_norm,
                 feed_forward=layer.feed_forward,
                 inner=widths.index(shape.feed_forward.inner_width),
+                input=layer.input,
+                scalar=layer.scalar,
             )
             for layer, mixer, shape in zip(weights.layers, mixers, spec.layers, strict=True)
         ]
@@ -386,9 +401,12 @@ class Decoder:
         mixer.project(buffers.normed, scratch, buffers.rotations)
 
     def _keep(self, batch: StepBatch, buffers: Activations) -> None:
-        """Move the residual of the rows that the step returns to the front."""
+        """Move what is left of the rows that the step returns to the front."""
         outputs = batch.output_rows
-        self._operators.keep(buffers.hidden, None if outputs is None else outputs.indices)
+        rows = None if outputs is None else outputs.indices
+        self._operators.keep(buffers.hidden, rows)
+        if buffers.inputs is not None:
+            self._operators.keep(buffers.inputs, rows)
 
     def _after_mixing(self, index: int, buffers: Activations) -> None:
         """Add the outputs of a layer's mixer and feed-forward layer to the residual."""
@@ -399,12 +417,19 @@ class Decoder:
         if not is_parallel:
             self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
         layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner[layer.inner])
+        if layer.input is not None and buffers.inputs is not None:
+            layer.input.add_to(buffers.inputs[:, index], buffers.hidden, buffers.normed)
+        if layer.scalar != 1:
+            buffers.hidden.mul_(layer.scalar)
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
         """Compute what all layers share: the embeddings and the rotations."""
         self._embed(batch, buffers.hidden)
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
         self._rotaries.compute(positions, buffers.rotations)
+        inputs = self._weights.layer_inputs
+        if inputs is not None and buffers.inputs is not None:
+            inputs.compute(batch.token_ids, buffers.hidden, buffers.normed, buffers.inputs)
 
     def _kept(self, batch: StepBatch, buffers: Activations) -> Activations:
         """Return the buffers of the rows that the step returns."""
@@ -449,4 +474,7 @@ class Decoder:
             mixing=tuple(mixer.allocate(tokens) for mixer in self._shapes),
             inner=tuple(empty(tokens, width) for width in self._inner_widths),
             rotations=self._rotaries.allocate(tokens),
+            inputs=None
+            if self._weights.layer_inputs is None
+            else self._weights.layer_inputs.allocate(tokens),
         )

@@ -115,6 +115,7 @@ class EncoderReader:
                 final_norm=None,
                 output=None,
                 device=self._device,
+                layer_inputs=None,
                 token_types=None if token_types is None else self._table(token_types),
                 embedding_norm=self._read_norm(embedding_norm),
                 norms=tuple(
@@ -204,6 +205,7 @@ class EncoderReader:
             query_norm=None,
             key_norm=None,
             head_norms=None,
+            value_norm=None,
             sinks=None,
             output=self._projection(layer.output),
         )

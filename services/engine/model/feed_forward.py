@@ -9,7 +9,7 @@ from torch import Tensor
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.interface import Gate, Mixture, Operators, Projection
 
-__all__ = ["Dense", "Experts", "FeedForward", "SharedExpert"]
+__all__ = ["Beside", "Dense", "Experts", "FeedForward", "NormedExperts", "SharedExpert"]
 
 
 class FeedForward(ABC):
@@ -56,6 +56,51 @@ class Experts(FeedForward):
         self.mixture.add_to(rows, *choice, out)
         if self.shared is not None:
             self.shared.add_to(rows, out, inner)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedExperts(FeedForward):
+    """Experts that read the residual, they and their router through norms of their own."""
+
+    router_norm: Tensor
+    router: Projection
+    norm: Tensor
+    mixture: Mixture
+    routing: Routing
+    factors: Tensor
+    """float32 [count], factor of each expert's output"""
+    epsilon: float
+    operators: Operators
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        normed = self.operators.temporary(*rows.shape)
+        self.operators.rms_norm(rows, self.router_norm, self.epsilon, normed)
+        scores = torch.empty(len(rows), len(self.factors), device=rows.device)
+        self.router.into(normed, scores)
+        chosen, factors = self.operators.choose(scores, self.routing, None)
+        self.operators.rms_norm(rows, self.norm, self.epsilon, normed)
+        self.mixture.add_to(normed, chosen, factors * self.factors[chosen], out)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside(FeedForward):
+    """A dense layer and experts side by side: the norm of the sum of their norms."""
+
+    dense: Dense
+    """Its output is normed"""
+    experts: FeedForward
+    """Reads the residual"""
+    experts_norm: Tensor
+    norm: Tensor
+    epsilon: float
+    operators: Operators
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        total, sparse = (self.operators.temporary(*out.shape).zero_() for _ in range(2))
+        self.dense.add_to(rows, total, inner)
+        self.experts.add_to(out, sparse, inner)
+        self.operators.add_rms_norm(sparse, self.experts_norm, self.epsilon, total)
+        self.operators.add_rms_norm(total, self.norm, self.epsilon, out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,29 @@ from torch.nn.functional import softplus
 
 from services.engine.model.adapters.adapters import Site, StackedPart
 from services.engine.model.architecture.activation import Activation
-from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, FeedForwardSpec
+from services.engine.model.architecture.layers import (
+    BesideSpec,
+    DenseSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+)
 from services.engine.model.checkpoint.family import ExpertStack
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
-from services.engine.model.feed_forward import Dense, Experts, FeedForward, SharedExpert
+from services.engine.model.feed_forward import (
+    Beside,
+    Dense,
+    Experts,
+    FeedForward,
+    NormedExperts,
+    SharedExpert,
+)
 from services.engine.model.operators.interface import ExpertWeights, Gate, Operators
 from services.engine.model.stored import StoredNorm
 from services.engine.model.stored_feed_forward import (
     StackedExperts,
+    StoredBeside,
     StoredDense,
     StoredExperts,
     StoredFeedForward,
@@ -50,6 +63,10 @@ class FeedForwardReader:
     ) -> FeedForward:
         """Read a layer. content: its shape in the whole model; norm: what it reads; post_norm: norm
         of what it adds to the residual."""
+        if isinstance(stored, StoredBeside):
+            assert isinstance(content, BesideSpec)
+            assert post_norm is not None
+            return self._read_beside(stored, content, norm, post_norm)
         if isinstance(stored, StoredExperts):
             assert isinstance(content, ExpertsSpec)
             return self._read_experts(stored, content, norm)
@@ -65,6 +82,46 @@ class FeedForwardReader:
     ) -> Dense:
         gate = self._dense_gate(stored, content, norm)
         return Dense(gate, self._reader.residual_projection(stored.down, post_norm))
+
+    def _read_beside(
+        self,
+        stored: StoredBeside,
+        content: BesideSpec,
+        norm: StoredNorm | None,
+        post_norm: StoredNorm,
+    ) -> Beside:
+        reader = self._reader
+        return Beside(
+            dense=self._read_dense(stored.dense, content.dense, norm, stored.dense_post_norm),
+            experts=reader.shard.summed_experts(self._normed_experts(stored, content.experts)),
+            experts_norm=reader.norm_weight(reader.tensor(stored.post_norm.weight)),
+            norm=reader.norm_weight(reader.tensor(post_norm.weight)),
+            epsilon=reader.spec.norm_epsilon,
+            operators=reader.operators,
+        )
+
+    def _normed_experts(self, stored: StoredBeside, content: ExpertsSpec) -> NormedExperts:
+        reader, routing = self._reader, content.routing
+        assert isinstance(stored.experts.experts, StackedExperts)
+        experts = self._stacked_experts(stored.experts.experts)
+        mixture = reader.operators.mixture(
+            experts, content.count, routing.per_token, content.activation
+        )
+        ((weight, bias),) = reader.linear(stored.experts.router, None)
+        router = reader.operators.exact_projection(decoded(weight), bias)
+        reader.step_bytes += mixture.weight_bytes + router.weight_bytes
+        scale = reader.tensor(stored.router_scale).float() * reader.spec.hidden_size**-0.5
+        factors = reader.tensor(stored.expert_scale)
+        return NormedExperts(
+            router_norm=reader.norm_weight(scale),
+            router=router,
+            norm=reader.norm_weight(reader.tensor(stored.norm.weight)),
+            mixture=mixture,
+            routing=routing,
+            factors=factors.to(reader.device, torch.float32, copy=True),
+            epsilon=reader.spec.norm_epsilon,
+            operators=reader.operators,
+        )
 
     def _dense_gate(self, stored: StoredDense, content: DenseSpec, norm: StoredNorm | None) -> Gate:
         reader = self._reader

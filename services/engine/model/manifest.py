@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.stored import StoredMixer, stored_mixer
-from services.engine.model.stored import LayerNames, StoredNorm, stored_norm
+from services.engine.model.stored import LayerNames, StoredLinear, StoredNorm, stored_norm
 from services.engine.model.stored_feed_forward import StoredFeedForward, stored_feed_forward
 
 __all__ = ["Manifest", "StoredLayer"]
@@ -21,6 +21,22 @@ class StoredLayer:
     feed_forward_norm: StoredNorm | None
     feed_forward: StoredFeedForward
     feed_forward_post_norm: StoredNorm | None
+    input: "StoredLayerInput | None"
+    scalar: StoredTensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayerInput:
+    gate: StoredLinear
+    output: StoredLinear
+    post_norm: StoredNorm
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayerInputs:
+    table: StoredTensor
+    projection: StoredLinear
+    norm: StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +52,7 @@ class Manifest:
     head: StoredTensor | None
     """None: the embedding serves as output projection"""
     head_bias: StoredTensor | None
+    layer_inputs: StoredLayerInputs | None
 
     @staticmethod
     def of(spec: ModelSpec, root: str) -> "Manifest":
@@ -61,6 +78,7 @@ class Manifest:
             head_bias=StoredTensor(f"{names.roots[root]}.bias", (spec.vocab_size,))
             if spec.head_bias
             else None,
+            layer_inputs=_layer_inputs(spec, root) if spec.input_width else None,
         )
 
     def tensors(self) -> Iterator[StoredTensor]:
@@ -77,6 +95,27 @@ def _layer(spec: ModelSpec, index: int, names: LayerNames) -> StoredLayer:
         feed_forward_norm=names.norm(own.attention_norm if shares_norm else own.feed_forward_norm),
         feed_forward=stored_feed_forward(names, layer.feed_forward),
         feed_forward_post_norm=names.norm(own.feed_forward_post_norm),
+        input=_layer_input(names, layer.input_width) if layer.input_width else None,
+        scalar=names.tensor(own.layer_scalar, 1) if layer.has_scalar else None,
+    )
+
+
+def _layer_input(names: LayerNames, width: int) -> StoredLayerInput:
+    own, hidden = names.names.layer_inputs, names.spec.hidden_size
+    return StoredLayerInput(
+        gate=names.linear((own.gate,), (width,), hidden, False),
+        output=names.linear((own.output,), (hidden,), width, False),
+        post_norm=names.required_norm(own.post_norm),
+    )
+
+
+def _layer_inputs(spec: ModelSpec, root: str) -> StoredLayerInputs:
+    own, names = spec.family.names.layer_inputs, LayerNames(spec, root)
+    width = spec.num_layers * spec.input_width
+    return StoredLayerInputs(
+        table=names.tensor(f"{own.table}.weight", spec.input_vocab_size, width),
+        projection=names.linear((own.projection,), (width,), spec.hidden_size, False),
+        norm=names.tensor(f"{own.norm}.weight", spec.input_width),
     )
 
 

@@ -34,6 +34,9 @@ class LayerNames:
     def norm(self, name: str | None) -> StoredNorm | None:
         return None if name is None else stored_norm(self.spec, f"{self.prefix}{name}")
 
+    def required_norm(self, name: str) -> StoredNorm:
+        return stored_norm(self.spec, f"{self.prefix}{name}")
+
     def tensor(self, name: str, *shape: int) -> StoredTensor:
         """Name a tensor that is not the weight of a module."""
         return StoredTensor(f"{self.prefix}{name}", shape)

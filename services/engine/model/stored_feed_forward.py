@@ -4,15 +4,21 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from services.engine.model.architecture.activation import Nonlinearity
-from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, FeedForwardSpec
+from services.engine.model.architecture.layers import (
+    BesideSpec,
+    DenseSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+)
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.family import ExpertStack, ExpertTensorNames
 from services.engine.model.checkpoint.tensors import StoredTensor
-from services.engine.model.stored import LayerNames, StoredLinear
+from services.engine.model.stored import LayerNames, StoredLinear, StoredNorm
 
 __all__ = [
     "StackedExperts",
+    "StoredBeside",
     "StoredDense",
     "StoredExperts",
     "StoredFeedForward",
@@ -62,7 +68,20 @@ class StoredSharedExpert:
     router: StoredLinear | None
 
 
-StoredFeedForward: TypeAlias = StoredDense | StoredExperts
+@dataclass(frozen=True, slots=True)
+class StoredBeside:
+    """A dense layer and experts, each with norms of its own."""
+
+    dense: StoredDense
+    dense_post_norm: StoredNorm
+    experts: StoredExperts
+    norm: StoredNorm
+    post_norm: StoredNorm
+    router_scale: StoredTensor
+    expert_scale: StoredTensor
+
+
+StoredFeedForward: TypeAlias = StoredDense | StoredExperts | StoredBeside
 
 
 def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFeedForward:
@@ -70,12 +89,27 @@ def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFe
     if isinstance(content, ExpertsSpec):
         return _experts(names, content)
     own = names.names
+    if isinstance(content, BesideSpec):
+        return _beside(names, content)
     dense = _dense(names, own.gate, own.down, content)
     if content.activation.nonlinearity is not Nonlinearity.XIELU:
         return dense
     shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     constants = (names.tensor(f"{own.activation}.{n}", *shape) for n, shape in shapes.items())
     return replace(dense, activation=tuple(constants))
+
+
+def _beside(names: LayerNames, content: BesideSpec) -> StoredBeside:
+    own, beside = names.names, names.names.beside
+    return StoredBeside(
+        dense=_dense(names, own.gate, own.down, content.dense),
+        dense_post_norm=names.required_norm(beside.dense_post_norm),
+        experts=_experts(names, content.experts),
+        norm=names.required_norm(beside.norm),
+        post_norm=names.required_norm(beside.post_norm),
+        router_scale=names.tensor(beside.router_scale, names.spec.hidden_size),
+        expert_scale=names.tensor(beside.expert_scale, content.experts.count),
+    )
 
 
 def _dense(

@@ -1,15 +1,24 @@
 """Conversion of a checkpoint's tensors to the decoder's weights."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from services.engine.model.architecture.layers import LayerSpec
+from services.engine.model.architecture.layers import BesideSpec, LayerSpec
 from services.engine.model.checkpoint.quantized import Weight
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.decoder import DecoderWeights, LayerWeights
 from services.engine.model.embedding import Embedding, StoredEmbedding, TensorEmbedding
 from services.engine.model.feed_forward_reader import FeedForwardReader
-from services.engine.model.manifest import Manifest, StoredLayer
+from services.engine.model.layer_inputs import LayerInput, LayerInputs
+from services.engine.model.manifest import (
+    Manifest,
+    StoredLayer,
+    StoredLayerInput,
+    StoredLayerInputs,
+)
 from services.engine.model.mixers.stored import read_mixer
+from services.engine.model.operators.interface import NormedProjection
 from services.engine.model.tensor_reader import TensorReader, without_mean
 
 __all__ = ["WeightReader"]
@@ -40,6 +49,9 @@ class WeightReader:
             output=self._reader.shard.gathered(output, self._reader.operators),
             device=self._reader.device,
             step_bytes=self._reader.step_bytes,
+            layer_inputs=None
+            if manifest.layer_inputs is None
+            else self._layer_inputs(manifest.layer_inputs),
         )
 
     def _head(self, manifest: Manifest) -> Weight:
@@ -65,6 +77,44 @@ class WeightReader:
             mixer=mixer,
             feed_forward_norm=self._reader.norm(stored.feed_forward_norm),
             feed_forward=feed_forward,
+            input=None if stored.input is None else self._layer_input(stored.input, spec),
+            scalar=1.0 if stored.scalar is None else self._reader.tensor(stored.scalar).item(),
+        )
+
+    def _layer_inputs(self, stored: StoredLayerInputs) -> LayerInputs:
+        reader, spec = self._reader, self._reader.spec
+        projection = reader.product(
+            reader.linear(stored.projection, None), reader.operators_of(stored.projection)
+        )
+        return LayerInputs(
+            table=self._embedding(stored.table),
+            projection=projection,
+            norm=reader.norm_weight(reader.tensor(stored.norm)),
+            layers=spec.num_layers,
+            width=spec.input_width,
+            hidden_size=spec.hidden_size,
+            epsilon=spec.norm_epsilon,
+            operators=reader.operators,
+        )
+
+    def _layer_input(self, stored: StoredLayerInput, spec: LayerSpec) -> LayerInput:
+        reader = self._reader
+        gate, output = (
+            reader.adapted(
+                reader.product(reader.linear(each, None), reader.operators_of(each)),
+                reader.site(each),
+            )
+            for each in (stored.gate, stored.output)
+        )
+        norm = reader.norm_weight(reader.tensor(stored.post_norm.weight))
+        content = spec.feed_forward
+        dense = content.dense if isinstance(content, BesideSpec) else content
+        return LayerInput(
+            gate=gate,
+            output=NormedProjection(output, norm, reader.spec.norm_epsilon, reader.operators),
+            activation=replace(dense.activation, gated=False),
+            width=spec.input_width,
+            operators=reader.operators,
         )
 
     def _embedding(self, table: StoredTensor) -> Embedding:

@@ -20,6 +20,7 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
@@ -134,6 +135,15 @@ DELTA_NET: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+GEMMA4: dict[str, Any] = SHAPE | {
+    "num_hidden_layers": 7,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2
+    + ["sliding_attention", "sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+}
 _VISION: dict[str, Any] = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -238,6 +248,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
             **SHAPE | DELTA_NET, rope_parameters=_MROPE | {"mrope_section": [2, 1, 1]}
         ),
         vision_config=_QWEN_VISION,
+    ),
+    "gemma4, shared keys": Gemma4TextConfig(
+        **GEMMA4,
+        num_kv_shared_layers=3,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCABULARY,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma4, experts": Gemma4TextConfig(  # type: ignore[call-arg]
+        **GEMMA4,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=24,
     ),
     "phi3": Phi3Config(**SHAPE, sliding_window=30),
     "phi3, long": Phi3Config(
@@ -446,6 +474,9 @@ def make_checkpoint(
                 parameter.uniform_(0.5, 1.5).sub_(1 if is_offset else 0)
             elif not parameter.any():  # Gemma 3's projector
                 parameter.normal_(0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.eval().save_pretrained(directory, max_shard_size=shard)  # type: ignore[no-untyped-call]
     return model
 

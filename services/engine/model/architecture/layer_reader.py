@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.gemma4_layers import gemma4_layers
 from services.engine.model.architecture.layers import (
     AttentionSpec,
     DenseSpec,
@@ -42,7 +43,8 @@ def read_layers(
             if kind == "linear_attention":
                 mixers[layer] = shape
     feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
-    return tuple(map(LayerSpec, mixers, feed_forwards))
+    layers = tuple(map(LayerSpec, mixers, feed_forwards))
+    return gemma4_layers(config, layers, context_length) if family.is_gemma4 else layers
 
 
 def _attention_layers(
@@ -134,7 +136,7 @@ def _feed_forward_layers(
         activation=_activation(config, family),
         has_bias=family.reads_mlp_bias and config.flag("mlp_bias", False),
     )
-    if family.names.experts is None:
+    if family.names.experts is None or family.is_gemma4:
         return [dense] * num_layers
     experts = [
         _experts(config, family, dense, per_token, has_mxfp4)

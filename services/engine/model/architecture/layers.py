@@ -11,6 +11,7 @@ from services.engine.model.checkpoint.family import QkNorm
 
 __all__ = [
     "AttentionSpec",
+    "BesideSpec",
     "DenseSpec",
     "ExpertsSpec",
     "FeedForwardSpec",
@@ -42,6 +43,12 @@ class AttentionSpec:
     qk_norm: QkNorm
     has_output_gate: bool
     """Each output is multiplied by the sigmoid of a product of its own"""
+    norms_values: bool = False
+    """Values have an RMSNorm over each head, without a weight"""
+    keys_are_values: bool = False
+    """Values are the product that keys are made of"""
+    reads_layer: int | None = None
+    """Layer whose keys and values this one reads; None: it has its own"""
 
     @property
     def is_plain(self) -> bool:
@@ -107,8 +114,30 @@ class ExpertsSpec:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class BesideSpec:
+    """A dense layer and experts side by side, each with norms of its own."""
+
+    dense: DenseSpec
+    experts: ExpertsSpec
+
+    @property
+    def width(self) -> int:
+        """Intermediate size of an expert."""
+        return self.experts.width
+
+    @property
+    def inner_width(self) -> int:
+        """Width of the scratch space that a pass needs."""
+        return self.dense.width
+
+    def part(self, count: int) -> "BesideSpec":
+        """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        return BesideSpec(self.dense.part(count), self.experts.part(count))
+
+
 MixerSpec: TypeAlias = AttentionSpec | DeltaShape
-FeedForwardSpec: TypeAlias = DenseSpec | ExpertsSpec
+FeedForwardSpec: TypeAlias = DenseSpec | ExpertsSpec | BesideSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +146,16 @@ class LayerSpec:
 
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
+    input_width: int = 0
+    """Width of what a token has for this layer alone, added behind the others; 0: there is none"""
+    has_scalar: bool = False
+    """The residual is multiplied by a number at the end"""
 
     def part(self, count: int) -> "LayerSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
-        return LayerSpec(self.mixer.part(count), self.feed_forward.part(count))
+        return replace(
+            self, mixer=self.mixer.part(count), feed_forward=self.feed_forward.part(count)
+        )
 
 
 def _divided(name: str, width: int, count: int) -> int:

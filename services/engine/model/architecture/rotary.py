@@ -95,6 +95,8 @@ def _read(
             pass
         case "mrope":  # its three positions are equal for text
             pass
+        case "proportional":
+            frequencies = _proportional(base, head_dim, width) / rope.positive_number("factor", 1.0)
         case "linear":
             frequencies = frequencies / rope.positive_number("factor")
         case "llama3":
@@ -111,7 +113,7 @@ def _read(
         case _:
             raise CheckpointError(
                 f"{config.file}: rope_type {kind} is not supported. Supported: "
-                "default, linear, dynamic, llama3, yarn, longrope, mrope."
+                "default, linear, proportional, dynamic, llama3, yarn, longrope, mrope."
             )
     return RotarySpec(tuple(frequencies.tolist()), factor)
 
@@ -229,6 +231,13 @@ def _axes(rope: Config, layout: MultimodalAxes, pairs: int) -> tuple[int, ...]:
 def _frequencies(base: float, width: int, divisors: Tensor | float = 1.0) -> Tensor:
     exponents = torch.arange(0, width, 2, dtype=torch.int64).to(torch.float32) / width
     return 1.0 / (divisors * base**exponents)
+
+
+def _proportional(base: float, head_dim: int, width: int) -> Tensor:
+    """Return the frequencies of a whole head, of which the pairs beyond `width` don't turn."""
+    frequencies = _frequencies(base, head_dim)
+    frequencies[width // 2 :] = 0
+    return frequencies
 
 
 def _llama3(frequencies: Tensor, rope: Config) -> Tensor:

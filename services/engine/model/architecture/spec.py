@@ -8,7 +8,12 @@ from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.layer_reader import read_layers
-from services.engine.model.architecture.layers import AttentionSpec, ExpertsSpec, LayerSpec
+from services.engine.model.architecture.layers import (
+    AttentionSpec,
+    BesideSpec,
+    ExpertsSpec,
+    LayerSpec,
+)
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family
@@ -52,6 +57,8 @@ class ModelSpec:
     """Way in which quantized weights are stored; None: there are none"""
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    input_vocab_size: int = 0
+    """Ids that have inputs of their own for each layer; 0: none"""
     position_offset: int = 0
     """Number of the first learned position"""
     num_token_types: int = 0
@@ -103,7 +110,19 @@ class ModelSpec:
     @property
     def has_experts(self) -> bool:
         """True if a layer is a mixture of experts."""
-        return any(isinstance(layer.feed_forward, ExpertsSpec) for layer in self.layers)
+        kinds = (ExpertsSpec, BesideSpec)
+        return any(isinstance(layer.feed_forward, kinds) for layer in self.layers)
+
+    @property
+    def paged_layers(self) -> Mapping[int, AttentionSpec]:
+        """The layers that have keys and values of their own, by number."""
+        layers = self.attention_layers.items()
+        return {index: layer for index, layer in layers if layer.reads_layer is None}
+
+    @property
+    def input_width(self) -> int:
+        """Width of what a token has for each layer alone; 0: there is none."""
+        return self.layers[0].input_width
 
     def attention(self, layer: int) -> AttentionSpec:
         """Return the mixer of a layer, which must be attention."""
@@ -164,6 +183,9 @@ class ModelSpec:
             scheme=stored_as if isinstance(stored_as, Scheme) else None,
             eos_token_ids=config.ids("eos_token_id"),
             bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+            input_vocab_size=config.positive("vocab_size_per_layer_input")
+            if family.is_gemma4
+            else 0,
             position_offset=offset,
             num_token_types=0
             if encoder is None or encoder.token_types is None

@@ -59,7 +59,7 @@ class KVCache:
     @staticmethod
     def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
         """Return the memory of one block: keys and values of all layers."""
-        widths = (layer.num_kv_heads * layer.head_dim for layer in spec.attention_layers.values())
+        widths = (layer.num_kv_heads * layer.head_dim for layer in spec.paged_layers.values())
         return 2 * sum(widths) * block_size * dtype.itemsize
 
 

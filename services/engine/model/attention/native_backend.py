@@ -65,7 +65,7 @@ class TiledAttention(AttentionBackend):
             shape = (num_blocks, layer.num_kv_heads, block_size * layer.head_dim)
             return allocate(shape, torch.bfloat16)
 
-        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
+        return KVCache.allocate(layers or self._spec.paged_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         call = _call(self._spec.attention(layer), layer, step)

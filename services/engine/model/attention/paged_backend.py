@@ -73,7 +73,7 @@ class PagedAttention(TorchAttention):
             shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
             return torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
 
-        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
+        return KVCache.allocate(layers or self._spec.paged_layers, block_size, make)
 
     def write(self, layer: int, step: AttentionStep) -> None:
         caches = tokens_of(step.cache.keys[layer]), tokens_of(step.cache.values[layer])
@@ -94,7 +94,7 @@ class PagedAttention(TorchAttention):
         metadata, first = self._metadata_of(step.batch), step.batch.num_decodes
         if not metadata.has_chunks:
             return
-        if self._has_flash and metadata.has_whole_prompts:
+        if self._has_flash and metadata.has_whole_prompts and len(step.keys):
             attended = flash_attention(
                 step.queries[first:],
                 step.keys[first:],

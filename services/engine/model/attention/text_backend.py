@@ -42,7 +42,7 @@ class TextAttention(AttentionBackend):
         def make(_: AttentionSpec) -> Tensor:
             return torch.empty((num_blocks, 0), dtype=self._dtype, device=self._device)
 
-        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
+        return KVCache.allocate(layers or self._spec.paged_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         spec = self._spec.attention(layer)

@@ -43,7 +43,7 @@ class TorchAttention(AttentionBackend):
             shape = (num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
-        return KVCache.allocate(layers or self._spec.attention_layers, block_size, make)
+        return KVCache.allocate(layers or self._spec.paged_layers, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         self._write_and_decode(layer, step)

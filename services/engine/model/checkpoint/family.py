@@ -7,12 +7,14 @@ from enum import Enum
 from services.engine.model.checkpoint.config import JsonObject
 
 __all__ = [
+    "BesideNames",
     "DeltaNetNames",
     "EncoderTraits",
     "ExpertStack",
     "ExpertTensorNames",
     "Family",
     "HeadStage",
+    "LayerInputNames",
     "MultimodalAxes",
     "QkNorm",
     "TensorNames",
@@ -105,6 +107,29 @@ class DeltaNetNames:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerInputNames:
+    """Tensor names of what a token has for each layer alone."""
+
+    table: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    norm: str = "per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    output: str = "per_layer_projection"
+    post_norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class BesideNames:
+    """Tensor names of the norms and factors of experts beside a dense layer."""
+
+    dense_post_norm: str = "post_feedforward_layernorm_1"
+    norm: str = "pre_feedforward_layernorm_2"
+    post_norm: str = "post_feedforward_layernorm_2"
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """Tensor names without .weight and .bias; None: the family has no such tensor.
 
@@ -139,6 +164,9 @@ class TensorNames:
     experts: ExpertTensorNames | None = None
     stacked_experts: ExpertTensorNames | None = None
     """Names in files that stack all experts instead; None: there are no such files"""
+    beside: BesideNames = field(default_factory=BesideNames)
+    layer_inputs: LayerInputNames = field(default_factory=LayerInputNames)
+    layer_scalar: str = "layer_scalar"
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -239,6 +267,8 @@ class Family:
     inner_factor: int | None = None
     """Default intermediate_size, in multiples of hidden_size"""
     windows: WindowRule = WindowRule.NONE
+    is_gemma4: bool = False
+    """Layers differ from one another as Gemma 4's do"""
     local_rotary: bool = False
     """Sliding-window layers have RoPE frequencies of their own"""
     rotates_windows_only: bool = False

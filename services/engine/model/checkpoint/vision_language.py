@@ -80,6 +80,8 @@ class VisionLanguage:
     """As TensorNames.roots"""
     vision: tuple[str, ...]
     """Patterns of the tensors that belong to the vision tower and its projector"""
+    others: tuple[str, ...] = ()
+    """Patterns of tensors of what is not served, such as sounds"""
     axes: MultimodalAxes = MultimodalAxes.NONE
     images_see_ahead: bool = False
 
@@ -88,7 +90,9 @@ class VisionLanguage:
         self._check_images(config)
         decoder, defaults = self._decoder(config)
         names = replace(
-            decoder.names, roots=self.roots, ignored=(*decoder.names.ignored, *self.vision)
+            decoder.names,
+            roots=self.roots,
+            ignored=(*decoder.names.ignored, *self.vision, *self.others),
         )
         return replace(
             decoder,
@@ -176,6 +180,14 @@ _QWEN3_5 = replace(
     axes=MultimodalAxes.INTERLEAVED_IN_A_QUARTER,
 )
 
+_GEMMA4 = VisionLanguage(
+    "Gemma4ForConditionalGeneration",
+    decoder=FAMILIES["Gemma4ForCausalLM"],
+    roots={"model.language_model.": "lm_head"},
+    vision=("model.vision_tower.*", "model.embed_vision.*"),
+    others=("model.audio_tower.*", "model.embed_audio.*"),
+)
+
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
     model.architecture: model
     for model in (
@@ -203,6 +215,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             decoder=_QWEN3_VL_MOE,
             axes=MultimodalAxes.INTERLEAVED,
         ),
+        _GEMMA4,
         _QWEN3_5,
         replace(
             _QWEN3_5,

@@ -26,6 +26,7 @@ class AttentionWeights:
     key_norm: Tensor | None
     head_norms: HeadNorms | None
     """Norms that are computed apart from the rotation"""
+    value_norm: HeadNorms | None
     sinks: Tensor | None
     """float32 [heads], one more logit in each head's softmax"""
     output: Projection
@@ -74,8 +75,10 @@ class AttentionMixer(Mixer[AttentionScratch]):
     ) -> None:
         """epsilon: of the norms; rotation: index among the step's rotations; None = no RoPE."""
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self.scratch_key = ("attention", *shape, spec.has_output_gate)
-        self._layer = layer
+        is_reader = spec.reads_layer is not None
+        self.scratch_key = ("attention", *shape, spec.has_output_gate, is_reader)
+        self._layer = layer if spec.reads_layer is None else spec.reads_layer
+        """Layer whose keys and values it reads"""
         self._spec = spec
         self._weights = weights
         self._epsilon = epsilon
@@ -86,11 +89,15 @@ class AttentionMixer(Mixer[AttentionScratch]):
     def allocate(self, tokens: int) -> AttentionScratch:
         spec, empty = self._spec, self._operators.empty
         num_gates = spec.num_heads if spec.has_output_gate else 0
-        counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads, num_gates)
+        is_reader = spec.reads_layer is not None
+        cached = 0 if is_reader else spec.num_kv_heads
+        counts = (spec.num_heads, cached, cached, num_gates)
         qkv = empty(tokens, sum(counts) * spec.head_dim)
         heads = qkv.view(tokens, -1, spec.head_dim)
         queries, keys, values, _ = heads.split_with_sizes(counts, dim=1)
-        rotated = heads[:, : spec.num_heads + spec.num_kv_heads]
+        if is_reader:  # no token has keys to write
+            keys, values = (heads.new_empty(0, spec.num_kv_heads, spec.head_dim) for _ in range(2))
+        rotated = heads[:, : spec.num_heads + cached]
         gates = qkv[:, qkv.shape[1] - num_gates * spec.head_dim :]
         attended = empty(tokens, spec.num_heads * spec.head_dim)
         return AttentionScratch(qkv, rotated, queries, keys, values, gates, attended)
@@ -116,6 +123,9 @@ class AttentionMixer(Mixer[AttentionScratch]):
                 scratch.queries.mul_(scales[:, None, None])
         if is_rotated:
             self._norm_heads(scratch)
+        if self._weights.value_norm is not None:
+            heads, norm = self._spec.num_kv_heads, self._weights.value_norm
+            self._operators.norm_heads(scratch.values, heads, norm, self._epsilon)
 
     def _norm_heads(self, scratch: AttentionScratch) -> None:
         norms = self._weights.head_norms
@@ -128,7 +138,8 @@ class AttentionMixer(Mixer[AttentionScratch]):
         return self._backend.writes_apart
 
     def write(self, batch: StepBatch, cache: KVCache, scratch: AttentionScratch) -> None:
-        self._backend.write(self._layer, self._step(batch, cache, scratch, scratch))
+        if self._spec.reads_layer is None:
+            self._backend.write(self._layer, self._step(batch, cache, scratch, scratch))
 
     def mix(
         self,
@@ -147,6 +158,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
             if self._spec.has_output_gate:
                 self._operators.keep(scratch.gates, rows)
             batch = batch.narrowed
+        is_written = is_written or self._spec.reads_layer is not None
         step = self._step(batch, cache, scratch, attending, is_written)
         self._backend.attend(self._layer, step)
         if self._spec.has_output_gate:

@@ -35,12 +35,14 @@ class StoredAttention:
 def stored_attention(names: LayerNames, spec: AttentionSpec) -> StoredAttention:
     """Name the tensors of a layer's attention."""
     own, hidden = names.names, names.spec.hidden_size
-    attended, cached = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    queries = attended * (2 if spec.has_output_gate else 1)
+    attended = spec.num_heads * spec.head_dim
+    widths = _widths(spec)
+    qkv = own.qkv if len(own.qkv) == 1 else own.qkv[: len(widths)]
+    has_keys = spec.reads_layer is None
     return StoredAttention(
-        qkv=names.linear(own.qkv, (queries, cached, cached), hidden, spec.qkv_bias),
+        qkv=names.linear(qkv, widths, hidden, spec.qkv_bias),
         query_norm=_stored_norm(names, own.query_norm, spec, spec.num_heads),
-        key_norm=_stored_norm(names, own.key_norm, spec, spec.num_kv_heads),
+        key_norm=_stored_norm(names, own.key_norm, spec, spec.num_kv_heads) if has_keys else (),
         sinks=None if own.sinks is None else names.tensor(own.sinks, spec.num_heads),
         output=names.linear((own.output,), (hidden,), attended, spec.output_bias),
     )
@@ -73,6 +75,7 @@ def read_attention(
         query_norm=query_norm,
         key_norm=key_norm,
         head_norms=head_norms,
+        value_norm=_value_norm(reader, spec),
         sinks=None if stored.sinks is None else _sinks(reader, stored.sinks),
         output=reader.residual_projection(stored.output, post_norm),
     )
@@ -106,15 +109,14 @@ def _qkv(
 ) -> Projection:
     """Read this rank's queries, keys, values and then output gates as one product."""
     shard, keys = reader.shard, reader.shard.of_heads(spec.num_kv_heads)
-    attended, cached = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    widths = [attended * (2 if spec.has_output_gate else 1), cached, cached]
+    widths = _widths(spec)
     whole, stored_parts = torch.arange(sum(widths)), reader.linear(stored.qkv, norm)
     if reader.spec.family.qkv_by_head:
         whole = whole.view(spec.num_heads, 3, -1).transpose(0, 1).flatten()
         stored_parts = [take_rows(part, whole) for part in stored_parts]
     stored_parts = split_parts(stored_parts, widths)
     places = whole.split_with_sizes(widths)
-    shards = (shard, keys, keys)
+    shards = (shard, keys, keys)[: len(widths)]
     parts = [shard_rows(*each) for each in zip(stored_parts, shards, strict=True)]
     rows = [each.rows(place) for each, place in zip(shards, places, strict=True)]
     taken, order = [], []
@@ -125,22 +127,31 @@ def _qkv(
     return reader.adapted(product, reader.site(stored.qkv, norm, torch.cat(order)))
 
 
+def _widths(spec: AttentionSpec) -> tuple[int, ...]:
+    """Return the outputs of the stored queries, keys and values, as far as the layer has them."""
+    queries = spec.num_heads * spec.head_dim * (2 if spec.has_output_gate else 1)
+    cached = spec.num_kv_heads * spec.head_dim
+    count = 0 if spec.reads_layer is not None else 1 if spec.keys_are_values else 2
+    return (queries, *(cached,) * count)
+
+
 def _rows_in_order(
     reader: TensorReader, spec: AttentionSpec, widths: Sequence[int]
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the parts of the product: the number of a stored part, and rows of it in order.
 
-    widths: rows of the stored queries, keys and values. A head's output gate is stored behind its
-    queries.
+    widths: rows of the stored parts: queries, keys and values; without values, keys serve as these,
+    without keys there is neither. A head's output gate is stored behind its queries.
     """
-    queries, keys, values = map(torch.arange, widths)
+    queries, *cached = map(torch.arange, widths)
     gates = None
     if spec.has_output_gate:
         pairs = queries.view(-1, 2, spec.head_dim)
         queries, gates = pairs[:, 0].flatten(), pairs[:, 1].flatten()
     yield 0, _to_half_split(reader, queries, spec)
-    yield 1, _to_half_split(reader, keys, spec)
-    yield 2, values
+    if cached:
+        yield 1, _to_half_split(reader, cached[0], spec)
+        yield len(cached), cached[-1]
     if gates is not None:
         yield 0, gates
 
@@ -165,6 +176,13 @@ def _qk_norms(
         return reader.norm_weight(shard.rows(rows))
 
     return read(stored.query_norm, queries), read(stored.key_norm, keys)
+
+
+def _value_norm(reader: TensorReader, spec: AttentionSpec) -> HeadNorms | None:
+    if not spec.norms_values or spec.reads_layer is not None:
+        return None
+    ones = torch.ones(spec.head_dim, dtype=reader.dtype, device=reader.device)
+    return HeadNorms(ones, ones, centers=False)
 
 
 def _sinks(reader: TensorReader, sinks: StoredTensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""Inputs that a token has for each layer alone (Gemma 3n's and 4's per-layer embeddings)."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import rms_norm
+
+from services.engine.model.architecture.activation import Activation
+from services.engine.model.embedding import Embedding
+from services.engine.model.operators.interface import Operators, Projection
+
+__all__ = ["LayerInput", "LayerInputs"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What makes the inputs of all layers, from a token's id and its embedding."""
+
+    table: Embedding
+    """[ids, layers * width]"""
+    projection: Projection
+    """hidden_size → layers * width"""
+    norm: Tensor
+    """[width]"""
+    layers: int
+    width: int
+    hidden_size: int
+    epsilon: float
+    operators: Operators
+
+    def allocate(self, tokens: int) -> Tensor:
+        """Allocate the inputs of so many tokens: [tokens, layers, width]."""
+        return self.operators.empty(tokens, self.layers * self.width).view(tokens, self.layers, -1)
+
+    def compute(self, ids: Tensor, hidden: Tensor, normed: Tensor, out: Tensor) -> None:
+        """Fill `out` for tokens with these embeddings.
+
+        ids: int64 [n]; hidden: [n, hidden_size]; normed: scratch space of the same shape.
+        """
+        flat = out.view(len(ids), -1)
+        self.operators.arrange(hidden, normed)
+        self.projection.into(normed, flat)
+        scaled = out * self.hidden_size**-0.5
+        projected = rms_norm(scaled, (self.width,), self.norm, self.epsilon)
+        self.table.read(ids, flat)
+        out.mul_(self.width**0.5).add_(projected).mul_(0.5**0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """What adds a layer's own input to the residual."""
+
+    gate: Projection
+    """hidden_size → width"""
+    output: Projection
+    """width → hidden_size, normed"""
+    activation: Activation
+    width: int
+    operators: Operators
+
+    def add_to(self, inputs: Tensor, hidden: Tensor, normed: Tensor) -> None:
+        """Add to the residual. inputs: [n, width]; normed: scratch space as `hidden`."""
+        operators = self.operators
+        product, arranged = (operators.temporary(len(hidden), self.width) for _ in range(2))
+        operators.arrange(hidden, normed)
+        self.gate.into(normed, product)
+        operators.arrange(self.activation.apply(product) * inputs, arranged)
+        self.output.add_to(arranged, hidden)
