@@ -27,7 +27,8 @@ from services.engine.engine import Engine
 from services.engine.kernels.library import Kernel, OperationCall
 from services.engine.loop import step_sampler
 from services.engine.messages import RequestDone, SamplingSettings, Token
-from services.engine.model.attention import AttentionBackend, KVCache
+from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.attention import AttentionBackend
 from services.engine.model.loader import load_spec, resolve_dtype
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.operators.recording import Recording
@@ -69,7 +70,8 @@ class MeasuredEngine(Engine):
     ) -> None:
         """tokens: what the KV cache has to hold."""
         on = torch.device(device)
-        per_token = KVCache.bytes_per_block(load_spec(model), 1, resolve_dtype(dtype, on))
+        widths = (group.token_width for group in layer_groups(load_spec(model)))
+        per_token = sum(widths) * resolve_dtype(dtype, on).itemsize
         settings = EngineSettings(
             dtype=dtype,
             device=device,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from services.common.checkpoint import opened
 from services.common.contract import DEFAULT_MAX_TOKENS
-from services.engine.batch.step_batch import StepBatch
+from services.engine.batch.step_batch import StateSegments, StepBatch
 from services.engine.execution.model_runner import SCORED_ROWS
 from services.engine.frontend.events import refusal
 from services.engine.loop.loaded_loop import LoadedLoop, load_loop
@@ -257,7 +257,7 @@ class Engine:
         self._check(ids)
         decoder, count = self.loaded.model.decoder, len(ids)
         blocks = -(-count // decoder.block_size)
-        cache = decoder.allocate_cache(blocks)
+        cache = decoder.allocate_cache(blocks, num_states=1)
         positions = torch.arange(count, device=decoder.device)
         batch = StepBatch(
             token_ids=torch.tensor(ids, device=decoder.device),
@@ -268,6 +268,7 @@ class Engine:
             block_tables=positions[None, :blocks].int(),
             num_decodes=0,
             query_lengths_host=(count,),
+            states=StateSegments.from_zeros([count], decoder.device) if cache.states else None,
             context_lengths_host=(count,),
         )
         hidden = decoder.forward(batch, cache)

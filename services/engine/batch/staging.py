@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.engine.batch.buckets import table_width
 
-__all__ = ["HostFields", "Staging"]
+__all__ = ["DeviceFields", "HostFields", "Staging"]
 
 _ALIGNMENT = 16
 """Bytes; the block tables begin at a multiple of it"""
@@ -32,7 +32,7 @@ class StepFields(Generic[T]):
     positions: T
     """int64 [tokens]"""
     slots: T
-    """int64 [tokens]"""
+    """int64 [groups, tokens]"""
     sources: T
     """int64 [tokens], index of the token id among those drawn on the device, followed by
     `token_ids`; not filled in if no token was drawn"""
@@ -46,8 +46,15 @@ class StepFields(Generic[T]):
     """int32 [1]; not filled in if it is not known"""
     context_lengths: T
     """int32 [sequences]"""
+    run_starts: T
+    """int32 [runs + 1], of the runs between states"""
+    run_sources: T
+    """int32 [runs]"""
+    run_targets: T
+    """int32 [runs]"""
     block_tables: T
-    """int32 [sequences, `table_width`], already filled; arbitrary past a sequence's blocks"""
+    """int32 [sequences, groups, `table_width`], already filled; arbitrary past a sequence's
+    blocks"""
 
 
 HostFields: TypeAlias = StepFields[npt.NDArray[np.signedinteger[Any]]]
@@ -64,36 +71,48 @@ class Staging:
     CUDA graphs rely on, until a step exceeds the reserved size.
     """
 
-    def __init__(self, device: torch.device, *, copies: bool | None = None) -> None:
-        """copies: the device has memory of its own; None = if it is a GPU."""
+    def __init__(
+        self, device: torch.device, groups: int = 1, *, copies: bool | None = None
+    ) -> None:
+        """groups: cache groups, each of which has tables of its own.
+
+        copies: the device has memory of its own; None = if it is a GPU.
+        """
         self._device = device
         is_cuda = device.type == "cuda"
         self._copies = is_cuda if copies is None else copies
         self._hosts = [
-            _HostBuffer(pinned=is_cuda, packs=self._copies) for _ in range(2 if is_cuda else 1)
+            _HostBuffer(groups, pinned=is_cuda, packs=self._copies)
+            for _ in range(2 if is_cuda else 1)
         ]
+        self._groups = groups
         self._on_device: Tensor | None = None
 
-    def reserve(self, tokens: int, sequences: int, blocks: int) -> None:
-        """Reserve memory for steps of up to this size. blocks: of one sequence."""
+    def reserve(self, tokens: int, sequences: int, blocks: int, runs: int = 0) -> None:
+        """Reserve memory for steps of up to this size.
+
+        blocks: of one sequence; runs: between recurrent states.
+        """
         for host in self._hosts:
-            host.grow(tokens, sequences, blocks)
+            host.grow(tokens, sequences, blocks, runs)
 
     def lay_out(
-        self, tokens: int, tables: Sequence[list[int]], least_blocks: int = 1
+        self, tokens: int, tables: Sequence[list[int]], least_blocks: int = 1, runs: int = 0
     ) -> HostFields:
-        """Return the fields of a step to fill in. tables: the blocks of each of its sequences.
+        """Return the fields of a step to fill in.
 
+        tables: the blocks of its first sequence in each group, then of the next sequence.
         least_blocks: the tables are at least as wide as for a sequence of so many blocks.
 
         A list in `tables` may only grow from step to step: only blocks added to the same list
         object are copied.
         """
         widest = max(least_blocks, *map(len, tables))
-        if not self._hosts[0].holds(tokens, len(tables), widest):
-            self.reserve(2 * tokens, 2 * len(tables), 2 * widest)
+        sequences = len(tables) // self._groups
+        if not self._hosts[0].holds(tokens, sequences, widest, runs):
+            self.reserve(2 * tokens, 2 * sequences, 2 * widest, 2 * runs)
         self._hosts.reverse()
-        return self._hosts[0].lay_out(tokens, tables, widest)
+        return self._hosts[0].lay_out(tokens, tables, widest, runs)
 
     def send(self) -> DeviceFields:
         """Start the copy of the filled-in fields, and return them on the device."""
@@ -113,12 +132,13 @@ class _HostBuffer:
     Where the buffer is copied, they are packed behind the fields, at the width in use.
     """
 
-    def __init__(self, *, pinned: bool, packs: bool) -> None:
+    def __init__(self, groups: int, *, pinned: bool, packs: bool) -> None:
+        self._groups = groups
         self._pinned = pinned
         self._packs = packs
-        self._tokens = self._rows = self._columns = 0
-        self._shape = (0, 0, 0)
-        """Tokens, sequences and table columns of the current step"""
+        self._tokens = self._rows = self._columns = self._runs = 0
+        self._shape = (0, 0, 0, 0)
+        """Tokens, sequences, runs and table columns of the current step"""
         self._views: dict[int, DeviceFields] = {}
         """Fields of the current step, by the address of their memory"""
         self._copied: torch.cuda.Event | None = None
@@ -130,24 +150,28 @@ class _HostBuffer:
         """By row of the tables, its list of blocks and how many of them are copied"""
         self._fields: HostFields | None = None
 
-    def holds(self, tokens: int, sequences: int, blocks: int) -> bool:
+    def holds(self, tokens: int, sequences: int, blocks: int, runs: int) -> bool:
         """Return whether a step of this size fits."""
-        return tokens <= self._tokens and sequences <= self._rows and blocks <= self._columns
+        fields_fit = tokens <= self._tokens and sequences <= self._rows and runs <= self._runs
+        return fields_fit and blocks <= self._columns
 
-    def grow(self, tokens: int, sequences: int, blocks: int) -> None:
+    def grow(self, tokens: int, sequences: int, blocks: int, runs: int) -> None:
         """Reallocate so that a step of this size fits. Empties the tables."""
         columns = table_width(blocks)
-        self._tokens = max(self._tokens, tokens)
+        self._tokens, self._runs = max(self._tokens, tokens), max(self._runs, runs)
         self._rows, self._columns = max(self._rows, sequences), max(self._columns, columns)
-        self._tables_at = _fields_size(self._tokens, self._rows)
-        size = self._tables_at + 4 * self._rows * self._columns
+        self._tables_at = _fields_size(self._tokens, self._rows, self._runs, self._groups)
+        rows = self._rows * self._groups
+        size = self._tables_at + 4 * rows * self._columns
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=self._pinned)
-        tables = self.memory[self._tables_at :].view(torch.int32).view(self._rows, -1)
+        tables = self.memory[self._tables_at :].view(torch.int32).view(rows, -1)
         self._table = (torch.zeros_like(tables) if self._packs else tables).numpy()
-        self._filled = [([], 0)] * self._rows
+        self._filled = [([], 0)] * rows
         self._fields = None
 
-    def lay_out(self, tokens: int, tables: Sequence[list[int]], widest: int) -> HostFields:
+    def lay_out(
+        self, tokens: int, tables: Sequence[list[int]], widest: int, runs: int
+    ) -> HostFields:
         """Return the fields of a step, after the copy of the last step from here has completed."""
         if self._copied is not None:
             self._copied.synchronize()
@@ -157,22 +181,24 @@ class _HostBuffer:
                 start = count if held is blocks else 0
                 self._table[row, start : len(blocks)] = blocks[start:]
                 self._filled[row] = (blocks, len(blocks))
-        shape = (tokens, len(tables), table_width(widest))
+        shape = (tokens, len(tables) // self._groups, runs, table_width(widest))
         if self._fields is None or shape != self._shape:
             self._shape = shape
             self._views = {}
             staged = self.views(self.memory)
             fields = StepFields(*(getattr(staged, name).numpy() for name in _NAMES))
-            rows, columns = self._shape[1:]
-            self._fields = replace(fields, block_tables=self._table[:rows, :columns])
+            filled = self._table.reshape(self._rows, self._groups, -1)
+            _, rows, _, columns = self._shape
+            self._fields = replace(fields, block_tables=filled[:rows, :, :columns])
         return self._fields
 
     def copy_to(self, memory: Tensor) -> None:
         """Start the copy of the current step's part to the same offset in the device's memory."""
-        tokens, sequences, columns = self._shape
+        tokens, sequences, runs, _ = self._shape
         packed = self.views(self.memory).block_tables.numpy()
-        packed[:] = self._table[:sequences, :columns]
-        begin = self._tables_at - _fields_size(tokens, sequences)
+        assert self._fields is not None
+        packed[:] = self._fields.block_tables
+        begin = self._tables_at - _fields_size(tokens, sequences, runs, self._groups)
         end = self._tables_at + packed.nbytes
         memory[begin:end].copy_(self.memory[begin:end], non_blocking=True)
         if memory.is_cuda:
@@ -187,19 +213,26 @@ class _HostBuffer:
         return self._views[address]
 
     def _view(self, memory: Tensor) -> DeviceFields:
-        tokens, sequences, columns = self._shape
+        tokens, sequences, runs, columns = self._shape
         end = self._tables_at
-        begin = end - _fields_size(tokens, sequences)
-        longs = memory[begin : begin + 40 * tokens].view(torch.int64)
-        ints = memory[begin + 40 * tokens : end].view(torch.int32)
+        groups = self._groups
+        begin = end - _fields_size(tokens, sequences, runs, groups)
+        ints_at = begin + 8 * (4 + groups) * tokens
+        longs = memory[begin:ints_at].view(torch.int64)
+        ints = memory[ints_at:end].view(torch.int32)
         if self._packs:
-            size = 4 * sequences * columns
-            tables = memory[end : end + size].view(torch.int32).view(sequences, columns)
+            size = 4 * sequences * groups * columns
+            tables = memory[end : end + size].view(torch.int32).view(sequences, groups, columns)
         else:
-            tables = memory[end:].view(torch.int32).view(self._rows, self._columns)
-        token_ids, positions, slots, sources, output_rows = longs.view(5, tokens)
+            tables = memory[end:].view(torch.int32).view(self._rows, groups, self._columns)
+        singles, slots = longs.view(4 + groups, tokens).tensor_split((4,))
+        token_ids, positions, sources, output_rows = singles
         query_starts, output_starts = ints[: 2 * sequences + 2].view(2, sequences + 1)
         shared_tokens, rest = ints[2 * sequences + 2 :].tensor_split((1,))
+        context_lengths, rest = rest.tensor_split((sequences,))
+        run_starts, run_sources, run_targets = rest[: 3 * runs + 1].split_with_sizes(
+            (runs + 1, runs, runs)
+        )
         return StepFields(
             token_ids,
             positions,
@@ -209,15 +242,22 @@ class _HostBuffer:
             query_starts,
             output_starts,
             shared_tokens,
-            context_lengths=rest[:sequences],
-            block_tables=tables[:sequences, :columns],
+            context_lengths=context_lengths,
+            run_starts=run_starts,
+            run_sources=run_sources,
+            run_targets=run_targets,
+            block_tables=tables[:sequences, :, :columns],
         )
 
 
 _NAMES = tuple(StepFields.__dataclass_fields__)
 
 
-def _fields_size(tokens: int, sequences: int) -> int:
-    """Return the aligned bytes of five int64 per token, and three int32 per sequence and beside."""
-    size = 40 * tokens + 4 * (3 * sequences + 3)
+def _fields_size(tokens: int, sequences: int, runs: int, groups: int) -> int:
+    """Return the aligned bytes of all fields but the block tables.
+
+    They are four int64 per token and one more per group, and int32: three per sequence, three per
+    run, and four beside.
+    """
+    size = 8 * (4 + groups) * tokens + 4 * (3 * sequences + 3 * runs + 4)
     return -(-size // _ALIGNMENT) * _ALIGNMENT

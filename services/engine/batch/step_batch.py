@@ -1,7 +1,9 @@
 """Flat batch of one engine step, the input of the decoder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 __all__ = ["ImageRows", "OutputRows", "StateSegments", "StepBatch"]
@@ -48,6 +50,14 @@ class StateSegments:
     lengths_host: tuple[int, ...]
     """Tokens of each run, on the host: a decision must not wait for the device"""
 
+    @staticmethod
+    def from_zeros(lengths: Sequence[int], device: torch.device) -> "StateSegments":
+        """Return one run for each sequence, from zeros to the slot of the sequence's number."""
+        count = len(lengths)
+        starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+        targets = torch.arange(count, dtype=torch.int32, device=device)
+        return StateSegments(starts, torch.full_like(targets, -1), targets, tuple(lengths))
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -67,8 +77,8 @@ class StepBatch:
     context_lengths: Tensor
     """int32 [sequences], tokens in the cache after this step"""
     block_tables: Tensor
-    """int32 [sequences, width]; rows may be strided, and entries past a sequence's blocks are
-    arbitrary"""
+    """int32 [sequences, width]; rows may be strided. Entries past a sequence's blocks are
+    arbitrary, and those behind a layer's window name blocks of other sequences"""
     num_decodes: int
     """The first `num_decodes` sequences have exactly one query token"""
     query_lengths_host: tuple[int, ...]
@@ -90,6 +100,9 @@ class StepBatch:
     are all three"""
     token_types: Tensor | None = None
     """int64 [tokens], 1 for tokens of the second text of a pair; None = there are none"""
+    further_groups: tuple["StepBatch", ...] = ()
+    """This batch with the `slots` and `block_tables` of each cache group but the first; empty = all
+    groups have the same ones"""
     visible_ends: Tensor | None = None
     """int32 [tokens], index after the last key that each token sees, where the tokens of an image
     see each other; None = each token sees those up to itself"""
@@ -98,6 +111,24 @@ class StepBatch:
     def is_decode(self) -> bool:
         """True if every sequence decodes one token."""
         return self.num_decodes == len(self.query_lengths_host)
+
+    def of_group(self, number: int) -> "StepBatch":
+        """Return this batch with the tables of a cache group, a number from 0."""
+        return self.further_groups[number - 1] if number and self.further_groups else self
+
+    def with_groups(self, slots: Sequence[Tensor], tables: Sequence[Tensor]) -> "StepBatch":
+        """Return this batch with the places of its tokens in each group but the first."""
+        if not slots:
+            return self
+        further = tuple(
+            replace(self, slots=each, block_tables=table, shared_tokens=None)
+            for each, table in zip(slots, tables, strict=True)
+        )
+        return replace(self, further_groups=further)
+
+    def copy(self) -> "StepBatch":
+        """Return another batch of the same tensors."""
+        return replace(self, further_groups=tuple(map(replace, self.further_groups)))
 
     @property
     def narrowed(self) -> "StepBatch":

@@ -1,6 +1,6 @@
 """CUDA graphs of decode steps: one launch instead of about ten per layer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class DecodeGraphs:
                 self._decoder.compute(batch, self._cache)
         torch.cuda.current_stream().wait_stream(stream)
         # Copy the batch: attention caches metadata on it, which must be captured.
-        own = replace(batch)
+        own = batch.copy()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             hidden = self._decoder.compute(own, self._cache)

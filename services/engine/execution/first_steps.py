@@ -5,7 +5,7 @@ A GPU has run its largest step by then.
 
 import torch
 
-from services.engine.batch.step_batch import StepBatch
+from services.engine.batch.step_batch import StateSegments, StepBatch
 from services.engine.model.attention import KVCache
 from services.engine.model.decoder import Decoder
 
@@ -41,5 +41,6 @@ def _batch(decoder: Decoder, positions: range) -> StepBatch:
         block_tables=torch.zeros((1, 1), dtype=torch.int32, device=device),
         num_decodes=0 if positions.start == 0 else 1,
         query_lengths_host=(count,),
+        states=StateSegments.from_zeros([count], device) if decoder.state_bytes else None,
         context_lengths_host=(positions.stop,),
     )

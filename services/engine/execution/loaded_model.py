@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from services.common.settings import StartupError
+from services.engine.execution.cache_need import CacheNeed, GroupNeed
 from services.engine.execution.memory_budget import (
-    CacheNeed,
     available_memory,
     choose_num_blocks,
     context_in_force,
@@ -22,6 +22,7 @@ from services.engine.execution.step_memory import measure_steps
 from services.engine.host_memory import in_units
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import touch
+from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.decoder import Decoder
@@ -47,8 +48,12 @@ class LoadedModel:
     decoder: Decoder
     cache: KVCache
     ranks: RankGroup
-    num_blocks: int
-    """KV blocks that the scheduler may allocate"""
+    blocks: tuple[int, ...]
+    """Blocks of each cache group that the scheduler may allocate"""
+    state_slots: int
+    """Slots of states that the scheduler may allocate; 0 = no layer is recurrent"""
+    snapshot_interval: int
+    """Tokens between two snapshots of a prompt's states"""
     context_length: int
     """Tokens of a sequence, at most: the checkpoint's, or what the flags and the memory allow"""
     fingerprint: str
@@ -113,10 +118,12 @@ def load(settings: EngineSettings) -> LoadedModel:
         decoder,
         _allocate_cache(decoder, num_blocks, need, context_length),
         ranks,
-        num_blocks,
+        need.divide(num_blocks),
+        need.state_slots(num_blocks),
+        need.snapshot_interval,
         context_length,
         fingerprint,
-        kv_bytes=ranks.total(num_blocks * need.block_bytes),
+        kv_bytes=ranks.total(need.bytes(num_blocks)),
         weight_bytes=ranks.total(decoder.weight_bytes),
         pooler=pooler,
     )
@@ -131,12 +138,22 @@ def step_tokens(settings: EngineSettings, decoder: Decoder) -> int:
 
 
 def _cache_need(settings: EngineSettings, decoder: Decoder) -> CacheNeed:
-    """Return what the KV cache is for, with the bytes of this rank's part of a block."""
+    """Return what the caches are for, with the bytes of this rank's part of a block."""
     spec, size = decoder.spec, decoder.block_size
-    block_bytes = KVCache.bytes_per_block(spec, size, decoder.dtype)
-    if decoder.computes_whole_prompts:
-        block_bytes //= spec.num_layers  # which share the cache of one
-    return CacheNeed(spec.context_length, size, block_bytes, settings.max_running)
+    # the layers of an encoder share the cache of one
+    sharers = spec.num_layers if decoder.computes_whole_prompts else 1
+    groups = [
+        GroupNeed(group.token_width * size * decoder.dtype.itemsize // sharers, group.window)
+        for group in layer_groups(spec)
+    ]
+    return CacheNeed(
+        spec.context_length,
+        size,
+        groups,
+        settings.max_running,
+        step_tokens(settings, decoder),
+        decoder.state_bytes,
+    )
 
 
 def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> None:
@@ -211,11 +228,13 @@ def _allocate_cache(
 ) -> KVCache:
     is_on_gpu = decoder.device.type == "cuda"
     allocating = time.monotonic()
-    # padded rows of decode graphs on a GPU write to one more block
-    cache = decoder.allocate_cache(num_blocks + is_on_gpu)
+    # padded rows of decode graphs on a GPU write to one more block of each group, and to one slot
+    blocks = [count + is_on_gpu for count in need.divide(num_blocks)]
+    slots = need.state_slots(num_blocks)
+    cache = decoder.allocate_cache(blocks, num_states=slots + (is_on_gpu and slots > 0))
     if not is_on_gpu:
         touch((*cache.pages, *chain.from_iterable(cache.states.values())))
-    size = num_blocks * need.block_bytes
+    size = need.bytes(num_blocks)
     _LOG.debug(
         "KV cache: %d blocks of %d tokens, %.2f GiB, allocated in %.1f s",
         num_blocks,

@@ -1,15 +1,13 @@
 """Memory budget: the context and the KV blocks that fit into free memory."""
 
-from dataclasses import dataclass
-
 import torch
 
 from services.common.settings import StartupError
+from services.engine.execution.cache_need import CacheNeed
 from services.engine.host_memory import free_host_memory, in_units
 from services.engine.settings import parse_bytes, parse_share, parse_tokens
 
 __all__ = [
-    "CacheNeed",
     "available_memory",
     "choose_num_blocks",
     "context_in_force",
@@ -26,22 +24,6 @@ _LEAST_CONTEXT = 512
 """Tokens that a context has at least where --context-length is auto"""
 
 
-@dataclass(frozen=True, slots=True)
-class CacheNeed:
-    """Need of a model for KV cache."""
-
-    model_context: int
-    """Tokens of a sequence that the checkpoint states"""
-    block_size: int
-    """Tokens of a block"""
-    block_bytes: int
-    max_running: int
-
-    def blocks(self, tokens: int) -> int:
-        """Return the blocks that hold a sequence of so many tokens."""
-        return -(-tokens // self.block_size)
-
-
 def wanted_context(wanted: str, model_context: int) -> int:
     """Return the most tokens of a sequence that --context-length allows. Raises StartupError."""
     if wanted in ("auto", "max"):
@@ -56,34 +38,34 @@ def wanted_context(wanted: str, model_context: int) -> int:
 
 def context_in_force(wanted: str, need: CacheNeed, num_blocks: int) -> int:
     """Return the tokens of a sequence for which `num_blocks` have room. Raises StartupError."""
-    return min(wanted_context(wanted, need.model_context), num_blocks * need.block_size)
+    return min(wanted_context(wanted, need.model_context), need.longest(num_blocks))
 
 
 def choose_num_blocks(
     kv_memory: str, context_length: str, need: CacheNeed, device_type: str, free: int
 ) -> int:
-    """Return the number of KV blocks, by the flags of these names.
+    """Return the number of blocks of the first cache group, by the flags of these names.
 
     free: bytes that the cache may use of those that this process can allocate, "cpu" or "cuda" ones
     by `device_type`. Raises StartupError with the amount of missing memory.
     """
     wanted = wanted_context(context_length, need.model_context)
-    most = need.blocks(wanted) * need.max_running
+    most = min(need.blocks(wanted) * need.max_running, need.most_blocks)
     share = _SHARES[device_type] if kv_memory == "auto" else parse_share(kv_memory)
     if share is None:
         return min(_stated_blocks(kv_memory, context_length, need, free), most)
-    number, missing = int(free * share) // need.block_bytes, 0
+    number, missing = need.affordable(int(free * share)), 0
     if context_length == "auto":
         least = need.blocks(min(wanted, _LEAST_CONTEXT))
-        missing = int(least * need.block_bytes / share) - free
+        missing = int(need.bytes(least) / share) - free
     elif number < (least := need.blocks(wanted)):
         # a context that is asked for may take what the share leaves
-        missing = least * need.block_bytes + _RESERVE - free
+        missing = need.bytes(least) + _RESERVE - free
         number = least
     if missing > 0:
         raise StartupError(
-            f"The KV cache of {min(wanted, least * need.block_size):,} tokens takes "
-            f"{in_units(least * need.block_bytes)}; {in_units(missing)} of memory are missing. "
+            f"The KV cache of {min(wanted, need.longest(least)):,} tokens takes "
+            f"{in_units(need.bytes(least))}; {in_units(missing)} of memory are missing. "
             f"{_remedy(context_length)}"
         )
     return min(number, most)
@@ -91,13 +73,13 @@ def choose_num_blocks(
 
 def _stated_blocks(kv_memory: str, context_length: str, need: CacheNeed, free: int) -> int:
     """Return the blocks of an amount of memory. Raises StartupError."""
-    number = parse_bytes(kv_memory) // need.block_bytes
+    number = need.affordable(parse_bytes(kv_memory))
     if number < 1:
         raise StartupError(
-            f"--kv-memory {kv_memory} is less than one block of {in_units(need.block_bytes)}; "
+            f"--kv-memory {kv_memory} is less than the {in_units(need.bytes(1))} of one block; "
             "raise it."
         )
-    missing = number * need.block_bytes + _RESERVE - free
+    missing = need.bytes(number) + _RESERVE - free
     if missing > 0:
         raise StartupError(
             f"--kv-memory {kv_memory}: {in_units(missing)} of memory are missing; lower it."
@@ -105,7 +87,7 @@ def _stated_blocks(kv_memory: str, context_length: str, need: CacheNeed, free: i
     least = need.blocks(wanted_context(context_length, need.model_context))
     if context_length != "auto" and number < least:
         raise StartupError(
-            f"--context-length {context_length} takes {in_units(least * need.block_bytes)} of KV "
+            f"--context-length {context_length} takes {in_units(need.bytes(least))} of KV "
             f"cache, more than --kv-memory {kv_memory}; raise that, or lower --context-length."
         )
     return number

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.buckets import TOKEN_BUCKETS, row_bucket
-from services.engine.batch.staging import HostFields, Staging
-from services.engine.batch.step_batch import OutputRows, StepBatch
+from services.engine.batch.staging import DeviceFields, HostFields, Staging
+from services.engine.batch.step_batch import OutputRows, StateSegments, StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.execution.adapter_files import convert_adapter
 from services.engine.execution.decode_graphs import DecodeGraphs
@@ -26,6 +26,7 @@ from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.scheduling.cache_pools import BlockCopy
 from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.sequence_cache import StateRun
 from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["SCORED_ROWS", "DeviceTokens", "ModelRunner", "StepCapacity", "max_logit_rows"]
@@ -39,6 +40,8 @@ _LEAST_SHARERS = 32
 _LEAST_SHARED = 512
 """Tokens of such a beginning"""
 _NOTHING = StepPlan([], [], 0, 0)
+_MOST_RUNS = 3
+"""Runs of a chunk beside its snapshots at intervals: those that end at the last borders"""
 
 
 def max_logit_rows(max_running: int) -> int:
@@ -73,11 +76,15 @@ class ModelRunner:
         self, decoder: Decoder, cache: KVCache, graph_capacity: StepCapacity | None = None
     ) -> None:
         """graph_capacity: pad steps, and run them as CUDA graphs on a GPU. No step may be larger.
-        Padding writes to the last block of the cache."""
+        Padding writes to the last block of each cache group."""
         self._decoder = decoder
         self._cache = cache
-        self._staging = Staging(decoder.device)
-        self._spare = [cache.num_blocks - 1]
+        groups = range(len(cache.groups) or 1)
+        self._staging = Staging(decoder.device, len(groups))
+        self._spare = [[cache.blocks_of(group) - 1] for group in groups]
+        """A block of each cache group"""
+        self._spare_run = StateRun(1, -1, cache.num_slots - 1)
+        """Run of a padded row"""
         self._graphs: DecodeGraphs | None = None
         self._pieces: PieceGraphs | None = None
         self._reading = AdapterReading(partial(convert_adapter, decoder))
@@ -86,7 +93,8 @@ class ModelRunner:
         if graph_capacity is not None:
             rows = row_bucket(graph_capacity.sequences)
             tokens = max(graph_capacity.tokens, rows)
-            self._staging.reserve(tokens, rows, graph_capacity.blocks)
+            runs = _MOST_RUNS * rows + tokens // cache.block_size if cache.states else 0
+            self._staging.reserve(tokens, rows, graph_capacity.blocks, runs)
             decoder.reserve(tokens, rows)
             self._graphs = DecodeGraphs(decoder, cache)
             if decoder.runs_in_pieces and tokens >= TOKEN_BUCKETS[0]:
@@ -111,8 +119,7 @@ class ModelRunner:
     def copy_blocks(self, copies: Items[BlockCopy]) -> None:
         """Copy blocks of the cache, after all launched steps."""
         if copies:
-            blocks = [(copy.source, copy.target) for copy in copies]
-            self._decoder.copy_blocks(self._cache, blocks)
+            self._decoder.copy_blocks(self._cache, copies)
 
     def capture_graphs(
         self,
@@ -242,15 +249,21 @@ class ModelRunner:
         ends = [s.length + s.in_flight for s in decodes] + [chunk.end for chunk in chunks]
         ends += [1] * padding
         sequences = [*decodes, *(chunk.sequence for chunk in chunks)]
-        tables = [sequence.tables[0].blocks for sequence in sequences]
-        tables += [self._spare] * padding
+        tables = [table.blocks for sequence in sequences for table in sequence.tables]
+        tables += self._spare * padding
         outputs = [1] * (len(decodes) + padding) + [chunk.num_outputs for chunk in chunks]
-        fields = self._staging.lay_out(sum(counts), tables, least_blocks)
+        runs: list[StateRun] = []
+        if self._cache.states:
+            runs = [run for each in sequences if each.states for run in each.states.runs]
+            runs += [self._spare_run] * padding
+        fields = self._staging.lay_out(sum(counts), tables, least_blocks, len(runs))
         fields.query_starts[0] = 0
         np.cumsum(counts, out=fields.query_starts[1:])
         fields.context_lengths[:] = ends
         _fill_token_ids(fields, plan, padding)
         self._fill_slots(fields, counts)
+        if runs:
+            _fill_runs(fields, runs)
         shared = self._shared_blocks(fields, len(decodes)) * self._cache.block_size
         fields.shared_tokens[0] = shared
         if drawn is not None:
@@ -266,24 +279,27 @@ class ModelRunner:
         if is_partial:
             indices = staged.output_rows[: sum(outputs)]
             output_rows = OutputRows(indices, staged.output_starts, tuple(outputs))
-        return StepBatch(
+        slots, tables_of_groups = staged.slots.unbind(), staged.block_tables.unbind(1)
+        batch = StepBatch(
             token_ids=staged.token_ids,
             positions=staged.positions,
-            slots=staged.slots,
+            slots=slots[0],
             query_starts=staged.query_starts,
             context_lengths=staged.context_lengths,
-            block_tables=staged.block_tables,
+            block_tables=tables_of_groups[0],
             num_decodes=len(decodes) + padding,
             query_lengths_host=tuple(counts),
             context_lengths_host=tuple(ends),
             shared_tokens=staged.shared_tokens if shared or shares else None,
             adapters_host=_adapters(plan),
             output_rows=output_rows,
+            states=_segments(staged, runs) if runs else None,
             images=images.rows,
             token_types=self._token_types(plan, counts),
             rotary_positions=images.rotary_positions,
             visible_ends=images.visible_ends,
         )
+        return batch.with_groups(slots[1:], tables_of_groups[1:])
 
     def _token_types(self, plan: StepPlan, counts: list[int]) -> Tensor | None:
         """Return which tokens belong to the second text of a pair; None = there are no pairs."""
@@ -304,7 +320,7 @@ class ModelRunner:
         if decodes < _LEAST_SHARERS or not self._decoder.reads_shared_once:
             return 0
         most = (int(fields.context_lengths[:decodes].min()) - 1) // size
-        tables = fields.block_tables[:decodes, :most]
+        tables = fields.block_tables[:decodes, 0, :most]
         if most < least or (tables[:, least - 1] != tables[0, least - 1]).any():
             return 0
         differs = (tables != tables[0]).any(axis=0)
@@ -321,8 +337,8 @@ class ModelRunner:
         else:
             np.subtract(contexts, 1, out=positions)
         blocks, offsets = np.divmod(positions, self._cache.block_size)
-        slots = fields.block_tables[owners, blocks].astype(np.int64) * self._cache.block_size
-        np.add(slots, offsets, out=fields.slots)
+        slots = fields.block_tables[owners, :, blocks].astype(np.int64) * self._cache.block_size
+        np.add(slots, offsets[:, None], out=fields.slots.T)
 
 
 def _adapters(plan: StepPlan) -> tuple[int, ...]:
@@ -349,6 +365,18 @@ def _fill_sources(fields: HostFields, decodes: Items[Sequence], drawn: DeviceTok
         drawn.indices.get(sequence, row) if sequence.in_flight else row
         for row, sequence in enumerate(decodes, start=first)
     ]
+
+
+def _fill_runs(fields: HostFields, runs: Items[StateRun]) -> None:
+    """Fill in the runs between states."""
+    lengths, fields.run_sources[:], fields.run_targets[:] = zip(*runs, strict=True)
+    fields.run_starts[0] = 0
+    np.cumsum(lengths, out=fields.run_starts[1:])
+
+
+def _segments(staged: DeviceFields, runs: Items[StateRun]) -> StateSegments:
+    lengths = tuple(run.length for run in runs)
+    return StateSegments(staged.run_starts, staged.run_sources, staged.run_targets, lengths)
 
 
 def _fill_output_rows(fields: HostFields, outputs: list[int]) -> None:

@@ -40,10 +40,13 @@ class PieceGraphs:
         self._held: object = None
         """The decoder's buffers, which the graphs read and write; a larger pass than was reserved
         moves them"""
-        self._spare_slot = (cache.num_blocks - 1) * cache.block_size
-        shape = (3, self.sizes[0])
+        groups = range(len(cache.groups) or 1)
+        spare = [(cache.blocks_of(group) - 1) * cache.block_size for group in groups]
+        self._spare_slots = torch.tensor(spare, device=decoder.device)[:, None]
+        """A slot of each cache group that padded tokens write"""
+        shape = (2 + len(spare), self.sizes[0])
         self._inputs = torch.zeros(shape, dtype=torch.int64, device=decoder.device)
-        """Token ids, positions and slots of the present step, which graphs read"""
+        """Token ids, positions and each group's slots of the present step, which graphs read"""
         self._padded = {size: self._padded_batch(size) for size in self.sizes}
 
     def run(self, batch: StepBatch) -> Tensor:
@@ -69,7 +72,7 @@ class PieceGraphs:
 
         All sizes must be captured before the decoder's buffers move. On the CPU the pieces run.
         """
-        self._inputs[2].fill_(self._spare_slot)
+        self._inputs[2:] = self._spare_slots
         layers, batch = range(self._decoder.spec.num_layers), self._padded[tokens]
         if not self._is_cuda:
             for layer in layers:
@@ -94,24 +97,27 @@ class PieceGraphs:
     def _padded_batch(self, tokens: int) -> StepBatch:
         """Return a batch of `tokens` tokens in the graphs' inputs, none of them in a sequence."""
         device = self._inputs.device
-        token_ids, positions, slots = self._inputs[:, :tokens]
-        return StepBatch(
+        token_ids, positions, *slots = self._inputs[:, :tokens]
+        tables = torch.zeros((0, 1), dtype=torch.int32, device=device)
+        batch = StepBatch(
             token_ids=token_ids,
             positions=positions,
-            slots=slots,
+            slots=slots[0],
             query_starts=torch.zeros(1, dtype=torch.int32, device=device),
             context_lengths=torch.zeros(0, dtype=torch.int32, device=device),
-            block_tables=torch.zeros((0, 1), dtype=torch.int32, device=device),
+            block_tables=tables,
             num_decodes=0,
             query_lengths_host=(),
             context_lengths_host=(),
         )
+        return batch.with_groups(slots[1:], [tables] * (len(slots) - 1))
 
     def _fill_in(self, batch: StepBatch) -> None:
         """Copy a step's integers to the inputs. Ids and positions behind them may be any."""
         tokens = len(batch.token_ids)
-        token_ids, positions, slots = self._inputs
+        token_ids, positions, *slots = self._inputs
         token_ids[:tokens].copy_(batch.token_ids)
         positions[:tokens].copy_(batch.positions)
-        slots[:tokens].copy_(batch.slots)
-        slots[tokens:].fill_(self._spare_slot)
+        for number, each in enumerate(slots):
+            each[:tokens].copy_(batch.of_group(number).slots)
+        self._inputs[2:, tokens:] = self._spare_slots

@@ -12,7 +12,7 @@ import torch
 
 from services.common.settings import StartupError
 from services.engine.batch.buckets import decode_sizes, row_bucket, table_width
-from services.engine.batch.step_batch import StepBatch
+from services.engine.batch.step_batch import StateSegments, StepBatch
 from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
 from services.engine.model.attention import KVCache
 from services.engine.model.decoder import Decoder
@@ -46,7 +46,8 @@ def measure_steps(decoder: Decoder, tokens: int, rows: int, capacity: StepCapaci
     there are none. All ranks must call it at once. Raises StartupError if the GPU can't run a step.
     """
     with usable_kernels():
-        cache = decoder.allocate_cache(-(-tokens // decoder.block_size) + 2)
+        slots = rows + -(-tokens // decoder.spec.context_length) if decoder.state_bytes else 0
+        cache = decoder.allocate_cache(-(-tokens // decoder.block_size) + 2, num_states=slots)
         largest = _measure_largest(decoder, cache, tokens, rows)
         graphs = 0 if capacity is None else _measure_graphs(decoder, cache, capacity)
     del cache
@@ -92,6 +93,7 @@ def largest_step(decoder: Decoder, cache: KVCache, tokens: int, rows: int) -> St
         block_tables=tables.to(torch.int32).view(len(queries), width),
         num_decodes=rows,
         query_lengths_host=queries,
+        states=StateSegments.from_zeros(queries, device) if cache.states else None,
         context_lengths_host=contexts,
     )
 

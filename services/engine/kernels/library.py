@@ -39,6 +39,7 @@ __all__ = [
     "RotationCall",
     "RowNormCall",
     "ScoreCall",
+    "TablesCall",
     "instruction_set",
     "limit_instruction_set",
     "native",
@@ -236,6 +237,7 @@ class AttentionCall(ctypes.Structure):
         ("head_dim", c_int64),
         ("block_size", c_int64),
         ("window", c_int64),
+        ("cache_group", c_int64),
         ("scale", c_float),
         ("cap", c_float),
         ("dtype", c_int32),
@@ -416,14 +418,23 @@ class OperationCall(ctypes.Structure):
     _fields_ = [("kernel", c_int32), ("call", _AnyCall)]
 
 
+class TablesCall(ctypes.Structure):
+    """struct tw_tables"""
+
+    _fields_ = [
+        ("slots", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+    ]
+
+
 class PassCall(ctypes.Structure):
     """struct tw_pass"""
 
     _fields_ = [
-        ("slots", c_void_p),
+        ("tables", POINTER(TablesCall)),
         ("query_starts", c_void_p),
         ("context_lengths", c_void_p),
-        ("block_tables", c_void_p),
         ("kept", c_void_p),
         ("kept_starts", c_void_p),
         ("ends", c_void_p),
@@ -431,7 +442,6 @@ class PassCall(ctypes.Structure):
         ("state_starts", c_void_p),
         ("state_sources", c_void_p),
         ("state_targets", c_void_p),
-        ("table_stride", c_int64),
         ("tokens", c_int64),
         ("sequences", c_int64),
         ("num_kept", c_int64),

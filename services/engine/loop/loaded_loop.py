@@ -12,6 +12,7 @@ from services.engine.kernels.library import instruction_set
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import ModelDescription, Pooled
+from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.checkpoint.sentence_modules import Pooling
@@ -41,11 +42,22 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     model = load(settings)
     decoder, cache, spec = model.decoder, model.cache, model.decoder.spec
     pooler = model.pooler
-    caches = CachePools(CacheLimits(cache.block_size, (GroupLimits(model.num_blocks),)))
+    max_step_tokens = step_tokens(settings, decoder)
+    groups = zip(model.blocks, layer_groups(spec), strict=True)
+    caches = CachePools(
+        CacheLimits(
+            cache.block_size,
+            [GroupLimits(blocks, group.window) for blocks, group in groups],
+            model.state_slots,
+            model.snapshot_interval,
+            max_step_tokens,
+            max_step_tokens if spec.family.images_see_ahead else 1,
+        )
+    )
     scheduler = Scheduler(
         SchedulerLimits(
             max_running=settings.max_running,
-            max_step_tokens=step_tokens(settings, decoder),
+            max_step_tokens=max_step_tokens,
             mixed_step_factor=settings.mixed_step_factor,
             rows_at_once=decoder.rows_at_once,
             speculate=settings.speculate == "ngram",
@@ -72,7 +84,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         recommended=load_generation_defaults(settings.model),
         weights_fingerprint=model.fingerprint,
         block_size=cache.block_size,
-        total_blocks=model.num_blocks,
+        total_blocks=caches.num_blocks,
         cache_groups=caches.describe(),
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
@@ -119,7 +131,10 @@ def _capture_graphs(runner: ModelRunner, settings: EngineSettings, model: Loaded
     capacity = graph_capacity(settings, model.decoder, model.context_length)
     if capacity is None:
         return
-    sizes = decode_sizes(capacity.sequences, capacity.blocks, model.num_blocks)
+    # a table names blocks behind a window, too, which its sequence has given back
+    has_window = layer_groups(model.decoder.spec)[0].window > 0
+    num_blocks = capacity.blocks * capacity.sequences if has_window else model.blocks[0]
+    sizes = decode_sizes(capacity.sequences, capacity.blocks, num_blocks)
     progress = StartProgress("CUDA graphs", len(sizes) + len(runner.piece_sizes), shown=True)
     with usable_kernels():
         runner.capture_graphs(sizes, progress)

@@ -11,6 +11,7 @@ from torch import Tensor
 from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.memory import touch
 from services.engine.model.adapters.adapters import AdapterChange, Adapters
+from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
@@ -191,15 +192,32 @@ class Decoder:
         return self._activations
 
     def allocate_cache(
-        self, num_blocks: int, block_size: int | None = None, num_states: int = 0
+        self,
+        num_blocks: int | Sequence[int],
+        block_size: int | None = None,
+        num_states: int = 0,
     ) -> KVCache:
         """Allocate a cache for `forward`, in the attention backend's layout.
 
-        num_states: slots of the recurrent layers' states, if there are such layers.
+        num_blocks: of every cache group, or of each; num_states: slots of the recurrent layers'
+        states, if there are such layers.
         """
-        cache = self._attention.allocate(num_blocks, block_size or self.block_size)
+        groups = [group.layers for group in layer_groups(self.spec)]
+        blocks = [num_blocks] * len(groups) if isinstance(num_blocks, int) else num_blocks
+        counts = {
+            layer: count for layers, count in zip(groups, blocks, strict=True) for layer in layers
+        }
+        cache = self._attention.allocate(counts, block_size or self.block_size)
         states = enumerate(layer.mixer.allocate_states(num_states) for layer in self._layers)
-        return replace(cache, states={index: state for index, state in states if state})
+        return replace(
+            cache, states={index: state for index, state in states if state}, groups=groups
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one slot of all recurrent layers' states; 0 = there are none."""
+        states = (layer.mixer.allocate_states(1) for layer in self._layers)
+        return sum(tensor.nbytes for tensors in states for tensor in tensors)
 
     def reserve(self, tokens: int, rows: int) -> None:
         """Allocate the buffers of passes of up to `tokens` tokens and `rows` rows of logits.
@@ -294,12 +312,12 @@ class Decoder:
         return kept.hidden
 
     @torch.inference_mode()
-    def copy_blocks(self, cache: KVCache, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of the cache: source and target each, and no target is a source."""
+    def copy_blocks(self, cache: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy blocks: cache group, source and target each, and no target is a source."""
         self.announce_copies(copies)
         cache.copy_blocks(copies)
 
-    def announce_copies(self, copies: Sequence[tuple[int, int]]) -> None:
+    def announce_copies(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Have all other ranks copy the same blocks, if there are several ranks."""
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The encoder's forward pass: embeddings, layers, hidden states of all tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,11 +60,15 @@ class Encoder(Decoder):
         return False
 
     def allocate_cache(
-        self, num_blocks: int, block_size: int | None = None, num_states: int = 0
+        self,
+        num_blocks: int | Sequence[int],
+        block_size: int | None = None,
+        num_states: int = 0,
     ) -> KVCache:
         """Allocate a cache of one layer, which all layers use in turn."""
         size = block_size or self.block_size
-        whole = self._attention.allocate(num_blocks, size, {0: self.spec.attention(0)})
+        [blocks] = [num_blocks] if isinstance(num_blocks, int) else num_blocks
+        whole = self._attention.allocate(blocks, size, {0: self.spec.attention(0)})
         layers = range(self.spec.num_layers)
         keys, values = (dict.fromkeys(layers, each[0]) for each in (whole.keys, whole.values))
         return KVCache(keys, values, size)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.buckets import table_width
-from services.engine.batch.step_batch import OutputRows, StepBatch
+from services.engine.batch.step_batch import OutputRows, StateSegments, StepBatch
 from services.engine.model.adapters.adapters import AdapterChange, ConvertedAdapter
 from services.engine.model.adapters.reading import AdapterReading
 from services.engine.model.architecture.spec import ModelSpec
@@ -34,9 +34,10 @@ class _Task(IntEnum):
     """First number of an order; its comment names the others."""
 
     PASS = 0
-    """Tokens, width of the block tables, decodes, 1 if there are output rows, 1 if there are
-    adapters, and of each sequence: query length, context length; with output rows, the number of
-    these; with adapters, the adapter's number"""
+    """Tokens, width of the block tables, number of these, decodes, 1 if there are output rows, 1 if
+    there are adapters, number of runs between states, and of each run its length, and of each
+    sequence: query length, context length; with output rows, the number of these; with adapters,
+    the adapter's number"""
     GRAPH = 1
     """The same, for a padded decode step that runs as a CUDA graph"""
     LOGITS = 2
@@ -46,7 +47,7 @@ class _Task(IntEnum):
     CAPTURE = 4
     """As GRAPH, for a step whose graph is captured"""
     COPY = 5
-    """Blocks of the cache to copy: source and target each"""
+    """Blocks of the cache to copy: cache group, source and target each"""
     ADAPTER = 6
     """An AdapterChange and the adapter's number; its directory travels along if it is read"""
 
@@ -72,8 +73,10 @@ class LeadingDecoder(Decoder):
         outputs = batch.output_rows
         task = _Task.CAPTURE if captures else _Task.GRAPH if as_graph else _Task.PASS
         order = array("q", (task, len(batch.token_ids)))
-        order.extend((batch.block_tables.shape[1], batch.num_decodes, outputs is not None))
-        order.append(bool(batch.adapters_host))
+        order.extend((batch.block_tables.shape[1], 1 + len(batch.further_groups)))
+        order.extend((batch.num_decodes, outputs is not None))
+        runs = () if batch.states is None else batch.states.lengths_host
+        order.extend((bool(batch.adapters_host), len(runs), *runs))
         order.extend(batch.query_lengths_host)
         order.extend(batch.context_lengths_host)
         if outputs is not None:
@@ -90,7 +93,7 @@ class LeadingDecoder(Decoder):
         else:  # all ranks have the same hidden states
             self._send(array("q", (_Task.LOGITS, rows.start, rows.stop)))
 
-    def announce_copies(self, copies: Sequence[tuple[int, int]]) -> None:
+    def announce_copies(self, copies: Sequence[tuple[int, int, int]]) -> None:
         self._send(array("q", (_Task.COPY, *chain.from_iterable(copies))))
 
     def announce_adapter(self, change: AdapterChange, number: int, directory: str = "") -> None:
@@ -116,10 +119,14 @@ class LeadingDecoder(Decoder):
 
     def _pack(self, batch: StepBatch) -> Tensor:
         """Join the batch's tensors into one, int32."""
-        tensors = [batch.token_ids, batch.positions, batch.slots]
-        tensors += [batch.query_starts, batch.context_lengths, batch.block_tables]
+        groups = (batch, *batch.further_groups)
+        tensors = [batch.token_ids, batch.positions, *(group.slots for group in groups)]
+        tensors += [batch.query_starts, batch.context_lengths]
+        tensors += [group.block_tables for group in groups]
         if batch.output_rows is not None:
             tensors += [batch.output_rows.indices, batch.output_rows.starts]
+        if (states := batch.states) is not None:
+            tensors += [states.starts, states.sources, states.targets]
         parts = []
         for tensor in tensors:
             part = tensor.reshape(-1).view(torch.int32)
@@ -156,7 +163,10 @@ class Follower:
 
     def reserve(self, tokens: int, sequences: int, blocks: int) -> None:
         """Reserve memory for batches of up to this size. blocks: of one sequence."""
-        size = sum(_aligned(_sizes(tokens, sequences, table_width(blocks), tokens)))
+        groups = len(self._cache.groups) or 1
+        runs = tokens if self._cache.states else 0
+        sizes = _sizes(tokens, sequences, table_width(blocks), groups, tokens, runs)
+        size = sum(_aligned(sizes))
         if size > len(self._memory):
             self._memory = self._allocate(size)
 
@@ -178,7 +188,8 @@ class Follower:
                     )
                     decoder.compute_logits(self._receive(rows, tensors))
                 case _Task.COPY:
-                    self._cache.copy_blocks(list(zip(order[1::2], order[2::2], strict=True)))
+                    copies = zip(order[1::3], order[2::3], order[3::3], strict=True)
+                    self._cache.copy_blocks(list(copies))
                 case _Task.ADAPTER:
                     self._change_adapters(AdapterChange(order[1]), order[2], bytes(tensors))
                 case _Task.CAPTURE if self._capture is not None:
@@ -205,34 +216,42 @@ class Follower:
                 adapters.unload(number)
 
     def _batch(self, order: list[int], tensors: memoryview) -> StepBatch:
-        tokens, width, num_decodes, keeps_some, is_adapted, *lengths = order[1:]
+        tokens, width, groups, num_decodes, keeps_some, is_adapted, num_runs, *lengths = order[1:]
+        runs, lengths = tuple(lengths[:num_runs]), lengths[num_runs:]
         count = len(lengths) // (2 + keeps_some + is_adapted)
         queries, contexts, kept = (tuple(lengths[i * count : (i + 1) * count]) for i in range(3))
         adapters = tuple(lengths[-count:]) if is_adapted else ()
-        sizes = _sizes(tokens, count, width, sum(kept) if keeps_some else None)
+        sizes = _sizes(tokens, count, width, groups, sum(kept) if keeps_some else None, num_runs)
         aligned = _aligned(sizes)
         if sum(aligned) > len(self._memory):
             self._memory = self._allocate(2 * sum(aligned))
         packed = self._receive(self._memory[: sum(aligned)], tensors)
         places = zip(packed.split_with_sizes(aligned), sizes, strict=True)
         parts = [part[:size] for part, size in places]
-        token_ids, positions, slots = (part.view(torch.int64) for part in parts[:3])
-        query_starts, context_lengths, block_tables, *outputs = parts[3:]
-        return StepBatch(
+        token_ids, positions, *slots = (part.view(torch.int64) for part in parts[: 2 + groups])
+        query_starts, context_lengths, *rest = parts[2 + groups :]
+        tables, outputs = [part.view(count, width) for part in rest[:groups]], rest[groups:]
+        states = None
+        if runs:
+            *outputs, starts, sources, targets = outputs
+            states = StateSegments(starts, sources, targets, runs)
+        batch = StepBatch(
             token_ids=token_ids,
             positions=positions,
-            slots=slots,
+            slots=slots[0],
             query_starts=query_starts,
             context_lengths=context_lengths,
-            block_tables=block_tables.view(count, width),
+            block_tables=tables[0],
             num_decodes=num_decodes,
             query_lengths_host=queries,
             context_lengths_host=contexts,
             adapters_host=adapters,
+            states=states,
             output_rows=OutputRows(outputs[0].view(torch.int64), outputs[1], kept)
             if keeps_some
             else None,
         )
+        return batch.with_groups(slots[1:], tables[1:])
 
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, device=self._decoder.device)
@@ -245,13 +264,18 @@ class Follower:
         return self._ranks.broadcast(into)
 
 
-def _sizes(tokens: int, sequences: int, width: int, rows: int | None) -> list[int]:
+def _sizes(
+    tokens: int, sequences: int, width: int, groups: int, rows: int | None, runs: int
+) -> list[int]:
     """Return the sizes of a batch's tensors in the order of `_pack`, in int32.
 
-    rows: output rows, None without them.
+    groups: cache groups; rows: output rows, None without them; runs: between states.
     """
-    sizes = [2 * tokens] * 3 + [sequences + 1, sequences, sequences * width]
-    return sizes if rows is None else [*sizes, 2 * rows, sequences + 1]
+    sizes = [2 * tokens] * (2 + groups) + [sequences + 1, sequences]
+    sizes += [sequences * width] * groups
+    if rows is not None:
+        sizes += [2 * rows, sequences + 1]
+    return [*sizes, runs + 1, runs, runs] if runs else sizes
 
 
 def _aligned(sizes: list[int]) -> list[int]:

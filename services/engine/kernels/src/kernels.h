@@ -131,6 +131,7 @@ struct tw_attention {
   int64_t head_dim;
   int64_t block_size;
   int64_t window;  // latest tokens that a query sees; 0: all
+  int64_t cache_group;  // index of the layer's tables among those of a pass
   float scale;
   float cap;  // soft cap: scores become cap * tanh(score / cap); 0: none
   int32_t dtype;
@@ -397,12 +398,18 @@ struct tw_operation {
   };
 };
 
+// Places of a pass's tokens in the layers of one cache group.
+struct tw_tables {
+  const int64_t *slots;
+  const int32_t *block_tables;
+  int64_t table_stride;
+};
+
 // Arguments that differ between passes; they replace the operations' fields of the same names.
 struct tw_pass {
-  const int64_t *slots;
+  const tw_tables *tables;  // by cache group
   const int32_t *query_starts;
   const int32_t *context_lengths;
-  const int32_t *block_tables;
   const int64_t *kept;         // null: all rows are kept
   const int32_t *kept_starts;  // query_starts after TW_KEEP
   const int32_t *ends;         // as in tw_attention
@@ -410,7 +417,6 @@ struct tw_pass {
   const int32_t *state_starts;   // starts, sources and targets of tw_delta; null: no such kernel
   const int32_t *state_sources;
   const int32_t *state_targets;
-  int64_t table_stride;
   int64_t tokens;
   int64_t sequences;
   int64_t num_kept;

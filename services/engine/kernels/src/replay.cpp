@@ -20,12 +20,13 @@ struct Rows {
 
 // Gives a call this pass's arguments, and returns it.
 tw_attention &of_pass(tw_attention &call, const tw_pass &pass, const Rows &rows) {
-  call.slots = pass.slots;
+  const tw_tables &tables = pass.tables[call.cache_group];
+  call.slots = tables.slots;
   call.query_starts = rows.query_starts;
   call.ends = rows.ends;
   call.context_lengths = pass.context_lengths;
-  call.block_tables = pass.block_tables;
-  call.table_stride = pass.table_stride;
+  call.block_tables = tables.block_tables;
+  call.table_stride = tables.table_stride;
   call.tokens = pass.tokens;
   call.sequences = pass.sequences;
   return call;

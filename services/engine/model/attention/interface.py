@@ -10,7 +10,6 @@ from torch import Tensor
 from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.architecture.spec import ModelSpec
 
 __all__ = ["AttentionBackend", "AttentionStep", "KVCache"]
 
@@ -29,6 +28,8 @@ class KVCache:
     block_size: int
     states: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """States of each recurrent layer, by number: tensors whose first dimension is the slot"""
+    groups: Sequence[Sequence[int]] = ()
+    """Layers of each cache group; empty = all layers are one group"""
 
     @property
     def pages(self) -> tuple[Tensor, ...]:
@@ -37,30 +38,47 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        return self.pages[0].shape[0]
+        """Blocks of each layer of the first group."""
+        return self.blocks_of(0)
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks within each tensor: source and target each, and no target is a source."""
-        pages = self.pages
-        index = to_device(torch.tensor(copies, dtype=torch.int64), pages[0].device)
-        for tensor in pages:
-            tensor[index[:, 1]] = tensor[index[:, 0]]
+    def blocks_of(self, group: int) -> int:
+        """Return the blocks of each layer of a cache group."""
+        return self.keys[self._layers(group)[0]].shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of states; 0 = there are no recurrent layers."""
+        return next((tensors[0].shape[0] for tensors in self.states.values()), 0)
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy blocks: cache group, source and target each, and no target is a source."""
+        for group in {copy[0] for copy in copies}:
+            layers = self._layers(group)
+            places = [(source, target) for number, source, target in copies if number == group]
+            index = torch.tensor(places, dtype=torch.int64)
+            index = to_device(index, self.keys[layers[0]].device)
+            for tensor in (part[layer] for part in (self.keys, self.values) for layer in layers):
+                tensor[index[:, 1]] = tensor[index[:, 0]]
+
+    def _layers(self, group: int) -> Sequence[int]:
+        return self.groups[group] if self.groups else tuple(self.keys)
 
     @staticmethod
     def allocate(
         layers: Mapping[int, AttentionSpec],
+        num_blocks: int | Mapping[int, int],
         block_size: int,
-        make: Callable[[AttentionSpec], Tensor],
+        make: Callable[[AttentionSpec, int], Tensor],
     ) -> "KVCache":
-        """Make a cache of these layers, whose keys and whose values `make` allocates."""
-        keys, values = ({index: make(layer) for index, layer in layers.items()} for _ in range(2))
-        return KVCache(keys, values, block_size)
+        """Make a cache of these layers, whose keys and whose values `make` allocates.
 
-    @staticmethod
-    def bytes_per_block(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-        """Return the memory of one block: keys and values of all layers."""
-        widths = (layer.num_kv_heads * layer.head_dim for layer in spec.paged_layers.values())
-        return 2 * sum(widths) * block_size * dtype.itemsize
+        num_blocks: of every layer, or by layer; `make` gets a layer's.
+        """
+        counts = dict.fromkeys(layers, num_blocks) if isinstance(num_blocks, int) else num_blocks
+        keys, values = (
+            {index: make(layer, counts[index]) for index, layer in layers.items()} for _ in range(2)
+        )
+        return KVCache(keys, values, block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +101,8 @@ class AttentionStep:
     """[rows, heads * head_dim], contiguous; to be filled"""
     sinks: Tensor | None = None
     """float32 [heads], one more logit in each head's softmax; None = there are none"""
+    cache_group: int = 0
+    """Number of the layer's cache group, whose tables `batch` has"""
     is_written: bool = False
     """True if the cache already holds the keys and values, so the backend must not write them"""
 
@@ -103,11 +123,15 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def allocate(
-        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+        self,
+        num_blocks: int | Mapping[int, int],
+        block_size: int,
+        layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
         """Allocate a zeroed cache. Raises ValueError for an unsupported block size.
 
-        layers: those that it has room for, by number; None = the model's.
+        num_blocks: of every layer, or by layer; layers: those that it has room for, by number;
+        None = the model's.
         """
 
     @abstractmethod

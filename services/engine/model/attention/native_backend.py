@@ -56,16 +56,19 @@ class TiledAttention(AttentionBackend):
         self._spec = spec
 
     def allocate(
-        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+        self,
+        num_blocks: int | Mapping[int, int],
+        block_size: int,
+        layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
         if block_size % TILE:
             raise ValueError(f"the block size must be a multiple of {TILE}, got {block_size}")
 
-        def make(layer: AttentionSpec) -> Tensor:
-            shape = (num_blocks, layer.num_kv_heads, block_size * layer.head_dim)
+        def make(layer: AttentionSpec, blocks: int) -> Tensor:
+            shape = (blocks, layer.num_kv_heads, block_size * layer.head_dim)
             return allocate(shape, torch.bfloat16)
 
-        return KVCache.allocate(layers or self._spec.paged_layers, block_size, make)
+        return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         call = _call(self._spec.attention(layer), layer, step)
@@ -96,6 +99,7 @@ def _call(spec: AttentionSpec, layer: int, step: AttentionStep) -> AttentionCall
         spec.head_dim,
         cache.block_size,
         spec.window,
+        step.cache_group,
         spec.scale,
         spec.cap,
         DTYPES[queries.dtype],

@@ -27,6 +27,8 @@ __all__ = ["PagedAttention", "StepMetadata", "tokens_of"]
 _PAGE = 64
 """Page sizes are multiples of this, in tokens: kernels read as many keys at a time"""
 _MAX_HEAD_DIM = 256
+_BATCHES = 8
+"""Batches whose metadata is kept: one step's, with the tables of each cache group"""
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -61,19 +63,23 @@ class PagedAttention(TorchAttention):
             and torch.backends.cuda.is_flash_attention_available()
         )
         self.reads_shared_once = self._is_supported
-        self._metadata: StepMetadata | None = None
+        self._metadata: dict[int, StepMetadata] = {}
+        """Of the newest batches, by their ids"""
 
     def allocate(
-        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+        self,
+        num_blocks: int | Mapping[int, int],
+        block_size: int,
+        layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
         if block_size % _PAGE:
             raise ValueError(f"the block size must be a multiple of {_PAGE}, got {block_size}")
 
-        def make(layer: AttentionSpec) -> Tensor:
-            shape = (num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+        def make(layer: AttentionSpec, blocks: int) -> Tensor:
+            shape = (blocks, block_size, layer.num_kv_heads, layer.head_dim)
             return torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
 
-        return KVCache.allocate(layers or self._spec.paged_layers, block_size, make)
+        return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 
     def write(self, layer: int, step: AttentionStep) -> None:
         caches = tokens_of(step.cache.keys[layer]), tokens_of(step.cache.values[layer])
@@ -140,9 +146,12 @@ class PagedAttention(TorchAttention):
             attend_shared(shape, rows, shared, *operands)
 
     def _metadata_of(self, batch: StepBatch) -> "StepMetadata":
-        if self._metadata is None or self._metadata.batch is not batch:
-            self._metadata = StepMetadata(batch)
-        return self._metadata
+        found = self._metadata.get(id(batch))
+        if found is None or found.batch is not batch:
+            if len(self._metadata) >= _BATCHES:
+                self._metadata.clear()
+            found = self._metadata[id(batch)] = StepMetadata(batch)
+        return found
 
 
 class StepMetadata:

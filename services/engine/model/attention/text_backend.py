@@ -37,12 +37,15 @@ class TextAttention(AttentionBackend):
         """Bias of the longest text so far: [heads, tokens, tokens]"""
 
     def allocate(
-        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+        self,
+        num_blocks: int | Mapping[int, int],
+        block_size: int,
+        layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
-        def make(_: AttentionSpec) -> Tensor:
-            return torch.empty((num_blocks, 0), dtype=self._dtype, device=self._device)
+        def make(_: AttentionSpec, blocks: int) -> Tensor:
+            return torch.empty((blocks, 0), dtype=self._dtype, device=self._device)
 
-        return KVCache.allocate(layers or self._spec.paged_layers, block_size, make)
+        return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         spec = self._spec.attention(layer)

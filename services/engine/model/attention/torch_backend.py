@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from services.common.cached_prefix import window_start
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
@@ -37,13 +38,16 @@ class TorchAttention(AttentionBackend):
         self._device = device
 
     def allocate(
-        self, num_blocks: int, block_size: int, layers: Mapping[int, AttentionSpec] | None = None
+        self,
+        num_blocks: int | Mapping[int, int],
+        block_size: int,
+        layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
-        def make(layer: AttentionSpec) -> Tensor:
-            shape = (num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
+        def make(layer: AttentionSpec, blocks: int) -> Tensor:
+            shape = (blocks, layer.num_kv_heads, block_size, layer.head_dim)
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
-        return KVCache.allocate(layers or self._spec.paged_layers, block_size, make)
+        return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         self._write_and_decode(layer, step)
@@ -100,6 +104,9 @@ class TorchAttention(AttentionBackend):
             chunk = step.queries[None, start : start + length].transpose(1, 2)
             keys = _gather(cache.keys[layer], table)[:, :, :context]
             values = _gather(cache.values[layer], table)[:, :, :context]
+            unread = window_start(context - length, spec.window)
+            # blocks behind the window may be others': a NaN there would survive the mask
+            keys[:, :, :unread], values[:, :, :unread] = 0, 0
             attend = self._sdpa if spec.is_plain else self._attend_in_pieces
             ends = batch.visible_ends
             own = None if ends is None else ends[start : start + length]

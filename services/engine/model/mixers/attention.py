@@ -72,8 +72,12 @@ class AttentionMixer(Mixer[AttentionScratch]):
         rotation: int | None,
         operators: Operators,
         backend: AttentionBackend,
+        group: int = 0,
     ) -> None:
-        """epsilon: of the norms; rotation: index among the step's rotations; None = no RoPE."""
+        """epsilon: of the norms; rotation: index among the step's rotations; None = no RoPE.
+
+        group: number of the layer's cache group.
+        """
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         is_reader = spec.reads_layer is not None
         self.scratch_key = ("attention", *shape, spec.has_output_gate, is_reader)
@@ -85,6 +89,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         self._rotation = rotation
         self._operators = operators
         self._backend = backend
+        self._group = group
 
     def allocate(self, tokens: int) -> AttentionScratch:
         spec, empty = self._spec, self._operators.empty
@@ -139,6 +144,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
 
     def write(self, batch: StepBatch, cache: KVCache, scratch: AttentionScratch) -> None:
         if self._spec.reads_layer is None:
+            batch = batch.of_group(self._group)
             self._backend.write(self._layer, self._step(batch, cache, scratch, scratch))
 
     def mix(
@@ -150,7 +156,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         *,
         is_written: bool = False,
     ) -> None:
-        attending = scratch
+        attending, batch = scratch, batch.of_group(self._group)
         if kept is not None:
             attending, outputs = kept, batch.output_rows
             rows = None if outputs is None else outputs.indices
@@ -177,6 +183,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
     ) -> AttentionStep:
         """Return the step in which `attending`'s queries see what `scratch` adds to the cache."""
         return AttentionStep(
+            cache_group=self._group,
             queries=attending.queries,
             keys=scratch.keys,
             values=scratch.values,

@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.layers import AttentionSpec, MixerSpec
 from services.engine.model.architecture.rotary import Rotaries
@@ -39,6 +40,11 @@ class MixerMaker:
         self._epsilon = spec.norm_epsilon
         self._operators = operators
         self._backend = backend
+        self._groups = {
+            layer: number
+            for number, group in enumerate(layer_groups(spec))
+            for layer in group.layers
+        }
         self._rule = cache(lambda shape: choose_delta_rule(shape, dtype, device))
 
     def make(self, layer: int, spec: MixerSpec, weights: MixerWeights) -> Mixer[Any]:
@@ -51,5 +57,12 @@ class MixerMaker:
         if spec.rotary is not None:
             rotation = self.rotaries.index(spec.rotary, spec.head_dim)
         return AttentionMixer(
-            layer, spec, weights, self._epsilon, rotation, self._operators, self._backend
+            layer,
+            spec,
+            weights,
+            self._epsilon,
+            rotation,
+            self._operators,
+            self._backend,
+            self._groups[layer if spec.reads_layer is None else spec.reads_layer],
         )

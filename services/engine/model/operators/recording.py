@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.kernels.library import Native, OperationCall, PassCall
+from services.engine.kernels.library import Native, OperationCall, PassCall, TablesCall
 from services.engine.model.attention import KVCache
 
 __all__ = ["Recording"]
@@ -60,12 +60,13 @@ class Recording:
         """
         kept, ends = batch.output_rows, batch.visible_ends
         kept_ends = None if ends is None else batch.narrowed.visible_ends
+        count = 1 if self._cache is None else max(len(self._cache.groups), 1)
+        tables = (TablesCall * count)(*(_tables_of(batch.of_group(i)) for i in range(count)))
         states = batch.states
         call = PassCall(
-            batch.slots.data_ptr(),
+            tables,
             batch.query_starts.data_ptr(),
             batch.context_lengths.data_ptr(),
-            batch.block_tables.data_ptr(),
             None if kept is None else kept.indices.data_ptr(),
             None if kept is None else kept.starts.data_ptr(),
             None if ends is None else ends.data_ptr(),
@@ -73,7 +74,6 @@ class Recording:
             None if states is None else states.starts.data_ptr(),
             None if states is None else states.sources.data_ptr(),
             None if states is None else states.targets.data_ptr(),
-            batch.block_tables.stride(0),
             len(batch.slots),
             len(batch.context_lengths),
             0 if kept is None else len(kept.indices),
@@ -90,6 +90,11 @@ class Recording:
         if self._is_recordable:
             self._operations = (OperationCall * len(operations))(*operations)
             self._cache = cache
+
+
+def _tables_of(batch: StepBatch) -> TablesCall:
+    tables = batch.block_tables
+    return TablesCall(batch.slots.data_ptr(), tables.data_ptr(), tables.stride(0))
 
 
 class _TorchCallDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]

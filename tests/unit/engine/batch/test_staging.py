@@ -16,27 +16,29 @@ STEPS = st.lists(
 
 
 @pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
 @given(steps=STEPS)
 @settings(max_examples=60)
 def test_model_reads_every_step_as_it_was_filled_in(
-    copies: bool, steps: list[tuple[int, list[int]]]
+    groups: int, copies: bool, steps: list[tuple[int, list[int]]]
 ) -> None:
     """Steps of any size follow each other, over ten sequences that grow by a block at a time.
 
-    copies: as for a device with memory of its own.
+    groups: tables of each sequence; copies: as for a device with memory of its own.
     """
-    staging = Staging(torch.device("cpu"), copies=copies)
-    blocks: list[list[int]] = [[i] for i in range(10)]
+    staging = Staging(torch.device("cpu"), groups, copies=copies)
+    blocks = [[[i + group] for group in range(groups)] for i in range(10)]
     number = 0
     for tokens, owners in steps:
-        blocks[owners[0]].append(100 + number)
-        tables = [blocks[owner] for owner in owners]
+        for group, table in enumerate(blocks[owners[0]]):
+            table.append(100 + number + group)
+        tables = [table for owner in owners for table in blocks[owner]]
         fields = staging.lay_out(tokens, tables)
         filled = []
         for array in (
             fields.token_ids,
             fields.positions,
-            fields.slots,
+            *fields.slots,
             fields.sources,
             fields.output_rows,
             fields.query_starts,
@@ -47,12 +49,12 @@ def test_model_reads_every_step_as_it_was_filled_in(
             array[:] = number
             filled.append(array.tolist())
         staged = staging.send()
-        names = ["token_ids", "positions", "slots", "sources", "output_rows"]
-        names += ["query_starts", "output_starts", "context_lengths"]
-        assert [getattr(staged, name).tolist() for name in names] == filled
-        sizes = [len(array) for array in filled]
-        assert sizes == [tokens] * 5 + [len(tables) + 1] * 2 + [len(tables)]
-        rows = staged.block_tables.tolist()
+        arrays = [staged.token_ids, staged.positions, *staged.slots, staged.sources]
+        arrays += [staged.output_rows, staged.query_starts, staged.output_starts]
+        assert [each.tolist() for each in (*arrays, staged.context_lengths)] == filled
+        sizes, count = [len(array) for array in filled], len(owners)
+        assert sizes == [tokens] * (4 + groups) + [count + 1] * 2 + [count]
+        rows = staged.block_tables.flatten(0, 1).tolist()
         assert [row[: len(table)] for row, table in zip(rows, tables, strict=True)] == tables
         assert {len(row) for row in rows} == {table_width(max(map(len, tables)))}
 
@@ -89,8 +91,8 @@ def test_tables_are_copied_at_the_width_in_use() -> None:
     staging.lay_out(8, [[1]] * 8)
     narrow = staging.send().block_tables
     assert narrow.is_contiguous()
-    assert narrow.shape == (8, 16)
+    assert narrow.shape == (8, 1, 16)
     staging.lay_out(8, [[1]] * 8, least_blocks=100)
     wide = staging.send().block_tables
-    assert wide.shape == (8, 256)
+    assert wide.shape == (8, 1, 256)
     assert wide.data_ptr() == narrow.data_ptr()

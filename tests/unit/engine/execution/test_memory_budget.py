@@ -3,15 +3,16 @@
 import pytest
 
 from services.common.settings import StartupError
+from services.engine.execution.cache_need import CacheNeed, GroupNeed
 from services.engine.execution.memory_budget import (
-    CacheNeed,
     choose_num_blocks,
     context_in_force,
     wanted_context,
 )
 
 GIB, MIB = 1 << 30, 1 << 20
-NEED = CacheNeed(model_context=131_072, block_size=32, block_bytes=4 * MIB, max_running=256)
+BLOCK = 4 * MIB
+NEED = CacheNeed(131_072, 32, [GroupNeed(BLOCK)], max_running=256)
 """One context of this model takes 16 GiB"""
 
 
@@ -22,20 +23,20 @@ def context(free: int, kv_memory: str = "auto", context_length: str = "auto") ->
 
 def test_long_context_is_cut_to_what_fits() -> None:
     """A model whose context is longer than the memory must still start."""
-    assert choose_num_blocks("auto", "auto", NEED, "cpu", 24 * GIB) == 12 * GIB // NEED.block_bytes
-    assert context(24 * GIB) == 12 * GIB // NEED.block_bytes * 32
+    assert choose_num_blocks("auto", "auto", NEED, "cpu", 24 * GIB) == 12 * GIB // BLOCK
+    assert context(24 * GIB) == 12 * GIB // BLOCK * 32
     assert context(64 * GIB) == 131_072
     assert context(64 * GIB, kv_memory="4GiB") == 1024 * 32
-    assert context(24 * GIB, kv_memory="25%") == 6 * GIB // NEED.block_bytes * 32
+    assert context(24 * GIB, kv_memory="25%") == 6 * GIB // BLOCK * 32
 
 
 def test_memory_of_a_gpu_is_taken_almost_whole() -> None:
     blocks = choose_num_blocks("auto", "auto", NEED, "cuda", 10 * GIB)
-    assert blocks == int(0.97 * 10 * GIB) // NEED.block_bytes
+    assert blocks == int(0.97 * 10 * GIB) // BLOCK
 
 
 def test_cache_holds_no_more_than_all_running_sequences_need() -> None:
-    few = CacheNeed(model_context=64, block_size=32, block_bytes=4 * MIB, max_running=3)
+    few = CacheNeed(64, 32, [GroupNeed(BLOCK)], max_running=3)
     assert choose_num_blocks("auto", "auto", few, "cpu", 640 * GIB) == 6
     assert choose_num_blocks("4GiB", "auto", few, "cpu", 640 * GIB) == 6
     assert choose_num_blocks("auto", "32", few, "cpu", 640 * GIB) == 3

@@ -15,6 +15,7 @@ from services.engine.kernels.library import (
     native,
 )
 from services.engine.kernels.tiles import TILE
+from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import torch_backend
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
@@ -429,4 +430,4 @@ def test_cache_takes_the_memory_it_states(base: ModelSpec) -> None:
     spec = base
     cache = TorchAttention(spec, torch.float32, torch.device("cpu")).allocate(5, BLOCK)
     held = sum(tensor.nbytes for tensor in cache.pages)
-    assert held == 5 * KVCache.bytes_per_block(spec, BLOCK, torch.float32)
+    assert held == 5 * BLOCK * 4 * sum(group.token_width for group in layer_groups(spec))

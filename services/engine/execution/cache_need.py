@@ -1,0 +1,128 @@
+"""Need of a model for cache: what sequences take of each group of layers, and of states."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["CacheNeed", "GroupNeed"]
+
+_TYPICAL_TOKENS = 4096
+"""Tokens of the sequences by which memory is divided among groups. Most conversations are shorter:
+then groups with windows run out first, but give their blocks back. Long documents are rare, and
+need blocks of the groups without windows alone, which get what the others can't use"""
+_LEAST_INTERVAL, _MOST_INTERVAL = 256, 4096
+"""Tokens between two snapshots. More runs would make steps slower; fewer would make prompts that
+continue one compute more than a step"""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNeed:
+    """Need of one group of attention layers."""
+
+    block_bytes: int
+    window: int = 0
+    """Last tokens that a token reads, itself included; 0 = all"""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheNeed:
+    """Need of a model for cache. Memory is counted in blocks of the first group."""
+
+    model_context: int
+    """Tokens of a sequence that the checkpoint states"""
+    block_size: int
+    """Tokens of a block"""
+    groups: Sequence[GroupNeed]
+    """A group without a window comes first, if there is one"""
+    max_running: int
+    step_tokens: int = 1
+    """Prompt tokens of a step, which a group holds beside the windows"""
+    state_bytes: int = 0
+    """Bytes of a sequence's states; 0 = no layer is recurrent"""
+
+    def blocks(self, tokens: int, group: int = 0) -> int:
+        """Return the most blocks that a sequence of so many tokens holds of a group."""
+        needed = -(-tokens // self.block_size)
+        window = self.groups[group].window
+        if window:
+            needed = min(needed, self._span(window - 1 + self.step_tokens))
+        return needed
+
+    def longest(self, num_blocks: int) -> int:
+        """Return the tokens of the longest sequence for which the first group has room."""
+        if num_blocks >= self.blocks(self.model_context):
+            return self.model_context
+        return num_blocks * self.block_size
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of the first group with which all running sequences may be as long as allowed."""
+        return self._most(0, self.blocks(self.model_context))
+
+    def divide(self, num_blocks: int) -> tuple[int, ...]:
+        """Return the blocks of each group beside so many of the first one.
+
+        Each group has enough for as many typical sequences, and for one of any length, but no more
+        than all running sequences need.
+        """
+        typical = min(self.model_context, _TYPICAL_TOKENS)
+        sequences = num_blocks / self.blocks(typical)
+        return num_blocks, *(
+            min(
+                max(round(sequences * self.blocks(typical, group)), self.blocks(longest, group)),
+                self._most(group, self.blocks(longest, group)),
+            )
+            for longest in (self.longest(num_blocks),)
+            for group in range(1, len(self.groups))
+        )
+
+    @property
+    def snapshot_interval(self) -> int:
+        """Tokens between two snapshots of a prompt's states; 0 without states.
+
+        The pages of these tokens take as much memory as a snapshot, within bounds.
+        """
+        if not self.state_bytes:
+            return 0
+        token_bytes = sum(group.block_bytes for group in self.groups) / self.block_size
+        wanted = min(max(self.state_bytes / token_bytes, _LEAST_INTERVAL), _MOST_INTERVAL)
+        return round(wanted / self.block_size) * self.block_size
+
+    def state_slots(self, num_blocks: int) -> int:
+        """Return the slots of states beside so many blocks of the first group.
+
+        Each running sequence has two. Others hold snapshots, one for each interval of the tokens
+        that the first group has room for.
+        """
+        if not self.state_bytes:
+            return 0
+        snapshots = num_blocks * self.block_size // self.snapshot_interval
+        return 2 * self.max_running + max(snapshots, 1)
+
+    def bytes(self, num_blocks: int) -> int:
+        """Return the memory of all groups and states with so many blocks of the first group."""
+        blocks = zip(self.divide(num_blocks), self.groups, strict=True)
+        pages = sum(count * group.block_bytes for count, group in blocks)
+        return pages + self.state_slots(num_blocks) * self.state_bytes
+
+    def affordable(self, memory: int) -> int:
+        """Return the most blocks of the first group that fit into so many bytes with the rest."""
+        least, beyond = 0, memory // self.groups[0].block_bytes + 1
+        while beyond - least > 1:
+            middle = (least + beyond) // 2
+            if self.bytes(middle) <= memory:
+                least = middle
+            else:
+                beyond = middle
+        return least
+
+    def _most(self, group: int, longest: int) -> int:
+        """Return the most blocks of a group that running sequences of `longest` blocks hold."""
+        window = self.groups[group].window
+        if not window:
+            return longest * self.max_running
+        windows = min(longest, self._span(window)) * self.max_running
+        return windows + -(-self.step_tokens // self.block_size)
+
+    def _span(self, tokens: int) -> int:
+        """Return the most blocks that consecutive tokens touch."""
+        return -(-tokens // self.block_size) + 1

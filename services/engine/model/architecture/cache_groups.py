@@ -1,0 +1,40 @@
+"""Cache groups of a model's layers: layers of a group keep keys and values of the same tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.engine.model.architecture.spec import ModelSpec
+
+__all__ = ["LayerGroup", "layer_groups"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose keys and values are kept equally long, so that they share block tables."""
+
+    window: int
+    """Tokens that a token sees, itself included; 0 = all"""
+    layers: Sequence[int]
+    """Numbers of the layers, rising"""
+    token_width: int
+    """Numbers that all these layers keep of one token"""
+
+
+def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
+    """Return the groups of the layers that have pages; one that sees all tokens comes first.
+
+    The pages of a group's layers may differ in size: each layer has tensors of its own, and only
+    the numbers of the blocks are common. An encoder has one group, whose keys stay for a step.
+    """
+    layers: dict[int, list[int]] = {}
+    for index, layer in spec.paged_layers.items():
+        layers.setdefault(0 if spec.is_encoder else layer.window, []).append(index)
+
+    def width(index: int) -> int:
+        layer = spec.attention(index)
+        return 2 * layer.num_kv_heads * layer.head_dim
+
+    return tuple(
+        LayerGroup(window, tuple(layers[window]), sum(map(width, layers[window])))
+        for window in sorted(layers)
+    )

@@ -1,0 +1,118 @@
+"""Groups of caches in a running engine: answers stay, memory of windows and states is bounded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from services.engine.execution.cache_need import CacheNeed, GroupNeed
+from services.engine.execution.model_runner import ModelRunner
+from services.engine.loop.request_table import LoopLimits
+from services.engine.loop.step_loop import StepLoop
+from services.engine.messages import Token
+from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.decoder import Decoder
+from services.engine.model.loader import load_model
+from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
+from services.engine.scheduling.cache_pools import CachePools
+from services.engine.scheduling.scheduler import Scheduler
+from services.engine.scheduling.step_plan import SchedulerLimits
+from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint, random_tokens
+from tests.unit.engine.tiny import make_request
+
+BLOCK = 32
+CHUNK = 40
+FAMILIES = ("gemma3", "gpt-oss", "mistral, window", "qwen3 next", "qwen3.5")
+
+
+def limits_of(decoder: Decoder, blocks: int, slots: int) -> CacheLimits:
+    """Return the limits of caches with so many blocks in each group."""
+    groups = [GroupLimits(blocks, group.window) for group in layer_groups(decoder.spec)]
+    return CacheLimits(BLOCK, groups, slots if decoder.state_bytes else 0, 64, chunk_tokens=CHUNK)
+
+
+def loop_of(decoder: Decoder, limits: CacheLimits, *, speculate: bool = False) -> StepLoop:
+    cache = decoder.allocate_cache(
+        [group.num_blocks for group in limits.groups], BLOCK, limits.state_slots
+    )
+    caches = CachePools(limits)
+    scheduler = Scheduler(SchedulerLimits(4, CHUNK, 2.0, 32, speculate), caches)
+    return StepLoop(
+        scheduler, ModelRunner(decoder, cache), LoopLimits(frozenset(), 100), lambda: 0.0
+    )
+
+
+def tokens_of(loop: StepLoop, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Return greedy answers of requests that run together."""
+    requests = [
+        make_request(handle, [prompt], max_tokens=count, context=4096)
+        for handle, prompt in enumerate(prompts)
+    ]
+    answers: list[list[int]] = [[] for _ in prompts]
+    loop.apply(requests)
+    while not loop.is_idle:
+        for output in loop.step(lambda: ()).outputs:
+            if isinstance(output, Token):
+                answers[output.handle].append(output.id)
+        loop.check()
+    return answers
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    """Return transformers' greedy answer."""
+    ids: Tensor = torch.tensor([prompt])
+    for _ in range(count):
+        following = model(ids).logits[0, -1].argmax()
+        ids = torch.cat((ids, following.view(1, 1)), dim=1)
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_equal_transformers_however_scarce_the_caches(
+    family: str, speculate: bool, tmp_path: Path
+) -> None:
+    """Prompts come in chunks, share beginnings, preempt each other, and come again."""
+    reference = make_checkpoint(tmp_path, CONFIGS[family])
+    decoder = load_model(tmp_path, torch.float32)
+    common = random_tokens(70, 1).tolist()
+    prompts = [common + random_tokens(20 + 30 * i, 2 + i).tolist() for i in range(3)]
+    prompts.append(random_tokens(8, 9).tolist() * 6)  # drafts repeat it
+    wanted = [greedy(reference, prompt, 8) for prompt in prompts]
+    loop = loop_of(decoder, limits_of(decoder, 10, 7), speculate=speculate)
+    for _ in range(2):
+        assert tokens_of(loop, prompts, 8) == wanted
+
+
+def test_windows_bound_the_memory_of_their_group() -> None:
+    """With four layers that see 1,024 tokens and one that sees all, 64 long sequences fit."""
+    block = 1 << 20
+    need = CacheNeed(131_072, 32, [GroupNeed(block), GroupNeed(4 * block, 1024)], 64, 2048)
+    blocks = need.affordable(64 << 30)
+    full, windowed = need.divide(blocks)
+    assert full * block + windowed * 4 * block <= 64 << 30 < need.bytes(blocks + 1)
+    assert windowed == 64 * 33 + 2048 // 32
+    assert full > 4 * windowed
+    assert need.longest(blocks) == 131_072
+    alike = CacheNeed(131_072, 32, [GroupNeed(5 * block)], 64, 2048)
+    assert full > 4 * alike.affordable(64 << 30)
+
+
+def test_longest_context_fits_into_every_group() -> None:
+    need = CacheNeed(131_072, 32, [GroupNeed(1 << 20), GroupNeed(1 << 20, 4096)], 64, 2048)
+    for memory in (1 << 28, 1 << 30, 8 << 30):
+        blocks = need.affordable(memory)
+        longest = need.longest(blocks)
+        groups = [GroupLimits(need.divide(blocks)[i], need.groups[i].window) for i in range(2)]
+        caches = CachePools(CacheLimits(32, groups, chunk_tokens=2048))
+        assert caches.fits(longest)
+
+
+def test_snapshots_take_as_much_memory_as_the_pages_of_their_interval() -> None:
+    need = CacheNeed(131_072, 64, [GroupNeed(64 << 14)], 8, 2048, state_bytes=16 << 20)
+    assert need.snapshot_interval == 1024
+    blocks = need.affordable(4 << 30)
+    assert need.state_slots(blocks) == 2 * 8 + blocks * 64 // 1024
+    assert need.bytes(blocks) <= 4 << 30
