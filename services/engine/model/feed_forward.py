@@ -113,12 +113,12 @@ class SharedExpert(FeedForward):
     operators: Operators
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
-        if self.router is None:
-            self.expert.add_to(rows, out, inner)
-            return
         product = self.operators.temporary(len(rows), out.shape[1])
         self.expert.gate.into(rows, inner)
         self.expert.down.into(inner, product)
+        if self.router is None:
+            out += product
+            return
         logits = torch.empty(len(rows), 1, device=rows.device)
         self.router.into(rows, logits)
         out += product * logits.sigmoid()

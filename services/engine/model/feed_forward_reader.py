@@ -1,6 +1,6 @@
 """Loading of feed-forward layers: dense, or a mixture of experts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, repeat
 
@@ -16,7 +16,7 @@ from services.engine.model.architecture.layers import (
     ExpertsSpec,
     FeedForwardSpec,
 )
-from services.engine.model.checkpoint.families import ExpertStack
+from services.engine.model.checkpoint.family import ExpertStack
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
@@ -212,7 +212,6 @@ class FeedForwardReader:
 
     def _stacked_experts(self, content: StackedExperts) -> Iterator[ExpertWeights]:
         shard = self._reader.shard
-        # Biases that there are none of repeat without end.
         for gate, gate_bias, down, down_bias in zip(
             self._stack(content.gate, content.layout),
             self._biases(content.gate_bias),
@@ -232,9 +231,6 @@ class FeedForwardReader:
                 down_bias=down_bias,
             )
 
-    def _biases(self, stored: StoredTensor | None) -> Iterable[Tensor | None]:
-        return repeat(None) if stored is None else self._reader.tensor(stored)
-
     def _stack(
         self, content: tuple[StoredTensor, ...], layout: ExpertStack
     ) -> Iterator[Tensor | Mxfp4Weight]:
@@ -245,6 +241,10 @@ class FeedForwardReader:
         else:
             blocks, scales = map(self._reader.tensor, content)
             yield from map(Mxfp4Weight, blocks, scales)
+
+    def _biases(self, stored: StoredTensor | None) -> Iterator[Tensor | None]:
+        """Yield each expert's bias; None for ever if there are none."""
+        return repeat(None) if stored is None else iter(self._reader.tensor(stored))
 
     def _expert(
         self, parts: list[WeightAndBias], down: Weight, down_bias: Tensor | None

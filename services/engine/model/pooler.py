@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, layer_norm, linear, normalize
 
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.families import HeadStage
+from services.engine.model.checkpoint.family import HeadStage
 from services.engine.model.checkpoint.sentence_modules import (
     DenseModule,
     Pooling,

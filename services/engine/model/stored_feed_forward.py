@@ -12,7 +12,7 @@ from services.engine.model.architecture.layers import (
 )
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.checkpoint.families import ExpertStack, ExpertTensorNames
+from services.engine.model.checkpoint.family import ExpertStack, ExpertTensorNames
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.stored import LayerNames, StoredLinear, StoredNorm
 

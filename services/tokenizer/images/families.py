@@ -32,9 +32,9 @@ _READERS: Mapping[str, _Reader] = {
     "Qwen2VLForConditionalGeneration": read_qwen_vl,
     "Qwen2_5_VLForConditionalGeneration": read_qwen_vl,
     "Qwen3VLForConditionalGeneration": read_qwen_vl,
+    "Qwen3VLMoeForConditionalGeneration": read_qwen_vl,
     "Qwen3_5ForConditionalGeneration": read_qwen_vl,
     "Qwen3_5MoeForConditionalGeneration": read_qwen_vl,
-    "Qwen3VLMoeForConditionalGeneration": read_qwen_vl,
     "SmolVLMForConditionalGeneration": read_idefics3,
 }
 """Readers by architecture, as in config.json"""

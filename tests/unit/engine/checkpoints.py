@@ -31,6 +31,7 @@ from transformers import (
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     Idefics3Config,
+    InternLM3Config,
     LlamaConfig,
     LlavaConfig,
     Ministral3Config,
@@ -233,12 +234,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         ),
         vision_config=_QWEN_VISION | {"deepstack_visual_indexes": [0]},
     ),
-    "qwen3.5 vl": Qwen3_5Config(
-        text_config=Qwen3_5TextConfig(
-            **SHAPE | DELTA_NET, rope_parameters=_MROPE | {"mrope_section": [2, 1, 1]}
-        ),
-        vision_config=_QWEN_VISION,
-    ),
     "qwen3 vl moe": Qwen3VLMoeConfig(
         text_config=Qwen3VLMoeTextConfig(
             **WIDE,
@@ -247,6 +242,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
             rope_parameters=_MROPE | {"mrope_section": [8, 4, 4]},
         ),
         vision_config=_QWEN_VISION | {"deepstack_visual_indexes": [0]},
+    ),
+    "qwen3.5 vl": Qwen3_5Config(
+        text_config=Qwen3_5TextConfig(
+            **SHAPE | DELTA_NET, rope_parameters=_MROPE | {"mrope_section": [2, 1, 1]}
+        ),
+        vision_config=_QWEN_VISION,
     ),
     "gemma4, shared keys": Gemma4TextConfig(
         **GEMMA4,
@@ -283,7 +284,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "glm": GlmConfig(**SHAPE, head_dim=24),
     "glm4": Glm4Config(**WIDE, partial_rotary_factor=0.25),  # type: ignore[call-arg]
     "cohere": CohereConfig(**SHAPE | {"tie_word_embeddings": True}, logit_scale=0.5),
-    "cohere, norms": CohereConfig(**SHAPE, attention_bias=True, use_qk_norm=True),
+    "cohere, norms": CohereConfig(
+        **SHAPE | {"num_attention_heads": 2}, attention_bias=True, use_qk_norm=True
+    ),
     "cohere2": Cohere2Config(  # type: ignore[call-arg]
         **SHAPE, sliding_window=9, sliding_window_pattern=2, rope_parameters=_PLAIN
     ),
@@ -307,7 +310,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "hunyuan, stretched": HunYuanDenseV1Config(
         **WIDE, rope_parameters=_PLAIN | {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}
     ),
-    "apertus": ApertusConfig(**SHAPE),
+    "apertus": ApertusConfig(**SHAPE | {"num_attention_heads": 2}),
     "ernie": Ernie4_5Config(**SHAPE, head_dim=24, use_bias=True),
     "ministral3": Ministral3Config(
         **SHAPE,
@@ -322,6 +325,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         vision_config=_VISION,
         tie_word_embeddings=False,
     ),
+    "internlm3": InternLM3Config(**WIDE, attention_bias=True, mlp_bias=True),
     "seed oss": SeedOssConfig(**WIDE, attention_out_bias=True, mlp_bias=True),
     "granite": GraniteConfig(
         **SHAPE,

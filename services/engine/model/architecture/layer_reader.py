@@ -17,7 +17,7 @@ from services.engine.model.architecture.layers import (
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.families import Family, QkNorm, WindowRule
+from services.engine.model.checkpoint.family import Family, QkNorm, WindowRule
 
 __all__ = ["read_layers"]
 
@@ -185,7 +185,8 @@ def _experts(
     count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
     if per_token > count:
         raise CheckpointError(
-            f"{config.file}: num_experts_per_tok ({per_token}) exceeds the {count} experts."
+            f"{config.file}: {config.file_key('num_experts_per_tok')} ({per_token}) exceeds the "
+            f"{count} experts."
         )
     width = config.positive("moe_intermediate_size", dense.width)
     return ExpertsSpec(

@@ -7,7 +7,7 @@ from services.engine.model.architecture.activation import Activation
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
-from services.engine.model.checkpoint.families import QkNorm
+from services.engine.model.checkpoint.family import QkNorm
 
 __all__ = [
     "AttentionSpec",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.families import MultimodalAxes
+from services.engine.model.checkpoint.family import MultimodalAxes
 
 __all__ = ["Rotaries", "Rotary", "RotarySpec", "Rotation"]
 
@@ -88,8 +88,8 @@ def _read(
     match kind:
         # HunYuan's fixed stretching of the base has the name of dynamic scaling.
         case "dynamic" if rope.has("alpha"):
-            stretch = rope.positive_number("alpha") ** (width / (width - 2))
-            frequencies = _frequencies(base * stretch, width)
+            shares = torch.arange(0, width, 2) / max(width - 2, 1)
+            frequencies = frequencies / rope.positive_number("alpha") ** shares
         # Dynamic scaling applies beyond max_position_embeddings, which no sequence exceeds.
         case "default" | "dynamic":
             pass

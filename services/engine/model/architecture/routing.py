@@ -42,7 +42,8 @@ class Routing:
             chosen = (weights + bias).topk(self.per_token, dim=1).indices
             factors = weights.gather(1, chosen)
         if self.normalized:
-            factors /= factors.sum(dim=1, keepdim=True).clamp(min=self.least_sum)
+            sums = factors.sum(dim=1, keepdim=True)
+            factors /= sums.clamp(min=self.least_sum) if self.least_sum else sums
         return chosen, factors
 
     def _mix_sparsely(self, scores: Tensor, jitter: float) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from services.engine.model.architecture.layers import (
 )
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.families import Family
+from services.engine.model.checkpoint.family import Family
 from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.gguf_families import gguf_family
 from services.engine.model.checkpoint.schemes import SCHEMES, Scheme

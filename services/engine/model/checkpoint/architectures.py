@@ -2,7 +2,8 @@
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.encoder_families import ENCODERS, pooling_family
-from services.engine.model.checkpoint.families import FAMILIES, Family
+from services.engine.model.checkpoint.families import FAMILIES
+from services.engine.model.checkpoint.family import Family
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 
 __all__ = ["family_of"]

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from services.engine.model.checkpoint.config import Config, JsonObject
-from services.engine.model.checkpoint.families import (
-    FAMILIES,
+from services.engine.model.checkpoint.families import FAMILIES
+from services.engine.model.checkpoint.family import (
     EncoderTraits,
     Family,
     HeadStage,

@@ -1,304 +1,22 @@
-"""Supported architectures and their differences from the Llama decoder."""
+"""Supported decoders: a row for each architecture."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 
 from services.engine.model.checkpoint.config import JsonObject
+from services.engine.model.checkpoint.family import (
+    DeltaNetNames,
+    ExpertStack,
+    ExpertTensorNames,
+    Family,
+    QkNorm,
+    TensorNames,
+    WindowRule,
+)
 
-__all__ = [
-    "FAMILIES",
-    "BesideNames",
-    "DeltaNetNames",
-    "EncoderTraits",
-    "ExpertStack",
-    "ExpertTensorNames",
-    "Family",
-    "HeadStage",
-    "LayerInputNames",
-    "QkNorm",
-    "TensorNames",
-    "WindowRule",
-]
+__all__ = ["FAMILIES"]
 
 _HEAD = "lm_head"
-
-
-class WindowRule(Enum):
-    """Rule for the layers that attend over a sliding window only."""
-
-    NONE = "no layer"
-    ALL = "every layer, when sliding_window is set and use_sliding_window not false"
-    LISTED = "if use_sliding_window: as layer_types lists, or from layer max_window_layers on"
-    PATTERN = "as layer_types lists, or all but every sliding_window_pattern-th"
-    SPACED = "as layer_types lists, or all but the first and every sliding_window_pattern-th after"
-    EVEN = "if use_sliding_window: as layer_types lists, or even layers below max_window_layers"
-
-
-class QkNorm(Enum):
-    """Norm of queries and keys."""
-
-    NONE = "none"
-    HEAD = "RMSNorm over each head, before the rotation"
-    HEAD_ROTATED = "RMSNorm over each head, after the rotation"
-    HEAD_LAYER_NORM = "LayerNorm over each head with weights of its own, before the rotation"
-    ALL_HEADS = "RMSNorm over all heads of a token together, before the rotation"
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStack:
-    """Layout of a tensor that stacks the weights of all experts."""
-
-    transposed: bool = True
-    """It is [experts, inputs, outputs] rather than [experts, outputs, inputs]"""
-    alternates: bool = False
-    """Outputs of gate and up alternate; else all of the gate's come first"""
-    in_any_order: bool = False
-    """Files of some programs hold the last two dimensions in the other order"""
-    suffix: str = ""
-    """End of the tensor's name"""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTensorNames:
-    """Tensor names of a mixture of experts; "{}" stands for the number of an expert."""
-
-    router: str
-    gate: tuple[str, ...]
-    down: str
-    """Without "{}", each tensor stacks all experts"""
-    stack: ExpertStack = ExpertStack()
-    """Layout of the tensors that stack all experts"""
-    shared_gate: tuple[str, ...] = ()
-    """The expert that every token has; empty: there is none"""
-    shared_down: str = ""
-    shared_router: str = ""
-    """Its factor is the sigmoid of this product; empty: it has none"""
-    module: str = "mlp"
-    """Module of router and experts in transformers 5, whose names adapters have"""
-    choice_bias: str = ""
-    """Bias of the weights for the choice alone; empty: there is none"""
-    router_name: str = ""
-    """The router's name in that module; empty: the last part of `router`"""
-
-    @property
-    def are_stacked(self) -> bool:
-        return "{}" not in self.down
-
-    @property
-    def router_module(self) -> str:
-        """The router's name in transformers 5."""
-        return f"{self.module}.{self.router_name or self.router.rpartition('.')[2]}"
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNetNames:
-    """Tensor names of a gated delta net; those of linear layers without .weight."""
-
-    inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
-    """Queries, keys and values, then the output gate; or one tensor, key head by key head"""
-    rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
-    """Beta, then the decay; or one tensor, key head by key head"""
-    convolution: str = "linear_attn.conv1d.weight"
-    a_log: str = "linear_attn.A_log"
-    dt_bias: str = "linear_attn.dt_bias"
-    norm: str = "linear_attn.norm.weight"
-    output: str = "linear_attn.out_proj"
-
-
-@dataclass(frozen=True, slots=True)
-class LayerInputNames:
-    """Tensor names of what a token has for each layer alone."""
-
-    table: str = "embed_tokens_per_layer"
-    projection: str = "per_layer_model_projection"
-    norm: str = "per_layer_projection_norm"
-    gate: str = "per_layer_input_gate"
-    output: str = "per_layer_projection"
-    post_norm: str = "post_per_layer_input_norm"
-
-
-@dataclass(frozen=True, slots=True)
-class BesideNames:
-    """Tensor names of the norms and factors of experts beside a dense layer."""
-
-    dense_post_norm: str = "post_feedforward_layernorm_1"
-    norm: str = "pre_feedforward_layernorm_2"
-    post_norm: str = "post_feedforward_layernorm_2"
-    router_scale: str = "router.scale"
-    expert_scale: str = "router.per_expert_scale"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorNames:
-    """Tensor names without .weight and .bias; None: the family has no such tensor.
-
-    Names of a layer's tensors are relative to the layer.
-    """
-
-    roots: Mapping[str, str] = field(default_factory=lambda: {"model.": _HEAD, "": _HEAD})
-    """Alternative prefixes of names, and with each the whole name of the output projection"""
-    embedding: str = "embed_tokens"
-    positions: str | None = None
-    """Learned position embedding, instead of RoPE"""
-    layers: str = "layers"
-    final_norm: str = "norm"
-    attention_norm: str | None = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three tensors, or one that stacks their outputs"""
-    query_norm: str = "self_attn.q_norm"
-    key_norm: str = "self_attn.k_norm"
-    """With "{}" for the number of a head, there is a tensor for each head"""
-    sinks: str | None = None
-    """Attention sinks: one extra logit in each head's softmax, without a value"""
-    output: str = "self_attn.o_proj"
-    attention_post_norm: str | None = None
-    """Norm of attention's output before it joins the residual"""
-    feed_forward_norm: str | None = "post_attention_layernorm"
-    gate: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Two tensors, or one that stacks their outputs"""
-    down: str = "mlp.down_proj"
-    feed_forward_post_norm: str | None = None
-    activation: str | None = None
-    """Module of xIELU's constants"""
-    experts: ExpertTensorNames | None = None
-    stacked_experts: ExpertTensorNames | None = None
-    """Names in files that stack all experts instead; None: there are no such files"""
-    beside: BesideNames = field(default_factory=BesideNames)
-    layer_inputs: LayerInputNames = field(default_factory=LayerInputNames)
-    layer_scalar: str = "layer_scalar"
-    delta_net: DeltaNetNames | None = None
-    """Tensors of the layers that layer_types calls linear_attention"""
-    ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    """Patterns of tensors that some files hold and the model does not need"""
-
-
-@dataclass(frozen=True, slots=True)
-class HeadStage:
-    """A part of the head that classifies pooled texts: a linear layer, or a LayerNorm."""
-
-    name: str
-    activation: str = "identity"
-    """Function after the product: "identity", "tanh", "gelu" or "relu" """
-    is_norm: bool = False
-    narrows: bool = False
-    """Its outputs are the labels"""
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderTraits:
-    """Properties of encoders alone: every token sees all tokens of its text."""
-
-    embedding_norm: str
-    token_types: str | None = None
-    """Embedding of the text of a pair that a token belongs to"""
-    positions_after_padding: bool = False
-    """Positions count from pad_token_id + 1"""
-    norms_first: bool = False
-    """Layers read norms of the residual rather than norm it after each addition"""
-    attention_bias: str | None = None
-    """Embedding of the distance of two tokens, a number for each head: their score's addend"""
-    head: tuple[HeadStage, ...] = ()
-    """Stages of ForSequenceClassification's head, whose names begin at the file's root"""
-
-
-class MultimodalAxes(Enum):
-    """Division of a head's pairs among time, row and column in multimodal RoPE.
-
-    A value is transformers' default of mrope_section, the pairs of each axis.
-    """
-
-    NONE = ()
-    IN_SECTIONS = (16, 24, 24)
-    """All pairs of time, then all of the row, then all of the column"""
-    INTERLEAVED = (24, 20, 20)
-    """In turn, until row and column have theirs; the rest are of time"""
-    INTERLEAVED_IN_A_QUARTER = (11, 11, 10)
-    """As INTERLEAVED, where a quarter of a head rotates"""
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One architecture. Every default is Llama's."""
-
-    architecture: str
-    names: TensorNames = field(default_factory=TensorNames)
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys of Llama's config.json that have another name in this family's"""
-    section: str | None = None
-    """Object of config.json that describes the decoder of a multimodal model"""
-    defaults: JsonObject = field(default_factory=dict)
-    """Defaults of transformers for absent keys, under the file's own names"""
-    qkv_bias: bool = False
-    """q, k and v always have a bias, regardless of attention_bias"""
-    reads_attention_bias: bool = False
-    """attention_bias gives q, k, v and o a bias"""
-    output_bias_key: str | None = "attention_bias"
-    """Key that gives o a bias if reads_attention_bias; None: o has none"""
-    reads_mlp_bias: bool = False
-    """mlp_bias gives gate, up and down a bias"""
-    experts_have_bias: bool = False
-    """mlp_bias gives router and experts a bias too"""
-    has_output_gate: bool = False
-    """q_proj has a gate of attention's output behind each head's queries"""
-    head_bias_key: str | None = None
-    """Key that gives the output projection a bias; None: it has none"""
-    qkv_by_head: bool = False
-    """The tensor of q, k and v holds those of the first head, then those of the next one, …"""
-    qk_norm: QkNorm = QkNorm.NONE
-    qk_norm_key: str | None = None
-    """Key without which there is no such norm; None: there always is"""
-    layer_norm: bool = False
-    """Norms are LayerNorms rather than RMSNorms"""
-    norm_bias: bool = True
-    """LayerNorms have a bias"""
-    reads_parallel_residual: bool = False
-    """use_parallel_residual makes the feed-forward layer read what attention reads"""
-    shares_norm: bool = False
-    """With a parallel residual, both parts of a layer read the same norm"""
-    norm_offset: bool = False
-    """Norm weights are stored minus one"""
-    transposed: bool = False
-    """Weights are stored as [inputs, outputs]"""
-    interleaved_rotary: bool = False
-    """The two rows of a RoPE pair are stored side by side rather than half a head apart"""
-    gated: bool = True
-    """The feed-forward layer has a second product, gated by the activation of the first"""
-    inner_factor: int | None = None
-    """Default intermediate_size, in multiples of hidden_size"""
-    windows: WindowRule = WindowRule.NONE
-    is_gemma4: bool = False
-    """Layers differ from one another as Gemma 4's do"""
-    local_rotary: bool = False
-    """Sliding-window layers have RoPE frequencies of their own"""
-    rotates_windows_only: bool = False
-    """If sliding_window is set, layers without a window have no RoPE"""
-    scaled_embedding: bool = False
-    """Embeddings are multiplied by the square root of hidden_size"""
-    reads_multipliers: bool = False
-    """config.json has embedding_, residual_ and attention_multiplier and logits_scaling"""
-    reads_logit_scale: bool = False
-    """logit_scale is a factor on the logits"""
-    reads_no_rope_layers: bool = False
-    """no_rope_layers has a 0 for each layer without RoPE"""
-    reads_soft_caps: bool = False
-    """attn_logit_softcapping and final_logit_softcapping soft-cap attention scores and logits"""
-    multimodal_axes: MultimodalAxes = MultimodalAxes.NONE
-    images_see_ahead: bool = False
-    """The tokens of an image see each other, not only the tokens before them"""
-    refused: tuple[str, ...] = ()
-    """Keys that must be absent, null or false"""
-    mixes_sparsely: bool = False
-    """SparseMixer chooses experts, with router_jitter_noise"""
-    clamped_swiglu: bool = False
-    """The activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
-    encoder: EncoderTraits | None = None
-    """None: it is a decoder"""
-    has_logits: bool = True
-    """The checkpoint can generate: it holds an output projection"""
-    head: tuple[HeadStage, ...] = ()
-    """Stages that turn a pooled text into scores; empty: the checkpoint has none"""
-
 
 _GEMMA = TensorNames(
     attention_post_norm="post_attention_layernorm",
@@ -458,7 +176,6 @@ FAMILIES: Mapping[str, Family] = {
                     router="router.proj",
                     gate=("experts.gate_up_proj",),
                     down="experts.down_proj",
-                    stack=ExpertStack(transposed=False),
                     module="",
                 ),
             ),
@@ -536,7 +253,12 @@ FAMILIES: Mapping[str, Family] = {
         replace(
             _COHERE,
             architecture="Cohere2ForCausalLM",
-            defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4},
+            defaults={
+                **_COHERE.defaults,
+                "rope_theta": 10000.0,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
             qk_norm=QkNorm.NONE,
             windows=WindowRule.PATTERN,
             rotates_windows_only=True,
@@ -826,7 +548,7 @@ FAMILIES: Mapping[str, Family] = {
                     router="block_sparse_moe.router.layer",
                     gate=("block_sparse_moe.input_linear",),
                     down="block_sparse_moe.output_linear",
-                    stack=ExpertStack(transposed=False, suffix=".weight"),
+                    stack=ExpertStack(suffix=".weight"),
                     module="block_sparse_moe",
                     router_name="router",
                 )
@@ -965,7 +687,6 @@ FAMILIES: Mapping[str, Family] = {
                     _QWEN_EXPERTS,
                     gate=("mlp.experts.gate_up_proj",),
                     down="mlp.experts.down_proj",
-                    stack=ExpertStack(transposed=False),
                 ),
                 delta_net=DeltaNetNames(),
                 ignored=("mtp.*", "model.visual.*"),
@@ -984,7 +705,7 @@ FAMILIES: Mapping[str, Family] = {
                     router="mlp.router",
                     gate=("mlp.experts.gate_up_proj",),
                     down="mlp.experts.down_proj",
-                    stack=ExpertStack(alternates=True),
+                    stack=ExpertStack(transposed=True, alternates=True),
                 ),
             ),
             defaults={

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.engine.model.checkpoint.families import ExpertTensorNames, Family, TensorNames
+from services.engine.model.checkpoint.family import ExpertTensorNames, Family, TensorNames
 
 __all__ = ["gguf_family"]
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from services.engine.model.checkpoint.config import CheckpointError, Config, JsonObject
-from services.engine.model.checkpoint.families import (
-    FAMILIES,
+from services.engine.model.checkpoint.families import FAMILIES
+from services.engine.model.checkpoint.family import (
     ExpertStack,
     ExpertTensorNames,
     Family,
@@ -159,7 +159,7 @@ _QWEN3_VL_MOE = replace(
             router="mlp.gate",
             gate=("mlp.experts.gate_up_proj",),
             down="mlp.experts.down_proj",
-            stack=ExpertStack(transposed=False, in_any_order=True),
+            stack=ExpertStack(in_any_order=True),
         ),
     ),
     defaults={

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.checkpoint.families import QkNorm
+from services.engine.model.checkpoint.family import QkNorm
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.operators.interface import HeadNorms, Projection

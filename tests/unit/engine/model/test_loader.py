@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.json_values import Json
 from services.engine.messages import GenerationDefaults
@@ -38,6 +39,10 @@ ARCHITECTURES = {
     "phi3, long": "Phi3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt-oss": "GptOssForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "ernie moe": "Ernie4_5_MoeForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
 }
 SHAPE_KEYS = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
@@ -176,6 +181,10 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("phi", lambda p: set_config(p, qk_layernorm=True), ["qk_layernorm"]),
     ("phi", lambda p: set_tensor(p, "lm_head.bias", None), ["lm_head.bias"]),
     ("gpt-oss", lambda p: set_tensor(p, "model.layers.1.self_attn.sinks", None), ["1", "sinks"]),
+    ("phimoe", lambda p: set_config(p, num_experts_per_tok=3), ["num_experts_per_tok", "2", "3"]),
+    ("hunyuan moe", lambda p: set_config(p, moe_topk=[1, 2]), ["moe_topk", "3"]),
+    ("hunyuan moe", lambda p: set_config(p, moe_topk=[1, 2, 6]), ["moe_topk", "6", "5"]),
+    ("ernie moe", lambda p: set_config(p, moe_layer_end_index=1), ["layers.2.mlp.gate_proj"]),
     (
         "gpt-oss",
         lambda p: set_config(p, quantization_config={"quant_method": "mxfp4"}),
@@ -215,7 +224,7 @@ def test_defective_mxfp4_experts_are_refused(
     assert_refused(tmp_path, *named)
 
 
-@pytest.mark.parametrize("family", ["llama, yarn rope", "gemma3", "phi3, long", "gpt2", "gpt-oss"])
+@pytest.mark.parametrize("family", ARCHITECTURES)
 @pytest.mark.parametrize(
     "value", [0, -1, 1e999, math.nan, True, "x", [], ["x"], {}, {"factor": 0}], ids=str
 )
@@ -289,6 +298,17 @@ OLD_CONFIGS: list[tuple[str, dict[str, object]]] = [
 ]
 
 
+DEFAULTED = [
+    *("olmo3", "glm", "glm4", "cohere", "cohere2", "exaone4", "gpt-neox", "phi", "stablelm"),
+    *("nemotron", "arcee", "hunyuan", "apertus", "ernie", "ministral3", "seed oss"),
+    *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
+]
+LEAST_KEYS = {
+    *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "max_position_embeddings", "bos_token_id", "eos_token_id"),
+}
+
+
 @pytest.mark.parametrize(("family", "old"), OLD_CONFIGS, ids=[case[0] for case in OLD_CONFIGS])
 def test_defaults_of_absent_keys_are_those_of_transformers(
     family: str, old: dict[str, object], tmp_path: Path
@@ -316,6 +336,28 @@ def test_defaults_of_absent_keys_are_those_of_transformers(
     assert len(kinds) == len(bases)
     rotates = getattr(theirs, "no_rope_layers", [1] * ours.num_layers)
     assert [rotary is not None for rotary in rotaries] == [bool(does) for does in rotates]
+
+
+@pytest.mark.parametrize("family", DEFAULTED)
+def test_a_family_has_the_defaults_of_transformers(family: str) -> None:
+    """config.json may leave out what transformers would write."""
+    kind = type(CONFIGS[family])
+    written = json.loads(kind().to_json_string(use_diff=False))
+    written["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.model_type]]
+    least = {key: value for key, value in written.items() if key in LEAST_KEYS}
+    assert ModelSpec.from_config(least) == ModelSpec.from_config(written)
+
+
+def test_published_keys_of_internlm3_are_read(tmp_path: Path) -> None:
+    """transformers writes this family as a Llama; the published files have keys of their own."""
+    model = make_checkpoint(tmp_path, CONFIGS["internlm3"])
+    biases = {"attention_bias": ..., "mlp_bias": ..., "qkv_bias": True, "bias": True}
+    set_config(tmp_path, architectures=["InternLM3ForCausalLM"], **biases)
+    tokens = random_tokens(20, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, 20)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
 
 
 def test_sharded_checkpoint_loads(tmp_path: Path) -> None:

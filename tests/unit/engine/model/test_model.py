@@ -138,7 +138,11 @@ def test_half_precision_stays_close_to_float32(
 
 @needs_tiles
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"]
+    "family",
+    [
+        *("gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"),
+        *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
+    ],
 )
 def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:
     """torch computes norms, activations and experts that the kernels lack, on tiled rows."""

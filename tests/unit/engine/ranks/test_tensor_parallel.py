@@ -12,7 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig, Olmo2Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    HunYuanMoEV1Config,
+    LlamaConfig,
+    Olmo2Config,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from services.common.settings import StartupError
 from services.engine.batch.step_batch import StepBatch
@@ -101,6 +107,7 @@ IN_TILES: dict[str, PreTrainedConfig] = {
     "qwen3 moe": Qwen3MoeConfig(
         **_WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
     ),
+    "hunyuan moe": HunYuanMoEV1Config(**_WIDE, num_experts=4, moe_topk=2),
 }
 """Models whose shards are multiples of 32 wide"""
 SUMMED = ("llama, biases", "olmo2", "qwen3 moe")

@@ -44,6 +44,7 @@ CLAMPED = Activation(Nonlinearity.CLAMPED_SWIGLU, alpha=1.702, limit=0.8)
 ACTIVATIONS = {
     "silu": SWIGLU,
     "gelu": Activation(Nonlinearity.GELU),
+    "relu2": Activation(Nonlinearity.RELU_SQUARED),
     "gelu_tanh": Activation(Nonlinearity.GELU_TANH),
     "clamped": CLAMPED,
 }
@@ -207,7 +208,9 @@ def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @interpreted
 @pytest.mark.usefixtures("on_kernels")
-@pytest.mark.parametrize("name", ["qwen3 moe", "gpt-oss in MXFP4"])
+@pytest.mark.parametrize(
+    "name", ["qwen3 moe", "gpt-oss in MXFP4", "phimoe", "granite moe", "ernie moe"]
+)
 def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     """In prefills and decodes that CUDA graphs may hold."""
     if name in CONFIGS:

@@ -1,0 +1,30 @@
+"""Choice of experts: who computes a token decides what it becomes."""
+
+import torch
+
+from services.engine.model.architecture.routing import Routing
+
+SCORES = torch.tensor([[2.0, 1.9, 0.5, -1.0]])
+
+
+def test_bias_changes_the_choice_but_not_the_weights() -> None:
+    bias = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    chosen, factors = Routing(2, normalized=False, has_bias=True).choose(SCORES, bias)
+    assert chosen.tolist() == [[3, 0]]
+    torch.testing.assert_close(factors, SCORES.softmax(dim=1)[:, [3, 0]])
+
+
+def test_least_sum_bounds_the_weights_of_unlikely_experts() -> None:
+    bias = torch.tensor([-1.0, -1.0, -1.0, 1.0])
+    routing = Routing(1, normalized=True, has_bias=True, least_sum=0.5)
+    chosen, factors = routing.choose(SCORES, bias)
+    assert chosen.tolist() == [[3]]
+    torch.testing.assert_close(factors, 2 * SCORES.softmax(dim=1)[:, [3]])
+
+
+def test_sparse_mixer_weighs_an_expert_against_close_ones_alone() -> None:
+    """The first is 5 % above the second, so that they share; the second has none beside it."""
+    chosen, factors = Routing(2, normalized=False, jitter=0.05).choose(SCORES, None)
+    assert chosen.tolist() == [[0, 1]]
+    shared = SCORES[:, :2].softmax(dim=1)[0, 0]
+    torch.testing.assert_close(factors, torch.stack((shared, torch.tensor(1.0)))[None])
