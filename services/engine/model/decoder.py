@@ -263,12 +263,14 @@ class Decoder:
         This part can be captured in a CUDA graph.
         """
         buffers = self._buffers(len(batch.token_ids))
-        self._begin(batch, buffers)
         kept = self._kept(batch, buffers)
+        begin = partial(self._begin, batch, buffers)
         layers = partial(self._run_layers, batch, cache, buffers, kept)
         if batch.adapters_host:
-            self._run_adapted(batch, layers)
-        elif self._recording is None or any(len(image.embeddings) > 1 for image in batch.images):
+            self._run_adapted(batch, begin, layers)
+            return kept.hidden
+        begin()
+        if self._recording is None or any(len(image.embeddings) > 1 for image in batch.images):
             layers()  # a recording lacks what images add between the layers
         else:
             self._recording.run(batch, cache, layers)
@@ -374,12 +376,13 @@ class Decoder:
         self._norm(hidden, self._weights.final_norm, normed)
         return normed
 
-    def _run_adapted(self, batch: StepBatch, layers: Callable[[], None]) -> None:
-        """Run the layers of a batch in which sequences have adapters."""
+    def _run_adapted(self, batch: StepBatch, *parts: Callable[[], None]) -> None:
+        """Run the parts of a pass for a batch in which sequences have adapters."""
         assert self.adapters is not None
         self.adapters.begin(batch)
         try:
-            layers()
+            for part in parts:
+                part()
         finally:
             self.adapters.end()
 

@@ -114,7 +114,7 @@ class FeedForwardReader:
         factors = reader.tensor(stored.expert_scale)
         return NormedExperts(
             router_norm=reader.norm_weight(scale),
-            router=router,
+            router=reader.adapted(router, reader.site(stored.experts.router)),
             norm=reader.norm_weight(reader.tensor(stored.norm.weight)),
             mixture=mixture,
             routing=routing,

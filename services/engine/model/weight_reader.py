@@ -88,7 +88,7 @@ class WeightReader:
         )
         return LayerInputs(
             table=self._embedding(stored.table),
-            projection=projection,
+            projection=reader.adapted(projection, reader.site(stored.projection)),
             norm=reader.norm_weight(reader.tensor(stored.norm)),
             layers=spec.num_layers,
             width=spec.input_width,

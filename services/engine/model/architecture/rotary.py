@@ -142,7 +142,8 @@ class Rotary:
     """
 
     def __init__(self, spec: RotarySpec, head_dim: int, device: torch.device) -> None:
-        self._axes = torch.tensor(spec.axes, dtype=torch.int64, device=device)
+        axes = (*spec.axes, *(0 for _ in range(head_dim // 2 - len(spec.axes))))
+        self._axes = torch.tensor(axes, dtype=torch.int64, device=device)
         self._frequencies = torch.zeros(head_dim // 2, device=device)
         self._frequencies[: len(spec.frequencies)] = torch.tensor(spec.frequencies)
         self._growth, self._period = spec.query_growth, spec.query_period

@@ -96,14 +96,14 @@ class AttentionMixer(Mixer[AttentionScratch]):
         num_gates = spec.num_heads if spec.has_output_gate else 0
         is_reader = spec.reads_layer is not None
         cached = 0 if is_reader else spec.num_kv_heads
-        counts = (spec.num_heads, cached, cached, num_gates)
+        counts = (num_gates, spec.num_heads, cached, cached)
         qkv = empty(tokens, sum(counts) * spec.head_dim)
         heads = qkv.view(tokens, -1, spec.head_dim)
-        queries, keys, values, _ = heads.split_with_sizes(counts, dim=1)
+        _, queries, keys, values = heads.split_with_sizes(counts, dim=1)
         if is_reader:  # no token has keys to write
             keys, values = (heads.new_empty(0, spec.num_kv_heads, spec.head_dim) for _ in range(2))
-        rotated = heads[:, : spec.num_heads + cached]
-        gates = qkv[:, qkv.shape[1] - num_gates * spec.head_dim :]
+        rotated = heads[:, num_gates : num_gates + spec.num_heads + cached]
+        gates = qkv[:, : num_gates * spec.head_dim]
         attended = empty(tokens, spec.num_heads * spec.head_dim)
         return AttentionScratch(qkv, rotated, queries, keys, values, gates, attended)
 

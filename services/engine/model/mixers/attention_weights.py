@@ -107,7 +107,7 @@ def _norms_apart(spec: AttentionSpec) -> bool:
 def _qkv(
     reader: TensorReader, stored: StoredAttention, spec: AttentionSpec, norm: StoredNorm | None
 ) -> Projection:
-    """Read this rank's queries, keys, values and then output gates as one product."""
+    """Read this rank's output gates, queries, keys and values as one product."""
     shard, keys = reader.shard, reader.shard.of_heads(spec.num_kv_heads)
     widths = _widths(spec)
     whole, stored_parts = torch.arange(sum(widths)), reader.linear(stored.qkv, norm)
@@ -144,16 +144,14 @@ def _rows_in_order(
     without keys there is neither. A head's output gate is stored behind its queries.
     """
     queries, *cached = map(torch.arange, widths)
-    gates = None
     if spec.has_output_gate:
         pairs = queries.view(-1, 2, spec.head_dim)
-        queries, gates = pairs[:, 0].flatten(), pairs[:, 1].flatten()
+        queries = pairs[:, 0].flatten()
+        yield 0, pairs[:, 1].flatten()
     yield 0, _to_half_split(reader, queries, spec)
     if cached:
         yield 1, _to_half_split(reader, cached[0], spec)
         yield len(cached), cached[-1]
-    if gates is not None:
-        yield 0, gates
 
 
 def _qk_norms(

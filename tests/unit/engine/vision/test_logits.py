@@ -52,7 +52,7 @@ class Models:
             EngineSettings(
                 dtype="float32",
                 device="cpu",
-                kv_memory="4MiB",
+                kv_memory="16MiB",
                 max_step_tokens=max_step_tokens,
             ),
         )
