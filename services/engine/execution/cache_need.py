@@ -90,13 +90,16 @@ class CacheNeed:
     def state_slots(self, num_blocks: int) -> int:
         """Return the slots of states beside so many blocks of the first group.
 
-        Each running sequence has two. Others hold snapshots, one for each interval of the tokens
-        that the first group has room for.
+        Each typical sequence for which there are blocks has two, but no more than may run at once.
+        Others hold snapshots, one for each interval of the tokens that the first group has room
+        for.
         """
         if not self.state_bytes:
             return 0
+        typical = min(self.model_context, _TYPICAL_TOKENS)
+        sequences = min(-(-num_blocks // self.blocks(typical)), self.max_running)
         snapshots = num_blocks * self.block_size // self.snapshot_interval
-        return 2 * self.max_running + max(snapshots, 1)
+        return 2 * sequences + max(snapshots, 1)
 
     def bytes(self, num_blocks: int) -> int:
         """Return the memory of all groups and states with so many blocks of the first group."""

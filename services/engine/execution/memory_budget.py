@@ -75,13 +75,10 @@ def _stated_blocks(kv_memory: str, context_length: str, need: CacheNeed, free: i
     """Return the blocks of an amount of memory. Raises StartupError."""
     number = need.affordable(parse_bytes(kv_memory))
     if number < 1:
-        what, remedy = "one block", ""
-        if need.state_bytes:
-            what = f"one block and the states of --max-running {need.max_running} sequences"
-            remedy = ", or lower --max-running"
+        what = "one block and a sequence's states" if need.state_bytes else "one block"
         raise StartupError(
             f"--kv-memory {kv_memory} is less than the {in_units(need.bytes(1))} of {what}; raise "
-            f"it{remedy}."
+            "it."
         )
     missing = need.bytes(number) + _RESERVE - free
     if missing > 0:
