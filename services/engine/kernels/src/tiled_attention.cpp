@@ -18,7 +18,7 @@
 namespace {
 
 constexpr int64_t kChunkScores = 64;  // keys of a chunk scored together
-constexpr int64_t kMostHeadDim = 256;
+constexpr int64_t kMostHeadDim = 512;
 constexpr int64_t kMostDecodeUnits = 16;  // maximum units of decodes in a loop's item
 constexpr int64_t kMostChunkUnits = 4;  // maximum units of chunks in a loop's item
 constexpr int64_t kShares = 4;     // minimum items per thread

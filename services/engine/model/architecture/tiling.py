@@ -8,7 +8,7 @@ from services.engine.model.architecture.spec import ModelSpec
 
 __all__ = ["runs_in_tiles"]
 
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
 """Largest head dimension that fits the attention kernel's buffers"""
 
 

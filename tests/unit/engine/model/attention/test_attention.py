@@ -226,6 +226,7 @@ SHAPES = [
     (40, 1, 32, 130),
     (6, 2, 96, 0),
     (2, 1, 256, 7),
+    (2, 1, 512, 0),
 ]
 """Query heads, key heads, head dimension, window"""
 
