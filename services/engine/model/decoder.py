@@ -169,6 +169,7 @@ class Decoder:
         """True if a CUDA graph of a decode step serves all decode steps of its size."""
         # Else the host reads the experts that the router chose, which a graph can't.
         has_fixed_launches = not self.spec.has_experts or self._operators.groups_experts
+        has_fixed_launches &= all(mixer.is_capturable for mixer in self._shapes)
         return self._attention.is_capturable and has_fixed_launches
 
     @property

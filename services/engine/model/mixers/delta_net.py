@@ -65,6 +65,8 @@ class DeltaNetScratch(Scratch):
 class DeltaNetMixer(Mixer[DeltaNetScratch]):
     """The gated delta net of layer `layer`."""
 
+    is_capturable = False  # torch's rule reads on the host which runs continue others
+
     def __init__(
         self,
         layer: int,

@@ -38,6 +38,8 @@ class Mixer(ABC, Generic[S]):
 
     scratch_key: Hashable
     """Layers with equal keys share their buffers"""
+    is_capturable = True
+    """True if `mix` never waits for the host, so that CUDA graphs hold it"""
 
     @abstractmethod
     def allocate(self, tokens: int) -> S:
