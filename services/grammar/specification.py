@@ -19,7 +19,7 @@ Schema passes these stages, all but the last two in `schemas`:
 5. During generation, `matching.uniqueness` forbids repeated keys and items, which no context-free
    grammar can express. It asks `json_positions` which subschemas apply, and `word_sets` which
    prefixes only used words complete. `matching.separators` leaves out white space in front of
-   commas and colons.
+   commas and colons. `matching.outline` finds JSON in other text.
 
 Negation applies to schemas, never to sets. So a set that is left out, where a union is too large,
 makes the output narrower and never invalid.
@@ -51,6 +51,7 @@ __all__ = [
     "identity",
     "kind_of",
     "locate",
+    "outline",
     "positions",
     "translate",
 ]
@@ -160,6 +161,29 @@ def has_default_spaces(spec: GrammarSpec) -> bool:
     return is_json and not spec.HasField("json_whitespace")
 
 
+def outline(spec: GrammarSpec, value: int) -> str | None:
+    """Return the grammar of the text around JSON, with the token `value` in place of each schema.
+
+    None where a grammar has no text around JSON, or the client chooses the JSON's white space.
+    """
+    if spec.HasField("json_whitespace"):
+        return None
+    kind = kind_of(spec)
+    if kind == "structural_tag":
+        parts = structural_tag.parts_of(spec.structural_tag, "tag", _left_out)
+        grammar: dict[str, Any] = {"grammars": parts}
+    elif kind == "llguidance":
+        grammar = json.loads(spec.llguidance)
+        grammar = json.loads(_translate_parts(grammar, _left_out, _spaces_of(_json_options(spec))))
+    else:
+        return None
+    schemas = [part for part in grammar["grammars"] if part.get("json_schema") is not None]
+    for part in schemas:
+        del part["json_schema"]
+        part["lark_grammar"] = f"start: <[{value}]>"
+    return json.dumps(grammar) if schemas else None
+
+
 def positions(spec: GrammarSpec) -> JsonPositions | None:
     """Return the positions for duplicate detection; None where llguidance allows no repetition."""
     kind = kind_of(spec)
@@ -190,6 +214,10 @@ def locate(spec: GrammarSpec, reason: str) -> str:
     schema = validation.parse(spec.json_schema)
     reason = _PLACE.sub("", restore_patterns(schema, "$", reason))
     return validation.locate(schema, reason)
+
+
+def _left_out(schema: Json, path: str) -> Mapping[str, Json]:
+    return {}
 
 
 def _grammar(field: str, value: object) -> str:

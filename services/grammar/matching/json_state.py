@@ -4,11 +4,8 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
-from services.grammar import specification
 from services.grammar.matching.separators import SeparatorState
-from services.grammar.matching.token_index import TokenIndex
 from services.grammar.matching.uniqueness import UniquenessState
-from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["JsonState"]
 
@@ -21,14 +18,6 @@ class JsonState:
     """None: the grammar allows no repeated keys or items"""
     separators: SeparatorState | None = None
     """None: the JSON is compact, or has the white space that the client chose"""
-
-    @classmethod
-    def initial(cls, spec: GrammarSpec, index: TokenIndex) -> "JsonState | None":
-        """Return the state before the first token; None if a grammar needs none."""
-        positions = specification.positions(spec)
-        uniqueness = None if positions is None else UniquenessState(positions, index)
-        separators = SeparatorState(index) if specification.has_default_spaces(spec) else None
-        return cls(uniqueness, separators) if uniqueness or separators else None
 
     def after(self, token: int) -> "JsonState | None":
         """Return the state after a token, or None if the token repeats a key or an item."""

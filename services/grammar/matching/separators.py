@@ -27,7 +27,10 @@ class SeparatorState:
 
     def after(self, token: int) -> "SeparatorState":
         """Return the state after a token."""
-        text = self._index.spellings[token]
+        return self.after_text(self._index.spellings[token])
+
+    def after_text(self, text: bytes) -> "SeparatorState":
+        """Return the state after a text."""
         in_string, is_escaped = self._in_string, self._is_escaped
         for byte in text:
             if is_escaped:

@@ -4,6 +4,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator
 
+from services.grammar.matching.outline import OutlineVocabulary
 from services.grammar.matching.vocabulary import Vocabulary
 
 __all__ = ["TokenIndex", "ids_of"]
@@ -29,6 +30,8 @@ class TokenIndex:
     def __init__(self, vocabulary: Vocabulary) -> None:
         decode = vocabulary.tokenizer.decode_bytes
         self.spellings = [bytes(decode([token])) for token in range(vocabulary.size)]
+        self.outlines = OutlineVocabulary(vocabulary)
+        """The vocabulary of outlines"""
         self._sorted = sorted(
             (text, token) for token, full in enumerate(self.spellings) for text in _compact(full)
         )
