@@ -1,13 +1,14 @@
 """State of a text that contains JSON: what its masks leave out in the values of JSON."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from llguidance import LLMatcher
 
 from services.grammar.matching.json_extent import JsonExtent
+from services.grammar.matching.json_state import JsonState
 from services.grammar.matching.outline import Outline
-from services.grammar.matching.separators import SeparatorState
-from services.grammar.matching.token_index import TokenIndex
+from services.grammar.matching.token_index import TokenIndex, ids_of
 
 __all__ = ["EmbeddedState"]
 
@@ -17,7 +18,7 @@ class _Value:
     """An unfinished value of JSON."""
 
     extent: JsonExtent
-    separators: SeparatorState
+    state: JsonState
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,20 @@ class EmbeddedState:
     """
 
     index: TokenIndex
+    plain: JsonState
+    """The state before a value without a number"""
+    numbered: Sequence[JsonState]
+    """The states before the values that have numbers"""
     outline: Outline | None
     """The outline behind the current value; None: the text left it, and masks stay as they are"""
     value: _Value | None = None
     """None: the text around the values"""
 
-    def after(self, token: int) -> "EmbeddedState":
-        """Return the state after a token, which may cross the borders of values."""
+    def after(self, token: int) -> "EmbeddedState | None":
+        """Return the state after a token, which may cross the borders of values.
+
+        None: the token repeats a key or an item.
+        """
         text = self.index.spellings[token]
         ids = self.index.outlines.spell(token, text)
         outline, value, place = self.outline, self.value, 0
@@ -43,18 +51,27 @@ class EmbeddedState:
                 outline, taken = outline.after(ids[place:])
                 place += taken
                 if place < len(ids):
-                    outline = outline.after_value()
-                    value = _Value(JsonExtent(), SeparatorState(self.index))
+                    outline, number = outline.after_value()
+                    state = self.plain if number is None else self.numbered[number]
+                    value = _Value(JsonExtent(), state)
             else:
                 extent, taken = value.extent.after(text[place:])
-                part = text[place : place + taken]
-                separators = value.separators.after_text(part)
-                value = None if extent is None else _Value(extent, separators)
+                following = value.state.after_text(text[place : place + taken])
+                if following is None:
+                    return None
+                value = None if extent is None else _Value(extent, following)
                 place += taken
-        return EmbeddedState(self.index, outline, value)
+        return replace(self, outline=outline, value=value)
 
     def narrowed(self, mask: int, grammar: LLMatcher) -> int:
-        """Return a mask without white space in front of commas and colons of the current value."""
-        if self.outline is None or self.value is None or not self.value.extent.depth:
+        """Return a mask without what the current value, or one that a token begins, excludes."""
+        if self.outline is None:
             return mask
-        return self.value.separators.narrowed(mask, grammar)
+        if self.value is not None:
+            return self.value.state.narrowed(mask, grammar) if self.value.extent.depth else mask
+        if not any(state.uniqueness for state in self.numbered):
+            return mask
+        for token in ids_of(mask & self.index.opening_items):
+            if self.after(token) is None:
+                mask &= ~(1 << token)
+        return mask

@@ -9,6 +9,7 @@ from services.grammar.matching.outline import Outline
 from services.grammar.matching.separators import SeparatorState
 from services.grammar.matching.token_index import TokenIndex
 from services.grammar.matching.uniqueness import UniquenessState
+from services.grammar.schemas.json_positions import JsonPositions
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["OutputState", "initial_state"]
@@ -19,10 +20,18 @@ OutputState: TypeAlias = JsonState | EmbeddedState
 
 def initial_state(spec: GrammarSpec, index: TokenIndex) -> OutputState | None:
     """Return the state before the first token; None if the grammar alone is enough."""
-    outline = specification.outline(spec, index.outlines.value)
-    if outline is not None:
-        return EmbeddedState(index, Outline.compile(index.outlines, outline))
-    positions = specification.positions(spec)
-    uniqueness = None if positions is None else UniquenessState(positions, index)
     separators = SeparatorState(index) if specification.has_default_spaces(spec) else None
-    return JsonState(uniqueness, separators) if uniqueness or separators else None
+
+    def state(positions: JsonPositions | None) -> JsonState:
+        uniqueness = None if positions is None else UniquenessState(positions, index)
+        return JsonState(index, uniqueness, separators)
+
+    outline = specification.outline(spec, *index.outlines.marks)
+    if outline is None:
+        whole = state(specification.positions(spec))
+        return whole if whole.uniqueness or whole.separators else None
+    numbered = [state(positions) for positions in specification.positions_of_values(spec)]
+    if not separators and not any(each.uniqueness for each in numbered):
+        return None
+    compiled = Outline.compile(index.outlines, outline)
+    return EmbeddedState(index, state(None), numbered, compiled)

@@ -1,4 +1,4 @@
-"""Outlines of grammars: the text around JSON, with one token in place of each value of JSON.
+"""Outlines of grammars: the text around JSON, with marks in place of the values of JSON.
 
 llguidance does not say whether a token continues a value or the text around it. A second matcher
 follows the text alone, byte by byte, and so finds the places where a value begins.
@@ -14,23 +14,36 @@ from services.grammar.matching.vocabulary import Vocabulary
 __all__ = ["Outline", "OutlineVocabulary"]
 
 _BYTES = 256
+_BYTE_TOKENS = [bytes([byte]) for byte in range(_BYTES)]
+_MARKS = (b"<value>", b"<numbered value>")
 
 
 class OutlineVocabulary:
-    """The vocabulary of outlines: control tokens under their own ids, all bytes, and VALUE."""
+    """The vocabulary of outlines: control tokens under their own ids, all bytes, and two marks."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         tokenizer = vocabulary.tokenizer
         self._first_byte = vocabulary.size
         self._controls = frozenset(filter(tokenizer.is_special_token, range(vocabulary.size)))
         self.value = vocabulary.size + _BYTES
-        """The id of the token in place of a value of JSON"""
+        """The id of the mark in place of a value of JSON"""
+        self.numbered_value = self.value + 1
+        """The id of the mark in front of a value's number, which digits and ";" spell"""
         self.tokenizer = LLTokenizer(TokenizerWrapper(self._definition(vocabulary)))
+
+    @property
+    def marks(self) -> tuple[int, int]:
+        """The ids of both marks"""
+        return self.value, self.numbered_value
 
     def spell(self, token: int, text: bytes) -> Sequence[int]:
         """Return the ids of a token of the checkpoint whose bytes are `text`."""
         if token in self._controls:
             return [token]
+        return self.spell_bytes(text)
+
+    def spell_bytes(self, text: bytes) -> Sequence[int]:
+        """Return the ids of a text."""
         return [self._first_byte + byte for byte in text]
 
     def _definition(self, vocabulary: Vocabulary) -> "_Definition":
@@ -39,7 +52,7 @@ class OutlineVocabulary:
             bytes(decode([token])) if token in self._controls else b""
             for token in range(vocabulary.size)
         ]
-        return _Definition(names, [*self._controls, self.value], vocabulary.end_ids[0])
+        return _Definition(names, [*self._controls, *self.marks], vocabulary.end_ids[0])
 
 
 class _Definition:
@@ -49,7 +62,7 @@ class _Definition:
 
     def __init__(self, names: Sequence[bytes], controls: Sequence[int], end: int) -> None:
         self._first_byte = len(names)
-        self.tokens = [*names, *(bytes([byte]) for byte in range(_BYTES)), b"<value>"]
+        self.tokens = [*names, *_BYTE_TOKENS, *_MARKS]
         self.special_token_ids = controls
         self.eos_token_id = end
 
@@ -77,7 +90,22 @@ class Outline:
         taken = following.try_consume_tokens(list(ids))
         return Outline(self._vocabulary, following), taken
 
-    def after_value(self) -> "Outline | None":
-        """Return the state after a value of JSON, or None if none may begin here."""
-        following, taken = self.after([self._vocabulary.value])
-        return following if taken else None
+    def after_value(self) -> tuple["Outline | None", int | None]:
+        """Return the state after a value of JSON and its number, if it has one.
+
+        The state is None if no value may begin here.
+        """
+        for mark in reversed(self._vocabulary.marks):
+            following, taken = self.after([mark])
+            if taken and mark == self._vocabulary.value:
+                return following, None
+            if taken:
+                return following._after_number()
+        return None, None
+
+    def _after_number(self) -> tuple["Outline | None", int | None]:
+        number, end, _ = self._matcher.deep_copy().compute_ff_bytes().partition(b";")
+        if not end:  # several values may begin here
+            return None, None
+        following, _ = self.after(self._vocabulary.spell_bytes(number + end))
+        return following, int(number)

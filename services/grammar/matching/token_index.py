@@ -17,6 +17,7 @@ _WHOLE_ITEM = re.compile(
     rb'[,\[]%b*(?:"(?:[^"\\]|\\.)*"|[-0-9a-z.+E]+(?:%b|[,\]}])|\[.*\]|\{.*\})' % (_SPACE, _SPACE),
     re.DOTALL,
 )
+_OPENED_ITEMS = re.compile(rb"[\[{].*,", re.DOTALL)
 _SEPARATOR_APART = re.compile(rb'[^"]*?%b+[,:]' % _SPACE)
 _STRING_END = re.compile(rb'(?:[^"\\]|\\.)*?"%b+(?:([,:])|\Z)' % _SPACE, re.DOTALL)
 _STRING = re.compile(rb'"(?=((?:[^"\\]|\\.)*)")', re.DOTALL)
@@ -41,6 +42,8 @@ class TokenIndex:
         """Tokens, as bits, that may end an item of an earlier token, or contain an item"""
         self.containing_items = 0
         """Tokens, as bits, that may contain a whole item"""
+        self.opening_items = 0
+        """Tokens, as bits, that may open an object or an array, and continue it behind a comma"""
         self.repeating_keys = 0
         """Tokens, as bits, that contain a string twice"""
         self.spaces = self.separators = self.closers = 0
@@ -58,6 +61,8 @@ class TokenIndex:
                 self.repeating_keys |= 1 << token
             if _WHOLE_ITEM.search(text):
                 self.containing_items |= 1 << token
+            if _OPENED_ITEMS.search(text):
+                self.opening_items |= 1 << token
             if _AFTER_VALUE.search(text):
                 self.ending_items |= 1 << token
             self._add_spaced(1 << token, text)

@@ -8,12 +8,15 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLExecutor, LLTokenizer
 
+from services.grammar import GrammarError
 from services.grammar.matching.embedded_state import EmbeddedState
 from services.grammar.matching.initial_state import initial_state
 from services.grammar.matching.mask_filler import MaskFiller
-from services.grammar.matching.matcher import Matcher
+from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.token_index import TokenIndex, ids_of
 from services.grammar.matching.vocabulary import Vocabulary
@@ -26,6 +29,7 @@ from services.tokenizer.chat.chat_templates import ChatTemplates
 from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.tool_schemas import arguments_schemas
 from tests.unit.tokenizer.chat.checkpoints import TEMPLATES, chat_vocabulary
+from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
@@ -45,6 +49,16 @@ _SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"place": _PLACE, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
     "required": ["place"],
+    "additionalProperties": False,
+}
+
+
+_SET: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "digits": {"type": "array", "items": {"enum": [1, 2, 12, "a"]}, "uniqueItems": True}
+    },
+    "required": ["digits"],
     "additionalProperties": False,
 }
 
@@ -124,6 +138,11 @@ def caller(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Caller(tmp_path_factory.mktemp("model"), TEMPLATES[request.param])
 
 
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Caller:
+    return Caller(tmp_path_factory.mktemp("hermes"), TEMPLATES["hermes"])
+
+
 def test_no_white_space_stands_before_a_comma_or_a_colon_of_arguments(caller: Caller) -> None:
     start = caller.matcher(_SCHEMA, tool_choice=_REQUIRED)
     written = 0
@@ -138,6 +157,54 @@ def test_no_white_space_stands_before_a_comma_or_a_colon_of_arguments(caller: Ca
                 written += 1
                 assert not re.search(r"\s[,:]", _STRING.sub('""', arguments)), text
     assert bool(written) == caller.writes_json
+
+
+def test_items_of_a_set_differ_in_arguments_of_a_strict_tool(caller: Caller) -> None:
+    """pydantic describes a `set` so."""
+    if not caller.writes_json:
+        with pytest.raises((GrammarError, ServiceError), match="uniqueItems"):
+            caller.grammar(_SET, tool_choice=_REQUIRED)
+        return
+    for fields in ({"tool_choice": _REQUIRED}, {}):
+        start = caller.matcher(_SET, **fields)
+        lengths: set[int] = set()
+        for seed in range(12):
+            for arguments in caller.calls(caller.read(caller.write(start, seed) or []), _SET):
+                value = json.loads(arguments)
+                jsonschema.validate(value, _SET)
+                lengths.add(len(value["digits"]))
+        assert fields == {} or len(lengths) > 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.data())
+def test_resumption_and_draft_tokens_lead_to_the_same_state(
+    hermes: Caller, seed: int, data: st.DataObject
+) -> None:
+    start = hermes.matcher(_SET)
+    ids = hermes.write(start, seed, begin='<tool_call>\n{"name": "f", "arg') or []
+    kept = data.draw(st.integers(0, len(ids)))
+    resumed, whole = start.fork(), start.fork()
+    resumed.accept(ids[:kept], hermes.size)
+    whole.accept(ids, hermes.size)
+    walked = resumed.walk(ids[kept:], hermes.size)
+    assert len(walked) == len(ids) - kept
+    if walked:
+        assert hermes.mask(walked[-1]) == hermes.mask(whole)
+
+
+def test_text_that_looks_like_a_call_is_free(hermes: Caller) -> None:
+    """Only the control token begins a call; models write about calls, too."""
+    start = hermes.matcher(_SET)
+    for text in (
+        'f", "arguments": {"digits": [1, 1, 1]} , and <tool_call {"name" : "f", "arguments": {',
+        '{"name": "f", "arguments": {"digits": [1, 1]}}',
+    ):
+        hermes.write(start, 0, begin=text)
+    call = '<tool_call>\n{"name": "f", "arguments": {"digits": [1, 2]}}\n</tool_call>'
+    hermes.write(start, 0, begin=f"{call} [1, 1] {call}")
+    with pytest.raises(RefusedTokenError, match="repeats a key or an item"):
+        hermes.write(start, 0, begin=f"{call} [1, 1] {call.replace('2', '1')}")
 
 
 def test_text_around_values_is_followed_to_its_end(caller: Caller) -> None:
