@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLExecutor, LLTokenizer
 
 from services.grammar.matching.initial_state import initial_state
+from services.grammar.matching.json_state import JsonState
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
@@ -55,7 +56,7 @@ SCHEMAS |= {name: {"type": "object"} | schema for name, schema in OBJECTS.items(
 def fresh(spec: GrammarSpec, vocabulary: Vocabulary) -> Matcher:
     check(spec)
     state = initial_state(spec, INDEXES[vocabulary.size])
-    assert state is not None
+    assert isinstance(state, JsonState)
     assert state.uniqueness is not None
     prototype = compile_prototype(vocabulary.tokenizer, translate(spec))
     return Matcher(prototype, (vocabulary.size,), state)
