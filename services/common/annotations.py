@@ -65,7 +65,8 @@ def _schemas_of(spec: GrammarSpec, path: str) -> Iterator[tuple[object, str]]:
         parts = grammar.get("grammars") if isinstance(grammar, dict) else None
         for index, part in enumerate(parts if isinstance(parts, list) else ()):
             if isinstance(part, dict):
-                yield part.get("json_schema"), f"{path}.grammars[{index}].json_schema"
+                for keyword in ("json_schema", "json_value"):
+                    yield part.get(keyword), f"{path}.grammars[{index}].{keyword}"
 
 
 def _annotations(schema: object, path: str) -> Iterator[str]:

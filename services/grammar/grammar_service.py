@@ -16,7 +16,7 @@ from services.grammar import GrammarError, specification
 from services.grammar.compiling.compile_slots import too_many_compiles
 from services.grammar.compiling.compiler import Compiler
 from services.grammar.matching.cache import CompiledGrammar, GrammarCache
-from services.grammar.matching.json_state import JsonState
+from services.grammar.matching.initial_state import initial_state
 from services.grammar.matching.matcher_batch import MatcherBatch
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.token_index import TokenIndex
@@ -178,7 +178,7 @@ class GrammarServicer(GrammarServiceServicer):
     def _compile_tried(self, grammar_id: str, spec: GrammarSpec, size: int) -> CompiledGrammar:
         grammar = specification.translate(spec)
         prototype = compile_prototype(self._vocabulary.tokenizer, grammar)
-        state = JsonState.initial(spec, self._index)
+        state = initial_state(spec, self._index)
         return CompiledGrammar(grammar_id, prototype, size, state)
 
     def _grammars_to_open(

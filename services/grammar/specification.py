@@ -19,7 +19,8 @@ Schema passes these stages, all but the last two in `schemas`:
 5. During generation, `matching.uniqueness` forbids repeated keys and items, which no context-free
    grammar can express. It asks `json_positions` which subschemas apply, and `word_sets` which
    prefixes only used words complete. `matching.separators` leaves out white space in front of
-   commas and colons.
+   commas and colons. `matching.outline` finds JSON in other text,
+   in which repetitions are forbidden in each "json_value" alone.
 
 Negation applies to schemas, never to sets. So a set that is left out, where a union is too large,
 makes the output narrower and never invalid.
@@ -51,6 +52,7 @@ __all__ = [
     "identity",
     "kind_of",
     "locate",
+    "outline",
     "positions",
     "translate",
 ]
@@ -155,9 +157,46 @@ def translate(spec: GrammarSpec) -> str:
 
 
 def has_default_spaces(spec: GrammarSpec) -> bool:
-    """Return whether a grammar is JSON whose white space the client does not choose."""
-    is_json = kind_of(spec) in ("json_schema", "json_object")
-    return is_json and not spec.HasField("json_whitespace")
+    """Return whether a grammar has JSON whose white space the client does not choose."""
+    return kind_of(spec) in _WITH_JSON - {"lark"} and not spec.HasField("json_whitespace")
+
+
+def outline(spec: GrammarSpec, value: int, numbered_value: int) -> str | None:
+    """Return the grammar of the text around JSON; None where there is no such text.
+
+    The token `value` stands in place of each "json_schema". The token `numbered_value`, a number
+    and ";" stand in place of each "json_value". The numbers count them from 0.
+    """
+    kind = kind_of(spec)
+    if kind == "structural_tag":
+        parts = structural_tag.parts_of(spec.structural_tag, "tag", _left_out)
+        grammar: dict[str, Any] = {"grammars": parts}
+    elif kind == "llguidance":
+        grammar = json.loads(spec.llguidance)
+        for number, part in enumerate(_values_of(grammar)):
+            del part["json_value"]
+            part.pop("json_schema", None)
+            part["lark_grammar"] = f'start: <[{numbered_value}]> "{number};"'
+        grammar = json.loads(_translate_parts(grammar, _left_out, _spaces_of(_json_options(spec))))
+    else:
+        return None
+    for part in grammar["grammars"]:
+        if part.pop("json_schema", None) is not None:
+            part["lark_grammar"] = f"start: <[{value}]>"
+    text = json.dumps(grammar)
+    return text if f"<[{value}]>" in text or f"<[{numbered_value}]>" in text else None
+
+
+def positions_of_values(spec: GrammarSpec) -> list[JsonPositions | None]:
+    """Return the positions of each "json_value" of an llguidance grammar, in their order."""
+    if kind_of(spec) != "llguidance":
+        return []
+    values = _values_of(json.loads(spec.llguidance))
+    return [_positions(part["json_value"]) for part in values]
+
+
+def _values_of(grammar: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [part for part in grammar["grammars"] if _schema_keyword(part) == "json_value"]
 
 
 def positions(spec: GrammarSpec) -> JsonPositions | None:
@@ -167,7 +206,11 @@ def positions(spec: GrammarSpec) -> JsonPositions | None:
         return JsonPositions(_ANY_OBJECT, _COMPACT)
     if kind != "json_schema":
         return None
-    lowered = _lowered(validation.parse(spec.json_schema))
+    return _positions(validation.parse(spec.json_schema))
+
+
+def _positions(schema: Json) -> JsonPositions | None:
+    lowered = _lowered(schema)
     return JsonPositions(lowered, _COMPACT) if allows_repeats(lowered) else None
 
 
@@ -181,8 +224,9 @@ def locate(spec: GrammarSpec, reason: str) -> str:
         return str(LLMatcher.validate_grammar(_grammar("lark_grammar", spec.lark))) or reason
     if kind == "llguidance":
         for index, part in enumerate(json.loads(spec.llguidance)["grammars"]):
-            if isinstance(part, dict) and part.get("json_schema") is not None:
-                reason = restore_patterns(part["json_schema"], _path_of_part(index), reason)
+            if (keyword := _schema_keyword(part)) is not None:
+                path = _path_of_part(index, keyword)
+                reason = restore_patterns(part[keyword], path, reason)
     if kind in ("llguidance", "gbnf", "structural_tag"):
         return _PLACE.sub("", reason.partition("\n   1 | ")[0])
     if kind != "json_schema":
@@ -190,6 +234,10 @@ def locate(spec: GrammarSpec, reason: str) -> str:
     schema = validation.parse(spec.json_schema)
     reason = _PLACE.sub("", restore_patterns(schema, "$", reason))
     return validation.locate(schema, reason)
+
+
+def _left_out(schema: Json, path: str) -> Mapping[str, Json]:
+    return {}
 
 
 def _grammar(field: str, value: object) -> str:
@@ -246,14 +294,22 @@ def _translate_parts(
             name = known.get("name") or f"tag_{index}"
             known, *schemas = structural_tag.parts_of(tag, name, compilable)
             further += schemas
-        elif isinstance(known, dict) and known.get("json_schema") is not None:
-            known["json_schema"] = compilable(known["json_schema"], _path_of_part(index))
+        elif (keyword := _schema_keyword(known)) is not None:
+            path = _path_of_part(index, keyword)
+            known["json_schema"] = compilable(known.pop(keyword), path)
         translated.append(known)
     return json.dumps(grammar | {"grammars": translated + further})
 
 
-def _path_of_part(index: int) -> str:
-    return f"$.grammars[{index}].json_schema"
+def _schema_keyword(part: Any) -> str | None:
+    """Return the keyword under which a part of an llguidance grammar holds a JSON Schema."""
+    known = part if isinstance(part, dict) else {}
+    keywords = ("json_value", "json_schema")
+    return next((keyword for keyword in keywords if known.get(keyword) is not None), None)
+
+
+def _path_of_part(index: int, keyword: str) -> str:
+    return f"$.grammars[{index}].{keyword}"
 
 
 def _check_llguidance(grammar: Json) -> None:
@@ -263,8 +319,9 @@ def _check_llguidance(grammar: Json) -> None:
     for index, part in enumerate(grammars):
         if not isinstance(part, dict):
             continue
-        if part.get("json_schema") is not None:
-            validation.check(part["json_schema"], _path_of_part(index), is_whole=False)
+        if (keyword := _schema_keyword(part)) is not None:
+            path = _path_of_part(index, keyword)
+            validation.check(part[keyword], path, is_followed=keyword == "json_value")
         if "gbnf" in part:
             if not isinstance(part["gbnf"], str):
                 raise GrammarError(f"$.grammars[{index}].gbnf must be a string.")

@@ -46,7 +46,7 @@ def check(tag: StructuralTag) -> None:
             schema = validation.parse(structure.schema or _ANY_JSON)
         except GrammarError as error:
             raise GrammarError(f"{place}: {error}") from None
-        validation.check(schema, place, is_whole=False)
+        validation.check(schema, place, is_followed=False)
 
 
 def parts_of(

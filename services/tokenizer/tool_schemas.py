@@ -181,8 +181,8 @@ def arguments_schemas(tools: Sequence[completion_pb2.Tool]) -> dict[str, dict[st
 def without_unique_items(indexed: IndexedTool) -> tuple[IndexedTool, list[str]]:
     """Return a valid tool whose schema lacks uniqueItems, and the paths of what was left out.
 
-    Grammars detect repeated items only in JSON that is the whole output. A strict tool stays as it
-    is: the grammar service refuses it.
+    Grammars detect repeated items only in arguments that are one JSON object. A strict tool stays
+    as it is: the grammar service refuses it.
     """
     index, tool = indexed
     if tool.strict or "uniqueItems" not in tool.parameters_json:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llguidance import LLMatcher
 
 from services.common.sharing.tenant_cache import TenantCache
-from services.grammar.matching.json_state import JsonState
+from services.grammar.matching.initial_state import OutputState
 
 __all__ = ["CompiledGrammar", "GrammarCache"]
 
@@ -23,7 +23,7 @@ class CompiledGrammar:
     """Copied for each sequence; never accepts a token itself."""
     size: int
     """Approximate memory, in bytes"""
-    json: JsonState | None = None
+    json: OutputState | None = None
     """None: the grammar alone is enough"""
 
 

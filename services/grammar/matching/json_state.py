@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
-from services.grammar import specification
 from services.grammar.matching.separators import SeparatorState
 from services.grammar.matching.token_index import TokenIndex
 from services.grammar.matching.uniqueness import UniquenessState
-from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 __all__ = ["JsonState"]
 
@@ -17,25 +15,23 @@ __all__ = ["JsonState"]
 class JsonState:
     """The state after a text. It is immutable: each token leads to a new state."""
 
+    index: TokenIndex
     uniqueness: UniquenessState | None = None
     """None: the grammar allows no repeated keys or items"""
     separators: SeparatorState | None = None
     """None: the JSON is compact, or has the white space that the client chose"""
 
-    @classmethod
-    def initial(cls, spec: GrammarSpec, index: TokenIndex) -> "JsonState | None":
-        """Return the state before the first token; None if a grammar needs none."""
-        positions = specification.positions(spec)
-        uniqueness = None if positions is None else UniquenessState(positions, index)
-        separators = SeparatorState(index) if specification.has_default_spaces(spec) else None
-        return cls(uniqueness, separators) if uniqueness or separators else None
-
     def after(self, token: int) -> "JsonState | None":
         """Return the state after a token, or None if the token repeats a key or an item."""
+        return self.after_text(self.index.spellings[token])
+
+    def after_text(self, text: bytes) -> "JsonState | None":
+        """Return the state after a text, or None if the text repeats a key or an item."""
         uniqueness = self.uniqueness
-        if uniqueness is not None and (uniqueness := uniqueness.after(token)) is None:
+        if uniqueness is not None and (uniqueness := uniqueness.after_text(text)) is None:
             return None
-        return JsonState(uniqueness, self.separators and self.separators.after(token))
+        separators = self.separators and self.separators.after(text)
+        return JsonState(self.index, uniqueness, separators)
 
     def narrowed(self, mask: int, grammar: LLMatcher) -> int:
         """Return a mask without the tokens that this text must not, or should not, go on with."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from llguidance import LLMatcher
 
-from services.grammar.matching.json_state import JsonState
+from services.grammar.matching.initial_state import OutputState
 from services.grammar.matching.prototype import reason_of
 
 __all__ = ["Matcher", "RefusedTokenError"]
@@ -40,7 +40,7 @@ class Matcher:
         self,
         inner: LLMatcher,
         end_ids: tuple[int, ...],
-        json: JsonState | None = None,
+        json: OutputState | None = None,
         cost: _Cost | None = None,
     ) -> None:
         """`json`: the state before the first token, None where the grammar alone is enough."""
@@ -132,11 +132,12 @@ class Matcher:
             token = following[0]
             if token >= vocabulary_size or token in self.end_ids:
                 break
-            if self._json is not None and self._json.after(token) is None:
+            state = None if self._json is None else self._json.after(token)
+            if self._json is not None and state is None:
                 break
             if not self.inner.consume_token(token):
                 break  # computing the mask reports the error
-            self._advance(token)
+            self._json = state
             forced.append(token)
         return forced
 

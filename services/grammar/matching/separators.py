@@ -25,9 +25,8 @@ class SeparatorState:
         self._is_escaped = False
         self._is_spaced = False  # white space outside a string is last
 
-    def after(self, token: int) -> "SeparatorState":
-        """Return the state after a token."""
-        text = self._index.spellings[token]
+    def after(self, text: bytes) -> "SeparatorState":
+        """Return the state after a text."""
         in_string, is_escaped = self._in_string, self._is_escaped
         for byte in text:
             if is_escaped:

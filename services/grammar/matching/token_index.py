@@ -4,6 +4,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator
 
+from services.grammar.matching.outline import OutlineVocabulary
 from services.grammar.matching.vocabulary import Vocabulary
 
 __all__ = ["TokenIndex", "ids_of"]
@@ -16,6 +17,7 @@ _WHOLE_ITEM = re.compile(
     rb'[,\[]%b*(?:"(?:[^"\\]|\\.)*"|[-0-9a-z.+E]+(?:%b|[,\]}])|\[.*\]|\{.*\})' % (_SPACE, _SPACE),
     re.DOTALL,
 )
+_OPENED_ITEMS = re.compile(rb"[\[{].*,", re.DOTALL)
 _SEPARATOR_APART = re.compile(rb'[^"]*?%b+[,:]' % _SPACE)
 _STRING_END = re.compile(rb'(?:[^"\\]|\\.)*?"%b+(?:([,:])|\Z)' % _SPACE, re.DOTALL)
 _STRING = re.compile(rb'"(?=((?:[^"\\]|\\.)*)")', re.DOTALL)
@@ -29,6 +31,8 @@ class TokenIndex:
     def __init__(self, vocabulary: Vocabulary) -> None:
         decode = vocabulary.tokenizer.decode_bytes
         self.spellings = [bytes(decode([token])) for token in range(vocabulary.size)]
+        self.outlines = OutlineVocabulary(vocabulary)
+        """The vocabulary of outlines"""
         self._sorted = sorted(
             (text, token) for token, full in enumerate(self.spellings) for text in _compact(full)
         )
@@ -38,6 +42,8 @@ class TokenIndex:
         """Tokens, as bits, that may end an item of an earlier token, or contain an item"""
         self.containing_items = 0
         """Tokens, as bits, that may contain a whole item"""
+        self.opening_items = 0
+        """Tokens, as bits, that may open an object or an array, and continue it behind a comma"""
         self.repeating_keys = 0
         """Tokens, as bits, that contain a string twice"""
         self.spaces = self.separators = self.closers = 0
@@ -55,6 +61,8 @@ class TokenIndex:
                 self.repeating_keys |= 1 << token
             if _WHOLE_ITEM.search(text):
                 self.containing_items |= 1 << token
+            if _OPENED_ITEMS.search(text):
+                self.opening_items |= 1 << token
             if _AFTER_VALUE.search(text):
                 self.ending_items |= 1 << token
             self._add_spaced(1 << token, text)

@@ -75,12 +75,21 @@ class UniquenessState:
 
     def after(self, token: int) -> "UniquenessState | None":
         """Return the state after a token, or None if the token repeats a key or an item."""
+        return self.after_text(self._index.spellings[token])
+
+    def after_text(self, text: bytes) -> "UniquenessState | None":
+        """Return the state after a text, or None if the text repeats a key or an item.
+
+        The text may go on behind the end of the JSON; that part has no effect.
+        """
         state = UniquenessState(self._positions, self._index)
         state._container, state._mode = self._container, self._mode
         state._is_escaped, state._key, state._text = self._is_escaped, self._key, self._text
         try:
-            for byte in self._index.spellings[token]:
+            for byte in text:
                 state._take(byte)
+                if state._container is None and state._mode is _Mode.AFTER:
+                    break
         except _RepeatError:
             return None
         return state
@@ -127,6 +136,8 @@ class UniquenessState:
     def _take(self, byte: int) -> None:
         if self._mode is _Mode.IN_SCALAR and byte in b",]} \t\n\r":
             self._end_value(b"")
+            if self._container is None:
+                return
         if byte in _SPACES and self._mode not in (_Mode.IN_STRING, _Mode.IN_KEY):
             return
         match self._mode:

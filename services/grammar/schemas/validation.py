@@ -58,11 +58,11 @@ def parse(text: str) -> Json:
     return value
 
 
-def check(schema: Json, path: str = "$", *, is_whole: bool = True) -> None:
+def check(schema: Json, path: str = "$", *, is_followed: bool = True) -> None:
     """Raise GrammarError for the first keyword that can't be enforced.
 
-    `is_whole`: the schema describes the whole output. Only then are repeated keys and items
-    detected (`matching.uniqueness`).
+    `is_followed`: the state of the JSON is followed, so repeated keys and items are detected
+    (`matching.uniqueness`).
     """
     if schema is False:
         raise GrammarError(f"The schema at {path} is false, which no value satisfies.")
@@ -71,7 +71,7 @@ def check(schema: Json, path: str = "$", *, is_whole: bool = True) -> None:
         _check_keywords(subschema, where)
         check_values(subschema, where)
         check_exact(subschema, where)
-        if not is_whole:
+        if not is_followed:
             _check_repetitions(subschema, where)
     _check_drafts(found)
     check_finite(schema, found)

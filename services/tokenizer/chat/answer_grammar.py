@@ -81,7 +81,7 @@ def build_answer_grammar(
     elif choice.mode == completion_pb2.TOOL_MODE_NONE:
         tools = []
     left_out: list[str] = []
-    for place, tool in enumerate(tools):
+    for place, tool in enumerate(() if form.calls.writes_json else tools):
         tools[place], paths = without_unique_items(tool)
         left_out += paths
     is_forced = forces_calls(choice)

@@ -12,7 +12,7 @@ from tokenwire.pb.types.v1 import types_pb2 as types
 async def test_invalid_chat_is_refused_with_the_field_to_blame(services: Services) -> None:
     hello = user("Hello!")
     call = completion.ToolCall(id="c", name="f", arguments_json="{" + " " * 2**20)
-    unique = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
+    bounded = {"type": "object", "properties": {"a": {"unevaluatedItems": False}}}
     bad: list[tuple[str, list[completion.Message], dict[str, object]]] = [
         ("messages", [], {}),
         ("messages[0].role", [says(completion.ROLE_UNSPECIFIED, "a")], {}),
@@ -48,9 +48,9 @@ async def test_invalid_chat_is_refused_with_the_field_to_blame(services: Service
         (
             "tools[1].parameters_json",
             [hello],
-            {"tools": [tool(), tool("f", unique, strict=True)], "tool_choice": REQUIRED},
+            {"tools": [tool(), tool("f", bounded, strict=True)], "tool_choice": REQUIRED},
         ),
-        ("tools[0].parameters_json", [hello], {"tools": [tool("f", unique, strict=True)]}),
+        ("tools[0].parameters_json", [hello], {"tools": [tool("f", bounded, strict=True)]}),
         ("template", [hello], {"template": "nope"}),
         ("template_arguments_json", [hello], {"template_arguments_json": "[]"}),
         ("template_arguments_json", [hello], {"template_arguments_json": '{"messages": []}'}),

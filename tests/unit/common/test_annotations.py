@@ -37,12 +37,13 @@ def test_schemas_are_found_in_every_kind_of_grammar() -> None:
         f"grammar.json_schema.{path}" for path in PATHS
     ]
     parts = GrammarSpec(
-        llguidance=json.dumps({"grammars": [{"lark_grammar": "a"}, 1, {"json_schema": SCHEMA}]})
+        llguidance=json.dumps({"grammars": [1, {"json_schema": SCHEMA}, {"json_value": SCHEMA}]})
     )
-    assert (
-        unenforced_in(parts, "grammar")[0]
-        == "grammar.llguidance.grammars[2].json_schema.properties.id.format"
-    )
+    assert unenforced_in(parts, "grammar") == [
+        f"grammar.llguidance.grammars[{index}].{keyword}.{path}"
+        for index, keyword in ((1, "json_schema"), (2, "json_value"))
+        for path in PATHS
+    ]
     for spec in (
         GrammarSpec(json_object=JsonObject()),
         GrammarSpec(regex='"format"'),

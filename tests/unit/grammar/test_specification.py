@@ -172,6 +172,16 @@ def test_grammars_of_different_kinds_never_share_an_id() -> None:
             GrammarSpec(llguidance=json.dumps({"grammars": [{"json_schema": {"extends": {}}}]})),
             r"\$\.grammars\[0\]\.json_schema",
         ),
+        (
+            GrammarSpec(llguidance=json.dumps({"grammars": [{"json_value": {"extends": {}}}]})),
+            r"\$\.grammars\[0\]\.json_value",
+        ),
+        (
+            GrammarSpec(
+                llguidance=json.dumps({"grammars": [{"json_schema": {"uniqueItems": True}}]})
+            ),
+            '"uniqueItems"',
+        ),
     ],
 )
 def test_invalid_grammars_are_refused(spec: GrammarSpec, message: str) -> None:

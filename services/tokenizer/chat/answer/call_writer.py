@@ -73,7 +73,7 @@ class CallWriter:
         elif isinstance(form, KeywordArguments):
             arguments = self._keywords(index, tool, form)
         else:
-            arguments = grammar.schema(f"arguments_{index}{self.suffix}", *_arguments(index, tool))
+            arguments = grammar.value(f"arguments_{index}{self.suffix}", *_arguments(index, tool))
         name = literal(tool.name)
         return f"{name} {grammar.mark(syntax.middle)} {arguments} {grammar.mark(syntax.ends)}"
 

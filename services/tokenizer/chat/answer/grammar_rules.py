@@ -68,6 +68,13 @@ class GrammarRules:
         """Add a rule of JSON by a schema from `place` of the request; return its reference."""
         return self.part(name, {"json_schema": schema}, place)
 
+    def value(self, name: str, schema: Mapping[str, Any], place: str) -> str:
+        """Add a rule of JSON where no other text can begin; return its reference.
+
+        The grammar service prevents repeated keys and items only in such JSON.
+        """
+        return self.part(name, {"json_value": schema}, place)
+
     def rule(self, name: str, body: str) -> str:
         """Add a rule; return its name, which is `name` without options in brackets."""
         self._rules.append(f"{name}: {body}")
@@ -99,7 +106,8 @@ class GrammarRules:
     def part(self, name: str, grammar: Mapping[str, Any], place: str) -> str:
         """Add a grammar; return the reference to it."""
         self._parts.append({"name": name, **grammar})
-        self.places[f"$.grammars[{len(self._parts)}].json_schema"] = place
+        keyword = "json_value" if "json_value" in grammar else "json_schema"
+        self.places[f"$.grammars[{len(self._parts)}].{keyword}"] = place
         return f"@{name}"
 
 

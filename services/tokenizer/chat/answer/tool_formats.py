@@ -8,6 +8,7 @@ from services.tokenizer.chat.answer.call_syntax import (
     INDEX,
     KIND,
     CallSyntax,
+    JsonArguments,
     KeywordArguments,
     Notation,
     TaggedArguments,
@@ -41,6 +42,11 @@ class ToolFormat:
     def leads(self) -> str:
         """Characters that begin calls without a mark at the start of a message."""
         return "".join(dict.fromkeys(syntax.leads for syntax in self.syntaxes))
+
+    @property
+    def writes_json(self) -> bool:
+        """True if the arguments of calls are one JSON object."""
+        return all(isinstance(syntax.arguments, JsonArguments) for syntax in self.syntaxes)
 
     @property
     def texts(self) -> Sequence[str]:

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
 
-from services.grammar.matching.json_state import JsonState
+from services.grammar.matching.initial_state import initial_state
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher
 from services.grammar.matching.prototype import compile_prototype
@@ -72,7 +72,7 @@ class _Writer:
         self._end = vocabulary.size
         self._filler = MaskFiller(vocabulary, LLExecutor(num_threads=1), self._end + 1)
         prototype = compile_prototype(vocabulary.tokenizer, translate(grammar))
-        state = JsonState.initial(grammar, TokenIndex(vocabulary))
+        state = initial_state(grammar, TokenIndex(vocabulary))
         self._start = Matcher(prototype, (self._end,), state)
 
     def next(self, *pieces: bytes | str) -> set[bytes]:

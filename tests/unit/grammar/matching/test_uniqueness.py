@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLExecutor, LLTokenizer
 
+from services.grammar.matching.initial_state import initial_state
 from services.grammar.matching.json_state import JsonState
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
@@ -54,8 +55,8 @@ SCHEMAS |= {name: {"type": "object"} | schema for name, schema in OBJECTS.items(
 
 def fresh(spec: GrammarSpec, vocabulary: Vocabulary) -> Matcher:
     check(spec)
-    state = JsonState.initial(spec, INDEXES[vocabulary.size])
-    assert state is not None
+    state = initial_state(spec, INDEXES[vocabulary.size])
+    assert isinstance(state, JsonState)
     assert state.uniqueness is not None
     prototype = compile_prototype(vocabulary.tokenizer, translate(spec))
     return Matcher(prototype, (vocabulary.size,), state)

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from services.grammar import GrammarError
-from services.grammar.matching.json_state import JsonState
+from services.grammar.matching.initial_state import initial_state
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
 from services.grammar.matching.token_index import TokenIndex
@@ -107,7 +107,7 @@ def matcher_of(schema: object) -> Matcher:
     spec = GrammarSpec(json_schema=json.dumps(schema))
     check(spec)
     prototype = compile_prototype(BYTES, translate(spec))
-    return Matcher(prototype.deep_copy(), (400,), JsonState.initial(spec, INDEX))
+    return Matcher(prototype.deep_copy(), (400,), initial_state(spec, INDEX))
 
 
 def accepts(matcher: Matcher, value: object) -> bool:

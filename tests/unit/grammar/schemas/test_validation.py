@@ -180,10 +180,10 @@ def test_keywords_that_need_duplicate_detection_are_refused_beside_other_text() 
     ):
         check(parse(text))
         with pytest.raises(GrammarError, match=message):
-            check(parse(text), is_whole=False)
+            check(parse(text), is_followed=False)
 
 
 def test_min_properties_is_accepted_in_closed_objects() -> None:
     closed = {"additionalProperties": False, "minProperties": 2}
     schema = {"properties": {"a": {}, "b": {}, "c": {}}, **closed}
-    check(parse(json.dumps(schema)), is_whole=False)
+    check(parse(json.dumps(schema)), is_followed=False)
