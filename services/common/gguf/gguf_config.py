@@ -61,21 +61,22 @@ def _common(file: GgufFile) -> dict[str, Json]:
     values: dict[str, Json] = {
         "vocab_size": vocabulary,
         "hidden_size": file.integer(key("embedding_length")),
-        "intermediate_size": file.integer(key("feed_forward_length")),
-        "num_hidden_layers": file.integer(key("block_count")),
+        "num_hidden_layers": file.integer(key("block_count"))
+        - file.integer(key("nextn_predict_layers"), 0),
         "num_attention_heads": heads,
         "num_key_value_heads": file.integer(key("attention.head_count_kv"), heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.integer(key("context_length")),
         "rms_norm_eps": file.number(epsilon),
         "rope_theta": file.number(key("rope.freq_base"), 10000.0),
+        "partial_rotary_factor": rotated / head_dim,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "attention_bias": _has_bias(file, "attn_q", "attn_qkv"),
         "mlp_bias": not file.tensors.keys().isdisjoint(_FEED_FORWARD_BIASES),
         **_ends(file),
     }
-    if rotated != head_dim:
-        values["partial_rotary_factor"] = rotated / head_dim
+    if key("feed_forward_length") in file.metadata:
+        values["intermediate_size"] = file.integer(key("feed_forward_length"))
     if (scaling := _rope_scaling(file)) is not None:
         values["rope_scaling"] = scaling
     if key("attention.sliding_window") in file.metadata:
@@ -86,7 +87,15 @@ def _common(file: GgufFile) -> dict[str, Json]:
         width = key("expert_feed_forward_length")
         if width in file.metadata:
             values["moe_intermediate_size"] = file.integer(width)
+        shared = key("expert_shared_feed_forward_length")
+        if shared in file.metadata:
+            values["shared_expert_intermediate_size"] = file.integer(shared)
     return values
+
+
+def _has_bias(file: GgufFile, *names: str) -> bool:
+    """Return whether a layer's tensors of these names have a bias."""
+    return any(name.endswith(tuple(f".{each}.bias" for each in names)) for name in file.tensors)
 
 
 def _ends(file: GgufFile) -> dict[str, Json]:
@@ -170,6 +179,28 @@ def _granite(file: GgufFile) -> dict[str, Json]:
     }
 
 
+def _delta_net(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Qwen's hybrids, whose layers are gated delta nets or attention."""
+    name = file.architecture
+    layers = file.integer(f"{name}.block_count")
+    layers -= file.integer(f"{name}.nextn_predict_layers", 0)
+    interval = max(file.integer(f"{name}.full_attention_interval", 4), 1)
+    recurrent = file.numbers(f"{name}.attention.recurrent_layers") or [
+        (layer + 1) % interval for layer in range(layers)
+    ]
+    value_heads = file.integer(f"{name}.ssm.time_step_rank")
+    return {
+        "layer_types": [
+            "linear_attention" if each else "full_attention" for each in recurrent[:layers]
+        ],
+        "linear_conv_kernel_dim": file.integer(f"{name}.ssm.conv_kernel"),
+        "linear_key_head_dim": file.integer(f"{name}.ssm.state_size"),
+        "linear_num_key_heads": file.integer(f"{name}.ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": file.integer(f"{name}.ssm.inner_size") // max(value_heads, 1),
+    }
+
+
 def _gpt_oss(file: GgufFile) -> dict[str, Json]:
     scaling = _rope_scaling(file)
     if scaling is None:
@@ -206,4 +237,7 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
         },
     ),
     "gpt-oss": _Architecture("GptOssForCausalLM", further=_gpt_oss),
+    "qwen35": _Architecture("Qwen3_5ForCausalLM", further=_delta_net),
+    "qwen35moe": _Architecture("Qwen3_5MoeForCausalLM", further=_delta_net),
+    "qwen3next": _Architecture("Qwen3NextForCausalLM", further=_delta_net),
 }

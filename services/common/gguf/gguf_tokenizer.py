@@ -10,6 +10,7 @@ from services.common.tokenizer_files.definition import (
     LLAMA3,
     NUMBER,
     QWEN2,
+    QWEN35,
     TEKKEN,
     PieceKind,
     Pieces,
@@ -26,6 +27,7 @@ _SPLITS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "olmo"), (GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
+    "qwen35": (QWEN35,),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (NUMBER, GPT2)),
     "tekken": (TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (GPT4O,)),
@@ -33,7 +35,7 @@ _SPLITS: Mapping[str, tuple[str, ...]] = {
 """Expressions that cut a text into words, by the name of the pre-tokenizer in llama.cpp"""
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 """Pre-tokenizers whose words are tokens without merges if the vocabulary has them"""
-_COMPOSED = {"qwen2", "deepseek-r1-qwen"}
+_COMPOSED = {"qwen2", "deepseek-r1-qwen", "qwen35"}
 """Pre-tokenizers after a normalisation to NFC"""
 _WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 """Pre-tokenizers of models whose prompts begin with BOS, unless the file says otherwise"""

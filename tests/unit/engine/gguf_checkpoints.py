@@ -42,9 +42,14 @@ ARCHITECTURES = {
     "starcoder2": MODEL_ARCH.STARCODER2,
     "gpt2": MODEL_ARCH.GPT2,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
+    "qwen3_5_text": MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": MODEL_ARCH.QWEN3NEXT,
 }
 """Architectures of llama.cpp by transformers' model_type"""
 _INTERLEAVED = {"llama", "mistral", "mixtral", "granite", "smollm3"}
+_WITHOUT_OFFSET = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
+"""Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
 Numbers = npt.NDArray[np.float32]
 
@@ -152,6 +157,14 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     if name.endswith("self_attn.sinks"):
         yield f"{name}.weight", tensor
         return
+    if name.endswith(".dt_bias"):
+        yield name.replace(".dt_bias", ".dt_proj.bias"), tensor
+        return
+    if name.endswith("in_proj_qkvz.weight"):
+        qkv, gate = _parts_of_groups(tensor, config)
+        yield name.replace("qkvz", "qkv"), qkv
+        yield name.replace("in_proj_qkvz", "in_proj_z"), gate
+        return
     stem, _, last = name.rpartition(".")
     if config.model_type == "gpt_oss" and stem.endswith("mlp.experts"):
         suffix = "bias" if last.endswith("_bias") else "weight"
@@ -175,7 +188,9 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
 
 def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
     kind = config.model_type
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if "linear_attn" in name:
+        return _delta_net(name, tensor, config)
+    if kind.startswith(_WITHOUT_OFFSET) and name.endswith("norm.weight"):
         return tensor + 1
     if kind == "gpt2" and name.endswith(("attn.weight", "fc.weight", "proj.weight")):
         return tensor.T
@@ -186,13 +201,48 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
     return tensor
 
 
+def _parts_of_groups(tensor: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """Return queries, keys and values, then gates, from rows in the order of key heads."""
+    groups = config.linear_num_key_heads
+    values = config.linear_num_value_heads // groups * config.linear_value_head_dim
+    keys = config.linear_key_head_dim
+    rows = tensor.view(groups, -1, tensor.shape[1])
+    parts = rows.split_with_sizes((keys, keys, values, values), dim=1)
+    *inputs, gates = (each.reshape(-1, tensor.shape[1]) for each in parts)
+    return torch.cat(inputs), gates
+
+
+def _delta_net(name: str, tensor: Tensor, config: Any) -> Tensor:
+    """Lay out a tensor of a gated delta net; Qwen 3.5's value heads change their order."""
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if "conv1d" in name:
+        tensor = tensor.squeeze(1)
+    if config.model_type == "qwen3_next" or name.endswith("norm.weight"):
+        return tensor
+    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    values = heads * config.linear_value_head_dim
+    if "out_proj" in name:
+        return _tiled(tensor.T, groups, heads).T
+    if "in_proj_qkv" in name or "conv1d" in name:
+        return torch.cat((tensor[:-values], _tiled(tensor[-values:], groups, heads)))
+    return _tiled(tensor, groups, heads)
+
+
+def _tiled(rows: Tensor, groups: int, heads: int) -> Tensor:
+    """Return the first value head of each group, then the second one of each, …"""
+    parts = rows.reshape(groups, heads // groups, -1, *rows.shape[1:])
+    return parts.transpose(0, 1).reshape(rows.shape)
+
+
 def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     heads = config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    writer.add_feed_forward_length(inner)
+    if config.model_type != "qwen3_5_moe_text":  # none of its layers is dense
+        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -216,6 +266,17 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         if getattr(config, "moe_intermediate_size", None):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if getattr(config, "shared_expert_intermediate_size", None):
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if hasattr(config, "linear_num_key_heads"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        recurrent = [kind == "linear_attention" for kind in config.layer_types]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+        writer.add_full_attention_interval(4)
 
 
 def _write_norms(writer: GGUFWriter, config: Any) -> None:

@@ -2,7 +2,12 @@
 
 from dataclasses import replace
 
-from services.engine.model.checkpoint.family import ExpertTensorNames, Family, TensorNames
+from services.engine.model.checkpoint.family import (
+    DeltaNetNames,
+    ExpertTensorNames,
+    Family,
+    TensorNames,
+)
 
 __all__ = ["gguf_family"]
 
@@ -34,12 +39,17 @@ def gguf_family(family: Family) -> Family:
 def _names(names: TensorNames) -> TensorNames:
     is_gpt_oss = names.sinks is not None
     feed_forward_norm = None if names.feed_forward_norm is None else "ffn_norm"
+    if is_gpt_oss or names.delta_net is not None:
+        feed_forward_norm = "post_attention_norm"
     experts = None
     if names.experts is not None:
         experts = ExpertTensorNames(
             router="ffn_gate_inp",
             gate=("ffn_gate_exps.{}", "ffn_up_exps.{}"),
             down="ffn_down_exps.{}",
+            shared_gate=("ffn_gate_shexp", "ffn_up_shexp") if names.experts.shared_gate else (),
+            shared_down="ffn_down_shexp",
+            shared_router="ffn_gate_inp_shexp" if names.experts.shared_router else "",
         )
     return TensorNames(
         roots={"": "output"},
@@ -54,10 +64,27 @@ def _names(names: TensorNames) -> TensorNames:
         sinks="attn_sinks.weight" if is_gpt_oss else None,
         output="attn_output",
         attention_post_norm=None if names.attention_post_norm is None else "post_attention_norm",
-        feed_forward_norm="post_attention_norm" if is_gpt_oss else feed_forward_norm,
+        feed_forward_norm=feed_forward_norm,
         gate=("ffn_up",) if len(names.gate) == 1 else ("ffn_gate", "ffn_up"),
         down="ffn_down",
         feed_forward_post_norm=None if names.feed_forward_post_norm is None else "post_ffw_norm",
         experts=experts,
+        delta_net=None if names.delta_net is None else _delta_net(names.delta_net),
         ignored=_IGNORED,
+    )
+
+
+def _delta_net(names: DeltaNetNames) -> DeltaNetNames:
+    """Return the names of a gated delta net. Qwen 3 Next's stay in the order of its key heads."""
+    is_grouped = len(names.rates) == 1
+    return DeltaNetNames(
+        inputs=("attn_qkv", "attn_gate"),
+        rates=("ssm_ba",) if is_grouped else ("ssm_beta", "ssm_alpha"),
+        convolution="ssm_conv1d.weight",
+        a_log="ssm_a",
+        has_rates=True,
+        dt_bias="ssm_dt.bias",
+        norm="ssm_norm.weight",
+        output="ssm_out",
+        tiles_values=not is_grouped,
     )

@@ -17,7 +17,8 @@ from tiktoken_ext import openai_public
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from transformers.convert_slow_tokenizer import TikTokenConverter
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.models.qwen2 import tokenization_qwen2
+from transformers.models.qwen3_5 import tokenization_qwen3_5
 
 from services.common.checkpoint import opened_checkpoint
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -44,7 +45,8 @@ ORIGINALS: dict[str, Callable[[], PreTokenizer]] = {
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     ),
     "llama-bpe": lambda: isolated(TikTokenConverter().pattern),  # type: ignore[no-untyped-call]
-    "qwen2": lambda: isolated(PRETOKENIZE_REGEX),
+    "qwen2": lambda: isolated(tokenization_qwen2.PRETOKENIZE_REGEX),
+    "qwen35": lambda: isolated(tokenization_qwen3_5.PRETOKENIZE_REGEX),
     "gpt-4o": lambda: isolated(tiktoken_pattern()),
 }
 """Pre-tokenizers of the original libraries, by their names in llama.cpp"""
@@ -79,7 +81,7 @@ def test_byte_level_ids_equal_those_of_the_original(
 
     vocabulary = vocabulary_of(tmp_path, len(tokens), write)
     texts = [*corpus, "a<|end|><tool>b"]
-    if name == "qwen2":
+    if name.startswith("qwen"):
         texts = [unicodedata.normalize("NFC", text) for text in texts]
     expected = [encoding.ids for encoding in original.encode_batch_fast(texts)]
     assert [vocabulary.encode(text) for text in texts] == expected
