@@ -64,7 +64,7 @@ def _common(file: GgufFile) -> dict[str, Json]:
         "num_hidden_layers": file.integer(key("block_count"))
         - file.integer(key("nextn_predict_layers"), 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.integer(key("attention.head_count_kv"), heads),
+        "num_key_value_heads": file.integers(key("attention.head_count_kv"), 1, heads)[0],
         "head_dim": head_dim,
         "max_position_embeddings": file.integer(key("context_length")),
         "rms_norm_eps": file.number(epsilon),
@@ -76,7 +76,7 @@ def _common(file: GgufFile) -> dict[str, Json]:
         **_ends(file),
     }
     if key("feed_forward_length") in file.metadata:
-        values["intermediate_size"] = file.integer(key("feed_forward_length"))
+        values["intermediate_size"] = file.integers(key("feed_forward_length"), 1)[0]
     if (scaling := _rope_scaling(file)) is not None:
         values["rope_scaling"] = scaling
     if key("attention.sliding_window") in file.metadata:
@@ -170,6 +170,55 @@ def _gemma3(file: GgufFile) -> dict[str, Json]:
     return {**values, "rope_local_base_freq": local}
 
 
+def _gemma4(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Gemma 4, whose layers differ in their heads and widths."""
+
+    def integer(key: str, default: int | None = None) -> int:
+        return file.integer(f"gemma4.{key}", default)
+
+    layers = integer("block_count")
+    has_window = file.integers("gemma4.attention.sliding_window_pattern", layers)
+    heads = file.integers("gemma4.attention.head_count_kv", layers)
+    widths = file.integers("gemma4.feed_forward_length", layers)
+    whole = [layer for layer in range(layers) if not has_window[layer]]
+    divisors = file.floats("rope_freqs.weight") or [1.0]
+    table = file.tensors.get("per_layer_token_embd.weight")
+    values: dict[str, Json] = {
+        "layer_types": [
+            "sliding_attention" if each else "full_attention" for each in has_window[:layers]
+        ],
+        "head_dim": integer("attention.key_length_swa"),
+        "global_head_dim": integer("attention.key_length"),
+        "num_key_value_heads": next(
+            (heads[layer] for layer in range(layers) if has_window[layer]), heads[0]
+        ),
+        "per_layer_config": {str(layer): {"num_key_value_heads": heads[layer]} for layer in whole},
+        "attention_k_eq_v": bool(whole) and f"blk.{whole[0]}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": integer("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": integer("embedding_length_per_layer_input", 0),
+        "use_double_wide_mlp": widths[layers - 1] == 2 * widths[0],
+        "enable_moe_block": "blk.0.ffn_gate_inp.weight" in file.tensors,
+        "final_logit_softcapping": file.number("gemma4.final_logit_softcapping", 0.0),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": file.number("gemma4.rope.freq_base", 1e6),
+                "partial_rotary_factor": divisors.count(1.0) / len(divisors),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": file.number("gemma4.rope.freq_base_swa", 10000.0),
+            },
+        },
+    }
+    if table is not None:
+        values["vocab_size_per_layer_input"] = table.shape[0]
+    if values["enable_moe_block"]:
+        values["num_experts"] = integer("expert_count")
+        values["top_k_experts"] = integer("expert_used_count")
+    return values
+
+
 def _granite(file: GgufFile) -> dict[str, Json]:
     return {
         "embedding_multiplier": file.number("granite.embedding_scale", 1.0),
@@ -217,6 +266,7 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "qwen3moe": _Architecture("Qwen3MoeForCausalLM", further=lambda _: {"norm_topk_prob": True}),
     "gemma2": _Architecture("Gemma2ForCausalLM", further=lambda file: _gemma(file, 2, 46)),
     "gemma3": _Architecture("Gemma3ForCausalLM", further=_gemma3),
+    "gemma4": _Architecture("Gemma4ForCausalLM", further=_gemma4),
     "phi3": _Architecture("Phi3ForCausalLM"),
     "olmo2": _Architecture("Olmo2ForCausalLM"),
     "granite": _Architecture("GraniteForCausalLM", further=_granite),

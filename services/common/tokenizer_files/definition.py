@@ -136,10 +136,13 @@ def byte_level(
     )
 
 
-def sentencepiece_bpe(pieces: Pieces, unknown: str | None) -> dict[str, Json]:
-    """Return BPE of sentencepiece, which merges the pair with the best score first.
+def sentencepiece_bpe(
+    pieces: Pieces, unknown: str | None, merges: Iterable[tuple[str, str]] | None = None
+) -> dict[str, Json]:
+    """Return BPE of sentencepiece.
 
     Bytes of unknown characters are tokens of their own. unknown: the text of the unknown token.
+    merges: pairs, the first to merge first; None = the pair with the best score merges first.
     """
     return tokenizer_definition(
         pieces.added,
@@ -148,7 +151,7 @@ def sentencepiece_bpe(pieces: Pieces, unknown: str | None) -> dict[str, Json]:
         decoder=sentencepiece_decoder(pieces.adds_space),
         model=_bpe(
             pieces.texts,
-            _best_merges(pieces),
+            _best_merges(pieces) if merges is None else merges,
             byte_fallback=PieceKind.BYTE in pieces.kinds,
             fuse_unk=True,
             unk_token=unknown,

@@ -5,6 +5,7 @@ Names of tensors and keys are those of the package `gguf`, which is llama.cpp's 
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
     "phi3": MODEL_ARCH.PHI3,
     "olmo2": MODEL_ARCH.OLMO2,
     "granite": MODEL_ARCH.GRANITE,
@@ -147,6 +149,11 @@ def _tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple
 
 
 def _name(names: Any, name: str) -> str:
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    if name.endswith("router.scale"):
+        return f"blk.{layer}.ffn_gate_inp.scale"
+    if name.endswith("per_expert_scale"):
+        return f"blk.{layer}.ffn_down_exps.scale"
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)
@@ -155,6 +162,12 @@ def _name(names: Any, name: str) -> str:
 def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the converter makes of one: experts and their two products apart."""
     if name.endswith("self_attn.sinks"):
+        yield f"{name}.weight", tensor
+        return
+    if name.endswith("layer_scalar"):
+        yield f"{name}.weight", tensor
+        return
+    if config.model_type == "gemma4_text" and name.endswith("gate_up_proj"):
         yield f"{name}.weight", tensor
         return
     if name.endswith(".dt_bias"):
@@ -236,6 +249,8 @@ def _tiled(rows: Tensor, groups: int, heads: int) -> Tensor:
 
 
 def _write_metadata(writer: GGUFWriter, config: Any) -> None:
+    if config.model_type == "gemma4_text":  # has values of each layer, which attributes hide
+        config = SimpleNamespace(**config.to_dict())
     heads = config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -250,6 +265,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     writer.add_value_length(head_dim)
     _write_norms(writer, config)
     _write_rope(writer, config, head_dim)
+    if config.model_type == "gemma4_text":
+        _write_gemma4(writer, config)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
@@ -263,7 +280,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        chosen = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
+        writer.add_expert_used_count(chosen)
         if getattr(config, "moe_intermediate_size", None):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if getattr(config, "shared_expert_intermediate_size", None):
@@ -277,6 +295,34 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         recurrent = [kind == "linear_attention" for kind in config.layer_types]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
         writer.add_full_attention_interval(4)
+
+
+def _write_gemma4(writer: GGUFWriter, config: Any) -> None:
+    has_window = [kind == "sliding_attention" for kind in config.layer_types]
+    shared, layers = config.num_kv_shared_layers, config.num_hidden_layers
+    writer.add_sliding_window_pattern(has_window)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    whole = next(iter(config.per_layer_config.values()))
+    writer.add_key_length(whole["head_dim"])
+    writer.add_value_length(whole["head_dim"])
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(whole["head_dim"])
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    if config.use_double_wide_mlp:
+        factors = [2 if layer >= layers - shared else 1 for layer in range(layers)]
+        writer.add_feed_forward_length([config.intermediate_size * each for each in factors])
+    if (heads := whole.get("num_key_value_heads")) is not None:
+        near = config.num_key_value_heads
+        writer.add_head_count_kv([near if each else heads for each in has_window])
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    rope, half = config.rope_parameters["full_attention"], whole["head_dim"] // 2
+    turned = int(half * rope["partial_rotary_factor"])
+    divisors = np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
+    writer.add_tensor("rope_freqs.weight", divisors)
 
 
 def _write_norms(writer: GGUFWriter, config: Any) -> None:

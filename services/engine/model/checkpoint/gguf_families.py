@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 from services.engine.model.checkpoint.family import (
+    BesideNames,
     DeltaNetNames,
     ExpertTensorNames,
     Family,
+    LayerInputNames,
     TensorNames,
 )
 
@@ -19,6 +21,23 @@ _INTERLEAVED = {
 }
 """Families whose queries and keys llama.cpp reorders for its own RoPE"""
 _IGNORED = ("rope_freqs.weight", "rope_factors_*.weight", "*.attn_rot_embd")
+_KEYS = ("blk.*.attn_k.weight", "blk.*.attn_k_norm.weight", "blk.*.attn_v.weight")
+"""Tensors that files may hold for layers that share the keys of earlier ones"""
+_BESIDE = BesideNames(
+    dense_post_norm="post_ffw_norm_1",
+    norm="pre_ffw_norm_2",
+    post_norm="post_ffw_norm_2",
+    router_scale="ffn_gate_inp.scale",
+    expert_scale="ffn_down_exps.scale",
+)
+_LAYER_INPUTS = LayerInputNames(
+    table="per_layer_token_embd",
+    projection="per_layer_model_proj",
+    norm="per_layer_proj_norm",
+    gate="inp_gate",
+    output="proj",
+    post_norm="post_norm",
+)
 
 
 def gguf_family(family: Family) -> Family:
@@ -29,7 +48,9 @@ def gguf_family(family: Family) -> Family:
     """
     return replace(
         family,
-        names=_names(family.names),
+        names=replace(
+            _names(family.names), ignored=(*_IGNORED, *(_KEYS if family.is_gemma4 else ()))
+        ),
         norm_offset=False,
         transposed=False,
         interleaved_rotary=family.architecture in _INTERLEAVED,
@@ -70,7 +91,9 @@ def _names(names: TensorNames) -> TensorNames:
         feed_forward_post_norm=None if names.feed_forward_post_norm is None else "post_ffw_norm",
         experts=experts,
         delta_net=None if names.delta_net is None else _delta_net(names.delta_net),
-        ignored=_IGNORED,
+        beside=_BESIDE,
+        layer_inputs=_LAYER_INPUTS,
+        layer_scalar="layer_output_scale.weight",
     )
 
 

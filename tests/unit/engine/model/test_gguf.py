@@ -50,7 +50,16 @@ FAMILIES = {
         *("llama", "llama, tied", "llama, biases", "llama, multi-head attention"),
         *("llama, wide heads", "llama, llama3 rope", "llama, linear rope", "llama, yarn rope"),
         *("mistral", "qwen2, tied", "phi3", "phi3, long", "phi3, short", "olmo2", "granite"),
-        *("gpt2", "qwen3", "qwen3, tied", "qwen3.5", "qwen3.5 moe", "qwen3 next"),
+        *(
+            "gemma4, shared keys",
+            "gemma4, experts",
+            "gpt2",
+            "qwen3",
+            "qwen3, tied",
+            "qwen3.5",
+            "qwen3.5 moe",
+            "qwen3 next",
+        ),
     )
 } | {  # what llama.cpp has in its code, and no file can change
     "gemma2": Gemma2Config(**WIDE_TIED, query_pre_attn_scalar=32, sliding_window=9),
