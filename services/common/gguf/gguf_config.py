@@ -250,6 +250,15 @@ def _delta_net(file: GgufFile) -> dict[str, Json]:
     }
 
 
+def _cohere(file: GgufFile) -> dict[str, Json]:
+    name = file.architecture
+    return {
+        "logit_scale": file.number(f"{name}.logit_scale"),
+        "sliding_window_pattern": file.integer(f"{name}.attention.sliding_window_pattern", 4),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
 def _gpt_oss(file: GgufFile) -> dict[str, Json]:
     scaling = _rope_scaling(file)
     if scaling is None:
@@ -289,5 +298,14 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "gpt-oss": _Architecture("GptOssForCausalLM", further=_gpt_oss),
     "qwen35": _Architecture("Qwen3_5ForCausalLM", further=_delta_net),
     "qwen35moe": _Architecture("Qwen3_5MoeForCausalLM", further=_delta_net),
+    "qwen2moe": _Architecture("Qwen2MoeForCausalLM", {"attention_bias": "qkv_bias"}),
+    "olmoe": _Architecture("OlmoeForCausalLM"),
+    "command-r": _Architecture(
+        "CohereForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, further=_cohere
+    ),
+    "cohere2": _Architecture(
+        "Cohere2ForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, further=_cohere
+    ),
+    "arcee": _Architecture("ArceeForCausalLM"),
     "qwen3next": _Architecture("Qwen3NextForCausalLM", further=_delta_net),
 }

@@ -37,6 +37,11 @@ ARCHITECTURES = {
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "gemma4_text": MODEL_ARCH.GEMMA4,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "olmoe": MODEL_ARCH.OLMOE,
+    "cohere": MODEL_ARCH.COMMAND_R,
+    "cohere2": MODEL_ARCH.COHERE2,
+    "arcee": MODEL_ARCH.ARCEE,
     "phi3": MODEL_ARCH.PHI3,
     "olmo2": MODEL_ARCH.OLMO2,
     "granite": MODEL_ARCH.GRANITE,
@@ -49,7 +54,7 @@ ARCHITECTURES = {
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
 }
 """Architectures of llama.cpp by transformers' model_type"""
-_INTERLEAVED = {"llama", "mistral", "mixtral", "granite", "smollm3"}
+_INTERLEAVED = {"arcee", "llama", "mistral", "mixtral", "granite", "smollm3"}
 _WITHOUT_OFFSET = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
 """Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
@@ -272,6 +277,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping or 0.0)
         writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
+    if config.model_type.startswith("cohere"):
+        writer.add_logit_scale(config.logit_scale)
     if config.model_type == "granite":
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -326,7 +333,7 @@ def _write_gemma4(writer: GGUFWriter, config: Any) -> None:
 
 
 def _write_norms(writer: GGUFWriter, config: Any) -> None:
-    for key in ("rms_norm_eps", "norm_epsilon", "layer_norm_epsilon"):
+    for key in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"):
         if (epsilon := getattr(config, key, None)) is not None:
             is_rms = key == "rms_norm_eps"
             (writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps)(epsilon)

@@ -14,6 +14,7 @@ from services.engine.model.checkpoint.family import (
 __all__ = ["gguf_family"]
 
 _INTERLEAVED = {
+    "ArceeForCausalLM",
     "LlamaForCausalLM",
     "MixtralForCausalLM",
     "GraniteForCausalLM",
@@ -53,7 +54,7 @@ def gguf_family(family: Family) -> Family:
         ),
         norm_offset=False,
         transposed=False,
-        interleaved_rotary=family.architecture in _INTERLEAVED,
+        interleaved_rotary=family.interleaved_rotary or family.architecture in _INTERLEAVED,
     )
 
 

@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
+    Cohere2Config,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -32,6 +35,7 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
     CONFIGS,
+    EXPERTS,
     SHAPE,
     WIDE,
     Driver,
@@ -50,16 +54,9 @@ FAMILIES = {
         *("llama", "llama, tied", "llama, biases", "llama, multi-head attention"),
         *("llama, wide heads", "llama, llama3 rope", "llama, linear rope", "llama, yarn rope"),
         *("mistral", "qwen2, tied", "phi3", "phi3, long", "phi3, short", "olmo2", "granite"),
-        *(
-            "gemma4, shared keys",
-            "gemma4, experts",
-            "gpt2",
-            "qwen3",
-            "qwen3, tied",
-            "qwen3.5",
-            "qwen3.5 moe",
-            "qwen3 next",
-        ),
+        *("gemma4, shared keys", "gemma4, experts", "gpt2", "qwen3", "qwen3, tied"),
+        *("qwen3.5", "qwen3.5 moe", "qwen3 next"),
+        *("olmoe", "arcee"),
     )
 } | {  # what llama.cpp has in its code, and no file can change
     "gemma2": Gemma2Config(**WIDE_TIED, query_pre_attn_scalar=32, sliding_window=9),
@@ -88,6 +85,13 @@ FAMILIES = {
             "original_max_position_embeddings": 32,
             "truncate": False,
         },
+    ),
+    "qwen2 moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=40),
+    "cohere, norms": CohereConfig(**TIED | {"num_attention_heads": 2}, use_qk_norm=True),
+    "cohere2": Cohere2Config(  # type: ignore[call-arg]
+        **SHAPE | {"num_hidden_layers": 5, "tie_word_embeddings": True},
+        sliding_window=9,
+        sliding_window_pattern=4,
     ),
     "mixtral": MixtralConfig(
         **WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=None
