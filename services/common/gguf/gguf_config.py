@@ -307,5 +307,8 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
         "Cohere2ForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, further=_cohere
     ),
     "arcee": _Architecture("ArceeForCausalLM"),
+    "ernie4_5": _Architecture(
+        "Ernie4_5ForCausalLM", {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+    ),
     "qwen3next": _Architecture("Qwen3NextForCausalLM", further=_delta_net),
 }

@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "cohere": MODEL_ARCH.COMMAND_R,
     "cohere2": MODEL_ARCH.COHERE2,
     "arcee": MODEL_ARCH.ARCEE,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "phi3": MODEL_ARCH.PHI3,
     "olmo2": MODEL_ARCH.OLMO2,
     "granite": MODEL_ARCH.GRANITE,
