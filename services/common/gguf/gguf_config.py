@@ -220,11 +220,12 @@ def _gemma4(file: GgufFile) -> dict[str, Json]:
 
 
 def _granite(file: GgufFile) -> dict[str, Json]:
+    name = file.architecture
     return {
-        "embedding_multiplier": file.number("granite.embedding_scale", 1.0),
-        "residual_multiplier": file.number("granite.residual_scale", 1.0),
-        "attention_multiplier": file.number("granite.attention.scale", 1.0),
-        "logits_scaling": file.number("granite.logit_scale", 1.0),
+        "embedding_multiplier": file.number(f"{name}.embedding_scale", 1.0),
+        "residual_multiplier": file.number(f"{name}.residual_scale", 1.0),
+        "attention_multiplier": file.number(f"{name}.attention.scale", 1.0),
+        "logits_scaling": file.number(f"{name}.logit_scale", 1.0),
     }
 
 
@@ -279,6 +280,10 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "phi3": _Architecture("Phi3ForCausalLM"),
     "olmo2": _Architecture("Olmo2ForCausalLM"),
     "granite": _Architecture("GraniteForCausalLM", further=_granite),
+    "granitemoe": _Architecture(
+        "GraniteMoeForCausalLM",
+        further=lambda file: {**_granite(file), "norm_topk_prob": True},
+    ),
     "smollm3": _Architecture("SmolLM3ForCausalLM"),
     "starcoder2": _Architecture(
         "Starcoder2ForCausalLM",

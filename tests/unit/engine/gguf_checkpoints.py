@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "cohere": MODEL_ARCH.COMMAND_R,
     "cohere2": MODEL_ARCH.COHERE2,
     "arcee": MODEL_ARCH.ARCEE,
+    "granitemoe": MODEL_ARCH.GRANITE_MOE,
     "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "phi3": MODEL_ARCH.PHI3,
     "olmo2": MODEL_ARCH.OLMO2,
@@ -55,7 +56,7 @@ ARCHITECTURES = {
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
 }
 """Architectures of llama.cpp by transformers' model_type"""
-_INTERLEAVED = {"arcee", "llama", "mistral", "mixtral", "granite", "smollm3"}
+_INTERLEAVED = {"granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"}
 _WITHOUT_OFFSET = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
 """Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
@@ -176,6 +177,9 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     if config.model_type == "gemma4_text" and name.endswith("gate_up_proj"):
         yield f"{name}.weight", tensor
         return
+    if config.model_type == "granitemoe":  # as the names map knows them
+        name = name.replace("block_sparse_moe.experts", "mlp.experts")
+        name = name.replace("router.weight", "router.layer.weight")
     if name.endswith(".dt_bias"):
         yield name.replace(".dt_bias", ".dt_proj.bias"), tensor
         return
@@ -280,7 +284,7 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
     if config.model_type.startswith("cohere"):
         writer.add_logit_scale(config.logit_scale)
-    if config.model_type == "granite":
+    if config.model_type.startswith("granite"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)

@@ -18,6 +18,7 @@ _INTERLEAVED = {
     "LlamaForCausalLM",
     "MixtralForCausalLM",
     "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
     "SmolLM3ForCausalLM",
 }
 """Families whose queries and keys llama.cpp reorders for its own RoPE"""

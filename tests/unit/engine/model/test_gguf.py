@@ -56,7 +56,7 @@ FAMILIES = {
         *("mistral", "qwen2, tied", "phi3", "phi3, long", "phi3, short", "olmo2", "granite"),
         *("gemma4, shared keys", "gemma4, experts", "gpt2", "qwen3", "qwen3, tied"),
         *("qwen3.5", "qwen3.5 moe", "qwen3 next"),
-        *("olmoe", "arcee", "ernie"),
+        *("olmoe", "arcee", "ernie", "granite moe"),
     )
 } | {  # what llama.cpp has in its code, and no file can change
     "gemma2": Gemma2Config(**WIDE_TIED, query_pre_attn_scalar=32, sliding_window=9),
