@@ -61,21 +61,22 @@ def _common(file: GgufFile) -> dict[str, Json]:
     values: dict[str, Json] = {
         "vocab_size": vocabulary,
         "hidden_size": file.integer(key("embedding_length")),
-        "intermediate_size": file.integer(key("feed_forward_length")),
-        "num_hidden_layers": file.integer(key("block_count")),
+        "num_hidden_layers": file.integer(key("block_count"))
+        - file.integer(key("nextn_predict_layers"), 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.integer(key("attention.head_count_kv"), heads),
+        "num_key_value_heads": file.integers(key("attention.head_count_kv"), 1, heads)[0],
         "head_dim": head_dim,
         "max_position_embeddings": file.integer(key("context_length")),
         "rms_norm_eps": file.number(epsilon),
         "rope_theta": file.number(key("rope.freq_base"), 10000.0),
+        "partial_rotary_factor": rotated / head_dim,
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "attention_bias": _has_bias(file, "attn_q", "attn_qkv"),
         "mlp_bias": not file.tensors.keys().isdisjoint(_FEED_FORWARD_BIASES),
         **_ends(file),
     }
-    if rotated != head_dim:
-        values["partial_rotary_factor"] = rotated / head_dim
+    if key("feed_forward_length") in file.metadata:
+        values["intermediate_size"] = file.integers(key("feed_forward_length"), 1)[0]
     if (scaling := _rope_scaling(file)) is not None:
         values["rope_scaling"] = scaling
     if key("attention.sliding_window") in file.metadata:
@@ -86,7 +87,15 @@ def _common(file: GgufFile) -> dict[str, Json]:
         width = key("expert_feed_forward_length")
         if width in file.metadata:
             values["moe_intermediate_size"] = file.integer(width)
+        shared = key("expert_shared_feed_forward_length")
+        if shared in file.metadata:
+            values["shared_expert_intermediate_size"] = file.integer(shared)
     return values
+
+
+def _has_bias(file: GgufFile, *names: str) -> bool:
+    """Return whether a layer's tensors of these names have a bias."""
+    return any(name.endswith(tuple(f".{each}.bias" for each in names)) for name in file.tensors)
 
 
 def _ends(file: GgufFile) -> dict[str, Json]:
@@ -161,12 +170,93 @@ def _gemma3(file: GgufFile) -> dict[str, Json]:
     return {**values, "rope_local_base_freq": local}
 
 
+def _gemma4(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Gemma 4, whose layers differ in their heads and widths."""
+
+    def integer(key: str, default: int | None = None) -> int:
+        return file.integer(f"gemma4.{key}", default)
+
+    layers = integer("block_count")
+    has_window = file.integers("gemma4.attention.sliding_window_pattern", layers)
+    heads = file.integers("gemma4.attention.head_count_kv", layers)
+    widths = file.integers("gemma4.feed_forward_length", layers)
+    whole = [layer for layer in range(layers) if not has_window[layer]]
+    divisors = file.floats("rope_freqs.weight") or [1.0]
+    table = file.tensors.get("per_layer_token_embd.weight")
+    values: dict[str, Json] = {
+        "layer_types": [
+            "sliding_attention" if each else "full_attention" for each in has_window[:layers]
+        ],
+        "head_dim": integer("attention.key_length_swa"),
+        "global_head_dim": integer("attention.key_length"),
+        "num_key_value_heads": next(
+            (heads[layer] for layer in range(layers) if has_window[layer]), heads[0]
+        ),
+        "per_layer_config": {str(layer): {"num_key_value_heads": heads[layer]} for layer in whole},
+        "attention_k_eq_v": bool(whole) and f"blk.{whole[0]}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": integer("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": integer("embedding_length_per_layer_input", 0),
+        "use_double_wide_mlp": widths[layers - 1] == 2 * widths[0],
+        "enable_moe_block": "blk.0.ffn_gate_inp.weight" in file.tensors,
+        "final_logit_softcapping": file.number("gemma4.final_logit_softcapping", 0.0),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": file.number("gemma4.rope.freq_base", 1e6),
+                "partial_rotary_factor": divisors.count(1.0) / len(divisors),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": file.number("gemma4.rope.freq_base_swa", 10000.0),
+            },
+        },
+    }
+    if table is not None:
+        values["vocab_size_per_layer_input"] = table.shape[0]
+    if values["enable_moe_block"]:
+        values["num_experts"] = integer("expert_count")
+        values["top_k_experts"] = integer("expert_used_count")
+    return values
+
+
 def _granite(file: GgufFile) -> dict[str, Json]:
+    name = file.architecture
     return {
-        "embedding_multiplier": file.number("granite.embedding_scale", 1.0),
-        "residual_multiplier": file.number("granite.residual_scale", 1.0),
-        "attention_multiplier": file.number("granite.attention.scale", 1.0),
-        "logits_scaling": file.number("granite.logit_scale", 1.0),
+        "embedding_multiplier": file.number(f"{name}.embedding_scale", 1.0),
+        "residual_multiplier": file.number(f"{name}.residual_scale", 1.0),
+        "attention_multiplier": file.number(f"{name}.attention.scale", 1.0),
+        "logits_scaling": file.number(f"{name}.logit_scale", 1.0),
+    }
+
+
+def _delta_net(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Qwen's hybrids, whose layers are gated delta nets or attention."""
+    name = file.architecture
+    layers = file.integer(f"{name}.block_count")
+    layers -= file.integer(f"{name}.nextn_predict_layers", 0)
+    interval = max(file.integer(f"{name}.full_attention_interval", 4), 1)
+    recurrent = file.numbers(f"{name}.attention.recurrent_layers") or [
+        (layer + 1) % interval for layer in range(layers)
+    ]
+    value_heads = file.integer(f"{name}.ssm.time_step_rank")
+    return {
+        "layer_types": [
+            "linear_attention" if each else "full_attention" for each in recurrent[:layers]
+        ],
+        "linear_conv_kernel_dim": file.integer(f"{name}.ssm.conv_kernel"),
+        "linear_key_head_dim": file.integer(f"{name}.ssm.state_size"),
+        "linear_num_key_heads": file.integer(f"{name}.ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": file.integer(f"{name}.ssm.inner_size") // max(value_heads, 1),
+    }
+
+
+def _cohere(file: GgufFile) -> dict[str, Json]:
+    name = file.architecture
+    return {
+        "logit_scale": file.number(f"{name}.logit_scale"),
+        "sliding_window_pattern": file.integer(f"{name}.attention.sliding_window_pattern", 4),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
 
 
@@ -186,9 +276,14 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "qwen3moe": _Architecture("Qwen3MoeForCausalLM", further=lambda _: {"norm_topk_prob": True}),
     "gemma2": _Architecture("Gemma2ForCausalLM", further=lambda file: _gemma(file, 2, 46)),
     "gemma3": _Architecture("Gemma3ForCausalLM", further=_gemma3),
+    "gemma4": _Architecture("Gemma4ForCausalLM", further=_gemma4),
     "phi3": _Architecture("Phi3ForCausalLM"),
     "olmo2": _Architecture("Olmo2ForCausalLM"),
     "granite": _Architecture("GraniteForCausalLM", further=_granite),
+    "granitemoe": _Architecture(
+        "GraniteMoeForCausalLM",
+        further=lambda file: {**_granite(file), "norm_topk_prob": True},
+    ),
     "smollm3": _Architecture("SmolLM3ForCausalLM"),
     "starcoder2": _Architecture(
         "Starcoder2ForCausalLM",
@@ -206,4 +301,19 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
         },
     ),
     "gpt-oss": _Architecture("GptOssForCausalLM", further=_gpt_oss),
+    "qwen35": _Architecture("Qwen3_5ForCausalLM", further=_delta_net),
+    "qwen35moe": _Architecture("Qwen3_5MoeForCausalLM", further=_delta_net),
+    "qwen2moe": _Architecture("Qwen2MoeForCausalLM", {"attention_bias": "qkv_bias"}),
+    "olmoe": _Architecture("OlmoeForCausalLM"),
+    "command-r": _Architecture(
+        "CohereForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, further=_cohere
+    ),
+    "cohere2": _Architecture(
+        "Cohere2ForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, further=_cohere
+    ),
+    "arcee": _Architecture("ArceeForCausalLM"),
+    "ernie4_5": _Architecture(
+        "Ernie4_5ForCausalLM", {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+    ),
+    "qwen3next": _Architecture("Qwen3NextForCausalLM", further=_delta_net),
 }

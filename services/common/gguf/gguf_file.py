@@ -102,6 +102,16 @@ class GgufFile:
             raise self._wrong(key, "a whole number")
         return value
 
+    def integers(self, key: str, count: int, default: int | None = None) -> list[int]:
+        """Return a whole number for each of `count` layers: a list, or one number for all."""
+        value = self.metadata.get(key, default)
+        if not isinstance(value, list):
+            return [self.integer(key, default)] * count
+        numbers = [each for each in value if isinstance(each, int)]
+        if len(numbers) != len(value) or len(numbers) < count:
+            raise self._wrong(key, f"a whole number or {count} of them")
+        return numbers
+
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false. Raises GgufError if it is of another type."""
         value = self.metadata.get(key, default)

@@ -10,6 +10,7 @@ from services.common.tokenizer_files.definition import (
     LLAMA3,
     NUMBER,
     QWEN2,
+    QWEN35,
     TEKKEN,
     PieceKind,
     Pieces,
@@ -21,11 +22,14 @@ from services.common.tokenizer_files.definition import (
 __all__ = ["chat_templates_of", "tokenizer_config_of", "tokenizer_of"]
 
 _PREFIX = "tokenizer.ggml"
+_SENTENCEPIECE = ("llama", "gemma4")
+"""Tokenizers of sentencepiece's pieces; Gemma 4's file lists their merges"""
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _SPLITS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "olmo"), (GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
+    "qwen35": (QWEN35,),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (NUMBER, GPT2)),
     "tekken": (TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (GPT4O,)),
@@ -33,7 +37,7 @@ _SPLITS: Mapping[str, tuple[str, ...]] = {
 """Expressions that cut a text into words, by the name of the pre-tokenizer in llama.cpp"""
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 """Pre-tokenizers whose words are tokens without merges if the vocabulary has them"""
-_COMPOSED = {"qwen2", "deepseek-r1-qwen"}
+_COMPOSED = {"qwen2", "deepseek-r1-qwen", "qwen35"}
 """Pre-tokenizers after a normalisation to NFC"""
 _WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 """Pre-tokenizers of models whose prompts begin with BOS, unless the file says otherwise"""
@@ -42,9 +46,10 @@ _WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 def tokenizer_of(file: GgufFile) -> dict[str, Json]:
     """Return the content of tokenizer.json. Raises GgufError for a kind that is not supported."""
     kind = file.text(f"{_PREFIX}.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", *_SENTENCEPIECE):
         raise GgufError(
-            f"{file.path}: the tokenizer {kind} is not supported. Supported: gpt2 and llama."
+            f"{file.path}: the tokenizer {kind} is not supported. Supported: gpt2, "
+            f"{', '.join(_SENTENCEPIECE)}."
         )
     try:
         return _bytes(file) if kind == "gpt2" else _sentencepiece(file)
@@ -60,7 +65,7 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, Json]:
         key = f"{_PREFIX}.{name}_token_id"
         if key in file.metadata and 0 <= (token := file.integer(key)) < len(tokens):
             values[f"{role}_token"] = tokens[token]
-    is_sentencepiece = file.text(f"{_PREFIX}.model") == "llama"
+    is_sentencepiece = file.text(f"{_PREFIX}.model") in _SENTENCEPIECE
     has_bos = is_sentencepiece or file.text(f"{_PREFIX}.pre", "") in _WITH_BOS
     values["add_bos_token"] = file.flag(f"{_PREFIX}.add_bos_token", has_bos)
     values["add_eos_token"] = file.flag(f"{_PREFIX}.add_eos_token", False)
@@ -110,7 +115,9 @@ def _sentencepiece(file: GgufFile) -> dict[str, Json]:
     if f"{_PREFIX}.scores" not in file.metadata:
         raise GgufError(f"{file.path} lacks {_PREFIX}.scores.")
     token = file.integer(key) if key in file.metadata else -1
-    return sentencepiece_bpe(_pieces(file), tokens[token] if 0 <= token < len(tokens) else None)
+    unknown = tokens[token] if 0 <= token < len(tokens) else None
+    has_merges = file.text(f"{_PREFIX}.model") == "gemma4"
+    return sentencepiece_bpe(_pieces(file), unknown, _merges(file) if has_merges else None)
 
 
 def _pieces(file: GgufFile) -> Pieces:

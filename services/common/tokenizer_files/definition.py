@@ -12,6 +12,7 @@ __all__ = [
     "LLAMA3",
     "NUMBER",
     "QWEN2",
+    "QWEN35",
     "SPACE",
     "TEKKEN",
     "AddedToken",
@@ -40,6 +41,10 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 """Expressions that cut a text into words, by the model that introduced them"""
 LLAMA3 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 QWEN2 = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}|{_REST_WITH_SLASH}"
@@ -131,10 +136,13 @@ def byte_level(
     )
 
 
-def sentencepiece_bpe(pieces: Pieces, unknown: str | None) -> dict[str, Json]:
-    """Return BPE of sentencepiece, which merges the pair with the best score first.
+def sentencepiece_bpe(
+    pieces: Pieces, unknown: str | None, merges: Iterable[tuple[str, str]] | None = None
+) -> dict[str, Json]:
+    """Return BPE of sentencepiece.
 
     Bytes of unknown characters are tokens of their own. unknown: the text of the unknown token.
+    merges: pairs, the first to merge first; None = the pair with the best score merges first.
     """
     return tokenizer_definition(
         pieces.added,
@@ -143,7 +151,7 @@ def sentencepiece_bpe(pieces: Pieces, unknown: str | None) -> dict[str, Json]:
         decoder=sentencepiece_decoder(pieces.adds_space),
         model=_bpe(
             pieces.texts,
-            _best_merges(pieces),
+            _best_merges(pieces) if merges is None else merges,
             byte_fallback=PieceKind.BYTE in pieces.kinds,
             fuse_unk=True,
             unk_token=unknown,

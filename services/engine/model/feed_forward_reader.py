@@ -28,7 +28,7 @@ from services.engine.model.feed_forward import (
     NormedExperts,
     SharedExpert,
 )
-from services.engine.model.operators.interface import ExpertWeights, Gate, Operators
+from services.engine.model.operators.interface import ExpertWeights, Gate, Mixture, Operators
 from services.engine.model.stored import StoredNorm
 from services.engine.model.stored_feed_forward import (
     StackedExperts,
@@ -102,11 +102,7 @@ class FeedForwardReader:
 
     def _normed_experts(self, stored: StoredBeside, content: ExpertsSpec) -> NormedExperts:
         reader, routing = self._reader, content.routing
-        assert isinstance(stored.experts.experts, StackedExperts)
-        experts = self._stacked_experts(stored.experts.experts)
-        mixture = reader.operators.mixture(
-            experts, content.count, routing.per_token, content.activation
-        )
+        mixture = self._mixture(stored.experts, content, None)
         ((weight, bias),) = reader.linear(stored.experts.router, None)
         router = reader.operators.exact_projection(decoded(weight), bias)
         reader.step_bytes += mixture.weight_bytes + router.weight_bytes
@@ -149,21 +145,8 @@ class FeedForwardReader:
     def _read_experts(
         self, stored: StoredExperts, content: ExpertsSpec, norm: StoredNorm | None
     ) -> FeedForward:
-        reader = self._reader
-        if isinstance(stored.experts, StackedExperts):
-            operators, experts = reader.operators, self._stacked_experts(stored.experts)
-        else:
-            parts = ((expert.gate, expert.down) for expert in stored.experts)
-            operators = reader.operators_of(*chain.from_iterable(parts))
-            experts = (
-                self._expert(
-                    reader.linear(expert.gate, norm, of_expert=True),
-                    *reader.partial(expert.down, of_expert=True),
-                )
-                for expert in stored.experts
-            )
-        routing = content.routing
-        mixture = operators.mixture(experts, content.count, routing.per_token, content.activation)
+        reader, routing = self._reader, content.routing
+        mixture = self._mixture(stored, content, norm)
         if reader.adapters is not None:
             mixture.adapt(reader.adapters.experts(self._expert_sites(stored, content, norm)))
         ((weight, bias),) = reader.linear(stored.router, norm)
@@ -180,6 +163,25 @@ class FeedForwardReader:
             shared=self._shared_expert(stored.shared, content.shared, norm),
         )
         return reader.shard.summed_experts(layer_experts)
+
+    def _mixture(
+        self, stored: StoredExperts, content: ExpertsSpec, norm: StoredNorm | None
+    ) -> Mixture:
+        reader = self._reader
+        if isinstance(stored.experts, StackedExperts):
+            operators, experts = reader.operators, self._stacked_experts(stored.experts)
+        else:
+            parts = ((expert.gate, expert.down) for expert in stored.experts)
+            operators = reader.operators_of(*chain.from_iterable(parts))
+            experts = (
+                self._expert(
+                    reader.linear(expert.gate, norm, of_expert=True),
+                    *reader.partial(expert.down, of_expert=True),
+                )
+                for expert in stored.experts
+            )
+        per_token = content.routing.per_token
+        return operators.mixture(experts, content.count, per_token, content.activation)
 
     def _choice_bias(self, stored: StoredTensor | None) -> Tensor | None:
         if stored is None:

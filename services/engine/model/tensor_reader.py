@@ -83,17 +83,23 @@ class TensorReader:
         """Bytes of the weights read so far that every step reads"""
         self._bar = bar
 
-    def residual_projection(self, linear: StoredLinear, post_norm: StoredNorm | None) -> Projection:
-        """Make a projection whose output, summed over the ranks, is added to the residual."""
-        projection = self.shard.summed(self.partial_projection(linear), self.operators)
+    def residual_projection(
+        self, linear: StoredLinear, post_norm: StoredNorm | None, columns: Tensor | None = None
+    ) -> Projection:
+        """Make a projection whose output, summed over the ranks, is added to the residual.
+
+        columns: int64 [inputs], the stored column of each input; None = in order.
+        """
+        projection = self.shard.summed(self.partial_projection(linear, columns), self.operators)
         if post_norm is None:
             return projection
         norm = self.norm_weight(self.tensor(post_norm.weight))
         return NormedProjection(projection, norm, self.spec.norm_epsilon, self.operators)
 
-    def partial_projection(self, linear: StoredLinear) -> Projection:
+    def partial_projection(self, linear: StoredLinear, columns: Tensor | None = None) -> Projection:
         """Make this rank's summand of a projection that is added to the residual."""
-        weight, bias = self.partial(linear)
+        ((weight, bias),) = self.linear(linear, None)
+        weight, bias = self.partial_of(take_columns(weight, columns), bias)
         product = self.projection([weight], bias, self.operators_of(linear))
         return self.adapted(product, self.residual_site(linear))
 
@@ -275,6 +281,15 @@ def take_rows(part: WeightAndBias, index: Tensor) -> WeightAndBias:
         return part
     rows = weight[index] if isinstance(weight, Tensor) else weight.rows(index)
     return rows, None if bias is None else bias[index]
+
+
+def take_columns(weight: Weight, columns: Tensor | None) -> Weight:
+    """Return a weight whose input i is column columns[i] of `weight`; None = in order."""
+    if columns is None:
+        return weight
+    if isinstance(weight, QuantizedWeight):
+        return replace(weight, order=columns if weight.order is None else weight.order[columns])
+    return decoded(weight)[:, columns]
 
 
 def arranged(parts: Sequence[WeightAndBias], places: Sequence[Tensor]) -> list[WeightAndBias]:

@@ -428,8 +428,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         shared_expert_intermediate_size=40,
     ),
     "qwen3.5": Qwen3_5TextConfig(**SHAPE | DELTA_NET | {"tie_word_embeddings": True}),
-    "qwen3.5 moe": Qwen3_5MoeTextConfig(
-        **SHAPE | DELTA_NET,
+    "qwen3.5 moe": Qwen3_5MoeTextConfig(  # no layer is dense, so the file has no width of one
+        **{key: value for key, value in SHAPE.items() if key != "intermediate_size"} | DELTA_NET,
         num_experts=5,
         num_experts_per_tok=2,
         moe_intermediate_size=24,

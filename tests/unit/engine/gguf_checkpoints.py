@@ -5,6 +5,7 @@ Names of tensors and keys are those of the package `gguf`, which is llama.cpp's 
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,14 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "olmoe": MODEL_ARCH.OLMOE,
+    "cohere": MODEL_ARCH.COMMAND_R,
+    "cohere2": MODEL_ARCH.COHERE2,
+    "arcee": MODEL_ARCH.ARCEE,
+    "granitemoe": MODEL_ARCH.GRANITE_MOE,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "phi3": MODEL_ARCH.PHI3,
     "olmo2": MODEL_ARCH.OLMO2,
     "granite": MODEL_ARCH.GRANITE,
@@ -42,9 +51,14 @@ ARCHITECTURES = {
     "starcoder2": MODEL_ARCH.STARCODER2,
     "gpt2": MODEL_ARCH.GPT2,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
+    "qwen3_5_text": MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": MODEL_ARCH.QWEN3NEXT,
 }
 """Architectures of llama.cpp by transformers' model_type"""
-_INTERLEAVED = {"llama", "mistral", "mixtral", "granite", "smollm3"}
+_INTERLEAVED = {"granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"}
+_WITHOUT_OFFSET = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
+"""Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
 Numbers = npt.NDArray[np.float32]
 
@@ -142,6 +156,11 @@ def _tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple
 
 
 def _name(names: Any, name: str) -> str:
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    if name.endswith("router.scale"):
+        return f"blk.{layer}.ffn_gate_inp.scale"
+    if name.endswith("per_expert_scale"):
+        return f"blk.{layer}.ffn_down_exps.scale"
     found = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)
@@ -151,6 +170,23 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     """Yield the tensors that the converter makes of one: experts and their two products apart."""
     if name.endswith("self_attn.sinks"):
         yield f"{name}.weight", tensor
+        return
+    if name.endswith("layer_scalar"):
+        yield f"{name}.weight", tensor
+        return
+    if config.model_type == "gemma4_text" and name.endswith("gate_up_proj"):
+        yield f"{name}.weight", tensor
+        return
+    if config.model_type == "granitemoe":  # as the names map knows them
+        name = name.replace("block_sparse_moe.experts", "mlp.experts")
+        name = name.replace("router.weight", "router.layer.weight")
+    if name.endswith(".dt_bias"):
+        yield name.replace(".dt_bias", ".dt_proj.bias"), tensor
+        return
+    if name.endswith("in_proj_qkvz.weight"):
+        qkv, gate = _parts_of_groups(tensor, config)
+        yield name.replace("qkvz", "qkv"), qkv
+        yield name.replace("in_proj_qkvz", "in_proj_z"), gate
         return
     stem, _, last = name.rpartition(".")
     if config.model_type == "gpt_oss" and stem.endswith("mlp.experts"):
@@ -175,7 +211,9 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
 
 def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
     kind = config.model_type
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if "linear_attn" in name:
+        return _delta_net(name, tensor, config)
+    if kind.startswith(_WITHOUT_OFFSET) and name.endswith("norm.weight"):
         return tensor + 1
     if kind == "gpt2" and name.endswith(("attn.weight", "fc.weight", "proj.weight")):
         return tensor.T
@@ -186,13 +224,50 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
     return tensor
 
 
+def _parts_of_groups(tensor: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """Return queries, keys and values, then gates, from rows in the order of key heads."""
+    groups = config.linear_num_key_heads
+    values = config.linear_num_value_heads // groups * config.linear_value_head_dim
+    keys = config.linear_key_head_dim
+    rows = tensor.view(groups, -1, tensor.shape[1])
+    parts = rows.split_with_sizes((keys, keys, values, values), dim=1)
+    *inputs, gates = (each.reshape(-1, tensor.shape[1]) for each in parts)
+    return torch.cat(inputs), gates
+
+
+def _delta_net(name: str, tensor: Tensor, config: Any) -> Tensor:
+    """Lay out a tensor of a gated delta net; Qwen 3.5's value heads change their order."""
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if "conv1d" in name:
+        tensor = tensor.squeeze(1)
+    if config.model_type == "qwen3_next" or name.endswith("norm.weight"):
+        return tensor
+    groups, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    values = heads * config.linear_value_head_dim
+    if "out_proj" in name:
+        return _tiled(tensor.T, groups, heads).T
+    if "in_proj_qkv" in name or "conv1d" in name:
+        return torch.cat((tensor[:-values], _tiled(tensor[-values:], groups, heads)))
+    return _tiled(tensor, groups, heads)
+
+
+def _tiled(rows: Tensor, groups: int, heads: int) -> Tensor:
+    """Return the first value head of each group, then the second one of each, …"""
+    parts = rows.reshape(groups, heads // groups, -1, *rows.shape[1:])
+    return parts.transpose(0, 1).reshape(rows.shape)
+
+
 def _write_metadata(writer: GGUFWriter, config: Any) -> None:
+    if config.model_type == "gemma4_text":  # has values of each layer, which attributes hide
+        config = SimpleNamespace(**config.to_dict())
     heads = config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    writer.add_feed_forward_length(inner)
+    if config.model_type != "qwen3_5_moe_text":  # none of its layers is dense
+        inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -200,12 +275,16 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     writer.add_value_length(head_dim)
     _write_norms(writer, config)
     _write_rope(writer, config, head_dim)
+    if config.model_type == "gemma4_text":
+        _write_gemma4(writer, config)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping or 0.0)
         writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
-    if config.model_type == "granite":
+    if config.model_type.startswith("cohere"):
+        writer.add_logit_scale(config.logit_scale)
+    if config.model_type.startswith("granite"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
@@ -213,13 +292,53 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        chosen = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
+        writer.add_expert_used_count(chosen)
         if getattr(config, "moe_intermediate_size", None):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if getattr(config, "shared_expert_intermediate_size", None):
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if hasattr(config, "linear_num_key_heads"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        recurrent = [kind == "linear_attention" for kind in config.layer_types]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+        writer.add_full_attention_interval(4)
+
+
+def _write_gemma4(writer: GGUFWriter, config: Any) -> None:
+    has_window = [kind == "sliding_attention" for kind in config.layer_types]
+    shared, layers = config.num_kv_shared_layers, config.num_hidden_layers
+    writer.add_sliding_window_pattern(has_window)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    whole = next(iter(config.per_layer_config.values()))
+    writer.add_key_length(whole["head_dim"])
+    writer.add_value_length(whole["head_dim"])
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(whole["head_dim"])
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    if config.use_double_wide_mlp:
+        factors = [2 if layer >= layers - shared else 1 for layer in range(layers)]
+        writer.add_feed_forward_length([config.intermediate_size * each for each in factors])
+    if (heads := whole.get("num_key_value_heads")) is not None:
+        near = config.num_key_value_heads
+        writer.add_head_count_kv([near if each else heads for each in has_window])
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    rope, half = config.rope_parameters["full_attention"], whole["head_dim"] // 2
+    turned = int(half * rope["partial_rotary_factor"])
+    divisors = np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
+    writer.add_tensor("rope_freqs.weight", divisors)
 
 
 def _write_norms(writer: GGUFWriter, config: Any) -> None:
-    for key in ("rms_norm_eps", "norm_epsilon", "layer_norm_epsilon"):
+    for key in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"):
         if (epsilon := getattr(config, key, None)) is not None:
             is_rms = key == "rms_norm_eps"
             (writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps)(epsilon)

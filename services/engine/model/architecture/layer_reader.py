@@ -131,6 +131,9 @@ def _feed_forward_layers(
     config: Config, family: Family, hidden_size: int, num_layers: int, has_mxfp4: bool
 ) -> list[FeedForwardSpec]:
     inner = None if family.inner_factor is None else family.inner_factor * hidden_size
+    # Qwen 3.5's mixtures have no dense layer, so their file has no width of one
+    if inner is None and config.has("moe_intermediate_size"):
+        inner = config.positive("moe_intermediate_size")
     dense = DenseSpec(
         width=config.positive("intermediate_size", inner),
         activation=_activation(config, family),

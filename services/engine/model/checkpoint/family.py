@@ -101,9 +101,13 @@ class DeltaNetNames:
     """Beta, then the decay; or one tensor, key head by key head"""
     convolution: str = "linear_attn.conv1d.weight"
     a_log: str = "linear_attn.A_log"
+    has_rates: bool = False
+    """`a_log` is stored as -exp(A_log)"""
     dt_bias: str = "linear_attn.dt_bias"
     norm: str = "linear_attn.norm.weight"
     output: str = "linear_attn.out_proj"
+    tiles_values: bool = False
+    """Stored first is the first value head of each key head, then the second one of each, …"""
 
 
 @dataclass(frozen=True, slots=True)

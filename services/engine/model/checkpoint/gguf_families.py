@@ -2,18 +2,44 @@
 
 from dataclasses import replace
 
-from services.engine.model.checkpoint.family import ExpertTensorNames, Family, TensorNames
+from services.engine.model.checkpoint.family import (
+    BesideNames,
+    DeltaNetNames,
+    ExpertTensorNames,
+    Family,
+    LayerInputNames,
+    TensorNames,
+)
 
 __all__ = ["gguf_family"]
 
 _INTERLEAVED = {
+    "ArceeForCausalLM",
     "LlamaForCausalLM",
     "MixtralForCausalLM",
     "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
     "SmolLM3ForCausalLM",
 }
 """Families whose queries and keys llama.cpp reorders for its own RoPE"""
 _IGNORED = ("rope_freqs.weight", "rope_factors_*.weight", "*.attn_rot_embd")
+_KEYS = ("blk.*.attn_k.weight", "blk.*.attn_k_norm.weight", "blk.*.attn_v.weight")
+"""Tensors that files may hold for layers that share the keys of earlier ones"""
+_BESIDE = BesideNames(
+    dense_post_norm="post_ffw_norm_1",
+    norm="pre_ffw_norm_2",
+    post_norm="post_ffw_norm_2",
+    router_scale="ffn_gate_inp.scale",
+    expert_scale="ffn_down_exps.scale",
+)
+_LAYER_INPUTS = LayerInputNames(
+    table="per_layer_token_embd",
+    projection="per_layer_model_proj",
+    norm="per_layer_proj_norm",
+    gate="inp_gate",
+    output="proj",
+    post_norm="post_norm",
+)
 
 
 def gguf_family(family: Family) -> Family:
@@ -24,22 +50,29 @@ def gguf_family(family: Family) -> Family:
     """
     return replace(
         family,
-        names=_names(family.names),
+        names=replace(
+            _names(family.names), ignored=(*_IGNORED, *(_KEYS if family.is_gemma4 else ()))
+        ),
         norm_offset=False,
         transposed=False,
-        interleaved_rotary=family.architecture in _INTERLEAVED,
+        interleaved_rotary=family.interleaved_rotary or family.architecture in _INTERLEAVED,
     )
 
 
 def _names(names: TensorNames) -> TensorNames:
     is_gpt_oss = names.sinks is not None
     feed_forward_norm = None if names.feed_forward_norm is None else "ffn_norm"
+    if is_gpt_oss or names.delta_net is not None:
+        feed_forward_norm = "post_attention_norm"
     experts = None
     if names.experts is not None:
         experts = ExpertTensorNames(
             router="ffn_gate_inp",
             gate=("ffn_gate_exps.{}", "ffn_up_exps.{}"),
             down="ffn_down_exps.{}",
+            shared_gate=("ffn_gate_shexp", "ffn_up_shexp") if names.experts.shared_gate else (),
+            shared_down="ffn_down_shexp",
+            shared_router="ffn_gate_inp_shexp" if names.experts.shared_router else "",
         )
     return TensorNames(
         roots={"": "output"},
@@ -54,10 +87,29 @@ def _names(names: TensorNames) -> TensorNames:
         sinks="attn_sinks.weight" if is_gpt_oss else None,
         output="attn_output",
         attention_post_norm=None if names.attention_post_norm is None else "post_attention_norm",
-        feed_forward_norm="post_attention_norm" if is_gpt_oss else feed_forward_norm,
+        feed_forward_norm=feed_forward_norm,
         gate=("ffn_up",) if len(names.gate) == 1 else ("ffn_gate", "ffn_up"),
         down="ffn_down",
         feed_forward_post_norm=None if names.feed_forward_post_norm is None else "post_ffw_norm",
         experts=experts,
-        ignored=_IGNORED,
+        delta_net=None if names.delta_net is None else _delta_net(names.delta_net),
+        beside=_BESIDE,
+        layer_inputs=_LAYER_INPUTS,
+        layer_scalar="layer_output_scale.weight",
+    )
+
+
+def _delta_net(names: DeltaNetNames) -> DeltaNetNames:
+    """Return the names of a gated delta net. Qwen 3 Next's stay in the order of its key heads."""
+    is_grouped = len(names.rates) == 1
+    return DeltaNetNames(
+        inputs=("attn_qkv", "attn_gate"),
+        rates=("ssm_ba",) if is_grouped else ("ssm_beta", "ssm_alpha"),
+        convolution="ssm_conv1d.weight",
+        a_log="ssm_a",
+        has_rates=True,
+        dt_bias="ssm_dt.bias",
+        norm="ssm_norm.weight",
+        output="ssm_out",
+        tiles_values=not is_grouped,
     )

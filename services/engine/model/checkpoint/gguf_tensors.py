@@ -1,7 +1,7 @@
 """Tensors of GGUF files, decoded from ggml's block formats."""
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -32,6 +32,9 @@ _READ = (
 _MATRIX = 2
 _EXPERTS = "_exps."
 """Part of the name of a tensor that stacks all experts of a layer"""
+_BOTH = "ffn_gate_up_exps"
+_PRODUCTS = ("ffn_gate_exps", "ffn_up_exps")
+"""Tensors that `_BOTH` holds, one after the other in each expert"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class _GgufRows:
 class GgufTensors(TensorFiles):
     """All parts of a GGUF file, mapped into memory.
 
-    Each expert of a stack is a tensor of its own: blk.0.ffn_up_exps.3.weight.
+    Each expert of a stack is a tensor of its own: blk.0.ffn_up_exps.3.weight. Gate and up are two.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -85,8 +88,11 @@ class GgufTensors(TensorFiles):
             if size:
                 # copies what is written, because torch wants memory that could be
                 self._maps[part] = np.memmap(part, np.uint8, "c")
+        drafts = {name.split(".")[1] for name in file.tensors if ".nextn." in name}
         for tensor in file.tensors.values():
-            self._add(tensor, file.sizes[tensor.file])
+            layer = tensor.name.partition("blk.")[2].partition(".")[0]
+            if layer not in drafts:  # layers that draft tokens are not part of the model
+                self._add(tensor, file.sizes[tensor.file])
 
         self.is_quantized = any(place.kind not in _PLAIN for place in self._places.values())
         self.has_mxfp4_experts = any(
@@ -104,9 +110,9 @@ class GgufTensors(TensorFiles):
         """Return a view of the mapped file where it has plain numbers, else a decoded copy."""
         place, data = self._stored(stored)
         if (dtype := _PLAIN.get(place.kind)) is not None:
-            return torch.from_numpy(data).view(dtype).view(place.shape)
+            return torch.from_numpy(data).view(dtype).view(stored.shape)
         rows = data.reshape(-1, place.row_bytes)
-        return torch.from_numpy(dequantize(rows, place.kind)).view(place.shape)
+        return torch.from_numpy(dequantize(rows, place.kind)).view(stored.shape)
 
     def quantized(self, stored: StoredTensor) -> QuantizedWeight | None:
         place, data = self._stored(stored)
@@ -132,6 +138,13 @@ class GgufTensors(TensorFiles):
         place = self._places[stored.name]
         return place, self._maps[place.file][place.start : place.start + place.num_bytes]
 
+    def _fits(self, stored: StoredTensor, found: FoundTensor) -> bool:
+        """Compare shapes without dimensions of 1, some of which the converter drops."""
+        ours, theirs = (
+            [size for size in shape if size != 1] for shape in (stored.shape, found.shape)
+        )
+        return ours == theirs
+
     def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
         return self._places[stored.name].num_bytes
 
@@ -153,14 +166,17 @@ class GgufTensors(TensorFiles):
             )
         if place.start + place.num_bytes > file_size:
             raise CheckpointError(f"{tensor.file} is truncated: {tensor.name} ends beyond it.")
-        if _EXPERTS not in tensor.name:
+        if _EXPERTS not in tensor.name or len(tensor.shape) == 1:
             self._put(tensor.name, place)
             return
         stem, _, suffix = tensor.name.rpartition(".")
-        one = _Place(place.file, place.start, place.kind, tensor.shape[1:])
-        for expert in range(tensor.shape[0]):
-            start = place.start + expert * one.num_bytes
-            self._put(f"{stem}.{expert}.{suffix}", _Place(one.file, start, one.kind, one.shape))
+        stems = [stem.replace(_BOTH, each) for each in _PRODUCTS] if _BOTH in stem else [stem]
+        outputs = tensor.shape[1] // len(stems)
+        one = replace(place, shape=(outputs, *tensor.shape[2:]))
+        for number in range(tensor.shape[0] * len(stems)):
+            expert, part = divmod(number, len(stems))
+            start = place.start + number * one.num_bytes
+            self._put(f"{stems[part]}.{expert}.{suffix}", replace(one, start=start))
 
     def _put(self, name: str, place: _Place) -> None:
         self._places[name] = place

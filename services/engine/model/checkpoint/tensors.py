@@ -124,12 +124,15 @@ class TensorFiles(ABC):
                 )
         return num_bytes
 
+    def _fits(self, stored: StoredTensor, found: FoundTensor) -> bool:
+        return stored.fits(found.shape)
+
     def _check(self, stored: StoredTensor) -> int:
         """Return the tensor's size in bytes."""
         found = self._found.get(stored.name)
         if found is None:
             raise CheckpointError(f"{self._directory}: no file holds the tensor {stored.name}.")
-        if not stored.fits(found.shape):
+        if not self._fits(stored, found):
             raise CheckpointError(
                 f"{found.file}: the tensor {stored.name} has the shape {list(found.shape)}, "
                 f"but config.json asks for {list(stored.shape)}."

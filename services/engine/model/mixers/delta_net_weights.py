@@ -56,14 +56,19 @@ def read_delta_net(
     shape: that of the whole model; norm: what it reads; post_norm: norm of what it adds to the
     residual.
     """
-    groups = _Groups(shape, reader.shard)
-    is_grouped = len(stored.inputs.weights) == 1
-    inputs, rates = groups.inputs(is_grouped=is_grouped), groups.rates(is_grouped=is_grouped)
+    own = reader.spec.family.names.delta_net
+    assert own is not None
+    groups = _Groups(shape, reader.shard, tiles_values=own.tiles_values)
+    inputs = groups.inputs(is_grouped=len(stored.inputs.weights) == 1)
+    rates = groups.rates(is_grouped=len(stored.rates.weights) == 1)
     channels = torch.cat(groups.inputs(is_grouped=False)[:3])
+    a_log = reader.tensor(stored.a_log)
+    if own.has_rates:
+        a_log = (-a_log).log()
     rule = DeltaWeights.prepare(
         reader.tensor(stored.convolution)[channels].to(reader.device),
         None,
-        reader.tensor(stored.a_log)[groups.mine(shape.value_heads)].to(reader.device),
+        a_log[groups.mine(shape.value_heads)].to(reader.device),
         reader.tensor(stored.dt_bias)[groups.mine(shape.decays)].to(reader.device),
         reader.tensor(stored.norm).to(reader.device),
     )
@@ -74,7 +79,7 @@ def read_delta_net(
         inputs=reader.adapted(mixed, reader.site(stored.inputs, norm, torch.cat(inputs))),
         rates=_rates(reader, stored.rates, norm, rates),
         rule=rule,
-        output=reader.residual_projection(stored.output, post_norm),
+        output=reader.residual_projection(stored.output, post_norm, groups.columns()),
     )
 
 
@@ -93,12 +98,14 @@ class _Groups:
     """Places of this rank's heads among stored outputs.
 
     A group is a key head with its value heads. Outputs are stored part by part, or group by group
-    with all parts of a group together.
+    with all parts of a group together. If `tiles_values`, parts that value heads share have the
+    first value head of each group, then the second one of each, …
     """
 
-    def __init__(self, shape: DeltaShape, shard: Shard) -> None:
+    def __init__(self, shape: DeltaShape, shard: Shard, *, tiles_values: bool) -> None:
         self._shape = shape
         self._shard = shard
+        self._tiles = tiles_values and shape.value_heads > shape.key_heads
 
     def inputs(self, *, is_grouped: bool) -> list[Tensor]:
         """Return the places of queries, keys, values and output gates."""
@@ -114,11 +121,28 @@ class _Groups:
         """Return the places of this rank's part of one part."""
         return self._places((width,), False)[0]
 
+    def columns(self) -> Tensor | None:
+        """Return the places of all ranks' outputs; None = in order."""
+        if not self._tiles:
+            return None
+        return self._by_group(torch.arange(self._shape.outputs)).flatten()
+
+    def _by_group(self, part: Tensor) -> Tensor:
+        """Return the places of tiled value heads by group: [groups, places]."""
+        groups = self._shape.key_heads
+        heads = part.view(self._shape.value_heads // groups, groups, -1)
+        return heads.transpose(0, 1).reshape(groups, -1)
+
     def _places(self, widths: tuple[int, ...], is_grouped: bool) -> list[Tensor]:
         groups = self._shape.key_heads
         places = torch.arange(sum(widths))
         if is_grouped:
             parts = places.view(groups, -1).split_with_sizes([w // groups for w in widths], dim=1)
         else:
-            parts = tuple(part.view(groups, -1) for part in places.split_with_sizes(widths))
+            # the last parts are those of value heads: all but queries and keys
+            first = len(widths) - 2 if len(widths) > 2 else 0
+            parts = tuple(
+                self._by_group(part) if self._tiles and number >= first else part.view(groups, -1)
+                for number, part in enumerate(places.split_with_sizes(widths))
+            )
         return [self._shard.rows(part).flatten() for part in parts]

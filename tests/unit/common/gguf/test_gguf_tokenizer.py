@@ -14,10 +14,20 @@ import pytest
 from gguf import GGUFWriter, TokenType
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tiktoken_ext import openai_public
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from transformers.convert_slow_tokenizer import TikTokenConverter
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.models.qwen2 import tokenization_qwen2
+from transformers.models.qwen3_5 import tokenization_qwen3_5
 
 from services.common.checkpoint import opened_checkpoint
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -44,7 +54,8 @@ ORIGINALS: dict[str, Callable[[], PreTokenizer]] = {
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     ),
     "llama-bpe": lambda: isolated(TikTokenConverter().pattern),  # type: ignore[no-untyped-call]
-    "qwen2": lambda: isolated(PRETOKENIZE_REGEX),
+    "qwen2": lambda: isolated(tokenization_qwen2.PRETOKENIZE_REGEX),
+    "qwen35": lambda: isolated(tokenization_qwen3_5.PRETOKENIZE_REGEX),
     "gpt-4o": lambda: isolated(tiktoken_pattern()),
 }
 """Pre-tokenizers of the original libraries, by their names in llama.cpp"""
@@ -79,7 +90,7 @@ def test_byte_level_ids_equal_those_of_the_original(
 
     vocabulary = vocabulary_of(tmp_path, len(tokens), write)
     texts = [*corpus, "a<|end|><tool>b"]
-    if name == "qwen2":
+    if name.startswith("qwen"):
         texts = [unicodedata.normalize("NFC", text) for text in texts]
     expected = [encoding.ids for encoding in original.encode_batch_fast(texts)]
     assert [vocabulary.encode(text) for text in texts] == expected
@@ -87,6 +98,40 @@ def test_byte_level_ids_equal_those_of_the_original(
     sample = "".join(texts[-50:])
     decoded = vocabulary.decode(vocabulary.encode(sample), skip_special_tokens=False)
     assert "".join(decoded) == sample
+
+
+def test_gemma4_ids_equal_those_of_the_original(tmp_path: Path, corpus: Sequence[str]) -> None:
+    original = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    original.normalizer = normalizers.Replace(" ", "▁")
+    original.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=2000, special_tokens=special, show_progress=False)
+    original.train_from_iterator(corpus[::200], trainer)
+    state = json.loads(original.to_str())
+    state["added_tokens"] = state["added_tokens"][:4]  # the bytes are no texts of their own
+    original = Tokenizer.from_str(json.dumps(state))
+    tokens = sorted(original.get_vocab(), key=original.get_vocab().__getitem__)
+    kinds = [TokenType.CONTROL] * 4 + [TokenType.BYTE] * 256
+
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([-1000.0] * len(tokens))
+        writer.add_token_types([*kinds, *[TokenType.NORMAL] * (len(tokens) - len(kinds))])
+        writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
+        writer.add_bos_token_id(2)
+        writer.add_eos_token_id(1)
+        writer.add_unk_token_id(3)
+        writer.add_add_space_prefix(False)
+
+    vocabulary = vocabulary_of(tmp_path, len(tokens), write)
+    assert vocabulary.adds_bos
+    texts = [*corpus[:2000], "a  b\n\n\nc 猫"]
+    expected = [encoding.ids for encoding in original.encode_batch_fast(texts)]
+    assert [vocabulary.encode(text)[1:] for text in texts] == expected
+    assert "".join(vocabulary.decode(vocabulary.encode(texts[-1]))) == texts[-1]
 
 
 @pytest.mark.parametrize("adds_space", [True, False])

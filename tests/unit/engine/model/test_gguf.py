@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
+    Cohere2Config,
+    CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
     SmolLM3Config,
     Starcoder2Config,
@@ -32,6 +35,7 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
     CONFIGS,
+    EXPERTS,
     SHAPE,
     WIDE,
     Driver,
@@ -50,7 +54,9 @@ FAMILIES = {
         *("llama", "llama, tied", "llama, biases", "llama, multi-head attention"),
         *("llama, wide heads", "llama, llama3 rope", "llama, linear rope", "llama, yarn rope"),
         *("mistral", "qwen2, tied", "phi3", "phi3, long", "phi3, short", "olmo2", "granite"),
-        *("gpt2", "qwen3", "qwen3, tied"),
+        *("gemma4, shared keys", "gemma4, experts", "gpt2", "qwen3", "qwen3, tied"),
+        *("qwen3.5", "qwen3.5 moe", "qwen3 next"),
+        *("olmoe", "arcee", "ernie", "granite moe"),
     )
 } | {  # what llama.cpp has in its code, and no file can change
     "gemma2": Gemma2Config(**WIDE_TIED, query_pre_attn_scalar=32, sliding_window=9),
@@ -79,6 +85,13 @@ FAMILIES = {
             "original_max_position_embeddings": 32,
             "truncate": False,
         },
+    ),
+    "qwen2 moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=40),
+    "cohere, norms": CohereConfig(**TIED | {"num_attention_heads": 2}, use_qk_norm=True),
+    "cohere2": Cohere2Config(  # type: ignore[call-arg]
+        **SHAPE | {"num_hidden_layers": 5, "tie_word_embeddings": True},
+        sliding_window=9,
+        sliding_window_pattern=4,
     ),
     "mixtral": MixtralConfig(
         **WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=None
@@ -185,6 +198,38 @@ def test_experts_stay_apart_in_mxfp4(tmp_path: Path) -> None:
     expected = logits_of(loaded(tmp_path / "decoded.gguf"), tokens)
     ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+def test_quantized_value_heads_keep_their_keys(tmp_path: Path) -> None:
+    """Value heads are stored in another order, and their weights may be codes."""
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["qwen3.5"])
+    write_gguf(tmp_path / "model.gguf", model, K.Q8_0)
+    decoded = {
+        each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
+        for each in GGUFReader(tmp_path / "model.gguf").tensors
+    }
+    write_gguf(tmp_path / "decoded.gguf", model, content=decoded)
+    tokens = random_tokens(TOKENS, 1)
+    expected = logits_of(loaded(tmp_path / "decoded.gguf"), tokens)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+    kept = logits_of(loaded(tmp_path / "model.gguf", "full"), tokens)
+    # the kernels round inputs to 8 bits; heads in another order differ by about 1
+    assert (kept - expected).abs().mean() < 0.2 * expected.std()
+
+
+def test_layers_that_draft_tokens_are_left_out(tmp_path: Path) -> None:
+    def add_layer(writer: GGUFWriter) -> None:
+        writer.add_uint32("qwen35.block_count", 5)
+        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+        for name in ("attn_norm", "nextn.eh_proj"):
+            writer.add_tensor(f"blk.4.{name}.weight", np.zeros(64, np.float32))
+
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["qwen3.5"])
+    write_gguf(tmp_path / "model.gguf", model, further=add_layer)
+    tokens = random_tokens(TOKENS, 1)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
 
 
 def test_split_file_is_read_from_any_of_its_parts(tmp_path: Path) -> None:
