@@ -75,10 +75,9 @@ def _stated_blocks(kv_memory: str, context_length: str, need: CacheNeed, free: i
     """Return the blocks of an amount of memory. Raises StartupError."""
     number = need.affordable(parse_bytes(kv_memory))
     if number < 1:
-        what = "one block and a sequence's states" if need.state_bytes else "one block"
+        what = "one block and the states of a sequence," if need.state_bytes else "one block of"
         raise StartupError(
-            f"--kv-memory {kv_memory} is less than the {in_units(need.bytes(1))} of {what}; raise "
-            "it."
+            f"--kv-memory {kv_memory} is less than {what} {in_units(need.bytes(1))}; raise it."
         )
     missing = need.bytes(number) + _RESERVE - free
     if missing > 0:
