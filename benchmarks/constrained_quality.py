@@ -41,7 +41,7 @@ from services.common.gguf.checkpoint_files import write_checkpoint
 from services.engine.engine import Engine
 from services.engine.settings import EngineSettings
 from services.grammar import specification
-from services.grammar.matching.json_state import JsonState
+from services.grammar.matching.initial_state import initial_state
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher
 from services.grammar.matching.prototype import compile_prototype
@@ -200,7 +200,7 @@ class PushMeter:
         spec = GrammarSpec(json_schema=json.dumps(task.schema))
         tokenizer, ends = self._vocabulary.tokenizer, self._vocabulary.end_ids
         prototype = compile_prototype(tokenizer, specification.translate(spec))
-        state = JsonState.initial(spec, self._index)
+        state = initial_state(spec, self._index)
         matcher = Matcher(prototype.deep_copy(), ends, state)
         found = self._engine.log_probabilities([*answer.prompt_ids, *answer.ids])
         written: list[int] = []

@@ -36,7 +36,7 @@ from jsonschema.validators import validator_for
 from llguidance import LLExecutor
 
 from services.grammar import GrammarError, specification
-from services.grammar.matching.json_state import JsonState
+from services.grammar.matching.initial_state import initial_state
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.matcher import Matcher, RefusedTokenError
 from services.grammar.matching.prototype import compile_prototype
@@ -143,7 +143,7 @@ class Examiner:
         except GrammarError as error:
             outcome.refusal = str(error)
             return outcome
-        matcher = Matcher(prototype, self._end, JsonState.initial(spec, self._index))
+        matcher = Matcher(prototype, self._end, initial_state(spec, self._index))
         validator = _validator(case.schema)
         for draw in range(self._draws):
             self._judge(self._draw(matcher.fork(), draw), validator, outcome)

@@ -16,11 +16,11 @@ from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.embedding import Embedding
-from services.engine.model.feed_forward import FeedForward
 from services.engine.model.layer_inputs import LayerInput, LayerInputs
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.parts.feed_forward import FeedForward
 
 __all__ = ["Activations", "Decoder", "DecoderWeights", "LayerWeights"]
 

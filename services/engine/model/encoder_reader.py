@@ -13,9 +13,9 @@ from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.decoder import LayerWeights
 from services.engine.model.embedding import TensorEmbedding
 from services.engine.model.encoder import EncoderWeights
-from services.engine.model.feed_forward import Dense
 from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.operators.interface import LayerNorm, Operators, Projection
+from services.engine.model.parts.feed_forward import Dense
 
 __all__ = ["EncoderReader"]
 

@@ -38,8 +38,8 @@ from services.engine.model.operators.rounded_operators import (
 )
 from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
-from services.engine.model.shard import Shard
-from services.engine.model.tensor_reader import TensorReader
+from services.engine.model.parts.shard import Shard
+from services.engine.model.parts.tensor_reader import TensorReader
 from services.engine.model.weight_reader import WeightReader
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.stored import StoredMixer, stored_mixer
-from services.engine.model.stored import LayerNames, StoredLinear, StoredNorm, stored_norm
-from services.engine.model.stored_feed_forward import StoredFeedForward, stored_feed_forward
+from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm, stored_norm
+from services.engine.model.parts.stored_feed_forward import StoredFeedForward, stored_feed_forward
 
 __all__ = ["Manifest", "StoredLayer"]
 

@@ -9,7 +9,6 @@ from services.engine.model.checkpoint.quantized import Weight
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.decoder import DecoderWeights, LayerWeights
 from services.engine.model.embedding import Embedding, StoredEmbedding, TensorEmbedding
-from services.engine.model.feed_forward_reader import FeedForwardReader
 from services.engine.model.layer_inputs import LayerInput, LayerInputs
 from services.engine.model.manifest import (
     Manifest,
@@ -19,7 +18,8 @@ from services.engine.model.manifest import (
 )
 from services.engine.model.mixers.stored import read_mixer
 from services.engine.model.operators.interface import NormedProjection
-from services.engine.model.tensor_reader import TensorReader, without_mean
+from services.engine.model.parts.feed_forward_reader import FeedForwardReader
+from services.engine.model.parts.tensor_reader import TensorReader, without_mean
 
 __all__ = ["WeightReader"]
 

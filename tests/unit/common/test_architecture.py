@@ -60,6 +60,8 @@ LAYERS = {
         "loop vision",
         "execution",
         "model scheduling",
+        "model.mixers",
+        "model.parts",
         "model.adapters",
         "model.operators",
         "model.attention",

@@ -136,7 +136,7 @@ DELTA_NET: dict[str, Any] = {
     "linear_value_head_dim": 24,
 }
 GEMMA4: dict[str, Any] = SHAPE | {
-    "initializer_range": 0.15,
+    "initializer_range": 0.1,
     "num_hidden_layers": 7,
     "head_dim": 16,
     "global_head_dim": 32,

@@ -15,9 +15,14 @@ from services.engine.model.checkpoint.family import QkNorm
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.operators.interface import HeadNorms, Projection
-from services.engine.model.shard import Shard
-from services.engine.model.stored import LayerNames, StoredLinear, StoredNorm
-from services.engine.model.tensor_reader import TensorReader, shard_rows, split_parts, take_rows
+from services.engine.model.parts.shard import Shard
+from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
+from services.engine.model.parts.tensor_reader import (
+    TensorReader,
+    shard_rows,
+    split_parts,
+    take_rows,
+)
 
 __all__ = ["StoredAttention", "read_attention", "stored_attention"]
 

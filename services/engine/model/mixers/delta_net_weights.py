@@ -11,9 +11,9 @@ from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.delta_net import DeltaNetWeights
 from services.engine.model.mixers.delta_rule import DeltaWeights
 from services.engine.model.operators.interface import Projection
-from services.engine.model.shard import Shard
-from services.engine.model.stored import LayerNames, StoredLinear, StoredNorm
-from services.engine.model.tensor_reader import TensorReader, arranged
+from services.engine.model.parts.shard import Shard
+from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
+from services.engine.model.parts.tensor_reader import TensorReader, arranged
 
 __all__ = ["StoredDeltaNet", "read_delta_net", "stored_delta_net"]
 

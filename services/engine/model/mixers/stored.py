@@ -15,8 +15,8 @@ from services.engine.model.mixers.delta_net_weights import (
     stored_delta_net,
 )
 from services.engine.model.mixers.kinds import MixerWeights
-from services.engine.model.stored import LayerNames, StoredNorm
-from services.engine.model.tensor_reader import TensorReader
+from services.engine.model.parts.stored import LayerNames, StoredNorm
+from services.engine.model.parts.tensor_reader import TensorReader
 
 __all__ = ["StoredMixer", "read_mixer", "stored_mixer"]
 

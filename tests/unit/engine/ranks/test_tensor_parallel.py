@@ -32,7 +32,7 @@ from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
 from services.engine.model.lockstep import Follower
-from services.engine.model.shard import Shard
+from services.engine.model.parts.shard import Shard
 from services.engine.ranks.all_reduce import SymmetricAllReduce
 from services.engine.ranks.gloo_plans import GlooPlans
 from services.engine.ranks.group import RankGroup

@@ -20,7 +20,8 @@ from services.engine.model.checkpoint.family import ExpertStack
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
-from services.engine.model.feed_forward import (
+from services.engine.model.operators.interface import ExpertWeights, Gate, Mixture, Operators
+from services.engine.model.parts.feed_forward import (
     Beside,
     Dense,
     Experts,
@@ -28,9 +29,8 @@ from services.engine.model.feed_forward import (
     NormedExperts,
     SharedExpert,
 )
-from services.engine.model.operators.interface import ExpertWeights, Gate, Mixture, Operators
-from services.engine.model.stored import StoredNorm
-from services.engine.model.stored_feed_forward import (
+from services.engine.model.parts.stored import StoredNorm
+from services.engine.model.parts.stored_feed_forward import (
     StackedExperts,
     StoredBeside,
     StoredDense,
@@ -38,7 +38,7 @@ from services.engine.model.stored_feed_forward import (
     StoredFeedForward,
     StoredSharedExpert,
 )
-from services.engine.model.tensor_reader import (
+from services.engine.model.parts.tensor_reader import (
     TensorReader,
     WeightAndBias,
     shard_rows,

@@ -14,7 +14,7 @@ from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.family import ExpertStack, ExpertTensorNames
 from services.engine.model.checkpoint.tensors import StoredTensor
-from services.engine.model.stored import LayerNames, StoredLinear, StoredNorm
+from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
 
 __all__ = [
     "StackedExperts",

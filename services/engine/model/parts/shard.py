@@ -15,8 +15,8 @@ from torch import Tensor
 from services.common.settings import StartupError
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.quantized import Weight, decoded, split
-from services.engine.model.feed_forward import FeedForward
 from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.parts.feed_forward import FeedForward
 from services.engine.ranks.all_reduce import AllReduce
 
 __all__ = ["Shard"]

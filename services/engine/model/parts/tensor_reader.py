@@ -37,8 +37,8 @@ from services.engine.model.operators.interface import (
     Operators,
     Projection,
 )
-from services.engine.model.shard import Shard
-from services.engine.model.stored import StoredLinear, StoredNorm
+from services.engine.model.parts.shard import Shard
+from services.engine.model.parts.stored import StoredLinear, StoredNorm
 
 __all__ = [
     "TensorReader",

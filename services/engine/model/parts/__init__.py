@@ -1,0 +1,1 @@
+"""Parts of layers: their stored tensors, how ranks share them, and feed-forward layers."""
