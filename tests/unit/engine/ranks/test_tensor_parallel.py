@@ -296,7 +296,7 @@ def test_logits_of_two_ranks_equal_those_of_one(
 ) -> None:
     expected = _drive(_driver(load_model(checkpoints[name], torch.float32)))
     for ours, theirs in zip(by_two[name], expected, strict=True):
-        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("name", ADAPTED)
@@ -308,7 +308,7 @@ def test_adapters_change_the_logits_of_two_ranks_as_of_one(
     expected = _drive_adapted(decoder, checkpoints[name])
     for ours, theirs in zip(by_two[f"{name}, adapted"], expected, strict=True):
         assert (ours - theirs).abs().max() <= 1e-4
-        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
 def test_ranks_on_several_machines_exchange_batches_over_gloo(
