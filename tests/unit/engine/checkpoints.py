@@ -259,7 +259,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         final_logit_softcapping=5.0,
     ),
     "gemma4, experts": Gemma4TextConfig(  # type: ignore[call-arg]
-        **GEMMA4,
+        **GEMMA4
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
         hidden_size_per_layer_input=0,
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
@@ -267,6 +271,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_experts=5,
         top_k_experts=2,
         moe_intermediate_size=24,
+        final_logit_softcapping=5.0,
     ),
     "phi3": Phi3Config(**SHAPE, sliding_window=30),
     "phi3, long": Phi3Config(
