@@ -1,4 +1,4 @@
-"""How likely a model writes JSON as constraints allow it, beside other forms of the same answer.
+"""Probabilities of JSON as constraints allow it, beside other forms of the same answer.
 
 Each right answer is scored behind its question in our form and in another one. The advantage is
 ln(probability of ours / probability of the other) over the whole text: where it is negative, a

@@ -90,9 +90,9 @@ class CacheNeed:
     def state_slots(self, num_blocks: int) -> int:
         """Return the slots of states beside so many blocks of the first group.
 
-        Each typical sequence for which there are blocks has two, but no more than may run at once.
-        Others hold snapshots, one for each interval of the tokens that the first group has room
-        for.
+        Two slots belong to each typical sequence for which there are blocks, but to no more
+        sequences than may run at once. The other slots hold snapshots, one for each interval of
+        the tokens that the first group has room for.
         """
         if not self.state_bytes:
             return 0

@@ -14,7 +14,7 @@ __all__ = ["LayerInput", "LayerInputs"]
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What makes the inputs of all layers, from a token's id and its embedding."""
+    """Computation of the inputs of all layers from a token's id and its embedding."""
 
     table: Embedding
     """[ids, layers * width]"""
@@ -48,7 +48,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class LayerInput:
-    """What adds a layer's own input to the residual."""
+    """Addition of a layer's own input to the residual."""
 
     gate: Projection
     """hidden_size → width"""

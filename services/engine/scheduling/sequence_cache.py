@@ -1,4 +1,4 @@
-"""What one sequence holds of the caches: block tables, and slots of states."""
+"""Block tables and slots of states that one sequence holds."""
 
 from dataclasses import dataclass, field
 from enum import Enum

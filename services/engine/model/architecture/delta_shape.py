@@ -29,9 +29,9 @@ class DeltaShape:
     norm_epsilon: float
     gate: OutputGate = OutputGate.SILU
     decays_channels: bool = False
-    """Whether each channel of a head's key has a decay of its own (KDA), instead of each head"""
+    """True if each channel of a key has a decay (KDA), False if each head has one"""
     doubles_beta: bool = False
-    """Whether beta is in (0, 2) instead of (0, 1): the state's eigenvalues may be negative"""
+    """True if beta is in (0, 2) instead of (0, 1): the state's eigenvalues may be negative"""
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:

@@ -91,10 +91,17 @@ def _attention_layers(
 
 
 def _delta_shape(config: Config) -> DeltaShape:
+    key_heads = config.positive("linear_num_key_heads")
+    value_heads = config.positive("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"{config.file}: linear_num_value_heads ({value_heads}) is not a multiple of "
+            f"linear_num_key_heads ({key_heads})."
+        )
     try:
         return DeltaShape(
-            key_heads=config.positive("linear_num_key_heads"),
-            value_heads=config.positive("linear_num_value_heads"),
+            key_heads=key_heads,
+            value_heads=value_heads,
             key_dim=config.positive("linear_key_head_dim"),
             value_dim=config.positive("linear_value_head_dim"),
             conv_width=config.positive("linear_conv_kernel_dim"),

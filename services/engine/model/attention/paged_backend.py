@@ -64,7 +64,7 @@ class PagedAttention(TorchAttention):
         )
         self.reads_shared_once = self._is_supported
         self._metadata: dict[int, StepMetadata] = {}
-        """Of the newest batches, by their ids"""
+        """Metadata of the newest batches, by the ids of these"""
 
     def allocate(
         self,

@@ -66,14 +66,14 @@ class ExpertTensorNames:
     router: str
     gate: tuple[str, ...]
     down: str
-    """Without "{}", each tensor stacks all experts"""
+    """Down projection of an expert, or without "{}" the tensor that stacks those of all experts"""
     stack: ExpertStack = ExpertStack()
     """Layout of the tensors that stack all experts"""
     shared_gate: tuple[str, ...] = ()
     """The expert that every token has; empty: there is none"""
     shared_down: str = ""
     shared_router: str = ""
-    """Its factor is the sigmoid of this product; empty: it has none"""
+    """Product whose sigmoid is the factor of the shared expert; empty: there is no factor"""
     module: str = "mlp"
     """Module of router and experts in transformers 5, whose names adapters have"""
     choice_bias: str = ""
@@ -107,12 +107,12 @@ class DeltaNetNames:
     norm: str = "linear_attn.norm.weight"
     output: str = "linear_attn.out_proj"
     tiles_values: bool = False
-    """Stored first is the first value head of each key head, then the second one of each, …"""
+    """Value heads are stored in turns: the first of every key head, then the second of every one"""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerInputNames:
-    """Tensor names of what a token has for each layer alone."""
+    """Tensor names of the inputs that each layer adds for itself."""
 
     table: str = "embed_tokens_per_layer"
     projection: str = "per_layer_model_projection"
@@ -152,7 +152,7 @@ class TensorNames:
     """Three tensors, or one that stacks their outputs"""
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
-    """With "{}" for the number of a head, there is a tensor for each head"""
+    """A name with "{}" stands for one tensor for each head"""
     sinks: str | None = None
     """Attention sinks: one extra logit in each head's softmax, without a value"""
     output: str = "self_attn.o_proj"
@@ -218,7 +218,7 @@ class MultimodalAxes(Enum):
     INTERLEAVED = (24, 20, 20)
     """In turn, until row and column have theirs; the rest are of time"""
     INTERLEAVED_IN_A_QUARTER = (11, 11, 10)
-    """As INTERLEAVED, where a quarter of a head rotates"""
+    """The order of INTERLEAVED, with the default of Qwen 3.5, where a quarter of a head rotates"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ class Family:
     reads_parallel_residual: bool = False
     """use_parallel_residual makes the feed-forward layer read what attention reads"""
     shares_norm: bool = False
-    """With a parallel residual, both parts of a layer read the same norm"""
+    """Both parts of a layer read the same norm if the residual is parallel"""
     norm_offset: bool = False
     """Norm weights are stored minus one"""
     transposed: bool = False

@@ -81,7 +81,7 @@ class VisionLanguage:
     vision: tuple[str, ...]
     """Patterns of the tensors that belong to the vision tower and its projector"""
     others: tuple[str, ...] = ()
-    """Patterns of tensors of what is not served, such as sounds"""
+    """Patterns of tensors that are not read, such as those of a tower for sounds"""
     axes: MultimodalAxes = MultimodalAxes.NONE
     images_see_ahead: bool = False
 
@@ -184,8 +184,13 @@ _GEMMA4 = VisionLanguage(
     "Gemma4ForConditionalGeneration",
     decoder=FAMILIES["Gemma4ForCausalLM"],
     roots={"model.language_model.": "lm_head"},
-    vision=("model.vision_tower.*", "model.embed_vision.*"),
-    others=("model.audio_tower.*", "model.embed_audio.*"),
+    vision=(),
+    others=(
+        "model.vision_tower.*",
+        "model.embed_vision.*",
+        "model.audio_tower.*",
+        "model.embed_audio.*",
+    ),
 )
 
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {

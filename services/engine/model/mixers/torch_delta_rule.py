@@ -46,7 +46,7 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """What the rule computes with, in float32: [runs, length, heads, ...]."""
+    """Operands of the rule in float32: [runs, length, heads, ...]."""
 
     queries: Tensor
     """[runs, length, value_heads, key_dim]"""

@@ -87,7 +87,7 @@ class Beside(FeedForward):
     """A dense layer and experts side by side: the norm of the sum of their norms."""
 
     dense: Dense
-    """Its output is normed"""
+    """Dense layer whose down projection ends with an RMSNorm"""
     experts: FeedForward
     """Reads the residual"""
     experts_norm: Tensor

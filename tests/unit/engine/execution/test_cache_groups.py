@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.common.json_values import Json
 from services.engine.execution.cache_need import CacheNeed, GroupNeed
 from services.engine.execution.model_runner import ModelRunner
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
-from services.engine.messages import Token
+from services.engine.messages import RequestDone, Token
 from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
@@ -84,6 +86,72 @@ def test_answers_equal_transformers_however_scarce_the_caches(
     loop = loop_of(decoder, limits_of(decoder, 10, 7), speculate=speculate)
     for _ in range(2):
         assert tokens_of(loop, prompts, 8) == wanted
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "gemma3"])
+def test_turn_of_a_chat_continues_behind_the_answer_before_it(family: str, tmp_path: Path) -> None:
+    """Otherwise each turn of a recurrent model would compute the whole chat again."""
+    make_checkpoint(tmp_path, CONFIGS[family])
+    decoder = load_model(tmp_path, torch.float32)
+    loop = loop_of(decoder, limits_of(decoder, 40, 20))
+    chat: list[int] = []
+    for turn in range(4):
+        before = max(len(chat) - 1, 0)  # the last token was drawn and never computed
+        chat += random_tokens(45, turn).tolist()
+        loop.apply([make_request(turn, [chat], max_tokens=25, context=4096)])
+        cached = None
+        while not loop.is_idle:
+            for output in loop.step(lambda: ()).outputs:
+                if isinstance(output, Token):
+                    chat.append(output.id)
+                elif isinstance(output, RequestDone):
+                    cached = output.cached_tokens
+        assert cached == before // BLOCK * BLOCK
+
+
+SHAPES: dict[str, tuple[dict[str, Json], tuple[float, float]]] = {
+    "gpt-oss 20B": (
+        {
+            "architectures": ["GptOssForCausalLM"],
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "max_position_embeddings": 131_072,
+        },
+        (1.50, 0.80),
+    ),
+    "Gemma 3 27B": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "hidden_size": 5376,
+            "intermediate_size": 21_504,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "sliding_window": 1024,
+        },
+        (15.50, 3.73),
+    ),
+}
+"""Published configurations, with the GiB of 32,768 tokens without and with bounded windows"""
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_long_sequence_takes_the_memory_that_the_documentation_states(model: str) -> None:
+    config, (whole, bounded) = SHAPES[model]
+    groups = layer_groups(ModelSpec.from_config(config))
+    needs = [GroupNeed(2 * each.token_width * BLOCK, each.window) for each in groups]
+    need = CacheNeed(32_768, BLOCK, needs, 64, 2048)
+    held = sum(need.blocks(32_768, i) * each.block_bytes for i, each in enumerate(needs))
+    assert round(held / 2**30, 2) == bounded
+    without = sum(32_768 // BLOCK * each.block_bytes for each in needs)
+    assert round(without / 2**30, 2) == whole
 
 
 def test_windows_bound_the_memory_of_their_group() -> None:

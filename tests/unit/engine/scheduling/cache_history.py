@@ -107,7 +107,7 @@ class History:
         self.reported = [set[bytes]() for _ in range(len(limits.groups) + 1)]
         self._handles = count(1)
         self._pending: list[tuple[TokenSequence, int, int]] = []
-        """Of the last step: sequences with their drawn tokens, assumed and final"""
+        """Sequences of the last step with their drawn tokens, assumed and final"""
         self.prompts: list[list[int]] = [[1] * 3]
 
     def play(self, steps: int) -> None:

@@ -208,7 +208,7 @@ def test_text_that_looks_like_a_call_is_free(hermes: Caller) -> None:
 
 
 def test_text_around_values_is_followed_to_its_end(caller: Caller) -> None:
-    """A text that its outline lost would be constrained no more."""
+    """Otherwise JSON behind that place would have no constraint."""
     for fields in ({"tool_choice": _REQUIRED}, {}):
         start = caller.matcher(_SCHEMA, **fields)
         for seed in range(6):

@@ -13,6 +13,7 @@ from services.common.json_values import Json
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.loader import load_model
+from services.engine.vision.support import has_vision
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     Driver,
@@ -147,3 +148,25 @@ def _rename(name: str, layout: tuple[str, str]) -> str:
         return layout[1] + name.split("lm_head.")[1]
     decoder = name.replace("language_model.", "").replace("model.", "")
     return layout[0] + decoder
+
+
+def test_gemma4_serves_text_from_a_file_with_towers(tmp_path: Path) -> None:
+    """Its published files hold towers for images and sounds, which are not served."""
+    model = make_checkpoint(tmp_path, CONFIGS["gemma4, shared keys"])
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    for tower in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
+        tensors[f"model.{tower}.some.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert not has_vision(tmp_path)
+    tokens = random_tokens(20, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, 20)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
