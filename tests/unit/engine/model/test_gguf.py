@@ -19,6 +19,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -186,33 +187,34 @@ def test_rearranged_mxfp4_has_the_numbers_of_the_file() -> None:
     assert weight.columns(0, 16) is None  # would cut a group
 
 
-def test_experts_stay_apart_in_mxfp4(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["gpt-oss"])
-    write_gguf(tmp_path / "model.gguf", model, K.MXFP4)
+def assert_decodes_alike(folder: Path, model: PreTrainedModel, kind: K) -> Tensor:
+    """Assert that codes of `kind` in model.gguf give the logits of what they decode to.
+
+    Returns these logits.
+    """
+    write_gguf(folder / "model.gguf", model, kind)
     decoded = {
         each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
-        for each in GGUFReader(tmp_path / "model.gguf").tensors
+        for each in GGUFReader(folder / "model.gguf").tensors
     }
-    write_gguf(tmp_path / "decoded.gguf", model, content=decoded)
+    write_gguf(folder / "decoded.gguf", model, content=decoded)
     tokens = random_tokens(TOKENS, 1)
-    expected = logits_of(loaded(tmp_path / "decoded.gguf"), tokens)
-    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    expected = logits_of(loaded(folder / "decoded.gguf"), tokens)
+    ours = logits_of(loaded(folder / "model.gguf"), tokens)
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+    return expected
+
+
+def test_experts_stay_apart_in_mxfp4(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["gpt-oss"])
+    assert_decodes_alike(tmp_path, model, K.MXFP4)
 
 
 def test_quantized_value_heads_keep_their_keys(tmp_path: Path) -> None:
     """Value heads are stored in another order, and their weights may be codes."""
     model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["qwen3.5"])
-    write_gguf(tmp_path / "model.gguf", model, K.Q8_0)
-    decoded = {
-        each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
-        for each in GGUFReader(tmp_path / "model.gguf").tensors
-    }
-    write_gguf(tmp_path / "decoded.gguf", model, content=decoded)
+    expected = assert_decodes_alike(tmp_path, model, K.Q8_0)
     tokens = random_tokens(TOKENS, 1)
-    expected = logits_of(loaded(tmp_path / "decoded.gguf"), tokens)
-    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
-    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
     kept = logits_of(loaded(tmp_path / "model.gguf", "full"), tokens)
     # the kernels round inputs to 8 bits; heads in another order differ by about 1
     assert (kept - expected).abs().mean() < 0.2 * expected.std()
