@@ -3,6 +3,7 @@
 Names of tensors and keys are those of the package `gguf`, which is llama.cpp's own.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,10 +55,29 @@ ARCHITECTURES = {
     "qwen3_5_text": MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
+    "glm": MODEL_ARCH.CHATGLM,
+    "glm4": MODEL_ARCH.GLM4,
+    "exaone4": MODEL_ARCH.EXAONE4,
+    "seed_oss": MODEL_ARCH.SEED_OSS,
+    "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
+    "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE,
+    "apertus": MODEL_ARCH.APERTUS,
+    "nemotron": MODEL_ARCH.NEMOTRON,
+    "gpt_neox": MODEL_ARCH.GPTNEOX,
+    "phi": MODEL_ARCH.PHI2,
+    "phimoe": MODEL_ARCH.PHIMOE,
+    "stablelm": MODEL_ARCH.STABLELM,
+    "internlm3": MODEL_ARCH.LLAMA,
+    "ministral3": MODEL_ARCH.MISTRAL3,
+    "olmo3": MODEL_ARCH.OLMO2,
 }
 """Architectures of llama.cpp by transformers' model_type"""
-_INTERLEAVED = {"granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"}
-_WITHOUT_OFFSET = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
+_INTERLEAVED = {
+    *("granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"),
+    *("internlm3", "ministral3"),
+}
+_WITHOUT_OFFSET = ("gemma2", "gemma3", "qwen3_5", "qwen3_next", "nemotron")
 """Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
 Numbers = npt.NDArray[np.float32]
@@ -72,19 +92,27 @@ def write_gguf(
     content: Mapping[str, Tensor] | None = None,
     further: Callable[[GGUFWriter], None] = lambda _: None,
     split_max_tensors: int = 0,
+    architecture: MODEL_ARCH | None = None,
+    fuses_qkv: bool = False,
 ) -> None:
     """Write a model.
 
     kind: of all matrices whose rows it divides; the others are float32. among: part of the names
     of these matrices. content: tensors to write in place of the model's own. further: writes more,
-    or other values.
+    or other values. architecture: another than that of the model's type.
+    fuses_qkv: queries, keys and values are one tensor.
     """
-    architecture = ARCHITECTURES[model.config.model_type]
+    architecture = architecture or ARCHITECTURES[model.config.model_type]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
     _write_metadata(writer, model.config)
+    if model.config.model_type == "apertus":
+        _write_xielu(writer, model.state_dict())
     _write_tokens(writer, model.config.vocab_size)
     further(writer)
-    for name, numbers in _tensors(model, architecture):
+    tensors = dict(_tensors(model, architecture))
+    if fuses_qkv:
+        tensors = _fused_qkv(tensors)
+    for name, numbers in tensors.items():
         if content is not None:
             numbers = content[name].numpy().reshape(numbers.shape)
         block, _ = GGML_QUANT_SIZES[kind]
@@ -142,6 +170,8 @@ def _tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple
     state = model.state_dict()
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
+    if config.model_type == "stablelm":
+        state = _stacked_norms(state)
     for name, whole in state.items():
         for part, tensor in _split(name, whole, config):
             prefix, _, rest = part.partition(".experts.")
@@ -153,6 +183,28 @@ def _tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple
     for name, parts in experts.items():
         stacked = torch.stack([parts[number] for number in sorted(parts)])
         yield _name(names, name), stacked.float().numpy()
+
+
+def _fused_qkv(tensors: dict[str, Numbers]) -> dict[str, Numbers]:
+    found, parts = {}, dict[str, list[Numbers]]()
+    for name, numbers in tensors.items():  # queries come before keys, keys before values
+        if re.search(r"attn_[qkv]\.", name):
+            parts.setdefault(re.sub(r"attn_[qkv]\.", "attn_qkv.", name), []).append(numbers)
+        else:
+            found[name] = numbers
+    return found | {name: np.concatenate(three) for name, three in parts.items()}
+
+
+def _stacked_norms(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return StableLM's tensors, with the norms of all heads as one."""
+    found, norms = {}, dict[str, list[Tensor]]()
+    for name, tensor in state.items():
+        stem, apart, _ = name.partition(".norms.")
+        if apart:
+            norms.setdefault(f"{stem}.weight", []).append(tensor)
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack(parts) for name, parts in norms.items()}
 
 
 def _name(names: Any, name: str) -> str:
@@ -168,6 +220,12 @@ def _name(names: Any, name: str) -> str:
 
 def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the converter makes of one: experts and their two products apart."""
+    if ".act_fn." in name:  # values of the header
+        return
+    if name.endswith("e_score_correction_bias"):
+        layer = name.partition(".mlp.")[0]
+        yield f"{layer}.mlp.moe_statics.e_score_correction.bias", tensor.squeeze(0)
+        return
     if name.endswith("self_attn.sinks"):
         yield f"{name}.weight", tensor
         return
@@ -215,6 +273,9 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
         return _delta_net(name, tensor, config)
     if kind.startswith(_WITHOUT_OFFSET) and name.endswith("norm.weight"):
         return tensor + 1
+    if kind == "gpt_neox" and "query_key_value" in name:
+        by_head = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
+        return by_head.transpose(0, 1).reshape(tensor.shape)
     if kind == "gpt2" and name.endswith(("attn.weight", "fc.weight", "proj.weight")):
         return tensor.T
     if kind in _INTERLEAVED and ("q_proj" in name or "k_proj" in name):
@@ -279,6 +340,11 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         _write_gemma4(writer, config)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+        if config.model_type in ("exaone4", "olmo3"):
+            has_window = [kind == "sliding_attention" for kind in config.layer_types]
+            writer.add_sliding_window_pattern(has_window)
+    if hasattr(config, "use_parallel_residual"):
+        writer.add_parallel_residual(config.use_parallel_residual or writer.arch == "stablelm")
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping or 0.0)
         writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
@@ -289,11 +355,17 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_logit_scale(config.logits_scaling)
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
+    counts = ("num_local_experts", "num_experts", "moe_num_experts")
+    if experts := next((n for each in counts if (n := getattr(config, each, None))), None):
         writer.add_expert_count(experts)
-        chosen = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
-        writer.add_expert_used_count(chosen)
+        chosen = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+        found = (getattr(config, each, None) for each in chosen)
+        writer.add_expert_used_count(next(each for each in found if each))
+        if config.model_type == "ernie4_5_moe":
+            writer.add_leading_dense_block_count(config.moe_layer_start_index)
+            writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+            writer.add_expert_shared_count(config.moe_num_shared_experts)
+            writer.add_expert_shared_feed_forward_length(config.intermediate_size // 2)
         if getattr(config, "moe_intermediate_size", None):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if getattr(config, "shared_expert_intermediate_size", None):
@@ -337,8 +409,15 @@ def _write_gemma4(writer: GGUFWriter, config: Any) -> None:
     writer.add_tensor("rope_freqs.weight", divisors)
 
 
+def _write_xielu(writer: GGUFWriter, state: dict[str, Tensor]) -> None:
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        constants = [tensor.item() for key, tensor in state.items() if key.endswith(f".{name}")]
+        getattr(writer, f"add_xielu_{name}")(constants)
+
+
 def _write_norms(writer: GGUFWriter, config: Any) -> None:
-    for key in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"):
+    keys = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps")
+    for key in keys:
         if (epsilon := getattr(config, key, None)) is not None:
             is_rms = key == "rms_norm_eps"
             (writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps)(epsilon)
@@ -367,6 +446,12 @@ def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "beta_fast" in rope:
+            writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+            writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        if "llama_4_scaling_beta" in rope:
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
 def _llama3_divisors(rope: dict[str, Any], rotated: int) -> Numbers:

@@ -1,6 +1,7 @@
 """Activation functions of feed-forward layers."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -41,6 +42,18 @@ class Activation:
     negative_alpha: float = 0.0
     beta: float = 0.0
 
+    def with_constants(
+        self, positive: float, negative: float, beta: float, least: float
+    ) -> "Activation":
+        """Return XIELU with the alpha_p, alpha_n, beta and eps of a checkpoint."""
+        return replace(
+            self,
+            alpha=_softplus(positive),
+            negative_alpha=beta + _softplus(negative),
+            beta=beta,
+            limit=least,
+        )
+
     def apply(self, product: Tensor) -> Tensor:
         """Return [n, width] for a product [n, width], or [n, 2 * width] (gates first) if gated."""
         if not self.gated:
@@ -65,6 +78,10 @@ class Activation:
         positive = self.alpha * rows.square()
         negative = self.negative_alpha * (torch.expm1(rows.clamp(max=self.limit)) - rows)
         return torch.where(rows > 0, positive, negative) + self.beta * rows
+
+
+def _softplus(number: float) -> float:
+    return max(number, 0.0) + math.log1p(math.exp(-abs(number)))
 
 
 SWIGLU = Activation(Nonlinearity.SILU)

@@ -146,6 +146,8 @@ def _feed_forward_layers(
         activation=_activation(config, family),
         has_bias=family.reads_mlp_bias and config.flag("mlp_bias", False),
     )
+    if config.has("xielu_beta"):
+        return [replace(dense, activation=each) for each in _xielus(config, dense, num_layers)]
     if family.names.experts is None or family.is_gemma4:
         return [dense] * num_layers
     experts = [
@@ -178,7 +180,7 @@ def _activation(config: Config, family: Family) -> Activation:
         "gelu_pytorch_tanh": Nonlinearity.GELU_TANH,
         "relu2": Nonlinearity.RELU_SQUARED,
     }
-    if family.names.activation is not None:
+    if family.names.activation is not None or config.has("xielu_beta"):
         known["xielu"] = Nonlinearity.XIELU
     if name not in known:
         raise CheckpointError(
@@ -186,6 +188,15 @@ def _activation(config: Config, family: Family) -> Activation:
             f"{', '.join(known)}."
         )
     return Activation(known[name], family.gated)
+
+
+def _xielus(config: Config, dense: DenseSpec, num_layers: int) -> list[Activation]:
+    """Return each layer's activation, of constants in config.json, where GGUF files have them."""
+    constants = [config.numbers(f"xielu_{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")]
+    if any(len(each) < num_layers for each in constants):
+        raise CheckpointError(f"{config.file}: xIELU needs 4 constants for each layer.")
+    layers = [*zip(*constants, strict=False)][:num_layers]
+    return [dense.activation.with_constants(*each) for each in layers]
 
 
 def _experts(

@@ -140,7 +140,7 @@ class ModelSpec:
         whole = Config(file, dict(values))
         family = family_of(whole)
         if whole.has(MARK):
-            family = gguf_family(family)
+            family = gguf_family(family, fused_qkv=whole.section(MARK).flag("fused_qkv", False))
         nested = {} if family.section is None else whole.section(family.section).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
         stored_as = _quantization(config, family)

@@ -19,6 +19,7 @@ _INTERLEAVED = {
     "MixtralForCausalLM",
     "GraniteForCausalLM",
     "GraniteMoeForCausalLM",
+    "Ministral3ForCausalLM",
     "SmolLM3ForCausalLM",
 }
 """Families whose queries and keys llama.cpp reorders for its own RoPE"""
@@ -42,24 +43,28 @@ _LAYER_INPUTS = LayerInputNames(
 )
 
 
-def gguf_family(family: Family) -> Family:
+def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
     """Return a family with the names and conventions of GGUF.
 
-    The converter of llama.cpp has added the 1 to Gemma's norms, transposed GPT-2's weights, and
-    taken gpt-oss's experts apart.
+    The converter of llama.cpp has added the 1 to the norms of Gemma and Nemotron, transposed
+    GPT-2's weights, sorted GPT-NeoX's queries, keys and values, and taken gpt-oss's experts apart.
+    fused_qkv: queries, keys and values are one tensor.
     """
+    names = _names(family.names, fused_qkv)
+    if family.architecture == "SeedOssForCausalLM":
+        names = replace(names, feed_forward_norm="post_attention_norm")
     return replace(
         family,
-        names=replace(
-            _names(family.names), ignored=(*_IGNORED, *(_KEYS if family.is_gemma4 else ()))
-        ),
+        names=replace(names, ignored=(*_IGNORED, *(_KEYS if family.is_gemma4 else ()))),
+        output_bias_key="attention_output_bias",
+        qkv_by_head=False,
         norm_offset=False,
         transposed=False,
         interleaved_rotary=family.interleaved_rotary or family.architecture in _INTERLEAVED,
     )
 
 
-def _names(names: TensorNames) -> TensorNames:
+def _names(names: TensorNames, fused_qkv: bool) -> TensorNames:
     is_gpt_oss = names.sinks is not None
     feed_forward_norm = None if names.feed_forward_norm is None else "ffn_norm"
     if is_gpt_oss or names.delta_net is not None:
@@ -73,6 +78,7 @@ def _names(names: TensorNames) -> TensorNames:
             shared_gate=("ffn_gate_shexp", "ffn_up_shexp") if names.experts.shared_gate else (),
             shared_down="ffn_down_shexp",
             shared_router="ffn_gate_inp_shexp" if names.experts.shared_router else "",
+            choice_bias="exp_probs_b.bias" if names.experts.choice_bias else "",
         )
     return TensorNames(
         roots={"": "output"},
@@ -81,7 +87,7 @@ def _names(names: TensorNames) -> TensorNames:
         layers="blk",
         final_norm="output_norm",
         attention_norm=None if names.attention_norm is None else "attn_norm",
-        qkv=("attn_qkv",) if len(names.qkv) == 1 else ("attn_q", "attn_k", "attn_v"),
+        qkv=("attn_qkv",) if fused_qkv else ("attn_q", "attn_k", "attn_v"),
         query_norm="attn_q_norm",
         key_norm="attn_k_norm",
         sinks="attn_sinks.weight" if is_gpt_oss else None,

@@ -6,7 +6,6 @@ from itertools import chain, repeat
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from services.engine.model.adapters.adapters import Site, StackedPart
 from services.engine.model.architecture.activation import Activation
@@ -133,14 +132,8 @@ class FeedForwardReader:
         """Return an activation with the layer's own constants, if it has any."""
         if not stored:
             return activation
-        positive, negative, beta, least = (self._reader.tensor(each).float() for each in stored)
-        return replace(
-            activation,
-            alpha=softplus(positive).item(),
-            negative_alpha=(beta + softplus(negative)).item(),
-            beta=beta.item(),
-            limit=least.item(),
-        )
+        constants = (self._reader.tensor(each).float().item() for each in stored)
+        return activation.with_constants(*constants)
 
     def _read_experts(
         self, stored: StoredExperts, content: ExpertsSpec, norm: StoredNorm | None

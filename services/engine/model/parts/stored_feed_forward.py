@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from services.engine.model.architecture.activation import Nonlinearity
 from services.engine.model.architecture.layers import (
     BesideSpec,
     DenseSpec,
@@ -92,7 +91,7 @@ def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFe
     if isinstance(content, BesideSpec):
         return _beside(names, content)
     dense = _dense(names, own.gate, own.down, content)
-    if content.activation.nonlinearity is not Nonlinearity.XIELU:
+    if own.activation is None:
         return dense
     shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     constants = (names.tensor(f"{own.activation}.{n}", *shape) for n, shape in shapes.items())

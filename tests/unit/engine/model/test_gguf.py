@@ -7,18 +7,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, dequantize
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFWriter,
+    dequantize,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     Cohere2Config,
     CohereConfig,
+    Ernie4_5_MoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    HunYuanMoEV1Config,
     LlamaConfig,
+    Ministral3Config,
     MixtralConfig,
+    Phi3Config,
+    PhimoeConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
@@ -49,6 +61,22 @@ from tests.unit.engine.gguf_checkpoints import random_blocks, write_gguf
 TOKENS = 60
 TIED = SHAPE | {"tie_word_embeddings": True}
 WIDE_TIED = WIDE | {"tie_word_embeddings": True}
+QUANTIZED = (
+    *("phimoe", "ernie moe", "hunyuan moe", "ministral3"),
+    *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
+    *("stablelm", "stablelm, norms", "internlm3", "olmo3"),
+)
+"""Families that are tried with codes too; the first four have other shapes than in CONFIGS"""
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+    "beta_slow": 2.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
 FAMILIES = {
     name: CONFIGS[name]
     for name in (
@@ -58,8 +86,18 @@ FAMILIES = {
         *("gemma4, shared keys", "gemma4, experts", "gpt2", "qwen3", "qwen3, tied"),
         *("qwen3.5", "qwen3.5 moe", "qwen3 next"),
         *("olmoe", "arcee", "ernie", "granite moe"),
+        *QUANTIZED[4:],
+        "exaone4, no windows",
     )
 } | {  # what llama.cpp has in its code, and no file can change
+    "ministral3": Ministral3Config(**SHAPE, rope_parameters=YARN | {"llama_4_scaling_beta": 0.4}),
+    "phimoe": PhimoeConfig(
+        **SHAPE, attention_bias=True, lm_head_bias=True, num_local_experts=5, sliding_window=30
+    ),
+    "ernie moe": Ernie4_5_MoeConfig(
+        **SHAPE, moe_num_experts=5, moe_k=2, moe_intermediate_size=24, moe_layer_interval=2
+    ),
+    "hunyuan moe": HunYuanMoEV1Config(**WIDE, num_experts=5, moe_topk=2),
     "gemma2": Gemma2Config(**WIDE_TIED, query_pre_attn_scalar=32, sliding_window=9),
     "gemma3": Gemma3TextConfig(
         **WIDE_TIED | {"sliding_window_pattern": 6, "num_hidden_layers": 7},
@@ -118,6 +156,44 @@ ROOMY = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layer
 def test_logits_equal_those_of_the_checkpoint(tmp_path: Path, name: str) -> None:
     model = make_checkpoint(tmp_path / "checkpoint", FAMILIES[name])
     write_gguf(tmp_path / "model.gguf", model)
+    tokens = random_tokens(TOKENS, 1)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+RENAMED = {
+    "llama": MODEL_ARCH.INTERNLM2,
+    "qwen2, tied": MODEL_ARCH.QWEN2VL,
+    "qwen3": MODEL_ARCH.QWEN3VL,
+    "qwen3 moe": MODEL_ARCH.QWEN3VLMOE,
+    "mistral": MODEL_ARCH.MISTRAL3,
+}
+"""Architectures that equal a family for text"""
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_architecture_of_another_name_computes_the_family(tmp_path: Path, name: str) -> None:
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES[name])
+    write_gguf(tmp_path / "model.gguf", model, architecture=RENAMED[name])
+    tokens = random_tokens(TOKENS, 1)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["glm", "phi"])
+def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) -> None:
+    """Files of the first converters have them so."""
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES[name])
+    write_gguf(tmp_path / "model.gguf", model, fuses_qkv=True)
+    tokens = random_tokens(TOKENS, 1)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+def test_window_of_zero_is_none(tmp_path: Path) -> None:
+    """Phi 4's files have it, although every layer attends to all tokens."""
+    model = make_checkpoint(tmp_path / "checkpoint", Phi3Config(**SHAPE, sliding_window=None))
+    write_gguf(tmp_path / "model.gguf", model, further=lambda w: w.add_sliding_window(0))
     tokens = random_tokens(TOKENS, 1)
     ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
     torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
@@ -208,6 +284,12 @@ def assert_decodes_alike(folder: Path, model: PreTrainedModel, kind: K) -> Tenso
 def test_experts_stay_apart_in_mxfp4(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["gpt-oss"])
     assert_decodes_alike(tmp_path, model, K.MXFP4)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_codes_of_a_family_stay_with_their_rows(tmp_path: Path, name: str) -> None:
+    """Families differ in the order of rows and in what they leave out."""
+    assert_decodes_alike(tmp_path, make_checkpoint(tmp_path / "checkpoint", FAMILIES[name]), K.Q8_0)
 
 
 def test_quantized_value_heads_keep_their_keys(tmp_path: Path) -> None:
