@@ -143,6 +143,9 @@ def load_model(
             packs = operators.groups_experts and checkpoint.has_mxfp4_experts
             but = ", except experts in MXFP4" if packs else ""
             _LOG.warning("decoding the quantized weights of %s to %s%s", directory, named, but)
+        elif checkpoint.types_without_codes:
+            types = ", ".join(checkpoint.types_without_codes)
+            _LOG.warning("decoding the weights of %s in %s to %s", directory, types, named)
         names = whole.family.names
         held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
         root = next(held, next(iter(names.roots)))

@@ -149,8 +149,18 @@ def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> npt.NDA
         _KIND.Q6_K: (208,),
         _KIND.IQ4_NL: (0,),
         _KIND.IQ4_XS: (0,),
+        _KIND.IQ3_S: (0,),
+        _KIND.IQ3_XXS: (0,),
+        _KIND.IQ2_S: (0,),
+        _KIND.IQ2_XS: (0,),
+        _KIND.IQ2_XXS: (0,),
+        _KIND.IQ1_S: (0,),
+        _KIND.IQ1_M: (),
+        _KIND.TQ2_0: (64,),
     }[kind]:
         blocks[:, at : at + 2] = half
+    if kind is _KIND.IQ1_M:  # a scale's four bits lie in each of the last words
+        blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | np.array([0, 0, 0, 32], np.uint8)
     if kind is _KIND.MXFP4:
         blocks[:, 0] = 120
     return blocks.reshape(*shape[:-1], shape[-1] // block * size)

@@ -1,7 +1,7 @@
 """ggml's block formats as codes in groups, without loss.
 
 Source: ggml's dequantization (ggml-quants.c). A block has 32 weights, and 256 in the formats whose
-names end in K or XS.
+names end in K or XS, and in TQ2_0.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from services.engine.model.checkpoint.quantized import (
     QuantizedWeight,
 )
 
-__all__ = ["read_groups"]
+__all__ = ["has_codes", "read_groups"]
 
 _KIND = GGMLQuantizationType
 _Array: TypeAlias = npt.NDArray[Any]
@@ -49,6 +49,11 @@ class _Format:
     """Returns the scales of blocks [blocks, bytes], and the offsets if there are any"""
     values: Sequence[int] = ()
     """As in BlockLayout. Without offsets, the middle one means zero."""
+
+
+def has_codes(kind: GGMLQuantizationType) -> bool:
+    """Return whether blocks are codes in groups; others are decoded at loading."""
+    return kind in _FORMATS
 
 
 def read_groups(rows: _Array, kind: GGMLQuantizationType) -> QuantizedWeight | None:
@@ -88,6 +93,10 @@ def _half(blocks: _Array, at: int) -> _Array:
 
 def _scale(blocks: _Array) -> tuple[_Numbers, None]:
     return _Numbers(_half(blocks, 0)), None
+
+
+def _last_scale(blocks: _Array) -> tuple[_Numbers, None]:
+    return _Numbers(_half(blocks, blocks.shape[1] - 2)), None
 
 
 def _scale_and_offset(blocks: _Array) -> tuple[_Numbers, _Numbers]:
@@ -163,6 +172,7 @@ _FORMATS: dict[Any, _Format] = {
     _KIND.Q4_K: _Format(4, [Plane(16, 128, 32, 4)], _levels),
     _KIND.Q5_K: _Format(6, [Plane(48, 128, 32, 4), Plane(16, 32, _PAIRS, 1, 4)], _levels),
     _KIND.Q6_K: _Format(6, [Plane(0, 128, 64, 4), Plane(128, 64, _PAIRS, 2, 4)], _q6_k),
+    _KIND.TQ2_0: _Format(4, [Plane(0, 64, _PAIRS, 2)], _last_scale, values=_lifted(7)),
     _KIND.IQ4_NL: _Format(8, [Plane(2, 16, 16, 4)], _scale, values=_signed(_IQ4_VALUES)),
     _KIND.IQ4_XS: _Format(8, [Plane(8, 128, 16, 4)], _iq4_xs, values=_signed(_IQ4_VALUES)),
     _KIND.MXFP4: _Format(8, [Plane(1, 16, 16, 4)], _exponents, values=_signed(_MXFP4_VALUES)),

@@ -14,7 +14,7 @@ from torch import Tensor
 from services.common.gguf.checkpoint_files import PARTS
 from services.common.gguf.gguf_file import GgufError, GgufFile, GgufTensor
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.checkpoint.gguf_groups import read_groups
+from services.engine.model.checkpoint.gguf_groups import has_codes, read_groups
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, StoredRows
 from services.engine.model.checkpoint.tensors import FoundTensor, StoredTensor, TensorFiles
@@ -28,6 +28,8 @@ _READ = (
     *(_KIND.Q8_0, _KIND.Q4_0, _KIND.Q4_1, _KIND.Q5_0, _KIND.Q5_1),
     *(_KIND.Q2_K, _KIND.Q3_K, _KIND.Q4_K, _KIND.Q5_K, _KIND.Q6_K),
     *(_KIND.IQ4_NL, _KIND.IQ4_XS, _KIND.MXFP4),
+    *(_KIND.IQ3_S, _KIND.IQ3_XXS, _KIND.IQ2_S, _KIND.IQ2_XS, _KIND.IQ2_XXS, _KIND.IQ1_M),
+    *(_KIND.IQ1_S, _KIND.TQ1_0, _KIND.TQ2_0),
 )
 _MATRIX = 2
 _EXPERTS = "_exps."
@@ -94,7 +96,9 @@ class GgufTensors(TensorFiles):
             if layer not in drafts:  # layers that draft tokens are not part of the model
                 self._add(tensor, file.sizes[tensor.file])
 
-        self.is_quantized = any(place.kind not in _PLAIN for place in self._places.values())
+        kinds = {place.kind for place in self._places.values()} - _PLAIN.keys()
+        self.is_quantized = bool(kinds)
+        self.types_without_codes = sorted(kind.name for kind in kinds if not has_codes(kind))
         self.has_mxfp4_experts = any(
             _EXPERTS in name and place.kind is _KIND.MXFP4 for name, place in self._places.items()
         )

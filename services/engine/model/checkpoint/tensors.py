@@ -57,6 +57,8 @@ class TensorFiles(ABC):
 
     is_quantized = False
     """True if weights, or some of them, are codes"""
+    types_without_codes: Sequence[str] = ()
+    """Types of quantized weights that are decoded at loading in any case"""
     has_mxfp4_experts = False
     """True if `mxfp4` returns the weights of experts, or of some of them"""
 

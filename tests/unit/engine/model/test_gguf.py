@@ -144,9 +144,13 @@ FAMILIES = {
     ),
 }
 K = GGMLQuantizationType
+DECODED = [
+    *(K.IQ3_S, K.IQ3_XXS, K.IQ2_S, K.IQ2_XS, K.IQ2_XXS, K.IQ1_M, K.IQ1_S, K.TQ1_0),
+]
+"""Formats without codes in memory"""
 KINDS = [
     *(K.F16, K.BF16, K.Q8_0, K.Q4_0, K.Q4_1, K.Q5_0, K.Q5_1, K.Q2_K, K.Q3_K, K.Q4_K, K.Q5_K),
-    *(K.Q6_K, K.IQ4_NL, K.IQ4_XS, K.MXFP4),
+    *(K.Q6_K, K.IQ4_NL, K.IQ4_XS, K.MXFP4, K.TQ2_0),
 ]
 ROOMY = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 """A shape whose rows all formats divide"""
@@ -205,7 +209,7 @@ def test_model_takes_no_adapters(tmp_path: Path) -> None:
     assert loaded(tmp_path / "model.gguf").adapters is None
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*KINDS, *DECODED], ids=lambda kind: kind.name)
 def test_each_format_is_decoded_as_its_own_library_decodes_it(tmp_path: Path, kind: K) -> None:
     path = tmp_path / "model.gguf"
     model = make_checkpoint(tmp_path / "checkpoint", LlamaConfig(**ROOMY))
@@ -221,6 +225,16 @@ def test_each_format_is_decoded_as_its_own_library_decodes_it(tmp_path: Path, ki
     torch.testing.assert_close(logits_of(loaded(path), tokens), expected, atol=1e-4, rtol=0)
     kept = logits_of(loaded(path, "full"), tokens)  # in codes where there are kernels
     assert (kept - expected).abs().mean() < 0.03 * expected.std()
+
+
+def test_types_without_codes_are_announced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model takes several times the file's size in memory."""
+    model = make_checkpoint(tmp_path / "checkpoint", LlamaConfig(**ROOMY))
+    write_gguf(tmp_path / "model.gguf", model, K.IQ2_XS)
+    loaded(tmp_path / "model.gguf", "full")
+    assert "in IQ2_XS to float32" in caplog.text or "quantized weights" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [each for each in KINDS if each not in (K.F16, K.BF16)])
@@ -367,7 +381,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     [
         (lambda w: w.add_string("general.architecture", "mamba"), "architecture mamba is not"),
         (lambda w: w.add_string("tokenizer.ggml.model", "rwkv"), "tokenizer rwkv is not supported"),
-        (lambda w: w.add_string("tokenizer.ggml.pre", "bloom"), "pre-tokenizer bloom is not"),
+        (lambda w: w.add_string("tokenizer.ggml.pre", "afmoe"), "pre-tokenizer afmoe is not"),
         (lambda w: w.add_string("llama.block_count", "3"), "block_count must be a whole number"),
         (lambda w: w.add_token_merges(["ab"]), "merge 'ab' does not have two parts"),
         (lambda w: w.add_token_types([1]), "97 tokens, but 1 types"),
