@@ -1,23 +1,18 @@
 """tokenizer.json and its companions, of the tokenizer in a GGUF file."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from services.common.gguf.gguf_file import GgufError, GgufFile
+from services.common.gguf.pre_tokenizers import PRE_TOKENIZERS
 from services.common.json_values import Json
 from services.common.tokenizer_files.definition import (
-    GPT2,
-    GPT4O,
-    LLAMA3,
-    NUMBER,
-    QWEN2,
-    QWEN35,
-    TEKKEN,
     PieceKind,
     Pieces,
     TokenizerError,
     byte_level,
     sentencepiece_bpe,
 )
+from services.common.tokenizer_files.unigram import Normalization, sentencepiece_unigram
 
 __all__ = ["chat_templates_of", "tokenizer_config_of", "tokenizer_of"]
 
@@ -25,34 +20,17 @@ _PREFIX = "tokenizer.ggml"
 _SENTENCEPIECE = ("llama", "gemma4")
 """Tokenizers of sentencepiece's pieces; Gemma 4's file lists their merges"""
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_SPLITS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo"), (GPT2,)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (LLAMA3,)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
-    "qwen35": (QWEN35,),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (NUMBER, GPT2)),
-    "tekken": (TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4"), (GPT4O,)),
-}
-"""Expressions that cut a text into words, by the name of the pre-tokenizer in llama.cpp"""
-_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
-"""Pre-tokenizers whose words are tokens without merges if the vocabulary has them"""
-_COMPOSED = {"qwen2", "deepseek-r1-qwen", "qwen35"}
-"""Pre-tokenizers after a normalisation to NFC"""
-_WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
-"""Pre-tokenizers of models whose prompts begin with BOS, unless the file says otherwise"""
 
 
 def tokenizer_of(file: GgufFile) -> dict[str, Json]:
     """Return the content of tokenizer.json. Raises GgufError for a kind that is not supported."""
     kind = file.text(f"{_PREFIX}.model")
-    if kind not in ("gpt2", *_SENTENCEPIECE):
+    if kind not in _KINDS:
         raise GgufError(
-            f"{file.path}: the tokenizer {kind} is not supported. Supported: gpt2, "
-            f"{', '.join(_SENTENCEPIECE)}."
+            f"{file.path}: the tokenizer {kind} is not supported. Supported: {', '.join(_KINDS)}."
         )
     try:
-        return _bytes(file) if kind == "gpt2" else _sentencepiece(file)
+        return _KINDS[kind](file)
     except TokenizerError as error:
         raise GgufError(f"{file.path} has a tokenizer that is not read: {error}.") from None
 
@@ -65,10 +43,11 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, Json]:
         key = f"{_PREFIX}.{name}_token_id"
         if key in file.metadata and 0 <= (token := file.integer(key)) < len(tokens):
             values[f"{role}_token"] = tokens[token]
-    is_sentencepiece = file.text(f"{_PREFIX}.model") in _SENTENCEPIECE
-    has_bos = is_sentencepiece or file.text(f"{_PREFIX}.pre", "") in _WITH_BOS
+    kind = file.text(f"{_PREFIX}.model")
+    pre_tokenizer = PRE_TOKENIZERS.get(file.text(f"{_PREFIX}.pre", ""))
+    has_bos = kind in _SENTENCEPIECE or (pre_tokenizer is not None and pre_tokenizer.has_bos)
     values["add_bos_token"] = file.flag(f"{_PREFIX}.add_bos_token", has_bos)
-    values["add_eos_token"] = file.flag(f"{_PREFIX}.add_eos_token", False)
+    values["add_eos_token"] = file.flag(f"{_PREFIX}.add_eos_token", kind == "t5")
     return values
 
 
@@ -86,19 +65,20 @@ def chat_templates_of(file: GgufFile) -> dict[str, str]:
 
 def _bytes(file: GgufFile) -> dict[str, Json]:
     name = file.text(f"{_PREFIX}.pre", "default")
-    if name not in _SPLITS:
+    if name not in PRE_TOKENIZERS:
         raise GgufError(
             f"{file.path}: the pre-tokenizer {name} is not supported. Supported: "
-            f"{', '.join(_SPLITS)}."
+            f"{', '.join(PRE_TOKENIZERS)}."
         )
+    pre_tokenizer = PRE_TOKENIZERS[name]
     pieces = _pieces(file)
     return byte_level(
         pieces.texts,
         _merges(file),
-        _SPLITS[name],
+        pre_tokenizer.splits,
         pieces.added,
-        composes=name in _COMPOSED,
-        keeps_words=name in _WHOLE_WORDS,
+        composes=pre_tokenizer.composes,
+        keeps_words=pre_tokenizer.keeps_words,
     )
 
 
@@ -111,13 +91,26 @@ def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
 
 
 def _sentencepiece(file: GgufFile) -> dict[str, Json]:
-    key, tokens = f"{_PREFIX}.unknown_token_id", _tokens(file)
     if f"{_PREFIX}.scores" not in file.metadata:
         raise GgufError(f"{file.path} lacks {_PREFIX}.scores.")
-    token = file.integer(key) if key in file.metadata else -1
+    tokens, token = _tokens(file), _unknown(file)
     unknown = tokens[token] if 0 <= token < len(tokens) else None
     has_merges = file.text(f"{_PREFIX}.model") == "gemma4"
     return sentencepiece_bpe(_pieces(file), unknown, _merges(file) if has_merges else None)
+
+
+def _unigram(file: GgufFile) -> dict[str, Json]:
+    rules = file.numbers(f"{_PREFIX}.precompiled_charsmap")
+    normalization = Normalization(
+        bytes(int(each) % 256 for each in rules),
+        file.flag(f"{_PREFIX}.remove_extra_whitespaces", False),
+    )
+    return sentencepiece_unigram(_pieces(file), normalization, _unknown(file))
+
+
+def _unknown(file: GgufFile) -> int:
+    """Return the id of the unknown token, -1 if there is none."""
+    return file.integer(f"{_PREFIX}.unknown_token_id", -1)
 
 
 def _pieces(file: GgufFile) -> Pieces:
@@ -136,3 +129,11 @@ def _tokens(file: GgufFile) -> list[str]:
     if not tokens:
         raise GgufError(f"{file.path} lacks {_PREFIX}.tokens.")
     return tokens
+
+
+_KINDS = {
+    "gpt2": _bytes,
+    **dict.fromkeys(_SENTENCEPIECE, _sentencepiece),
+    "t5": _unigram,
+}
+"""Reader of each kind of tokenizer, by its name in llama.cpp"""

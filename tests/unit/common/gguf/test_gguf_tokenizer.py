@@ -12,7 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGUFWriter, TokenType
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from sentencepiece import (
+    SentencePieceProcessor,
+    SentencePieceTrainer,
+    sentencepiece_model_pb2,
+)
 from tiktoken_ext import openai_public
 from tokenizers import (
     AddedToken,
@@ -30,6 +34,7 @@ from transformers.models.qwen2 import tokenization_qwen2
 from transformers.models.qwen3_5 import tokenization_qwen3_5
 
 from services.common.checkpoint import opened_checkpoint
+from services.common.settings import StartupError
 from services.tokenizer.text.vocabulary import Vocabulary
 
 ARCHITECTURE = "llama"
@@ -48,6 +53,13 @@ def isolated(pattern: str) -> PreTokenizer:
     return pre_tokenizers.Sequence([Split(Regex(pattern), "isolated"), plain])
 
 
+UPPER = r"(?:(?!\p{Han})[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}])"
+LOWER = r"(?:(?!\p{Han})[\p{Ll}\p{Lm}\p{Lo}\p{M}])"
+KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 ORIGINALS: dict[str, Callable[[], PreTokenizer]] = {
     "gpt-2": lambda: ByteLevel(add_prefix_space=False),
     "starcoder": lambda: pre_tokenizers.Sequence(
@@ -57,6 +69,20 @@ ORIGINALS: dict[str, Callable[[], PreTokenizer]] = {
     "qwen2": lambda: isolated(tokenization_qwen2.PRETOKENIZE_REGEX),
     "qwen35": lambda: isolated(tokenization_qwen3_5.PRETOKENIZE_REGEX),
     "gpt-4o": lambda: isolated(tiktoken_pattern()),
+    "kimi-k2": lambda: isolated(KIMI),
+    "seed-coder": lambda: isolated(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "bloom": lambda: isolated(r" ?[^(\s|[.,!?…。，、।۔،])]+"),
+    "deepseek-coder": lambda: pre_tokenizers.Sequence(
+        [
+            *(Split(Regex(each), "isolated") for each in (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")),
+            Split(Regex("[一-龥ࠀ-一가-퟿]+"), "isolated"),
+            Digits(individual_digits=True),
+            ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    ),
 }
 """Pre-tokenizers of the original libraries, by their names in llama.cpp"""
 
@@ -98,6 +124,58 @@ def test_byte_level_ids_equal_those_of_the_original(
     sample = "".join(texts[-50:])
     decoded = vocabulary.decode(vocabulary.encode(sample), skip_special_tokens=False)
     assert "".join(decoded) == sample
+
+
+SERVED = (
+    *("default", "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
+    *("lfm2", "jina-v5-nano", "deepseek-llm", "deepseek-coder", "deepseek-v3", "youtu", "falcon"),
+    *("mpt", "starcoder", "gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es"),
+    *("jina-v2-de", "a.x-4.0", "mellum", "modern-bert", "jais-2", "jina-v1-en", "jina-v2-code"),
+    *("roberta-bpe", "refact", "command-r", "qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2"),
+    *("qwen35", "stablelm2", "olmo", "dbrx", "smaug-bpe", "poro-chat", "glm4", "chatglm-bpe"),
+    *("viking", "jais", "tekken", "smollm", "codeshell", "bloom", "gpt3-finnish", "exaone"),
+    *("exaone4", "exaone-moe", "minerva-7b", "megrez", "gpt-4o", "llama4", "kanana2", "talkie"),
+    *("granite-embed-multi-97m", "tiny_aya", "cohere2moe", "trillion", "granite-docling"),
+    *("bailingmoe", "bailingmoe2", "llada-moe", "seed-coder", "hunyuan", "hunyuan-dense"),
+    *("hy_v4", "joyai-llm", "kimi-k2", "ufakzeka", "grok-2", "laguna", "minimax-m2"),
+    *("solar-open", "mellum2", "minicpm5"),
+)
+REFUSED = (
+    *("spark2_5", "gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace", "chameleon"),
+    *("superbpe", "afmoe"),
+)
+"""With SERVED, all names of llama.cpp"""
+SAMPLE = "It's 12345 naïve  words,\r\n\n\t中文、かな 한국어 ΑΒγ! don't x²+y³ = ½…   \n"
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_text_survives_every_pre_tokenizer(tmp_path: Path, name: str) -> None:
+    """An expression that is no expression, or drops characters, would fail only with a model."""
+    vocabulary = vocabulary_of(tmp_path, 256, lambda writer: write_bytes(writer, name))
+    ids = vocabulary.encode(SAMPLE)
+    assert "".join(vocabulary.decode(ids, skip_special_tokens=False)) == SAMPLE
+    assert len(ids) == len(SAMPLE.encode())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_pre_tokenizers_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StartupError, match=f"the pre-tokenizer {name} is not supported"):
+        vocabulary_of(tmp_path, 256, lambda writer: write_bytes(writer, name))
+
+
+@pytest.mark.parametrize("name", ["bert", "rwkv", "plamo2"])
+def test_other_tokenizers_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StartupError, match=f"the tokenizer {name} is not supported"):
+        vocabulary_of(tmp_path, 256, lambda writer: writer.add_tokenizer_model(name))
+
+
+def write_bytes(writer: GGUFWriter, pre_tokenizer: str) -> None:
+    """Write a vocabulary of the 256 bytes."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(sorted(ByteLevel.alphabet()))
+    writer.add_token_merges([])
+    writer.add_add_bos_token(False)
 
 
 def test_gemma4_ids_equal_those_of_the_original(tmp_path: Path, corpus: Sequence[str]) -> None:
@@ -172,6 +250,42 @@ def test_sentencepiece_ids_equal_those_of_the_original(
     for text in corpus[-50:]:
         decoded = "".join(vocabulary.decode(vocabulary.encode(text)))
         assert decoded == original.decode(original.encode(text))
+
+
+def test_unigram_ids_equal_those_of_the_original(tmp_path: Path, corpus: Sequence[str]) -> None:
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus[::20]),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=2000,
+        byte_fallback=True,
+        character_coverage=0.99,
+        normalization_rule_name="nmt_nfkc",
+        minloglevel=2,
+    )
+    original = SentencePieceProcessor(model_proto=model.getvalue())
+    proto: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto.ParseFromString(model.getvalue())
+    size = original.vocab_size()
+
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("t5")
+        writer.add_token_list([original.id_to_piece(i) for i in range(size)])
+        writer.add_token_scores([original.get_score(i) for i in range(size)])
+        writer.add_token_types([kind_of(original, i) for i in range(size)])
+        writer.add_unk_token_id(original.unk_id())
+        writer.add_eos_token_id(original.eos_id())
+        writer.add_add_space_prefix(True)
+        writer.add_remove_extra_whitespaces(True)
+        writer.add_precompiled_charsmap(proto.normalizer_spec.precompiled_charsmap)
+
+    vocabulary = vocabulary_of(tmp_path, size, write)
+    texts = corpus[::10]
+    expected = [[*ids, original.eos_id()] for ids in original.encode(texts)]
+    ours = [vocabulary.encode(text) for text in texts]
+    same = sum(a == b for a, b in zip(ours, expected, strict=True))
+    assert same > 0.99 * len(texts)  # equal scores round in another way
 
 
 def kind_of(original: SentencePieceProcessor, token: int) -> TokenType:

@@ -1,0 +1,128 @@
+"""Pre-tokenizers of llama.cpp: how each cuts a text into the words that BPE merges.
+
+Source: the names and expressions in llama-vocab.cpp, which has them of the models' own
+tokenizer.json.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from services.common.tokenizer_files.definition import (
+    CONTRACTIONS,
+    GPT2,
+    GPT4O,
+    LLAMA3,
+    NUMBER,
+    QWEN2,
+    QWEN35,
+    REST,
+    TEKKEN,
+    WORDS,
+)
+
+__all__ = ["PRE_TOKENIZERS", "PreTokenizer"]
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """A pre-tokenizer, with the properties that llama.cpp ties to its name."""
+
+    splits: tuple[str, ...]
+    """Expressions, each of which cuts the parts that the one before left"""
+    keeps_words: bool = False
+    """A word that is a token needs no merges"""
+    has_bos: bool = False
+    """Prompts begin with BOS, unless the file says otherwise"""
+    composes: bool = False
+    """It follows a normalisation to NFC"""
+
+
+_DIGITS_OF_THREE = r"\p{N}{1,3}"
+_HAN_AND_KANA = "[一-龥぀-ゟ゠-ヿ]+"
+_EAST_ASIAN = "[一-龥ࠀ-一가-퟿]+"
+_PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
+    "ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌ\u1fd0-\u1fd3\u1fd6-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭ"
+    "Ꚁ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+"""Letters with case that DeepSeek's own file lists"""
+_BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
+_DEEPSEEK3 = (
+    rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?|{_DIGITS_OF_THREE}|{REST}"
+)
+_RUNS = "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16"))
+_JAIS2 = (
+    rf"{CONTRACTIONS}|{WORDS}|{_DIGITS_OF_THREE}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
+    rf"|{_RUNS}|\s{{8}}(?!\S)|\s{{4}}(?!\S)|\s{{1,2}}(?!\S)|\s"
+)
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_SEED_CODER = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_EXAONE_EXPERTS = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_YOUTU = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
+_LLAMA3 = PreTokenizer((LLAMA3,), keeps_words=True, has_bos=True)
+_QWEN2 = PreTokenizer((QWEN2,))
+_GPT2 = PreTokenizer((GPT2,))
+_GPT4O = PreTokenizer((GPT4O,))
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _GPT2),
+    **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "exaone4", "granite-docling"), _GPT2),
+    **dict.fromkeys(("jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "jina-v1-en"), _GPT2),
+    **dict.fromkeys(("jina-v2-code", "roberta-bpe", "modern-bert"), _GPT2),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), _LLAMA3),
+    **dict.fromkeys(("pixtral", "midm-2.0", "lfm2", "jina-v5-nano"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((LLAMA3,))),
+    "jais-2": PreTokenizer((_JAIS2,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), replace(_QWEN2, composes=True)),
+    **dict.fromkeys(("kormo", "f2llmv2", "stablelm2", "megrez", "hunyuan"), _QWEN2),
+    **dict.fromkeys(("solar-open", "grok-2"), _QWEN2),
+    "qwen35": PreTokenizer((QWEN35,), composes=True),
+    "seed-coder": PreTokenizer((_SEED_CODER,)),
+    "ufakzeka": PreTokenizer((rf"{WORDS}|\p{{N}}|{REST}",)),
+    "laguna": PreTokenizer((r"[^\n]+|\n+", QWEN2)),
+    "minicpm5": PreTokenizer(
+        (_DIGITS_OF_THREE, rf"{CONTRACTIONS}|{WORDS}|\p{{N}}+|{REST}"), keeps_words=True
+    ),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), PreTokenizer((_BAILING,))),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        PreTokenizer((NUMBER, GPT2)),
+    ),
+    "mellum2": PreTokenizer((NUMBER, GPT2)),
+    "exaone-moe": PreTokenizer((_EXAONE_EXPERTS,)),
+    "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]")),
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), PreTokenizer((_BLOOM,))),
+    "viking": PreTokenizer((_BLOOM, NUMBER)),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, NUMBER)),
+    "deepseek-llm": PreTokenizer(
+        (
+            *(r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+"),
+            *(r"\s+$", _EAST_ASIAN, r"\p{N}+"),
+        )
+    ),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
+        PreTokenizer((_DIGITS_OF_THREE, _HAN_AND_KANA, _DEEPSEEK3)),
+    ),
+    "tekken": PreTokenizer((TEKKEN,), keeps_words=True, has_bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
+    "granite-embed-multi-97m": replace(_GPT4O, keeps_words=True),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O))),
+    "youtu": PreTokenizer((_YOUTU, GPT4O.replace(r"\p{N}{1,3}", r"\p{N}")), keeps_words=True),
+    "kimi-k2": PreTokenizer((_KIMI,)),
+}
+"""Pre-tokenizers by their names in llama.cpp"""
