@@ -29,12 +29,14 @@ from transformers import (
     LlamaConfig,
     Ministral3Config,
     MixtralConfig,
+    NemotronConfig,
     Phi3Config,
     PhimoeConfig,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
     SmolLM3Config,
+    StableLmConfig,
     Starcoder2Config,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
@@ -401,10 +403,17 @@ def test_wrong_content_is_refused_with_its_key(
         loaded(tmp_path / "model.gguf")
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2, tied"])
+PLAIN = {name: FAMILIES[name] for name in ("llama", "mistral", "qwen2, tied")} | {
+    "nemotron": NemotronConfig(**SHAPE),
+    "stablelm": StableLmConfig(**SHAPE),
+}
+"""Checkpoints of which transformers reads all metadata"""
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_transformers_reads_the_same_file_alike(tmp_path: Path, name: str) -> None:
     """The tests' own writer would not notice a convention that it shares with the reader."""
-    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES[name])
+    model = make_checkpoint(tmp_path / "checkpoint", PLAIN[name])
     write_gguf(tmp_path / "model.gguf", model, K.F16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
     tokens = random_tokens(TOKENS, 1)
