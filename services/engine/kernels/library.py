@@ -104,6 +104,7 @@ class Kernel(IntEnum):
     GATE = 7
     DECODE = 8
     DELTA_RULE = 9
+    ARRANGE = 10
 
 
 class DrawCall(ctypes.Structure):
@@ -396,6 +397,21 @@ class GateCall(ctypes.Structure):
     ]
 
 
+class ArrangeCall(ctypes.Structure):
+    """struct tw_arrange"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("out", c_void_p),
+        ("num_rows", c_int64),
+        ("width", c_int64),
+        ("row_stride", c_int64),
+        ("is_tiled", c_int32),
+        ("multiplies", c_int32),
+        ("dtype", c_int32),
+    ]
+
+
 class _AnyCall(ctypes.Union):
     _fields_ = [
         ("norm", NormCall),
@@ -408,6 +424,7 @@ class _AnyCall(ctypes.Union):
         ("gate", GateCall),
         ("decode", AttentionCall),
         ("delta_rule", DeltaRuleCall),
+        ("arrange", ArrangeCall),
     ]
 
 
@@ -505,6 +522,7 @@ class Native:
             Kernel.GATE: function("tw_gate_rows", None, POINTER(GateCall)),
             Kernel.DECODE: function("tw_paged_decode", None, POINTER(AttentionCall)),
             Kernel.DELTA_RULE: function("tw_delta_rule", None, POINTER(DeltaRuleCall)),
+            Kernel.ARRANGE: function("tw_arrange_rows", None, POINTER(ArrangeCall)),
         }
         self._recorder = _Recorder()
 

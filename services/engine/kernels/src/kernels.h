@@ -69,6 +69,19 @@ struct tw_gate {
 };
 void tw_gate_rows(const tw_gate *gate);
 
+// Copies rows to the layout that products read, or multiplies what lies there by their sigmoid.
+struct tw_arrange {
+  const void *rows;  // [num_rows, width]
+  void *out;         // [num_rows, width], row by row or as a tiled activation
+  int64_t num_rows;
+  int64_t width;
+  int64_t row_stride;  // numbers between two rows
+  int32_t is_tiled;    // `out` is in blocks of 32 rows by 32 columns, and width a multiple of 32
+  int32_t multiplies;  // by the sigmoid
+  int32_t dtype;
+};
+void tw_arrange_rows(const tw_arrange *arrange);
+
 // What an adapter adds to some neighbouring outputs of a product.
 struct tw_low_rank {
   const void *down;  // [rank, inputs]
@@ -380,6 +393,7 @@ enum tw_kernel : int32_t {
   TW_GATE_ROWS = 7,
   TW_DECODE = 8,
   TW_DELTA_RULE = 9,
+  TW_ARRANGE = 10,
 };
 
 struct tw_operation {
@@ -395,6 +409,7 @@ struct tw_operation {
     tw_gate gate;
     tw_attention decode;
     tw_delta delta_rule;
+    tw_arrange arrange;
   };
 };
 

@@ -55,6 +55,9 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
     case TW_GATE_ROWS:
       operation.gate.num_rows = rows.count;
       return tw_gate_rows(&operation.gate);
+    case TW_ARRANGE:
+      operation.arrange.num_rows = rows.count;
+      return tw_arrange_rows(&operation.arrange);
     case TW_DECODE:
       return tw_paged_decode(&of_pass(operation.decode, pass, rows));
     case TW_DELTA_RULE:

@@ -17,7 +17,7 @@ from services.engine.kernels.library import (
     NormCall,
 )
 from services.engine.kernels.memory import Arena, allocate
-from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once, to_tiles
+from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
 from services.engine.model.operators.interface import Gate, LayerNorm, Projection
@@ -51,6 +51,8 @@ class TiledOperators(NativeOperators):
     quantized checkpoint.
     """
 
+    _tiles_inputs = True
+
     def __init__(self, native: Native, *, keeps_groups: bool = True) -> None:
         """keeps_groups: whether a quantized checkpoint's codes stay in memory."""
         super().__init__(native, torch.bfloat16)
@@ -67,12 +69,6 @@ class TiledOperators(NativeOperators):
 
     def temporary(self, rows: int, width: int) -> Tensor:
         return super().temporary(round_up(rows, TILE), width)[:rows]
-
-    def arrange(self, rows: Tensor, out: Tensor) -> None:
-        _whole_tiles(out).copy_(to_tiles(rows))
-
-    def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
-        _whole_tiles(out).mul_(to_tiles(gates.sigmoid()))
 
     def gather(self, rows: Tensor, index: Tensor) -> Tensor:
         gathered = self.temporary(len(index), rows.shape[1])

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from services.engine.kernels.library import InstructionSet, Numbers, instruction_set
-from services.engine.kernels.tiles import to_tiles
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
 from services.engine.model.checkpoint.gguf_groups import read_groups
 from services.engine.model.loader import load_model
@@ -27,6 +26,7 @@ from tests.unit.engine.kernels.test_grouped import (
     rounded_rows,
 )
 from tests.unit.engine.machines import TILED, restrict_kernels
+from tests.unit.engine.tiles import to_tiles
 
 AS_BYTES = 8
 """Rows that are multiplied as bytes everywhere; AMX multiplies more of them as bfloat16"""

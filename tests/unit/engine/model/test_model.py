@@ -161,15 +161,16 @@ def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -
 
 
 @needs_tiles
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
 def test_replayed_pass_equals_single_kernels(
-    wide: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise output would be wrong from the second step on, or when the batch changes."""
-    path, _ = wide
+    make_checkpoint(tmp_path, CONFIGS[name])
     passes = {"replayed": 0, "one by one": 0}
     logits: dict[str, list[Tensor]] = {}
     for kind in passes:
-        decoder = load_model(path, torch.bfloat16)
+        decoder = load_model(tmp_path, torch.bfloat16)
         run_layers, recording = decoder._run_layers, decoder._recording
         assert recording is not None
 
