@@ -4,7 +4,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_double, c_float, c_int8, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 
@@ -79,6 +79,7 @@ class Numbers(IntEnum):
     FLOATS = 0
     HALVES = 1
     LEVELS = 2
+    EXPONENTS = 3
 
 
 class Format(IntEnum):
@@ -301,9 +302,11 @@ class GroupedCall(ctypes.Structure):
         ("bits", c_int32),
         ("numbers", c_int32),
         ("has_offsets", c_int32),
+        ("has_values", c_int32),
         ("adds", c_int32),
         ("dtype", c_int32),
         ("out_dtype", c_int32),
+        ("values", c_int8 * 16),
     ]
 
 

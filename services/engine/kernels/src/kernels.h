@@ -223,10 +223,12 @@ enum {
   TW_FLOATS = 0,  // float32
   TW_HALVES = 1,  // float16
   TW_LEVELS = 2,  // int8, times a float16 factor for each 256 inputs of an output
+  TW_EXPONENTS = 3,  // uint8: 2 ** (n - 127), and 0 for n = 0; for codes that number values
 };
 
 // Product with weights in groups: weight [o, i] is scale * code + offset, with a scale and an offset
-// for each output and each group of inputs. Rows are rounded to 8 bits, with a scale for each 32.
+// for each output and each group of inputs, or scale * values[code]. Rows are rounded to 8 bits, with
+// a scale for each 32.
 struct tw_grouped {
   const void *rows;    // [num_rows, inputs]
   const void *packed;  // by tw_grouped_pack
@@ -239,11 +241,13 @@ struct tw_grouped {
   int64_t out_stride;   // elements between two rows of out
   int64_t group;        // inputs: a multiple of 32, or 16
   int32_t bits;         // 4, 6 or 8: codes are below 2 ** bits
-  int32_t numbers;      // TW_FLOATS, TW_HALVES or TW_LEVELS
+  int32_t numbers;      // TW_FLOATS, TW_HALVES, TW_LEVELS or TW_EXPONENTS
   int32_t has_offsets;  // if not, offsets are -scale * 2 ** (bits - 1)
+  int32_t has_values;   // whether codes, of 4 bits without offsets, number `values`
   int32_t adds;         // whether out += product, else out = product
   int32_t dtype;        // of rows: TW_FLOAT32 or TW_BFLOAT16
   int32_t out_dtype;    // likewise
+  int8_t values[16];    // -127 to 127
 };
 void tw_grouped_linear(const tw_grouped *grouped);
 

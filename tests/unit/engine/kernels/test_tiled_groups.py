@@ -128,15 +128,16 @@ def test_codes_are_packed_from_the_blocks_of_a_file(
     weight = read_groups(random_blocks((64, INPUTS), kind), kind)
     assert weight is not None
     gate, up = weight.rows(torch.randperm(64)), weight.rows(torch.randperm(64))
-    rows = torch.randn(3, INPUTS, dtype=torch.bfloat16)
-    tiles = to_tiles(rows)[:3]
-    out = torch.empty(3, 128)
-    operators.grouped_projection([gate, up], None).into(tiles, out)
-    both = product(rows, torch.cat([gate.decode(), up.decode()]))
-    assert_near(out, both)
-    gated = operators.empty(3, 64)
-    operators.grouped_gate(gate, up, None, None).into(tiles, gated)
-    assert_near(operators.plain(gated), silu(both[:, :64]) * both[:, 64:])
+    for count in (3, 40):
+        rows = torch.randn(count, INPUTS, dtype=torch.bfloat16)
+        tiles = to_tiles(rows)[:count]
+        out = torch.empty(count, 128)
+        operators.grouped_projection([gate, up], None).into(tiles, out)
+        both = product(rows, torch.cat([gate.decode(), up.decode()]))
+        assert_near(out, both)
+        gated = operators.empty(count, 64)
+        operators.grouped_gate(gate, up, None, None).into(tiles, gated)
+        assert_near(operators.plain(gated), silu(both[:, :64]) * both[:, 64:])
 
 
 @pytest.mark.parametrize("up_bits", [4, 6])

@@ -22,7 +22,7 @@ from tests.unit.engine.checkpoints import (
     random_tokens,
     reference_logits,
 )
-from tests.unit.engine.machines import needs_tiles
+from tests.unit.engine.machines import TILED, needs_tiles, restrict_kernels
 
 TOKENS = 75
 
@@ -95,9 +95,30 @@ def test_mxfp4_experts_equal_transformers(tmp_path: Path) -> None:
     """gpt-oss's published format: MXFP4 blocks and scales."""
     model = make_packed_checkpoint(tmp_path)
     tokens = random_tokens(TOKENS, 1)
-    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver = Driver(load_model(tmp_path, torch.float32, weights="decoded"), [tokens])
     driver.step([(0, TOKENS)])
     assert_equal(driver.logits[0], reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize("instructions", list(InstructionSet)[1:], ids=lambda each: each.name)
+def test_mxfp4_experts_stay_packed_on_cpus(instructions: InstructionSet, tmp_path: Path) -> None:
+    """Decoded to 16 bits, gpt-oss 120B takes 230 GB in place of 61."""
+    model = make_packed_checkpoint(tmp_path)
+    tokens = random_tokens(TOKENS, 1)
+    expected = reference_logits(model, tokens)
+    with restrict_kernels(instructions) as native:
+        dtype = torch.bfloat16 if instructions in TILED else torch.float32
+        sizes = []
+        for weights in ("decoded", "full"):
+            decoder = load_model(tmp_path, dtype, weights=weights)
+            sizes.append(decoder.weight_bytes)
+        driver = Driver(decoder, [tokens])
+        driver.step([(0, TOKENS - 1)])
+        driver.step([(0, 1)])
+        native.use_pool(0)
+    experts = sum(each.numel() for each in model.parameters() if each.ndim == 3)
+    assert sizes[0] - sizes[1] > 0.9 * experts  # a byte for each weight, or more
+    assert (driver.logits[0].float() - expected).abs().mean() < 0.05 * expected.std()
 
 
 @pytest.fixture(scope="module")
