@@ -1,6 +1,7 @@
 """Small random checkpoints made by transformers, and a driver that runs a decoder on them."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PhiConfig,
     PhimoeConfig,
@@ -134,6 +136,15 @@ DELTA_NET: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+}
+OLMO_HYBRID: dict[str, Any] = SHAPE | {
+    "initializer_range": 0.12,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,  # keys as wide as values, for transformers cuts a tensor in thirds
+    "linear_value_head_dim": 12,
 }
 GEMMA4: dict[str, Any] = SHAPE | {
     "initializer_range": 0.1,
@@ -286,6 +297,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         sliding_window=9,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters={"full_attention": _YARN, "sliding_attention": _PLAIN},
+    ),
+    "olmo hybrid": OlmoHybridConfig(**OLMO_HYBRID),
+    "olmo hybrid, no rope": OlmoHybridConfig(
+        **OLMO_HYBRID | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        linear_allow_neg_eigval=False,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
     ),
     "glm": GlmConfig(**SHAPE, head_dim=24),
     "glm4": Glm4Config(**WIDE, partial_rotary_factor=0.25),  # type: ignore[call-arg]
@@ -466,6 +483,12 @@ _WITH_OFFSETS = (
 """Families that store norms minus one"""
 
 
+_PUBLISHED = {
+    "olmo_hybrid": (r"(\.[13]\.)feedforward_layer_norm", r"\1post_attention_layernorm"),
+}
+"""Patterns of names that transformers writes, and the names in published files"""
+
+
 def make_checkpoint(
     directory: Path, config: PreTrainedConfig, *, shard: str = "1GB"
 ) -> PreTrainedModel:
@@ -484,6 +507,10 @@ def make_checkpoint(
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
     model.eval().save_pretrained(directory, max_shard_size=shard)  # type: ignore[no-untyped-call]
+    if (names := _PUBLISHED.get(config.model_type)) is not None:
+        file = directory / "model.safetensors"
+        tensors = load_file(file)
+        save_file({re.sub(*names, name): tensors[name] for name in tensors}, file)
     return model
 
 

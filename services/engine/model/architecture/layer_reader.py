@@ -105,7 +105,10 @@ def _delta_shape(config: Config) -> DeltaShape:
             key_dim=config.positive("linear_key_head_dim"),
             value_dim=config.positive("linear_value_head_dim"),
             conv_width=config.positive("linear_conv_kernel_dim"),
-            norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
+            norm_epsilon=config.positive_number(
+                "linear_norm_eps", config.positive_number("rms_norm_eps", 1e-6)
+            ),
+            doubles_beta=config.flag("linear_allow_neg_eigval", False),
         )
     except ValueError as error:
         raise CheckpointError(f"{config.file}: {error}.") from None
@@ -292,7 +295,9 @@ def _rotaries(
     config: Config, family: Family, local: tuple[bool, ...], head_dim: int, context_length: int
 ) -> tuple[RotarySpec | None, ...]:
     num_layers = len(local)
-    if family.names.positions is not None:
+    rope = config.section("rope_parameters")
+    has_base = not rope.values or rope.has("rope_theta") or config.has("rope_theta")
+    if family.names.positions is not None or (family.rotates_with_base and not has_base):
         return (None,) * num_layers
     everywhere = RotarySpec.from_config(config, head_dim, context_length, family.multimodal_axes)
     if family.local_rotary:

@@ -239,6 +239,38 @@ FAMILIES: Mapping[str, Family] = {
             windows=WindowRule.PATTERN,
             local_rotary=True,
         ),
+        Family(
+            "OlmoHybridForCausalLM",
+            names=replace(
+                _OLMO2,
+                delta_net=DeltaNetNames(
+                    inputs=(
+                        "linear_attn.q_proj",
+                        "linear_attn.k_proj",
+                        "linear_attn.v_proj",
+                        "linear_attn.g_proj",
+                    ),
+                    rates=("linear_attn.b_proj", "linear_attn.a_proj"),
+                    convolution=(
+                        "linear_attn.q_conv1d.weight",
+                        "linear_attn.k_conv1d.weight",
+                        "linear_attn.v_conv1d.weight",
+                    ),
+                    norm="linear_attn.o_norm.weight",
+                    output="linear_attn.o_proj",
+                    norms=("attention_layer_norm", "feedforward_layer_norm"),
+                ),
+            ),
+            defaults={
+                "full_attention_interval": 4,
+                "linear_allow_neg_eigval": True,
+                "linear_conv_kernel_dim": 4,
+                "linear_norm_eps": 1e-5,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.ALL_HEADS,
+            rotates_with_base=True,
+        ),
         _GLM,
         replace(
             _GLM,

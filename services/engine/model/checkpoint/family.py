@@ -1,7 +1,7 @@
 """Description of an architecture by its differences from the Llama decoder."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
@@ -96,10 +96,12 @@ class DeltaNetNames:
     """Tensor names of a gated delta net; those of linear layers without .weight."""
 
     inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
-    """Queries, keys and values, then the output gate; or one tensor, key head by key head"""
+    """Queries, keys and values, then the output gate; or one tensor for each of the four; or one
+    tensor for all, key head by key head"""
     rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
     """Beta, then the decay; or one tensor, key head by key head"""
-    convolution: str = "linear_attn.conv1d.weight"
+    convolution: tuple[str, ...] = ("linear_attn.conv1d.weight",)
+    """One tensor, or one each for queries, keys and values"""
     a_log: str = "linear_attn.A_log"
     has_rates: bool = False
     """`a_log` is stored as -exp(A_log)"""
@@ -108,6 +110,9 @@ class DeltaNetNames:
     output: str = "linear_attn.out_proj"
     tiles_values: bool = False
     """Value heads are stored in turns: the first of every key head, then the second of every one"""
+    norms: tuple[str, str] | None = None
+    """Norms that the mixer and the feed-forward layer read in these layers, which have no others;
+    None: the norms of the other layers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +180,20 @@ class TensorNames:
     """Tensors of the layers that layer_types calls linear_attention"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors that some files hold and the model does not need"""
+
+    @property
+    def in_delta_layers(self) -> "TensorNames":
+        """The names in the layers of `delta_net`."""
+        if self.delta_net is None or self.delta_net.norms is None:
+            return self
+        mixer_norm, feed_forward_norm = self.delta_net.norms
+        return replace(
+            self,
+            attention_norm=mixer_norm,
+            attention_post_norm=None,
+            feed_forward_norm=feed_forward_norm,
+            feed_forward_post_norm=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +302,8 @@ class Family:
     """config.json has embedding_, residual_ and attention_multiplier and logits_scaling"""
     reads_logit_scale: bool = False
     """logit_scale is a factor on the logits"""
+    rotates_with_base: bool = False
+    """Layers have no RoPE if rope_parameters has no rope_theta"""
     reads_no_rope_layers: bool = False
     """no_rope_layers has a 0 for each layer without RoPE"""
     reads_soft_caps: bool = False

@@ -105,7 +105,7 @@ def _delta_net(names: DeltaNetNames) -> DeltaNetNames:
     return DeltaNetNames(
         inputs=("attn_qkv", "attn_gate"),
         rates=("ssm_ba",) if is_grouped else ("ssm_beta", "ssm_alpha"),
-        convolution="ssm_conv1d.weight",
+        convolution=("ssm_conv1d.weight",),
         a_log="ssm_a",
         has_rates=True,
         dt_bias="ssm_dt.bias",

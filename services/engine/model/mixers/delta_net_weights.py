@@ -22,7 +22,8 @@ __all__ = ["StoredDeltaNet", "read_delta_net", "stored_delta_net"]
 class StoredDeltaNet:
     inputs: StoredLinear
     rates: StoredLinear
-    convolution: StoredTensor
+    convolution: tuple[StoredTensor, ...]
+    """One tensor, or one each for queries, keys and values"""
     a_log: StoredTensor
     dt_bias: StoredTensor
     norm: StoredTensor
@@ -33,10 +34,17 @@ def stored_delta_net(names: LayerNames, shape: DeltaShape) -> StoredDeltaNet:
     """Name the tensors of a layer's gated delta net."""
     own, hidden, outputs = names.names.delta_net, names.spec.hidden_size, shape.outputs
     assert own is not None
+    keys = shape.key_heads * shape.key_dim
+    parts = (keys, keys, outputs)
+    inputs = (*parts, outputs) if len(own.inputs) == 4 else (shape.channels, outputs)
+    channels = (shape.channels,) if len(own.convolution) == 1 else parts
     return StoredDeltaNet(
-        inputs=names.linear(own.inputs, (shape.channels, outputs), hidden, False),
+        inputs=names.linear(own.inputs, inputs, hidden, False),
         rates=names.linear(own.rates, (shape.value_heads, shape.decays), hidden, False),
-        convolution=names.tensor(own.convolution, shape.channels, 1, shape.conv_width),
+        convolution=tuple(
+            names.tensor(name, count, 1, shape.conv_width)
+            for name, count in zip(own.convolution, channels, strict=True)
+        ),
         a_log=names.tensor(own.a_log, shape.value_heads),
         dt_bias=names.tensor(own.dt_bias, shape.decays),
         norm=names.tensor(own.norm, shape.value_dim),
@@ -66,7 +74,7 @@ def read_delta_net(
     if own.has_rates:
         a_log = (-a_log).log()
     rule = DeltaWeights.prepare(
-        reader.tensor(stored.convolution)[channels].to(reader.device),
+        torch.cat([reader.tensor(each) for each in stored.convolution])[channels].to(reader.device),
         None,
         a_log[groups.mine(shape.value_heads)].to(reader.device),
         reader.tensor(stored.dt_bias)[groups.mine(shape.decays)].to(reader.device),

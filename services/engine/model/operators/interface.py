@@ -153,10 +153,10 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Norms of queries and keys over each head, apart from the rotation."""
+    """Norms of queries and keys, apart from the rotation."""
 
     queries: Tensor
-    """Weight [heads, head_dim], or [head_dim] for all"""
+    """Weight [heads, head_dim], or [head_dim] for all; [heads * head_dim] of one norm over all"""
     keys: Tensor
     centers: bool
     """They are LayerNorms without a bias rather than RMSNorms"""
@@ -336,13 +336,16 @@ class Operators(ABC):
 
     def norm_heads(self, heads: Tensor, num_queries: int, norms: HeadNorms, epsilon: float) -> None:
         """Norm queries and keys in place. heads: as in `rotate`."""
-        parts = (heads[:, :num_queries], norms.queries), (heads[:, num_queries:], norms.keys)
-        for part, weight in parts:
+        queries, keys = heads[:, :num_queries], heads[:, num_queries:]
+        parts = (queries, norms.queries), (keys, norms.keys)
+        for heads, weight in parts:
+            over_all = weight.ndim == 1 and len(weight) > heads.shape[2]
+            part = heads.flatten(1) if over_all else heads
             exact = part.float()
             if norms.centers:
                 exact = exact - exact.mean(dim=-1, keepdim=True)
             scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + epsilon)
-            part.copy_((exact * scale).to(part.dtype) * weight)
+            heads.copy_(((exact * scale).to(part.dtype) * weight).view(heads.shape))
 
 
 class NormedProjection(Projection):

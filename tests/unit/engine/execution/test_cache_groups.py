@@ -25,7 +25,7 @@ from tests.unit.engine.tiny import make_request
 
 BLOCK = 32
 CHUNK = 40
-FAMILIES = ("gemma3", "gpt-oss", "mistral, window", "qwen3 next", "qwen3.5")
+FAMILIES = ("gemma3", "gpt-oss", "mistral, window", "olmo hybrid", "qwen3 next", "qwen3.5")
 
 
 def limits_of(decoder: Decoder, blocks: int, slots: int) -> CacheLimits:

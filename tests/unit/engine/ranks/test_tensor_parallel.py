@@ -67,6 +67,7 @@ FAMILIES = (
     "phi3, long",
     "olmo2",
     "olmo3",
+    "olmo hybrid",
     "granite",
     "cohere, norms",
     "exaone4",
