@@ -15,6 +15,8 @@ from transformers import (
     ArceeConfig,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -23,6 +25,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -35,6 +38,7 @@ from transformers import (
     InternLM3Config,
     LlamaConfig,
     LlavaConfig,
+    MiniCPM3Config,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
@@ -70,6 +74,7 @@ from transformers import (
     SmolVLMConfig,
     StableLmConfig,
     Starcoder2Config,
+    YoutuConfig,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import (
@@ -145,6 +150,21 @@ OLMO_HYBRID: dict[str, Any] = SHAPE | {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 24,  # keys as wide as values, for transformers cuts a tensor in thirds
     "linear_value_head_dim": 12,
+}
+LATENT: dict[str, Any] = SHAPE | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
 }
 GEMMA4: dict[str, Any] = SHAPE | {
     "initializer_range": 0.1,
@@ -457,6 +477,30 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
     ),
+    "deepseek v2": DeepseekV2Config(
+        **LATENT | _ROUTED | {"q_lora_rank": None},
+        rope_parameters=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek v2, groups": DeepseekV2Config(
+        **LATENT | _ROUTED | {"first_k_dense_replace": 1},
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        attention_bias=True,
+    ),
+    "deepseek v3": DeepseekV3Config(
+        **LATENT | _ROUTED | {"first_k_dense_replace": 1},
+        n_group=4,
+        topk_group=2,
+        rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    "glm4 moe lite": Glm4MoeLiteConfig(
+        **LATENT
+        | _ROUTED
+        | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    ),
+    "youtu": YoutuConfig(**LATENT, rope_interleave=False),
+    "minicpm3": MiniCPM3Config(**LATENT, scale_emb=3, dim_model_base=40),
     "gpt-oss": GptOssConfig(
         **WIDE,
         num_local_experts=5,
@@ -506,6 +550,8 @@ def make_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.uniform_(0, 0.5)
     model.eval().save_pretrained(directory, max_shard_size=shard)  # type: ignore[no-untyped-call]
     if (names := _PUBLISHED.get(config.model_type)) is not None:
         file = directory / "model.safetensors"

@@ -14,6 +14,7 @@ __all__ = [
     "ExpertTensorNames",
     "Family",
     "HeadStage",
+    "LatentNames",
     "LayerInputNames",
     "MultimodalAxes",
     "QkNorm",
@@ -78,6 +79,8 @@ class ExpertTensorNames:
     """Module of router and experts in transformers 5, whose names adapters have"""
     choice_bias: str = ""
     """Bias of the weights for the choice alone; empty: there is none"""
+    choice_bias_is_row: bool = True
+    """That bias is stored as [1, experts] rather than [experts]"""
     router_name: str = ""
     """The router's name in that module; empty: the last part of `router`"""
 
@@ -113,6 +116,21 @@ class DeltaNetNames:
     norms: tuple[str, str] | None = None
     """Norms that the mixer and the feed-forward layer read in these layers, which have no others;
     None: the norms of the other layers"""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNames:
+    """Tensor names of multi-head latent attention, without .weight and .bias."""
+
+    query_down: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    queries: str = "self_attn.q_proj"
+    """Queries that are made of the residual in one product"""
+    latents: str = "self_attn.kv_a_proj_with_mqa"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    expansion: str = "self_attn.kv_b_proj"
+    """Keys and values of latents"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +196,8 @@ class TensorNames:
     layer_scalar: str = "layer_scalar"
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
+    latent: LatentNames | None = None
+    """Tensors of latent attention; None: layers have queries, keys and values"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors that some files hold and the model does not need"""
 
@@ -300,6 +320,9 @@ class Family:
     """Embeddings are multiplied by the square root of hidden_size"""
     reads_multipliers: bool = False
     """config.json has embedding_, residual_ and attention_multiplier and logits_scaling"""
+    reads_depth: bool = False
+    """scale_depth and num_hidden_layers scale what is added to the residual, and dim_model_base and
+    hidden_size the logits"""
     reads_logit_scale: bool = False
     """logit_scale is a factor on the logits"""
     rotates_with_base: bool = False
@@ -313,6 +336,10 @@ class Family:
     """The tokens of an image see each other, not only the tokens before them"""
     refused: tuple[str, ...] = ()
     """Keys that must be absent, null or false"""
+    rotates_latents: bool = True
+    """A part of the keys of latent attention rotates"""
+    scores_by_sigmoid: bool = False
+    """Experts are weighed by sigmoids rather than a softmax"""
     mixes_sparsely: bool = False
     """SparseMixer chooses experts, with router_jitter_noise"""
     clamped_swiglu: bool = False

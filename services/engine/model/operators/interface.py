@@ -31,6 +31,7 @@ __all__ = [
     "NormedProjection",
     "Operators",
     "Projection",
+    "SequenceDelta",
 ]
 
 
@@ -72,6 +73,18 @@ class Delta(ABC):
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         """Add to the product `out` [n, outputs] of `rows` [n, inputs], in the products' layout."""
+
+
+class SequenceDelta(ABC):
+    """Additions of adapters to a product whose rows are cached tokens of one sequence."""
+
+    @abstractmethod
+    def changes_for(self, number: int) -> bool:
+        """Return whether the adapter of this number, 0 = none, changes the product."""
+
+    @abstractmethod
+    def add_for(self, number: int, rows: Tensor, out: Tensor) -> None:
+        """Add what an adapter adds to `out` [n, outputs] for all `rows` [n, inputs]."""
 
 
 class ExpertDeltas(ABC):

@@ -90,6 +90,9 @@ FAMILIES = (
     "ernie moe",
     "hunyuan moe",
     "gpt-oss",
+    "deepseek v2",
+    "deepseek v3",
+    "minicpm3",
     "gpt-oss, packed",
 )
 _WIDE: dict[str, Any] = {
@@ -126,6 +129,7 @@ ADAPTED = (
     "qwen3 moe",
     "phimoe",
     "gpt-oss",
+    "minicpm3",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
 transposed weights, experts"""
