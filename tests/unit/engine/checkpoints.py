@@ -36,6 +36,7 @@ from transformers import (
     HunYuanMoEV1Config,
     Idefics3Config,
     InternLM3Config,
+    KimiLinearConfig,
     LlamaConfig,
     LlavaConfig,
     MiniCPM3Config,
@@ -499,6 +500,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         | _ROUTED
         | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32, "n_shared_experts": 1}
     ),
+    "kimi linear": KimiLinearConfig(
+        **LATENT | {"initializer_range": 0.12, "q_lora_rank": None, "num_hidden_layers": 4},
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_group=4,
+        topk_group=2,
+    ),
     "youtu": YoutuConfig(**LATENT, rope_interleave=False),
     "minicpm3": MiniCPM3Config(**LATENT, scale_emb=3, dim_model_base=40),
     "gpt-oss": GptOssConfig(
@@ -528,6 +540,7 @@ _WITH_OFFSETS = (
 
 
 _PUBLISHED = {
+    "kimi_linear": (r"block_sparse_moe\.(?=(gate|up|down)_proj)", "mlp."),
     "olmo_hybrid": (r"(\.[13]\.)feedforward_layer_norm", r"\1post_attention_layernorm"),
 }
 """Patterns of names that transformers writes, and the names in published files"""

@@ -29,6 +29,8 @@ def read_latent(
             f"{config.file}: qk_rope_head_dim ({shared_width}) is odd, so RoPE cannot apply."
         )
     rotates = family.rotates_latents
+    if not (rotates or config.flag("mla_use_nope", True)):
+        raise CheckpointError(f"{config.file}: mla_use_nope is false, which is not supported.")
     scale = (key_width + shared_width) ** -0.5
     return LatentSpec(
         num_heads=num_heads,

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
-from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.delta_reader import read_delta_layers
 from services.engine.model.architecture.gemma4_layers import gemma4_layers
 from services.engine.model.architecture.latent_reader import read_latent
 from services.engine.model.architecture.layers import (
@@ -43,11 +43,8 @@ def read_layers(
         mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
     else:
         mixers += [read_latent(config, family, hidden_size, context_length)] * num_layers
-    if family.names.delta_net is not None:
-        shape = _delta_shape(config)
-        for layer, kind in enumerate(_hybrid_kinds(config, num_layers)):
-            if kind == "linear_attention":
-                mixers[layer] = shape
+    for layer, shape in read_delta_layers(config, family, num_layers).items():
+        mixers[layer] = shape
     feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
     layers = tuple(map(LayerSpec, mixers, feed_forwards))
     return gemma4_layers(config, layers, context_length) if family.is_gemma4 else layers
@@ -93,41 +90,6 @@ def _attention_layers(
     ]
 
 
-def _delta_shape(config: Config) -> DeltaShape:
-    key_heads = config.positive("linear_num_key_heads")
-    value_heads = config.positive("linear_num_value_heads")
-    if value_heads % key_heads:
-        raise CheckpointError(
-            f"{config.file}: linear_num_value_heads ({value_heads}) is not a multiple of "
-            f"linear_num_key_heads ({key_heads})."
-        )
-    try:
-        return DeltaShape(
-            key_heads=key_heads,
-            value_heads=value_heads,
-            key_dim=config.positive("linear_key_head_dim"),
-            value_dim=config.positive("linear_value_head_dim"),
-            conv_width=config.positive("linear_conv_kernel_dim"),
-            norm_epsilon=config.positive_number(
-                "linear_norm_eps", config.positive_number("rms_norm_eps", 1e-6)
-            ),
-            doubles_beta=config.flag("linear_allow_neg_eigval", False),
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{config.file}: {error}.") from None
-
-
-def _hybrid_kinds(config: Config, num_layers: int) -> tuple[str, ...]:
-    """Return the type of each layer."""
-    if config.has("layer_types"):
-        return _layer_types(config, num_layers, ("linear_attention", "full_attention"))
-    interval = config.positive("full_attention_interval")
-    return tuple(
-        "linear_attention" if (layer + 1) % interval else "full_attention"
-        for layer in range(num_layers)
-    )
-
-
 def _head_dim(config: Config, hidden_size: int, num_heads: int) -> int:
     if not config.has("head_dim") and hidden_size % num_heads:
         raise CheckpointError(
@@ -165,7 +127,7 @@ def _feed_forward_layers(
 def _expert_layers(config: Config, num_layers: int) -> set[int]:
     """Return the layers that are mixtures of experts."""
     if config.has("mlp_layer_types"):
-        kinds = _layer_types(config, num_layers, ("dense", "sparse"), "mlp_layer_types")
+        kinds = config.kind_per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
         return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
     if (every := config.integer("moe_layer_freq", 1)) != 1:
         raise CheckpointError(f"{config.file}: moe_layer_freq {every} is not supported.")
@@ -301,7 +263,8 @@ def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bo
     if rule is WindowRule.ALL:
         return (True,) * num_layers
     if config.has("layer_types"):
-        kinds = _layer_types(config, num_layers, ("sliding_attention", "full_attention"))
+        known = ("sliding_attention", "full_attention")
+        kinds = config.kind_per_layer("layer_types", num_layers, known)
         return tuple(kind == "sliding_attention" for kind in kinds)
     if rule is WindowRule.SPACED:
         pattern = config.positive("sliding_window_pattern")
@@ -313,23 +276,6 @@ def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bo
     if rule is WindowRule.EVEN:
         return tuple(layer % 2 == 0 and layer < first for layer in range(num_layers))
     return tuple(layer >= first for layer in range(num_layers))
-
-
-def _layer_types(
-    config: Config, num_layers: int, known: tuple[str, ...], key: str = "layer_types"
-) -> tuple[str, ...]:
-    kinds = config.texts(key)
-    if len(kinds) != num_layers:
-        raise CheckpointError(
-            f"{config.file}: {key} names {len(kinds)} layers, num_hidden_layers {num_layers}."
-        )
-    for layer, kind in enumerate(kinds):
-        if kind not in known:
-            raise CheckpointError(
-                f"{config.file}: layer {layer} has the type {kind}, which is not supported here. "
-                f"Supported: {', '.join(known)}."
-            )
-    return kinds
 
 
 def _rotaries(

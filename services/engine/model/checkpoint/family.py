@@ -100,9 +100,15 @@ class DeltaNetNames:
 
     inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
     """Queries, keys and values, then the output gate; or one tensor for each of the four; or one
-    tensor for all, key head by key head"""
+    tensor for all, key head by key head. Without the output gate if it is `gate`"""
     rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
-    """Beta, then the decay; or one tensor, key head by key head"""
+    """Beta, then the decay; or one tensor, key head by key head. Beta alone if there is `decay`"""
+    gate: tuple[str, str] | None = None
+    """The output gate's two products, one of the other's outputs"""
+    decay: tuple[str, str] | None = None
+    """The same of the decay, which each channel of a key then has"""
+    decay_module: str = ""
+    """Module of the decay in transformers 5, whose names adapters have; empty: there is none"""
     convolution: tuple[str, ...] = ("linear_attn.conv1d.weight",)
     """One tensor, or one each for queries, keys and values"""
     a_log: str = "linear_attn.A_log"

@@ -21,6 +21,7 @@ from services.engine.model.operators.recording import Recording
 
 __all__ = [
     "AdaptedProjection",
+    "ChainedProjection",
     "Delta",
     "ExpertDeltas",
     "ExpertWeights",
@@ -380,6 +381,32 @@ class NormedProjection(Projection):
         product = self._operators.temporary(*out.shape)
         self._projection.into(rows, product)
         self._operators.add_rms_norm(product, self._norm, self._epsilon, out)
+
+
+class ChainedProjection(Projection):
+    """A product of another product's outputs."""
+
+    def __init__(
+        self, first: Projection, second: Projection, width: int, operators: Operators
+    ) -> None:
+        """width: outputs of `first`."""
+        self._first = first
+        self._second = second
+        self._width = width
+        self._operators = operators
+        self.weight_bytes = first.weight_bytes + second.weight_bytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self._second.into(self._between(rows), out)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        self._second.add_to(self._between(rows), out)
+
+    def _between(self, rows: Tensor) -> Tensor:
+        product, arranged = (self._operators.temporary(len(rows), self._width) for _ in range(2))
+        self._first.into(rows, product)
+        self._operators.arrange(product, arranged)
+        return arranged
 
 
 class _LoopedMixture(Mixture):

@@ -26,8 +26,8 @@ from tests.unit.engine.tiny import make_request
 BLOCK = 32
 CHUNK = 40
 FAMILIES = (
-    *("deepseek v3", "gemma3", "gpt-oss", "mistral, window", "olmo hybrid", "qwen3 next"),
-    "qwen3.5",
+    *("deepseek v3", "gemma3", "gpt-oss", "kimi linear", "mistral, window", "olmo hybrid"),
+    *("qwen3 next", "qwen3.5"),
 )
 
 

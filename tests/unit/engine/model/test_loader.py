@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "deepseek v2, groups": "DeepseekV2ForCausalLM",
     "deepseek v3": "DeepseekV3ForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
+    "kimi linear": "KimiLinearForCausalLM",
 }
 SHAPE_KEYS = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
@@ -195,6 +196,7 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("deepseek v3", lambda p: set_config(p, moe_layer_freq=2), ["moe_layer_freq", "2"]),
     ("deepseek v3", lambda p: set_config(p, num_key_value_heads=2), ["num_key_value_heads"]),
     ("deepseek v3", lambda p: set_config(p, qk_rope_head_dim=7), ["qk_rope_head_dim"]),
+    ("kimi linear", lambda p: set_config(p, mla_use_nope=False), ["mla_use_nope"]),
     (
         "gpt-oss",
         lambda p: set_config(p, quantization_config={"quant_method": "mxfp4"}),
@@ -286,6 +288,22 @@ def test_loading_runs_no_code_and_opens_no_connection(
     (checkpoint / WEIGHTS).unlink()
     assert_refused(checkpoint, WEIGHTS)
     assert not ran.exists()
+
+
+def test_kimi_linear_has_the_layers_of_its_published_keys() -> None:
+    """transformers writes other keys than Moonshot's own file has."""
+    ours: dict[str, Json] = json.loads(CONFIGS["kimi linear"].to_json_string(use_diff=False))
+    ours["architectures"] = ["KimiLinearForCausalLM"]
+    expected = ModelSpec.from_config(ours)
+    for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads"):
+        del ours[key]
+    layers: dict[str, Json] = {"kda_layers": [1, 3], "full_attn_layers": [2, 4]}
+    ours["linear_attn_config"] = layers | {
+        "head_dim": 16,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    }
+    assert ModelSpec.from_config(ours | {"first_k_dense_replace": 1}) == expected
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ FAMILIES = (
     "gpt-oss",
     "deepseek v2",
     "deepseek v3",
+    "kimi linear",
     "minicpm3",
     "gpt-oss, packed",
 )
@@ -129,6 +130,7 @@ ADAPTED = (
     "qwen3 moe",
     "phimoe",
     "gpt-oss",
+    "kimi linear",
     "minicpm3",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
