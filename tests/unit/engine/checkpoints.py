@@ -160,7 +160,7 @@ LATENT: dict[str, Any] = SHAPE | {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
-_ROUTED: dict[str, Any] = {
+ROUTED: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
@@ -479,25 +479,25 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         shared_expert_intermediate_size=40,
     ),
     "deepseek v2": DeepseekV2Config(
-        **LATENT | _ROUTED | {"q_lora_rank": None},
+        **LATENT | ROUTED | {"q_lora_rank": None},
         rope_parameters=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     ),
     "deepseek v2, groups": DeepseekV2Config(
-        **LATENT | _ROUTED | {"first_k_dense_replace": 1},
+        **LATENT | ROUTED | {"first_k_dense_replace": 1},
         topk_method="group_limited_greedy",
         n_group=4,
         topk_group=2,
         attention_bias=True,
     ),
     "deepseek v3": DeepseekV3Config(
-        **LATENT | _ROUTED | {"first_k_dense_replace": 1},
+        **LATENT | ROUTED | {"first_k_dense_replace": 1},
         n_group=4,
         topk_group=2,
         rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
     ),
     "glm4 moe lite": Glm4MoeLiteConfig(
         **LATENT
-        | _ROUTED
+        | ROUTED
         | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32, "n_shared_experts": 1}
     ),
     "kimi linear": KimiLinearConfig(

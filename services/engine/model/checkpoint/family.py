@@ -135,8 +135,9 @@ class LatentNames:
     """Queries that are made of the residual in one product"""
     latents: str = "self_attn.kv_a_proj_with_mqa"
     latent_norm: str = "self_attn.kv_a_layernorm"
-    expansion: str = "self_attn.kv_b_proj"
-    """Keys and values of latents"""
+    expansion: tuple[str, ...] = ("self_attn.kv_b_proj",)
+    """Keys and values of latents, head by head; or one tensor [heads, latent, key] and one [heads,
+    value, latent]"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ class StoredLatent:
     """Head by head: the own part, then the shared part"""
     latents: StoredLinear
     latent_norm: StoredTensor
-    expansion: StoredLinear
-    """Head by head: the key, then the value"""
+    expansion: StoredLinear | tuple[StoredTensor, StoredTensor]
+    """Head by head: the key, then the value; or one tensor [heads, latent, key] and one [heads,
+    value, latent]"""
     output: StoredLinear
 
 
@@ -35,7 +36,6 @@ def stored_latent(names: LayerNames, spec: LatentSpec) -> StoredLatent:
     assert own is not None
     vectors, bias = spec.query_width, spec.has_bias
     queries = (own.query_up if vectors else own.queries,)
-    expanded = heads * (spec.key_width + spec.value_width)
     output = (names.names.output,)
     return StoredLatent(
         query_vectors=names.linear((own.query_down,), (vectors,), hidden, bias)
@@ -45,8 +45,21 @@ def stored_latent(names: LayerNames, spec: LatentSpec) -> StoredLatent:
         queries=names.linear(queries, (heads * spec.head_width,), vectors or hidden, False),
         latents=names.linear((own.latents,), (spec.page_width,), hidden, bias),
         latent_norm=names.tensor(f"{own.latent_norm}.weight", spec.latent_width),
-        expansion=names.linear((own.expansion,), (expanded,), spec.latent_width, False),
+        expansion=_stored_expansion(names, own.expansion, spec),
         output=names.linear(output, (hidden,), heads * spec.value_width, bias),
+    )
+
+
+def _stored_expansion(
+    names: LayerNames, own: tuple[str, ...], spec: LatentSpec
+) -> StoredLinear | tuple[StoredTensor, StoredTensor]:
+    heads, latent = spec.num_heads, spec.latent_width
+    if len(own) == 1:
+        return names.linear(own, (heads * (spec.key_width + spec.value_width),), latent, False)
+    keys, values = own
+    return (
+        names.tensor(f"{keys}.weight", heads, latent, spec.key_width),
+        names.tensor(f"{values}.weight", heads, spec.value_width, latent),
     )
 
 
@@ -67,7 +80,7 @@ def read_latent_weights(
         vectors = _product(reader, stored.query_vectors, norm, None)
     keys, values = _expansion(reader, stored, spec)
     expansion = None
-    if reader.adapters is not None:
+    if reader.adapters is not None and isinstance(stored.expansion, StoredLinear):
         order = _heads(reader, spec, spec.key_width + spec.value_width).flatten()
         expansion = reader.adapters.of_sequences(reader.site(stored.expansion, order=order))
     return LatentWeights(
@@ -110,9 +123,13 @@ def _expansion(
 
     Products with single heads need the numbers themselves, so codes are decoded.
     """
-    ((weight, _),) = reader.linear(stored.expansion, None)
-    heads = decoded(weight)[_heads(reader, spec, spec.key_width + spec.value_width)]
-    keys, values = heads.split_with_sizes((spec.key_width, spec.value_width), dim=1)
+    if isinstance(stored.expansion, StoredLinear):
+        ((weight, _),) = reader.linear(stored.expansion, None)
+        heads = decoded(weight)[_heads(reader, spec, spec.key_width + spec.value_width)]
+        keys, values = heads.split_with_sizes((spec.key_width, spec.value_width), dim=1)
+    else:
+        keys, values = (reader.shard.rows(reader.tensor(each)) for each in stored.expansion)
+        keys = keys.transpose(1, 2)
     keys, values = (
         part.to(reader.device, reader.dtype, copy=True, memory_format=torch.contiguous_format)
         for part in (keys, values.transpose(1, 2))
