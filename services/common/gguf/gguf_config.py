@@ -41,6 +41,8 @@ def config_of(file: GgufFile) -> dict[str, Json]:
     architecture = _ARCHITECTURES[name]
     if name == "llama" and "llama.expert_count" in file.metadata:
         architecture = _MIXTRAL
+    if name == "deepseek2":
+        architecture = _deepseek2(file)
     values = {**_common(file), **architecture.further(file)}
     renamed = {architecture.names.get(key, key): value for key, value in values.items()}
     return {"architectures": [architecture.name], **renamed, MARK: name}
@@ -268,6 +270,60 @@ def _gpt_oss(file: GgufFile) -> dict[str, Json]:
     return {"rope_scaling": {**scaling, "truncate": False}}
 
 
+def _deepseek2(file: GgufFile) -> _Architecture:
+    """Return the architecture of latent attention: DeepSeek V2 or V3, or a dense one."""
+    name = "YoutuForCausalLM"
+    if "deepseek2.expert_count" in file.metadata:
+        gating = file.integer("deepseek2.expert_gating_func", 0)
+        table = file.tensors.get("token_embd.weight")
+        # files of GLM-4.7 Flash don't say that experts are weighed by sigmoids
+        is_glm = not gating and table is not None and table.shape[0] == _GLM_VOCABULARY
+        is_v3 = gating == _SIGMOIDS or is_glm
+        name = "DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"
+    if (growth := "deepseek2.attention.temperature_scale") in file.metadata:
+        raise GgufError(f"{file.path}: {growth} (Mistral Large 3) is not supported.")
+    return _Architecture(name, further=_latent)
+
+
+def _latent(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of latent attention and of DeepSeek's experts."""
+
+    def integer(key: str, default: int | None = None) -> int:
+        return file.integer(f"deepseek2.{key}", default)
+
+    rotated, vectors = integer("rope.dimension_count"), integer("attention.q_lora_rank", 0)
+    groups = integer("expert_group_count", 1)
+    values: dict[str, Json] = {
+        "attention_bias": False,
+        "first_k_dense_replace": integer("leading_dense_block_count", 0),
+        "kv_lora_rank": integer("attention.kv_lora_rank"),
+        "n_group": groups,
+        "n_routed_experts": integer("expert_count", 0),
+        "n_shared_experts": integer("expert_shared_count", 0),
+        "norm_topk_prob": file.flag("deepseek2.expert_weights_norm", False),
+        "num_key_value_heads": integer("attention.head_count"),
+        "num_nextn_predict_layers": 0,
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": vectors or None,
+        "qk_nope_head_dim": integer("attention.key_length_mla") - rotated,
+        "qk_rope_head_dim": rotated,
+        "routed_scaling_factor": file.number("deepseek2.expert_weights_scale", 1.0),
+        "topk_group": integer("expert_group_used_count", 1),
+        "v_head_dim": integer("attention.value_length_mla"),
+    }
+    if file.integer("deepseek2.expert_gating_func", 0) != _SIGMOIDS and groups > 1:
+        values["topk_method"] = "group_limited_greedy"
+    scaling, weight = _rope_scaling(file), "deepseek2.rope.scaling.yarn_log_multiplier"
+    if scaling is not None and weight in file.metadata:
+        # the converter writes a tenth, and llama.cpp takes both factors as equal
+        factor = file.number(weight) * 10
+        values["rope_scaling"] = {**scaling, "mscale": factor, "mscale_all_dim": factor}
+    return values
+
+
+_SIGMOIDS = 2
+"""Number of sigmoids among llama.cpp's functions of experts' scores"""
+_GLM_VOCABULARY = 154_880
 _MIXTRAL = _Architecture("MixtralForCausalLM", further=lambda _: {"norm_topk_prob": True})
 _ARCHITECTURES: Mapping[str, _Architecture] = {
     "llama": _Architecture("LlamaForCausalLM"),
@@ -316,4 +372,5 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
         "Ernie4_5ForCausalLM", {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
     ),
     "qwen3next": _Architecture("Qwen3NextForCausalLM", further=_delta_net),
+    "deepseek2": _Architecture("DeepseekV2ForCausalLM", further=_latent),
 }

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.json_values import Json
 from services.common.tokenizer_files.definition import (
+    DEEPSEEK_LLM,
+    DEEPSEEK_V3,
     GPT2,
     GPT4O,
     LLAMA3,
@@ -28,6 +30,9 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _SPLITS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "olmo"), (GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), (LLAMA3,)),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (LLAMA3,)),
+    "deepseek-llm": DEEPSEEK_LLM,
+    "deepseek-v3": DEEPSEEK_V3,
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (QWEN2,)),
     "qwen35": (QWEN35,),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (NUMBER, GPT2)),

@@ -208,10 +208,18 @@ class Decoder:
         counts = {
             layer: count for layers, count in zip(groups, blocks, strict=True) for layer in layers
         }
-        cache = self._attention.allocate(counts, block_size or self.block_size)
+        size = block_size or self.block_size
+        cache = self._attention.allocate(counts, size)
+        latents = {
+            index: self._layers[index].mixer.allocate_latents(counts[index], size)
+            for index in self.spec.latent_layers
+        }
         states = enumerate(layer.mixer.allocate_states(num_states) for layer in self._layers)
         return replace(
-            cache, states={index: state for index, state in states if state}, groups=groups
+            cache,
+            latents=latents,
+            states={index: state for index, state in states if state},
+            groups=groups,
         )
 
     @property

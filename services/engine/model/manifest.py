@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.stored import StoredMixer, stored_mixer
@@ -87,6 +88,8 @@ class Manifest:
 
 def _layer(spec: ModelSpec, index: int, names: LayerNames) -> StoredLayer:
     own, layer = spec.family.names, spec.layers[index]
+    if isinstance(layer.mixer, DeltaShape):
+        own = own.in_delta_layers
     shares_norm = spec.parallel_residual and spec.family.shares_norm
     return StoredLayer(
         mixer_norm=names.norm(own.attention_norm),

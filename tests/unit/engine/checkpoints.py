@@ -1,6 +1,7 @@
 """Small random checkpoints made by transformers, and a driver that runs a decoder on them."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from transformers import (
     ArceeConfig,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -22,6 +25,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -32,8 +36,10 @@ from transformers import (
     HunYuanMoEV1Config,
     Idefics3Config,
     InternLM3Config,
+    KimiLinearConfig,
     LlamaConfig,
     LlavaConfig,
+    MiniCPM3Config,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
@@ -42,6 +48,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PhiConfig,
     PhimoeConfig,
@@ -68,6 +75,7 @@ from transformers import (
     SmolVLMConfig,
     StableLmConfig,
     Starcoder2Config,
+    YoutuConfig,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import (
@@ -134,6 +142,30 @@ DELTA_NET: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
+}
+OLMO_HYBRID: dict[str, Any] = SHAPE | {
+    "initializer_range": 0.12,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,  # keys as wide as values, for transformers cuts a tensor in thirds
+    "linear_value_head_dim": 12,
+}
+LATENT: dict[str, Any] = SHAPE | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
 }
 GEMMA4: dict[str, Any] = SHAPE | {
     "initializer_range": 0.1,
@@ -286,6 +318,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         sliding_window=9,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters={"full_attention": _YARN, "sliding_attention": _PLAIN},
+    ),
+    "olmo hybrid": OlmoHybridConfig(**OLMO_HYBRID),
+    "olmo hybrid, no rope": OlmoHybridConfig(
+        **OLMO_HYBRID | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        linear_allow_neg_eigval=False,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
     ),
     "glm": GlmConfig(**SHAPE, head_dim=24),
     "glm4": Glm4Config(**WIDE, partial_rotary_factor=0.25),  # type: ignore[call-arg]
@@ -440,6 +478,41 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
     ),
+    "deepseek v2": DeepseekV2Config(
+        **LATENT | ROUTED | {"q_lora_rank": None},
+        rope_parameters=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek v2, groups": DeepseekV2Config(
+        **LATENT | ROUTED | {"first_k_dense_replace": 1},
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        attention_bias=True,
+    ),
+    "deepseek v3": DeepseekV3Config(
+        **LATENT | ROUTED | {"first_k_dense_replace": 1},
+        n_group=4,
+        topk_group=2,
+        rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    "glm4 moe lite": Glm4MoeLiteConfig(
+        **LATENT
+        | ROUTED
+        | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    ),
+    "kimi linear": KimiLinearConfig(
+        **LATENT | {"initializer_range": 0.12, "q_lora_rank": None, "num_hidden_layers": 4},
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_group=4,
+        topk_group=2,
+    ),
+    "youtu": YoutuConfig(**LATENT, rope_interleave=False),
+    "minicpm3": MiniCPM3Config(**LATENT, scale_emb=3, dim_model_base=40),
     "gpt-oss": GptOssConfig(
         **WIDE,
         num_local_experts=5,
@@ -466,6 +539,13 @@ _WITH_OFFSETS = (
 """Families that store norms minus one"""
 
 
+_PUBLISHED = {
+    "kimi_linear": (r"block_sparse_moe\.(?=(gate|up|down)_proj)", "mlp."),
+    "olmo_hybrid": (r"(\.[13]\.)feedforward_layer_norm", r"\1post_attention_layernorm"),
+}
+"""Patterns of names that transformers writes, and the names in published files"""
+
+
 def make_checkpoint(
     directory: Path, config: PreTrainedConfig, *, shard: str = "1GB"
 ) -> PreTrainedModel:
@@ -483,7 +563,13 @@ def make_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.uniform_(0, 0.5)
     model.eval().save_pretrained(directory, max_shard_size=shard)  # type: ignore[no-untyped-call]
+    if (names := _PUBLISHED.get(config.model_type)) is not None:
+        file = directory / "model.safetensors"
+        tensors = load_file(file)
+        save_file({re.sub(*names, name): tensors[name] for name in tensors}, file)
     return model
 
 

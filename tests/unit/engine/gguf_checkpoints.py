@@ -15,6 +15,7 @@ from gguf import (
     GGML_QUANT_SIZES,
     MODEL_ARCH,
     MODEL_ARCH_NAMES,
+    ExpertGatingFuncType,
     GGMLQuantizationType,
     GGUFWriter,
     TokenType,
@@ -54,6 +55,10 @@ ARCHITECTURES = {
     "qwen3_5_text": MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
+    "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
+    "glm4_moe_lite": MODEL_ARCH.DEEPSEEK2,
+    "youtu": MODEL_ARCH.DEEPSEEK2,
 }
 """Architectures of llama.cpp by transformers' model_type"""
 _INTERLEAVED = {"granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"}
@@ -177,6 +182,16 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     if config.model_type == "gemma4_text" and name.endswith("gate_up_proj"):
         yield f"{name}.weight", tensor
         return
+    if name.endswith("e_score_correction_bias"):
+        yield name.replace("correction_bias", "correction.bias"), tensor
+        return
+    if name.endswith("kv_b_proj.weight"):
+        heads = tensor.view(config.num_attention_heads, -1, tensor.shape[1])
+        widths = (config.qk_nope_head_dim, config.v_head_dim)
+        keys, values = heads.split_with_sizes(widths, dim=1)
+        yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
+        yield name.replace("kv_b_proj", "v_b_proj"), values
+        return
     if config.model_type == "granitemoe":  # as the names map knows them
         name = name.replace("block_sparse_moe.experts", "mlp.experts")
         name = name.replace("router.weight", "router.layer.weight")
@@ -275,6 +290,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     writer.add_value_length(head_dim)
     _write_norms(writer, config)
     _write_rope(writer, config, head_dim)
+    if hasattr(config, "kv_lora_rank"):
+        _write_latent(writer, config)
     if config.model_type == "gemma4_text":
         _write_gemma4(writer, config)
     if getattr(config, "sliding_window", None):
@@ -307,6 +324,33 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         recurrent = [kind == "linear_attention" for kind in config.layer_types]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
         writer.add_full_attention_interval(4)
+
+
+def _write_latent(writer: GGUFWriter, config: Any) -> None:
+    latent, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    writer.add_head_count_kv(1)
+    writer.add_key_length(latent + rotated)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config.qk_nope_head_dim + rotated)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(latent)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    kinds = getattr(config, "mlp_layer_types", ["dense"] * config.num_hidden_layers)
+    dense = getattr(config, "first_k_dense_replace", kinds.count("dense"))
+    writer.add_leading_dense_block_count(dense)
+    writer.add_expert_shared_count(getattr(config, "n_shared_experts", 0))
+    if hasattr(config, "routed_scaling_factor"):
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        if config.norm_topk_prob:
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+        if (config.n_group or 1) > 1:
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
+        if config.model_type != "deepseek_v2":
+            writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if (weight := config.rope_parameters.get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
 
 
 def _write_gemma4(writer: GGUFWriter, config: Any) -> None:

@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.family import QkNorm
@@ -136,7 +137,7 @@ class BesideSpec:
         return BesideSpec(self.dense.part(count), self.experts.part(count))
 
 
-MixerSpec: TypeAlias = AttentionSpec | DeltaShape
+MixerSpec: TypeAlias = AttentionSpec | DeltaShape | LatentSpec
 FeedForwardSpec: TypeAlias = DenseSpec | ExpertsSpec | BesideSpec
 
 

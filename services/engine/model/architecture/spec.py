@@ -7,6 +7,7 @@ from typing import Literal
 from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layer_reader import read_layers
 from services.engine.model.architecture.layers import (
     AttentionSpec,
@@ -63,6 +64,8 @@ class ModelSpec:
     """Number of the first learned position"""
     num_token_types: int = 0
     """Texts that an encoder tells apart in a pair; 0: none"""
+    num_draft_layers: int = 0
+    """Layers behind the last one that files may hold: they predict further tokens (MTP)"""
     num_labels: int = 0
     """Scores of a text; 0: the checkpoint has no head that scores texts"""
 
@@ -91,6 +94,12 @@ class ModelSpec:
         return {index: mixer for index, mixer in mixers if isinstance(mixer, AttentionSpec)}
 
     @property
+    def latent_layers(self) -> Mapping[int, LatentSpec]:
+        """The layers that are latent attention, by number."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return {index: mixer for index, mixer in mixers if isinstance(mixer, LatentSpec)}
+
+    @property
     def delta_layers(self) -> Mapping[int, DeltaShape]:
         """The layers that are gated delta nets, by number."""
         mixers = enumerate(layer.mixer for layer in self.layers)
@@ -104,8 +113,8 @@ class ModelSpec:
 
     @property
     def widest_head(self) -> int:
-        """Largest head dimension."""
-        return max(layer.head_dim for layer in self.attention_layers.values())
+        """Largest head dimension of attention with keys of its own; 0: there is none."""
+        return max((layer.head_dim for layer in self.attention_layers.values()), default=0)
 
     @property
     def has_experts(self) -> bool:
@@ -115,7 +124,7 @@ class ModelSpec:
 
     @property
     def paged_layers(self) -> Mapping[int, AttentionSpec]:
-        """The layers that have keys and values of their own, by number."""
+        """The layers that have pages of keys and values, by number."""
         layers = self.attention_layers.items()
         return {index: layer for index, layer in layers if layer.reads_layer is None}
 
@@ -151,9 +160,6 @@ class ModelSpec:
         if encoder is not None and encoder.positions_after_padding:
             offset = config.integer("pad_token_id") + 1
 
-        def multiplier(key: str) -> float:
-            return config.positive_number(key, 1.0) if family.reads_multipliers else 1.0
-
         bos_token_ids = config.ids("bos_token_id")
         return ModelSpec(
             family=family,
@@ -170,11 +176,9 @@ class ModelSpec:
             else 0.0,
             embedding_scale=hidden_size**0.5
             if family.scaled_embedding
-            else multiplier("embedding_multiplier"),
-            residual_scale=multiplier("residual_multiplier"),
-            logit_scale=config.positive_number("logit_scale")
-            if family.reads_logit_scale
-            else 1 / multiplier("logits_scaling"),
+            else _multiplier(config, family, "embedding_multiplier"),
+            residual_scale=_residual_scale(config, family),
+            logit_scale=_logit_scale(config, family, hidden_size),
             parallel_residual=family.reads_parallel_residual
             and config.flag("use_parallel_residual", False),
             head_bias=family.head_bias_key is not None and config.flag(family.head_bias_key, False),
@@ -187,6 +191,9 @@ class ModelSpec:
             if family.is_gemma4
             else 0,
             position_offset=offset,
+            num_draft_layers=config.integer("num_nextn_predict_layers", 1)
+            if family.names.latent is not None
+            else 0,
             num_token_types=0
             if encoder is None or encoder.token_types is None
             else config.integer("type_vocab_size", 2),
@@ -211,6 +218,25 @@ def _quantization(config: Config, family: Family) -> Fp8Format | Scheme | Litera
         f"fp8, {', '.join(SCHEMES)}, and mxfp4 for the experts of gpt-oss; or serve a float32, "
         "bfloat16 or float16 checkpoint."
     )
+
+
+def _residual_scale(config: Config, family: Family) -> float:
+    if family.reads_depth and config.has("scale_depth"):
+        depth: float = config.positive("num_hidden_layers") ** 0.5
+        return config.positive_number("scale_depth") / depth
+    return _multiplier(config, family, "residual_multiplier")
+
+
+def _logit_scale(config: Config, family: Family, hidden_size: int) -> float:
+    if family.reads_logit_scale:
+        return config.positive_number("logit_scale")
+    if family.reads_depth:
+        return config.positive_number("dim_model_base", hidden_size) / hidden_size
+    return 1 / _multiplier(config, family, "logits_scaling")
+
+
+def _multiplier(config: Config, family: Family, key: str) -> float:
+    return config.positive_number(key, 1.0) if family.reads_multipliers else 1.0
 
 
 def _num_labels(config: Config) -> int:

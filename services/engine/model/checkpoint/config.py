@@ -121,6 +121,21 @@ class Config:
             raise self._wrong(key, f"a positive integer or {num_layers} of them")
         return numbers
 
+    def kind_per_layer(self, key: str, num_layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the kind of each layer under `key`, a list of names among `known`."""
+        kinds = self.texts(key)
+        if len(kinds) != num_layers:
+            raise CheckpointError(
+                f"{self.file}: {key} names {len(kinds)} layers, num_hidden_layers {num_layers}."
+            )
+        for layer, kind in enumerate(kinds):
+            if kind not in known:
+                raise CheckpointError(
+                    f"{self.file}: {key} gives layer {layer} the type {kind}, which is not "
+                    f"supported here. Supported: {', '.join(known)}."
+                )
+        return kinds
+
     def section(self, key: str) -> "Config":
         """Return the object under `key`, empty if absent."""
         value = self._find(key)

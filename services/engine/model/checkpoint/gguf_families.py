@@ -7,6 +7,7 @@ from services.engine.model.checkpoint.family import (
     DeltaNetNames,
     ExpertTensorNames,
     Family,
+    LatentNames,
     LayerInputNames,
     TensorNames,
 )
@@ -31,6 +32,15 @@ _BESIDE = BesideNames(
     post_norm="post_ffw_norm_2",
     router_scale="ffn_gate_inp.scale",
     expert_scale="ffn_down_exps.scale",
+)
+_LATENT = LatentNames(
+    query_down="attn_q_a",
+    query_norm="attn_q_a_norm",
+    query_up="attn_q_b",
+    queries="attn_q",
+    latents="attn_kv_a_mqa",
+    latent_norm="attn_kv_a_norm",
+    expansion=("attn_k_b", "attn_v_b"),
 )
 _LAYER_INPUTS = LayerInputNames(
     table="per_layer_token_embd",
@@ -73,6 +83,7 @@ def _names(names: TensorNames) -> TensorNames:
             shared_gate=("ffn_gate_shexp", "ffn_up_shexp") if names.experts.shared_gate else (),
             shared_down="ffn_down_shexp",
             shared_router="ffn_gate_inp_shexp" if names.experts.shared_router else "",
+            choice_bias="exp_probs_b.bias" if names.experts.choice_bias else "",
         )
     return TensorNames(
         roots={"": "output"},
@@ -92,6 +103,7 @@ def _names(names: TensorNames) -> TensorNames:
         down="ffn_down",
         feed_forward_post_norm=None if names.feed_forward_post_norm is None else "post_ffw_norm",
         experts=experts,
+        latent=None if names.latent is None else _LATENT,
         delta_net=None if names.delta_net is None else _delta_net(names.delta_net),
         beside=_BESIDE,
         layer_inputs=_LAYER_INPUTS,
@@ -105,7 +117,7 @@ def _delta_net(names: DeltaNetNames) -> DeltaNetNames:
     return DeltaNetNames(
         inputs=("attn_qkv", "attn_gate"),
         rates=("ssm_ba",) if is_grouped else ("ssm_beta", "ssm_alpha"),
-        convolution="ssm_conv1d.weight",
+        convolution=("ssm_conv1d.weight",),
         a_log="ssm_a",
         has_rates=True,
         dt_bias="ssm_dt.bias",

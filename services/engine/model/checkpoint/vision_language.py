@@ -193,6 +193,14 @@ _GEMMA4 = VisionLanguage(
     ),
 )
 
+_KIMI_K25 = VisionLanguage(
+    "KimiK25ForConditionalGeneration",
+    decoder=FAMILIES["DeepseekV3ForCausalLM"],
+    roots={"language_model.model.": "language_model.lm_head", "model.language_model.": "lm_head"},
+    vision=(),
+    others=("*vision_tower.*", "*mm_projector.*"),
+)
+
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
     model.architecture: model
     for model in (
@@ -221,6 +229,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             axes=MultimodalAxes.INTERLEAVED,
         ),
         _GEMMA4,
+        _KIMI_K25,
         _QWEN3_5,
         replace(
             _QWEN3_5,

@@ -67,6 +67,7 @@ FAMILIES = (
     "phi3, long",
     "olmo2",
     "olmo3",
+    "olmo hybrid",
     "granite",
     "cohere, norms",
     "exaone4",
@@ -89,6 +90,10 @@ FAMILIES = (
     "ernie moe",
     "hunyuan moe",
     "gpt-oss",
+    "deepseek v2",
+    "deepseek v3",
+    "kimi linear",
+    "minicpm3",
 )
 _WIDE: dict[str, Any] = {
     "vocab_size": 97,
@@ -124,6 +129,8 @@ ADAPTED = (
     "qwen3 moe",
     "phimoe",
     "gpt-oss",
+    "kimi linear",
+    "minicpm3",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
 transposed weights, experts"""

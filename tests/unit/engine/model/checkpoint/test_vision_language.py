@@ -150,18 +150,38 @@ def _rename(name: str, layout: tuple[str, str]) -> str:
     return layout[0] + decoder
 
 
-def test_gemma4_serves_text_from_a_file_with_towers(tmp_path: Path) -> None:
-    """Its published files hold towers for images and sounds, which are not served."""
-    model = make_checkpoint(tmp_path, CONFIGS["gemma4, shared keys"])
+@pytest.mark.parametrize(
+    ("family", "architecture", "prefix", "towers"),
+    [
+        (
+            "gemma4, shared keys",
+            "Gemma4ForConditionalGeneration",
+            "model.language_model.",
+            ("model.vision_tower", "model.embed_vision", "model.audio_tower", "model.embed_audio"),
+        ),
+        (
+            "deepseek v3",
+            "KimiK25ForConditionalGeneration",
+            "language_model.model.",
+            ("vision_tower", "mm_projector"),
+        ),
+    ],
+    ids=["Gemma 4", "Kimi K2.5"],
+)
+def test_text_is_served_from_a_file_with_towers(
+    family: str, architecture: str, prefix: str, towers: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The published files hold towers for images and sounds, which are not served."""
+    model = make_checkpoint(tmp_path, CONFIGS[family])
     tensors = {
-        name.replace("model.", "model.language_model.", 1): tensor
+        name.replace("model.", prefix, 1).replace("lm_head", "language_model.lm_head"): tensor
         for name, tensor in load_file(tmp_path / "model.safetensors").items()
     }
-    for tower in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
-        tensors[f"model.{tower}.some.weight"] = torch.zeros(3)
+    for tower in towers:
+        tensors[f"{tower}.some.weight"] = torch.zeros(3)
     save_file(tensors, tmp_path / "model.safetensors")
     text = json.loads((tmp_path / "config.json").read_text())
-    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    whole = {"architectures": [architecture], "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert not has_vision(tmp_path)
