@@ -133,7 +133,11 @@ def _gemma4(text: dict[str, Any], tower: dict[str, Any]) -> VisionModel:
         video_token_id=VOCABULARY,  # no text has these tokens
         audio_token_id=VOCABULARY + 1,
     )
-    settings = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    settings: dict[str, Any] = {
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "max_soft_tokens": 70,
+    }
     return VisionModel(config, Gemma4ImageProcessorPil(**settings))
 
 
@@ -293,8 +297,10 @@ def features(model: PreTrainedModel, processor: Any, *images: Image.Image) -> Te
 def inputs(processor: Any, images: Any) -> dict[str, Tensor]:
     """Return what the model reads of the processor's output."""
     output = processor(images=images, return_tensors="pt")
-    names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
-    names += ("image_position_ids",)
+    names = (
+        *("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw"),
+        "image_position_ids",
+    )
     return {name: torch.as_tensor(output[name]) for name in names if name in output}
 
 
