@@ -445,6 +445,8 @@ class TablesCall(ctypes.Structure):
         ("slots", c_void_p),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
+        ("ends", c_void_p),
+        ("kept_ends", c_void_p),
     ]
 
 
@@ -457,8 +459,6 @@ class PassCall(ctypes.Structure):
         ("context_lengths", c_void_p),
         ("kept", c_void_p),
         ("kept_starts", c_void_p),
-        ("ends", c_void_p),
-        ("kept_ends", c_void_p),
         ("state_starts", c_void_p),
         ("state_sources", c_void_p),
         ("state_targets", c_void_p),

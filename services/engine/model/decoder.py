@@ -459,7 +459,7 @@ class Decoder:
         self._rotaries.compute(positions, buffers.rotations)
         inputs = self._weights.layer_inputs
         if inputs is not None and buffers.inputs is not None:
-            inputs.compute(batch.token_ids, buffers.hidden, buffers.normed, buffers.inputs)
+            inputs.compute(batch, buffers.hidden, buffers.normed, buffers.inputs)
 
     def _kept(self, batch: StepBatch, buffers: Activations) -> Activations:
         """Return the buffers of the rows that the step returns."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.embedding import Embedding
 from services.engine.model.operators.interface import Operators, Projection
@@ -27,23 +28,34 @@ class LayerInputs:
     hidden_size: int
     epsilon: float
     operators: Operators
+    pad_token_id: int
+    """Id whose row of the table the tokens of images take"""
 
     def allocate(self, tokens: int) -> Tensor:
         """Allocate the inputs of so many tokens: [tokens, layers, width]."""
         return self.operators.empty(tokens, self.layers * self.width).view(tokens, self.layers, -1)
 
-    def compute(self, ids: Tensor, hidden: Tensor, normed: Tensor, out: Tensor) -> None:
-        """Fill `out` for tokens with these embeddings.
+    def compute(self, batch: StepBatch, hidden: Tensor, normed: Tensor, out: Tensor) -> None:
+        """Fill `out` for the tokens of a step with these embeddings.
 
-        ids: int64 [n]; hidden: [n, hidden_size]; normed: scratch space of the same shape.
+        hidden: [tokens, hidden_size]; normed: scratch space of the same shape.
         """
-        flat = out.view(len(ids), -1)
+        flat = out.view(len(hidden), -1)
         self.operators.arrange(hidden, normed)
         self.projection.into(normed, flat)
         scaled = out * self.hidden_size**-0.5
         projected = rms_norm(scaled, (self.width,), self.norm, self.epsilon)
-        self.table.read(ids, flat)
+        self.table.read(self._ids(batch), flat)
         out.mul_(self.width**0.5).add_(projected).mul_(0.5**0.5)
+
+    def _ids(self, batch: StepBatch) -> Tensor:
+        """Return the ids whose rows of the table the tokens take."""
+        if not batch.images:
+            return batch.token_ids
+        ids = batch.token_ids.clone()
+        for image in batch.images:
+            ids[image.indices] = self.pad_token_id
+        return ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class WeightReader:
             hidden_size=spec.hidden_size,
             epsilon=spec.norm_epsilon,
             operators=reader.operators,
+            pad_token_id=spec.pad_token_id,
         )
 
     def _layer_input(self, stored: StoredLayerInput, spec: LayerSpec) -> LayerInput:

@@ -561,10 +561,12 @@ def make_checkpoint(
             elif not parameter.any():  # Gemma 3's projector
                 parameter.normal_(0, 0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
+            if name.endswith(("layer_scalar", "std_scale", "std_bias")):
                 buffer.uniform_(0.5, 1.5)
             elif name.endswith("e_score_correction_bias"):
                 buffer.uniform_(0, 0.5)
+            elif name.endswith(("put_min", "put_max")):  # bounds of Gemma 4's clipped products
+                buffer.fill_(-2 if name.endswith("min") else 2)
     model.eval().save_pretrained(directory, max_shard_size=shard)  # type: ignore[no-untyped-call]
     if (names := _PUBLISHED.get(config.model_type)) is not None:
         file = directory / "model.safetensors"

@@ -422,6 +422,8 @@ struct tw_tables {
   const int64_t *slots;
   const int32_t *block_tables;
   int64_t table_stride;
+  const int32_t *ends;       // as in tw_attention
+  const int32_t *kept_ends;  // ends after TW_KEEP
 };
 
 // Arguments that differ between passes; they replace the operations' fields of the same names.
@@ -431,8 +433,6 @@ struct tw_pass {
   const int32_t *context_lengths;
   const int64_t *kept;         // null: all rows are kept
   const int32_t *kept_starts;  // query_starts after TW_KEEP
-  const int32_t *ends;         // as in tw_attention
-  const int32_t *kept_ends;    // ends after TW_KEEP
   const int32_t *state_starts;   // starts, sources and targets of tw_delta; null: no such kernel
   const int32_t *state_sources;
   const int32_t *state_targets;

@@ -17,7 +17,7 @@ from services.engine.model.architecture.layers import (
 )
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.family import Family
+from services.engine.model.checkpoint.family import Family, ImageSight
 from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.gguf_families import gguf_family
 from services.engine.model.checkpoint.schemes import SCHEMES, Scheme
@@ -60,6 +60,8 @@ class ModelSpec:
     bos_token_id: int | None
     input_vocab_size: int = 0
     """Ids that have inputs of their own for each layer; 0: none"""
+    pad_token_id: int = 0
+    """Id whose inputs for each layer the tokens of images take"""
     position_offset: int = 0
     """Number of the first learned position"""
     num_token_types: int = 0
@@ -110,6 +112,11 @@ class ModelSpec:
         """True if the tokens of an image have a row and a column."""
         rotaries = (layer.rotary for layer in self.attention_layers.values())
         return any(rotary is not None and rotary.axes for rotary in rotaries)
+
+    @property
+    def images_see_ahead(self) -> bool:
+        """True if a layer shows a token of an image the later tokens of this image."""
+        return self.family.image_sight is not ImageSight.NONE
 
     @property
     def widest_head(self) -> int:
@@ -190,6 +197,7 @@ class ModelSpec:
             input_vocab_size=config.positive("vocab_size_per_layer_input")
             if family.is_gemma4
             else 0,
+            pad_token_id=config.integer("pad_token_id", 0) if family.is_gemma4 else 0,
             position_offset=offset,
             num_draft_layers=config.integer("num_nextn_predict_layers", 1)
             if family.names.latent is not None

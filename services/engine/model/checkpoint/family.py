@@ -14,6 +14,7 @@ __all__ = [
     "ExpertTensorNames",
     "Family",
     "HeadStage",
+    "ImageSight",
     "LatentNames",
     "LayerInputNames",
     "MultimodalAxes",
@@ -267,6 +268,14 @@ class MultimodalAxes(Enum):
     """The order of INTERLEAVED, with the default of Qwen 3.5, where a quarter of a head rotates"""
 
 
+class ImageSight(Enum):
+    """Layers in which the tokens of an image see each other, not only the tokens before them."""
+
+    NONE = "no layer"
+    WINDOWS = "layers with a window"
+    ALL = "every layer"
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One architecture. Every default is Llama's."""
@@ -339,8 +348,7 @@ class Family:
     reads_soft_caps: bool = False
     """attn_logit_softcapping and final_logit_softcapping soft-cap attention scores and logits"""
     multimodal_axes: MultimodalAxes = MultimodalAxes.NONE
-    images_see_ahead: bool = False
-    """The tokens of an image see each other, not only the tokens before them"""
+    image_sight: ImageSight = ImageSight.NONE
     refused: tuple[str, ...] = ()
     """Keys that must be absent, null or false"""
     rotates_latents: bool = True

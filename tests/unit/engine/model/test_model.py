@@ -1,13 +1,14 @@
 """The forward pass equals that of transformers for any chunking and batching."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config
 
 import services.engine.model.attention
 import services.engine.model.loader
@@ -16,7 +17,9 @@ from services.engine.model.attention.native_backend import TiledAttention
 from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
     CONFIGS,
+    WIDE,
     Driver,
+    keep_last,
     make_checkpoint,
     make_packed_checkpoint,
     random_tokens,
@@ -219,6 +222,35 @@ def test_replayed_pass_equals_single_kernels(
     assert passes == {"replayed": 2, "one by one": 7}
     for replayed, single in zip(logits["replayed"], logits["one by one"], strict=True):
         torch.testing.assert_close(replayed, single, atol=0, rtol=0, equal_nan=True)
+
+
+@needs_tiles
+def test_replayed_pass_shows_images_only_in_some_groups(tmp_path: Path) -> None:
+    """In Gemma 4's layers without a window, a token of an image sees none after itself."""
+    make_checkpoint(
+        tmp_path,
+        Qwen3Config(**WIDE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    )
+    decoder = load_model(tmp_path, torch.bfloat16)
+    recording = decoder._recording
+    assert recording is not None
+    driver = Driver(decoder, [random_tokens(40, 1)])
+    batch = replace(driver.batch([(0, 40)]), output_rows=keep_last([40], [25]))
+    batch = batch.with_groups([batch.slots], [batch.block_tables])
+    ends = torch.arange(1, 41, dtype=torch.int32)
+    ends[10:30] = 30  # an image
+    decoder.forward(batch, driver.cache)
+    assert recording._operations is not None
+    results = []
+    for groups in ((False, False), (False, True), (True, False), (True, True)):
+        own = batch.with_ends(ends, groups)
+        decoder._recording = recording
+        replayed = decoder.forward(own, driver.cache).clone()
+        decoder._recording = None
+        single = decoder.forward(own, driver.cache).clone()
+        torch.testing.assert_close(replayed, single, atol=0, rtol=0)
+        results.append(single)
+    assert len({result.view(torch.int16).numpy().tobytes() for result in results}) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

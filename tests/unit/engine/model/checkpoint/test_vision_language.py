@@ -157,7 +157,7 @@ def _rename(name: str, layout: tuple[str, str]) -> str:
             "gemma4, shared keys",
             "Gemma4ForConditionalGeneration",
             "model.language_model.",
-            ("model.vision_tower", "model.embed_vision", "model.audio_tower", "model.embed_audio"),
+            ("model.audio_tower", "model.embed_audio"),
         ),
         (
             "deepseek v3",
