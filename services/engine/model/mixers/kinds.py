@@ -16,6 +16,7 @@ from services.engine.model.mixers.attention import AttentionMixer, AttentionWeig
 from services.engine.model.mixers.delta_net import DeltaNetMixer, DeltaNetWeights
 from services.engine.model.mixers.delta_rule_choice import choose_delta_rule
 from services.engine.model.mixers.interface import Mixer
+from services.engine.model.mixers.latent_attention import LatentBuffer
 from services.engine.model.mixers.latent_mixer import LatentMixer, LatentWeights
 from services.engine.model.operators.interface import Operators
 
@@ -50,6 +51,7 @@ class MixerMaker:
             for number, group in enumerate(layer_groups(spec))
             for layer in group.layers
         }
+        self._latents = LatentBuffer()
         self._rule = cache(lambda shape: choose_delta_rule(shape, dtype, device))
 
     def make(self, layer: int, spec: MixerSpec, weights: MixerWeights) -> Mixer[Any]:
@@ -63,7 +65,8 @@ class MixerMaker:
             if spec.rotary is not None:
                 rotation = self.rotaries.index(spec.rotary, spec.shared_width)
             group = self._groups[layer]
-            return LatentMixer(layer, spec, weights, rotation, self._operators, group)
+            operators, latents = self._operators, self._latents
+            return LatentMixer(layer, spec, weights, rotation, operators, latents, group)
         assert isinstance(spec, AttentionSpec)
         if spec.rotary is not None:
             rotation = self.rotaries.index(spec.rotary, spec.head_dim)

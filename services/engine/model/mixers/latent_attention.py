@@ -2,16 +2,35 @@
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.operators.interface import Operators, SequenceDelta
 
-__all__ = ["LatentAttention"]
+__all__ = ["LatentAttention", "LatentBuffer"]
 
 _PIECE = 1 << 24
 """Numbers of gathered latents, scores, or keys and values that are in memory at once"""
+
+
+class LatentBuffer:
+    """Memory for the latents that a layer reads. Memory of its own for each layer costs more time
+    than the reading."""
+
+    def __init__(self) -> None:
+        self._blocks: Tensor | None = None
+
+    def gather(self, pages: Tensor, blocks: Tensor) -> Tensor:
+        """Copy blocks of `pages`, int64 [n]; valid until the next call.
+
+        Returns [n * block_size, page_width].
+        """
+        memory, count = self._blocks, len(blocks)
+        if memory is None or len(memory) < count or memory.shape[1:] != pages.shape[1:]:
+            memory = self._blocks = pages.new_empty(count, *pages.shape[1:])
+        torch.index_select(pages, 0, blocks, out=memory[:count])
+        return memory[:count].flatten(0, 1)
 
 
 class LatentAttention:
@@ -31,13 +50,15 @@ class LatentAttention:
         values: Tensor,
         expansion: SequenceDelta | None,
         operators: Operators,
+        buffer: LatentBuffer,
     ) -> None:
-        """keys, values, expansion: as in `LatentWeights`."""
+        """keys, values, expansion: as in `LatentWeights`; buffer: that of all layers."""
         self._spec = spec
         self._keys = keys
         self._values = values
         self._expansion = expansion
         self._operators = operators
+        self._buffer = buffer
 
     def attend(self, queries: Tensor, pages: Tensor, batch: StepBatch, out: Tensor) -> None:
         """Fill `out` [rows, heads * value_width].
@@ -57,7 +78,7 @@ class LatentAttention:
         for sequence in range(decodes, len(batch.query_lengths_host)):
             length = batch.query_lengths_host[sequence]
             rows = slice(start, start + length)
-            latents = _latents_of(pages, batch, sequence)
+            latents = self._latents(pages, batch, sequence)
             if self._is_adapted(batch, sequence) or spec.expands(length):
                 number = batch.adapters_host[sequence] if batch.adapters_host else 0
                 heads[rows] = self._expanded(own[rows], shared[rows], latents, number)
@@ -84,7 +105,8 @@ class LatentAttention:
                     break
                 longest, last = next_longest, last + 1
             tables = batch.block_tables[first:last, : -(-longest // size)].long()
-            latents = pages[tables].flatten(1, 2)
+            latents = self._buffer.gather(pages, tables.flatten())
+            latents = latents.view(last - first, -1, pages.shape[2])
             places = torch.arange(latents.shape[1], device=latents.device)
             visible = places < batch.context_lengths[first:last, None]
             # slots past a context hold another sequence's data: a NaN would survive the mask
@@ -98,6 +120,12 @@ class LatentAttention:
             )
             out[first:last] = self._of_latents(attended[:, 0])
             first = last
+
+    def _latents(self, pages: Tensor, batch: StepBatch, sequence: int) -> Tensor:
+        """Return the latents of a sequence's tokens, [context, page_width]."""
+        context, size = batch.context_lengths_host[sequence], pages.shape[1]
+        table = batch.block_tables[sequence, : -(-context // size)].long()
+        return self._buffer.gather(pages, table)[:context]
 
     def _absorbed(self, own: Tensor, shared: Tensor, latents: Tensor) -> Tensor:
         """Return the outputs [length, heads, value_width] of a chunk, some tokens at a time."""
@@ -128,8 +156,8 @@ class LatentAttention:
         outputs = []
         for first in range(0, spec.num_heads, step):
             some = slice(first, first + step)
-            keys = vectors @ self._keys[some].transpose(1, 2)
-            values = vectors @ self._values[some]
+            keys = _heads_of(vectors, self._keys[some])
+            values = _heads_of(vectors, self._values[some])
             if added is not None:
                 keys += added[some, :, : spec.key_width]
                 values += added[some, :, spec.key_width :]
@@ -170,14 +198,17 @@ class LatentAttention:
     def _of_latents(self, attended: Tensor) -> Tensor:
         """Return outputs [rows, heads, value_width] of weighted pages [rows, heads, page_width]."""
         weighted = attended[..., : self._spec.latent_width].transpose(0, 1)
-        return torch.bmm(weighted, self._values).transpose(0, 1)
+        return torch.bmm(weighted, self._values.transpose(1, 2)).transpose(0, 1)
 
 
-def _latents_of(pages: Tensor, batch: StepBatch, sequence: int) -> Tensor:
-    """Return the latents of a sequence's tokens, [context, page_width]."""
-    context, size = batch.context_lengths_host[sequence], pages.shape[1]
-    table = batch.block_tables[sequence, : -(-context // size)].long()
-    return pages[table].flatten(0, 1)[:context]
+def _heads_of(vectors: Tensor, weights: Tensor) -> Tensor:
+    """Return keys or values [heads, context, width] of `vectors` [context, latent_width].
+
+    weights: [heads, width, latent_width]. One product for all heads is several times faster than
+    one for each.
+    """
+    product = linear(vectors, weights.flatten(0, 1))
+    return product.view(len(vectors), len(weights), -1).transpose(0, 1)
 
 
 def _visible(length: int, context: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import KVCache
 from services.engine.model.mixers.interface import Mixer, Scratch
-from services.engine.model.mixers.latent_attention import LatentAttention
+from services.engine.model.mixers.latent_attention import LatentAttention, LatentBuffer
 from services.engine.model.operators.interface import (
     HeadNorms,
     Operators,
@@ -37,7 +37,7 @@ class LatentWeights:
     keys: Tensor
     """[heads, key_width, latent_width]"""
     values: Tensor
-    """[heads, latent_width, value_width]"""
+    """[heads, value_width, latent_width]"""
     expansion: SequenceDelta | None
     """What adapters add to keys and values: [heads * (key_width + value_width)] of a latent"""
     output: Projection
@@ -80,11 +80,12 @@ class LatentMixer(Mixer[LatentScratch]):
         weights: LatentWeights,
         rotation: int | None,
         operators: Operators,
+        buffer: LatentBuffer,
         group: int,
     ) -> None:
         """rotation: index among the step's rotations; None = no RoPE.
 
-        group: number of the layer's cache group.
+        buffer: that of all layers; group: number of the layer's cache group.
         """
         self.scratch_key = spec
         self._layer = layer
@@ -96,7 +97,7 @@ class LatentMixer(Mixer[LatentScratch]):
         norm = weights.latent_norm
         self._norms = HeadNorms(norm, norm, centers=False)
         self._attention = LatentAttention(
-            spec, weights.keys, weights.values, weights.expansion, operators
+            spec, weights.keys, weights.values, weights.expansion, operators, buffer
         )
 
     def allocate(self, tokens: int) -> LatentScratch:

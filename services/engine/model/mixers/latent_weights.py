@@ -132,7 +132,7 @@ def _expansion(
         keys = keys.transpose(1, 2)
     keys, values = (
         part.to(reader.device, reader.dtype, copy=True, memory_format=torch.contiguous_format)
-        for part in (keys, values.transpose(1, 2))
+        for part in (keys, values)
     )
     reader.step_bytes += keys.nbytes + values.nbytes
     return keys, values
