@@ -71,6 +71,7 @@ class Epilogue(IntEnum):
     GELU_TANH = 6
     GATE_GELU = 7
     GATE_GELU_TANH = 8
+    GATE_CLAMPED = 9
 
 
 class Numbers(IntEnum):
@@ -326,6 +327,8 @@ class LinearCall(ctypes.Structure):
         ("out_stride", c_int64),
         ("epilogue", c_int32),
         ("format", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
     ]
 
 

@@ -351,6 +351,8 @@ enum tw_epilogue : int32_t {
   TW_GELU_TANH = 6,      // the same with tanh in place of erf
   TW_GATE_GELU = 7,      // out = gelu(even tiles) * odd tiles, in tiles
   TW_GATE_GELU_TANH = 8,
+  TW_GATE_CLAMPED = 9,  // out = x * sigmoid(alpha * x) * (y + 1), in tiles, where x are the even tiles
+                        // up to `limit`, y the odd tiles between -limit and limit
 };
 
 enum tw_format : int32_t {
@@ -374,6 +376,7 @@ struct tw_linear {
   int64_t out_stride;  // elements between two rows of out, if it is not in tiles
   int32_t epilogue;
   int32_t format;
+  float alpha, limit;  // of TW_GATE_CLAMPED
 };
 void tw_tiled_linear(const tw_linear *linear);
 

@@ -25,7 +25,6 @@ from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.recording import Recording
 from services.engine.model.operators.stored_groups import StoredGroups, alike_runs, has_kernel
 from services.engine.model.operators.tiled_products import (
-    EPILOGUES,
     PANEL_OUTPUTS,
     TILE_OUTPUTS,
     Packed,
@@ -34,6 +33,7 @@ from services.engine.model.operators.tiled_products import (
     ProjectionPart,
     TiledGate,
     TiledProjection,
+    epilogue_of,
     interleaved,
     padded,
     round_up,
@@ -184,7 +184,7 @@ class TiledOperators(NativeOperators):
             return super().grouped_gate(gate, up, gate_bias, up_bias, activation)
         stored = [StoredGroups.of(weight) for weight in both]
         alike = len({weight.format for weight in stored}) == 1
-        if up is None or activation not in EPILOGUES or not alike:
+        if up is None or epilogue_of(activation) is None or not alike:
             product = self.grouped_projection(both, join_biases(gate_bias, up_bias))
             return TorchGate(product, len(both), activation, self)
         columns = 2 * round_up(gate.shape[0], TILE_OUTPUTS)
@@ -199,7 +199,7 @@ class TiledOperators(NativeOperators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        if activation not in EPILOGUES:
+        if epilogue_of(activation) is None:
             product = self.projection(*join(gate, up, gate_bias, up_bias))
             return TorchGate(product, 1 if up is None else 2, activation, self)
         parts = (gate,) if up is None else (gate, up)

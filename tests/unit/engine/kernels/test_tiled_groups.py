@@ -143,7 +143,13 @@ def test_codes_are_packed_from_the_blocks_of_a_file(
 @pytest.mark.parametrize("up_bits", [4, 6])
 @pytest.mark.parametrize("count", [1, 5, 40])
 @pytest.mark.parametrize(
-    "activation", [SWIGLU, Activation(Nonlinearity.GELU)], ids=["silu", "gelu"]
+    "activation",
+    [
+        SWIGLU,
+        Activation(Nonlinearity.GELU),
+        Activation(Nonlinearity.CLAMPED_SWIGLU, alpha=1.7, limit=2.5),
+    ],
+    ids=["silu", "gelu", "clamped"],
 )
 def test_gates_and_experts_equal_those_of_the_decoded_weights(
     operators: TiledOperators, up_bits: int, count: int, activation: Activation
