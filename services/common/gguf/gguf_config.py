@@ -6,6 +6,7 @@ its code (Gemma's scales, SmolLM 3's layers without rotation) is added here.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.json_values import Json
@@ -172,6 +173,47 @@ def _gemma3(file: GgufFile) -> dict[str, Json]:
     return {**values, "rope_local_base_freq": local}
 
 
+def _gemma3n(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Gemma 3n; llama.cpp has defaults for what older files leave out."""
+
+    def integer(key: str, default: int) -> int:
+        return file.integer(f"gemma3n.{key}", default)
+
+    layers = file.integer("gemma3n.block_count")
+    scales = file.numbers("gemma3n.activation_sparsity_scale")
+    values: dict[str, Json] = {
+        **_windows(file, layers, pattern=5),
+        "intermediate_size": [*file.integers("gemma3n.feed_forward_length", layers)],
+        "num_kv_shared_layers": integer("attention.shared_kv_layers", max(layers - 20, 0)),
+        "hidden_size_per_layer_input": integer("embedding_length_per_layer_input", 256),
+        "altup_num_inputs": integer("altup.num_inputs", 4),
+        "altup_active_idx": integer("altup.active_idx", 0),
+        "final_logit_softcapping": file.number("gemma3n.final_logit_softcapping", 30.0),
+        "rope_local_base_freq": file.number("gemma3n.rope.freq_base_swa", 10000.0),
+    }
+    if scales:  # the standard deviations that leave out a share of the gates
+        shares = [NormalDist().cdf(scale) for scale in scales[:layers]]
+        values["activation_sparsity_pattern"] = [*shares]
+    for key, name in {
+        "laurel_rank": "blk.0.laurel_l.weight",
+        "vocab_size_per_layer_input": "per_layer_token_embd.weight",
+    }.items():
+        if name in file.tensors:
+            values[key] = file.tensors[name].shape[0]
+    return values
+
+
+def _windows(file: GgufFile, layers: int, pattern: int) -> dict[str, Json]:
+    """Return which layers have a window: a list, or one layer in `pattern` has none."""
+    key = f"{file.architecture}.attention.sliding_window_pattern"
+    if not isinstance(file.metadata.get(key, pattern), list):
+        return {"sliding_window_pattern": file.integer(key, pattern)}
+    has_window = file.integers(key, layers)[:layers]
+    return {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in has_window]
+    }
+
+
 def _gemma4(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Gemma 4, whose layers differ in their heads and widths."""
 
@@ -186,9 +228,7 @@ def _gemma4(file: GgufFile) -> dict[str, Json]:
     divisors = file.floats("rope_freqs.weight") or [1.0]
     table = file.tensors.get("per_layer_token_embd.weight")
     values: dict[str, Json] = {
-        "layer_types": [
-            "sliding_attention" if each else "full_attention" for each in has_window[:layers]
-        ],
+        **_windows(file, layers, pattern=6),
         "head_dim": integer("attention.key_length_swa"),
         "global_head_dim": integer("attention.key_length"),
         "num_key_value_heads": next(
@@ -332,6 +372,7 @@ _ARCHITECTURES: Mapping[str, _Architecture] = {
     "qwen3moe": _Architecture("Qwen3MoeForCausalLM", further=lambda _: {"norm_topk_prob": True}),
     "gemma2": _Architecture("Gemma2ForCausalLM", further=lambda file: _gemma(file, 2, 46)),
     "gemma3": _Architecture("Gemma3ForCausalLM", further=_gemma3),
+    "gemma3n": _Architecture("Gemma3nForCausalLM", further=_gemma3n),
     "gemma4": _Architecture("Gemma4ForCausalLM", further=_gemma4),
     "phi3": _Architecture("Phi3ForCausalLM"),
     "olmo2": _Architecture("Olmo2ForCausalLM"),

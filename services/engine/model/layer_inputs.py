@@ -30,6 +30,8 @@ class LayerInputs:
     operators: Operators
     pad_token_id: int
     """Id whose row of the table the tokens of images take"""
+    num_ids: int
+    """Ids that have a row of the table, others take the first one; 0: all have one"""
 
     def allocate(self, tokens: int) -> Tensor:
         """Allocate the inputs of so many tokens: [tokens, layers, width]."""
@@ -50,9 +52,11 @@ class LayerInputs:
 
     def _ids(self, batch: StepBatch) -> Tensor:
         """Return the ids whose rows of the table the tokens take."""
-        if not batch.images:
-            return batch.token_ids
-        ids = batch.token_ids.clone()
+        ids = batch.token_ids
+        if self.num_ids:
+            ids = ids.where(ids < self.num_ids, 0)
+        if batch.images:
+            ids = ids.clone()
         for image in batch.images:
             ids[image.indices] = self.pad_token_id
         return ids
@@ -70,11 +74,13 @@ class LayerInput:
     width: int
     operators: Operators
 
-    def add_to(self, inputs: Tensor, hidden: Tensor, normed: Tensor) -> None:
-        """Add to the residual. inputs: [n, width]; normed: scratch space as `hidden`."""
+    def add_to(self, inputs: Tensor, rows: Tensor, out: Tensor) -> None:
+        """Add what follows from a token's input and its residual.
+
+        inputs: [n, width]; rows: [n, hidden_size] in the layout of products; out: [n, hidden_size].
+        """
         operators = self.operators
-        product, arranged = (operators.temporary(len(hidden), self.width) for _ in range(2))
-        operators.arrange(hidden, normed)
-        self.gate.into(normed, product)
+        product, arranged = (operators.temporary(len(out), self.width) for _ in range(2))
+        self.gate.into(rows, product)
         operators.arrange(self.activation.apply(product) * inputs, arranged)
-        self.output.add_to(arranged, hidden)
+        self.output.add_to(arranged, out)

@@ -22,6 +22,7 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
@@ -177,6 +178,16 @@ GEMMA4: dict[str, Any] = SHAPE | {
     + ["sliding_attention", "sliding_attention", "full_attention"],
     "tie_word_embeddings": True,
 }
+GEMMA3N: dict[str, Any] = {key: SHAPE[key] for key in SHAPE if key != "intermediate_size"} | {
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY - 9,
+    "laurel_rank": 12,
+    "tie_word_embeddings": True,
+}
 _VISION: dict[str, Any] = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -304,6 +315,18 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         top_k_experts=2,
         moe_intermediate_size=24,
         final_logit_softcapping=5.0,
+    ),
+    "gemma3n": Gemma3nTextConfig(
+        **GEMMA3N, num_kv_shared_layers=2, intermediate_size=[96, 96, 96, 64, 64]
+    ),
+    "gemma3n, sparse": Gemma3nTextConfig(
+        **GEMMA3N,
+        intermediate_size=96,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.9, 0.5, 0.0, 0.0, 0.0],
+        altup_num_inputs=3,
+        altup_active_idx=1,
+        altup_correct_scale=False,
     ),
     "phi3": Phi3Config(**SHAPE, sliding_window=30),
     "phi3, long": Phi3Config(

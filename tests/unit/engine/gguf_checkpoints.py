@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma3n_text": MODEL_ARCH.GEMMA3N,
     "gemma4_text": MODEL_ARCH.GEMMA4,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "olmoe": MODEL_ARCH.OLMOE,
@@ -62,7 +63,7 @@ ARCHITECTURES = {
 }
 """Architectures of llama.cpp by transformers' model_type"""
 _INTERLEAVED = {"granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"}
-_WITHOUT_OFFSET = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
+_WITHOUT_OFFSET = ("gemma2", "gemma3_", "qwen3_5", "qwen3_next")
 """Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
 Numbers = npt.NDArray[np.float32]
@@ -151,6 +152,10 @@ def _tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple
         for part, tensor in _split(name, whole, config):
             prefix, _, rest = part.partition(".experts.")
             number, _, stem = rest.partition(".")
+            if part.startswith("model.altup"):
+                prefix, number, stem = part.rsplit(".", 2)
+                experts.setdefault(f"{prefix}.{stem}", {})[int(number)] = tensor
+                continue
             if number.isdigit():
                 experts.setdefault(f"{prefix}.experts.{stem}", {})[int(number)] = tensor
                 continue
@@ -176,7 +181,7 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     if name.endswith("self_attn.sinks"):
         yield f"{name}.weight", tensor
         return
-    if name.endswith("layer_scalar"):
+    if name.endswith(("layer_scalar", "correct_output_scale")):
         yield f"{name}.weight", tensor
         return
     if config.model_type == "gemma4_text" and name.endswith("gate_up_proj"):
@@ -294,6 +299,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         _write_latent(writer, config)
     if config.model_type == "gemma4_text":
         _write_gemma4(writer, config)
+    if config.model_type == "gemma3n_text":
+        _write_gemma3n(writer, config)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
@@ -351,6 +358,17 @@ def _write_latent(writer: GGUFWriter, config: Any) -> None:
             writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if (weight := config.rope_parameters.get("mscale_all_dim")) is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
+
+
+def _write_gemma3n(writer: GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_altup_active_idx(config.altup_active_idx)
+    shares = torch.tensor(config.activation_sparsity_pattern)
+    writer.add_activation_sparsity_scale(torch.special.ndtri(shares).tolist())
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 def _write_gemma4(writer: GGUFWriter, config: Any) -> None:

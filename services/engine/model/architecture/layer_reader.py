@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.architecture.delta_reader import read_delta_layers
+from services.engine.model.architecture.gemma3n_layers import gemma3n_layers
 from services.engine.model.architecture.gemma4_layers import gemma4_layers
 from services.engine.model.architecture.latent_reader import read_latent
 from services.engine.model.architecture.layers import (
@@ -47,6 +48,8 @@ def read_layers(
         mixers[layer] = shape
     feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
     layers = tuple(map(LayerSpec, mixers, feed_forwards))
+    if family.names.altup is not None:
+        return gemma3n_layers(config, layers)
     return gemma4_layers(config, layers, context_length) if family.is_gemma4 else layers
 
 
@@ -109,19 +112,22 @@ def _feed_forward_layers(
     # Qwen 3.5's mixtures have no dense layer, so their file has no width of one
     if inner is None and config.has("moe_intermediate_size"):
         inner = config.positive("moe_intermediate_size")
-    dense = DenseSpec(
-        width=config.positive("intermediate_size", inner),
-        activation=_activation(config, family),
-        has_bias=family.reads_mlp_bias and config.flag("mlp_bias", False),
-    )
+    activation = _activation(config, family)
+    has_bias = family.reads_mlp_bias and config.flag("mlp_bias", False)
+    dense = [
+        DenseSpec(width, activation, has_bias)
+        for width in config.per_layer("intermediate_size", num_layers, inner)
+    ]
     if family.names.experts is None or family.is_gemma4:
-        return [dense] * num_layers
+        return [*dense]
     experts = [
-        _experts(config, family, dense, per_token, has_mxfp4)
-        for per_token in config.per_layer("num_experts_per_tok", num_layers)
+        _experts(config, family, layer, per_token, has_mxfp4)
+        for layer, per_token in zip(
+            dense, config.per_layer("num_experts_per_tok", num_layers), strict=True
+        )
     ]
     have_experts = _expert_layers(config, num_layers)
-    return [experts[layer] if layer in have_experts else dense for layer in range(num_layers)]
+    return [(experts if layer in have_experts else dense)[layer] for layer in range(num_layers)]
 
 
 def _expert_layers(config: Config, num_layers: int) -> set[int]:

@@ -140,6 +140,12 @@ class ModelSpec:
         """Width of what a token has for each layer alone; 0: there is none."""
         return self.layers[0].input_width
 
+    @property
+    def num_streams(self) -> int:
+        """Streams of AltUp; 0: the residual is a sum."""
+        altup = self.layers[0].altup
+        return 0 if altup is None else altup.streams
+
     def attention(self, layer: int) -> AttentionSpec:
         """Return the mixer of a layer, which must be attention."""
         mixer = self.layers[layer].mixer
@@ -168,6 +174,7 @@ class ModelSpec:
             offset = config.integer("pad_token_id") + 1
 
         bos_token_ids = config.ids("bos_token_id")
+        has_inputs = config.has("vocab_size_per_layer_input")
         return ModelSpec(
             family=family,
             vocab_size=config.positive("vocab_size"),
@@ -194,10 +201,8 @@ class ModelSpec:
             scheme=stored_as if isinstance(stored_as, Scheme) else None,
             eos_token_ids=config.ids("eos_token_id"),
             bos_token_id=bos_token_ids[0] if bos_token_ids else None,
-            input_vocab_size=config.positive("vocab_size_per_layer_input")
-            if family.is_gemma4
-            else 0,
-            pad_token_id=config.integer("pad_token_id", 0) if family.is_gemma4 else 0,
+            input_vocab_size=config.positive("vocab_size_per_layer_input") if has_inputs else 0,
+            pad_token_id=config.integer("pad_token_id", 0) if has_inputs else 0,
             position_offset=offset,
             num_draft_layers=config.integer("num_nextn_predict_layers", 1)
             if family.names.latent is not None

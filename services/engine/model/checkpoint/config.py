@@ -112,10 +112,10 @@ class Config:
             raise self._wrong(key, "a token id or a list of them")
         return tuple(ids)
 
-    def per_layer(self, key: str, num_layers: int) -> tuple[int, ...]:
+    def per_layer(self, key: str, num_layers: int, default: int | None = None) -> tuple[int, ...]:
         """Return the positive integer of each layer under `key`: a list, or one for all."""
         if not isinstance(self._find(key), list):
-            return (self.positive(key),) * num_layers
+            return (self.positive(key, default),) * num_layers
         numbers = self.ids(key)
         if len(numbers) != num_layers or min(numbers) <= 0:
             raise self._wrong(key, f"a positive integer or {num_layers} of them")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from services.engine.model.checkpoint.config import JsonObject
 from services.engine.model.checkpoint.family import (
+    AltUpNames,
     DeltaNetNames,
     ExpertStack,
     ExpertTensorNames,
@@ -24,6 +25,8 @@ _GEMMA = TensorNames(
     feed_forward_norm="pre_feedforward_layernorm",
     feed_forward_post_norm="post_feedforward_layernorm",
 )
+_SHARED_KEYS = tuple(f"*.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
+"""Tensors that files may hold for layers that share the keys of earlier ones"""
 _OLMO2 = TensorNames(
     attention_norm=None,
     attention_post_norm="post_attention_layernorm",
@@ -213,9 +216,43 @@ FAMILIES: Mapping[str, Family] = {
             reads_soft_caps=True,
         ),
         Family(
+            "Gemma3nForCausalLM",
+            names=replace(_GEMMA, altup=AltUpNames(), ignored=_SHARED_KEYS),
+            keys={"hidden_act": "hidden_activation"},
+            defaults={
+                "hidden_activation": "gelu_pytorch_tanh",
+                "altup_active_idx": 0,
+                "altup_num_inputs": 4,
+                "final_logit_softcapping": 30.0,
+                "head_dim": 256,
+                "hidden_size": 2048,
+                "hidden_size_per_layer_input": 256,
+                "intermediate_size": 16384,
+                "laurel_rank": 64,
+                "max_position_embeddings": 32768,
+                "num_attention_heads": 8,
+                "num_hidden_layers": 35,
+                "num_key_value_heads": 2,
+                "num_kv_shared_layers": 15,
+                "rope_theta": 1e6,
+                "sliding_window": 512,
+                "sliding_window_pattern": 5,
+                "tie_word_embeddings": True,
+                "vocab_size": 262400,
+                "vocab_size_per_layer_input": 262144,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.HEAD,
+            windows=WindowRule.PATTERN,
+            local_rotary=True,
+            scaled_embedding=True,
+            reads_soft_caps=True,
+        ),
+        Family(
             "Gemma4ForCausalLM",
             names=replace(
                 _GEMMA,
+                ignored=_SHARED_KEYS,
                 experts=ExpertTensorNames(
                     router="router.proj",
                     gate=("experts.gate_up_proj",),

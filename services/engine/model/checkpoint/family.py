@@ -7,6 +7,7 @@ from enum import Enum
 from services.engine.model.checkpoint.config import JsonObject
 
 __all__ = [
+    "AltUpNames",
     "BesideNames",
     "DeltaNetNames",
     "EncoderTraits",
@@ -154,6 +155,24 @@ class LayerInputNames:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpNames:
+    """Tensor names of the residual's streams."""
+
+    router_norm: str = "altup.router_norm"
+    router: str = "altup.modality_router"
+    prediction: str = "altup.prediction_coefs"
+    correction: str = "altup.correction_coefs"
+    scale: str = "altup.correct_output_scale"
+    """With its suffix: it is no module's weight"""
+    laurel_left: str = "laurel.linear_left"
+    laurel_right: str = "laurel.linear_right"
+    laurel_norm: str = "laurel.post_laurel_norm"
+    expansion: str = "altup_projections.{}"
+    """In the model; "{}" stands for the number of a stream after the first"""
+    merger: str = "altup_unembed_projections.{}"
+
+
+@dataclass(frozen=True, slots=True)
 class BesideNames:
     """Tensor names of the norms and factors of experts beside a dense layer."""
 
@@ -202,6 +221,8 @@ class TensorNames:
     beside: BesideNames = field(default_factory=BesideNames)
     layer_inputs: LayerInputNames = field(default_factory=LayerInputNames)
     layer_scalar: str = "layer_scalar"
+    altup: AltUpNames | None = None
+    """None: the residual is one stream"""
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
     latent: LatentNames | None = None

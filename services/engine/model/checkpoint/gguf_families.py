@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from services.engine.model.checkpoint.family import (
+    AltUpNames,
     BesideNames,
     DeltaNetNames,
     ExpertTensorNames,
@@ -51,6 +52,19 @@ _LAYER_INPUTS = LayerInputNames(
     post_norm="post_norm",
 )
 
+_ALTUP = AltUpNames(
+    router_norm="altup_router_norm",
+    router="altup_router",
+    prediction="altup_predict_coef",
+    correction="altup_correct_coef",
+    scale="altup_correct_scale.weight",
+    laurel_left="laurel_l",
+    laurel_right="laurel_r",
+    laurel_norm="laurel_post_norm",
+    expansion="altup_proj.{}",
+    merger="altup_unembd_proj.{}",
+)
+
 
 def gguf_family(family: Family) -> Family:
     """Return a family with the names and conventions of GGUF.
@@ -58,11 +72,10 @@ def gguf_family(family: Family) -> Family:
     The converter of llama.cpp has added the 1 to Gemma's norms, transposed GPT-2's weights, and
     taken gpt-oss's experts apart.
     """
+    shares_keys = family.is_gemma4 or family.names.altup is not None
     return replace(
         family,
-        names=replace(
-            _names(family.names), ignored=(*_IGNORED, *(_KEYS if family.is_gemma4 else ()))
-        ),
+        names=replace(_names(family.names), ignored=(*_IGNORED, *(_KEYS if shares_keys else ()))),
         norm_offset=False,
         transposed=False,
         interleaved_rotary=family.interleaved_rotary or family.architecture in _INTERLEAVED,
@@ -108,6 +121,7 @@ def _names(names: TensorNames) -> TensorNames:
         beside=_BESIDE,
         layer_inputs=_LAYER_INPUTS,
         layer_scalar="layer_output_scale.weight",
+        altup=None if names.altup is None else _ALTUP,
     )
 
 

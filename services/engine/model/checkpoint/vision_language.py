@@ -189,6 +189,18 @@ _QWEN3_5 = replace(
     axes=MultimodalAxes.INTERLEAVED_IN_A_QUARTER,
 )
 
+_GEMMA3N = VisionLanguage(
+    "Gemma3nForConditionalGeneration",
+    decoder=FAMILIES["Gemma3nForCausalLM"],
+    roots={"model.language_model.": "lm_head"},
+    vision=(),
+    others=(
+        "model.vision_tower.*",
+        "model.embed_vision.*",
+        "model.audio_tower.*",
+        "model.embed_audio.*",
+    ),
+)
 _GEMMA4 = VisionLanguage(
     "Gemma4ForConditionalGeneration",
     decoder=FAMILIES["Gemma4ForCausalLM"],
@@ -233,6 +245,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             decoder=_QWEN3_VL_MOE,
             axes=MultimodalAxes.INTERLEAVED,
         ),
+        _GEMMA3N,
         _GEMMA4,
         _KIMI_K25,
         _QWEN3_5,

@@ -17,6 +17,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -40,9 +41,11 @@ from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     EXPERTS,
+    GEMMA3N,
     LATENT,
     ROUTED,
     SHAPE,
+    VOCABULARY,
     WIDE,
     Driver,
     make_checkpoint,
@@ -74,6 +77,12 @@ FAMILIES = {
             "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
+    ),
+    "gemma3n": Gemma3nTextConfig(
+        **GEMMA3N | {"vocab_size_per_layer_input": VOCABULARY},
+        num_kv_shared_layers=2,
+        intermediate_size=[96, 96, 96, 64, 64],
+        activation_sparsity_pattern=[0.9, 0.5, 0.0, 0.0, 0.0],
     ),
     "smollm3": SmolLM3Config(**SHAPE | {"num_hidden_layers": 5}, no_rope_layer_interval=4),
     "starcoder2": Starcoder2Config(

@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import Gemma3nTextConfig, PreTrainedModel, Qwen3Config
 
 import services.engine.model.attention
 import services.engine.model.loader
 from services.engine.kernels.library import InstructionSet, instruction_set, limit_instruction_set
+from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.native_backend import TiledAttention
-from services.engine.model.loader import load_model
+from services.engine.model.loader import load_model, load_spec
 from tests.unit.engine.checkpoints import (
     CONFIGS,
+    GEMMA3N,
     WIDE,
     Driver,
     keep_last,
@@ -181,6 +183,29 @@ def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -
     for _ in range(TOKENS - 61):
         driver.step([(0, 1), (1, 1)])
     # The median, because rounding may send a token to another expert in either model.
+    error, usual = (driver.logits[0] - exact).abs(), (rounded - exact).abs()
+    assert error.median() < 1.2 * usual.median()
+
+
+@needs_tiles
+def test_streams_in_tiles_stay_close_to_float32(tmp_path: Path) -> None:
+    """Gemma 3n's streams are fewer than the rows and columns of a tile."""
+    widths = {"head_dim": 32, "hidden_size_per_layer_input": 32, "laurel_rank": 32}
+    config = Gemma3nTextConfig(
+        **GEMMA3N | widths,
+        num_kv_shared_layers=2,
+        intermediate_size=128,
+        activation_sparsity_pattern=[0.9, 0.5, 0.0, 0.0, 0.0],
+    )
+    model = make_checkpoint(tmp_path, config)
+    assert runs_in_tiles(load_spec(tmp_path), torch.bfloat16, torch.device("cpu"))
+    tokens = random_tokens(TOKENS, 1)
+    exact = reference_logits(model, tokens)
+    rounded = reference_logits(model.to(torch.bfloat16), tokens).float()  # type: ignore[arg-type]
+    driver = Driver(load_model(tmp_path, torch.bfloat16), [tokens])
+    driver.step([(0, 40)])
+    driver.step([(0, 1)])
+    driver.step([(0, TOKENS - 41)])
     error, usual = (driver.logits[0] - exact).abs(), (rounded - exact).abs()
     assert error.median() < 1.2 * usual.median()
 

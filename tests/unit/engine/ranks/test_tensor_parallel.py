@@ -59,6 +59,7 @@ FAMILIES = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma3n",
     "gemma4, shared keys",
     "gemma4, experts",
     "qwen3.5",
@@ -408,12 +409,13 @@ def spec(checkpoints: dict[str, Path]) -> ModelSpec:
         ("qwen3", {"intermediate_size": 129}, 2, r"intermediate_size \(129\)"),
         ("qwen3 moe", {"moe_intermediate_size": 33}, 2, r"experts' .* \(33\)"),
         ("qwen3", {"vocab_size": 5}, 4, r"vocab_size \(5\)"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5] * 5}, 2, "activation_sparsity_pattern"),
     ],
 )
 def test_indivisible_model_is_refused_with_the_reason(
     checkpoints: dict[str, Path],
     name: str,
-    change: Mapping[str, int],
+    change: Mapping[str, Any],
     ranks: int,
     complaint: str,
 ) -> None:
