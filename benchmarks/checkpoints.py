@@ -11,27 +11,33 @@ from __future__ import annotations
 import argparse
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoModelForCausalLM,
     CLIPVisionConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks import CACHE
 
-__all__ = ["SHAPES", "Shape", "make"]
+__all__ = ["RECENT", "SHAPES", "Shape", "make", "make_recent"]
 
 SEED = 20240607
 CONTEXT = 4096
@@ -74,15 +80,46 @@ SHAPES = {
 }
 
 
+_QWEN: dict[str, Any] = {"vocab_size": 248_320, "head_dim": 256, "num_key_value_heads": 2}
+RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
+    "bench-qwen3.5": partial(
+        Qwen3_5TextConfig,
+        **_QWEN,
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        intermediate_size=3584,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "bench-qwen3.5-moe": partial(
+        Qwen3_5MoeTextConfig,
+        **_QWEN,
+        hidden_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        tie_word_embeddings=False,
+    ),
+}
+"""Qwen 3.5 0.8B; and Qwen 3.5 35B-A3B with 12 of 40 layers and 64 of 256 experts.
+
+Not made unless named: 1.5 and 7 GB. Their tokenizer fills 32,000 rows of the embedding.
+"""
+RECENT_CONTEXT = 32_768
+RECENT_TOKENS = 32_000
+
+
 def make(shape: Shape, out: Path) -> None:
     """Write a Hugging Face model directory. The larger tokenizer takes about a minute."""
     # LLaVA-1.5 too has rows for the image token and for more than there are
     tokenizer = train_tokenizer(shape.vocabulary - (SPARE_ROWS if shape.has_vision else 0))
-    special = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -94,10 +131,34 @@ def make(shape: Shape, out: Path) -> None:
         max_position_embeddings=CONTEXT,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        **special,
+        **_special_ids(tokenizer),
     )
     torch.manual_seed(SEED)
     model = _with_vision(config, tokenizer, out) if shape.has_vision else LlamaForCausalLM(config)
+    _write(model, tokenizer, out)
+
+
+def make_recent(config: Callable[..., PreTrainedConfig], out: Path) -> None:
+    """Write a Hugging Face model directory of a shape of RECENT."""
+    tokenizer = train_tokenizer(RECENT_TOKENS)
+    special = _special_ids(tokenizer)
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config(max_position_embeddings=RECENT_CONTEXT, **special), dtype=torch.bfloat16
+    )
+    _write(model, tokenizer, out)
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Give the model random weights, and write it."""
     tokenizer.save_pretrained(out)
     with torch.no_grad():
         for weight in model.parameters():
@@ -107,7 +168,7 @@ def make(shape: Shape, out: Path) -> None:
                 weight.normal_(0.0, 0.02)
     model.bfloat16()
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False, **special
+        do_sample=False, **_special_ids(tokenizer)
     )
     model.save_pretrained(out)
     print(f"{out}: {sum(weight.numel() for weight in model.parameters()):,} parameters")
@@ -192,7 +253,10 @@ def corpus() -> Iterator[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
     parser.add_argument("--out", type=Path, default=CACHE / "models")
-    parser.add_argument("--only", choices=SHAPES, help="make this checkpoint alone")
+    parser.add_argument("--only", choices=[*SHAPES, *RECENT], help="make this checkpoint alone")
     arguments = parser.parse_args()
     for name in [arguments.only] if arguments.only else SHAPES:
-        make(SHAPES[name], arguments.out / name)
+        if name in RECENT:
+            make_recent(RECENT[name], arguments.out / name)
+        else:
+            make(SHAPES[name], arguments.out / name)

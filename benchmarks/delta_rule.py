@@ -13,10 +13,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.roofline import measure_bandwidth
 from benchmarks.tables import markdown
 from services.engine.batch.step_batch import StateSegments
@@ -113,6 +116,74 @@ def prompt_rate(rule: DeltaRule, tokens: int, seconds: float) -> float:
     return tokens / median_seconds(lambda: rule.apply(weights, inputs, state, segments), seconds)
 
 
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """Decodes of `sequences`, whose states are stored in a dtype."""
+
+    sequences: int
+    states: str
+    bytes_per_second: float
+    share_of_bandwidth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens per second of a prompt of `tokens`."""
+
+    tokens: int
+    ours: float
+    torch: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaReport:
+    date: str
+    machine: Machine
+    bandwidth: float
+    """Bytes per second"""
+    decodes: Sequence[Decodes]
+    prompts: Sequence[Prompt]
+
+
+def measure(seconds: float) -> DeltaReport:
+    """Measure each figure for about `seconds`."""
+    rule = choose_delta_rule(SHAPE, torch.bfloat16, CPU)
+    bandwidth = measure_bandwidth(seconds=seconds)[-1].median
+    decodes = []
+    for stored in (torch.float32, torch.bfloat16):
+        for batch in BATCHES:
+            rate = decode_rate(rule, stored, batch, seconds)
+            name = str(stored).removeprefix("torch.")
+            decodes.append(Decodes(batch, name, round(rate), round(rate / bandwidth, 3)))
+    prompts = []
+    reference = TorchDeltaRule(SHAPE, torch.bfloat16, CPU)
+    for tokens in PROMPTS:
+        ours, theirs = (prompt_rate(each, tokens, seconds) for each in (rule, reference))
+        prompts.append(Prompt(tokens, round(ours, 1), round(theirs, 1)))
+    return DeltaReport(now(), Machine.this(), round(bandwidth), decodes, prompts)
+
+
+def describe(report: DeltaReport) -> str:
+    """Return the report as tables."""
+    decodes = [["sequences", "states", "GB/s", "of the read bandwidth"]]
+    decodes += [
+        [
+            f"{case.sequences}",
+            case.states,
+            f"{case.bytes_per_second / 1e9:.1f}",
+            f"{case.share_of_bandwidth:.0%}",
+        ]
+        for case in report.decodes
+    ]
+    prompts = [["prompt", "tokens/s", "torch, tokens/s", "ratio"]]
+    prompts += [
+        [f"{case.tokens}", f"{case.ours:.0f}", f"{case.torch:.0f}", f"{case.ours / case.torch:.1f}"]
+        for case in report.prompts
+    ]
+    bandwidth = f"Read bandwidth: {report.bandwidth / 1e9:.1f} GB/s"
+    return f"{bandwidth}\n\n{markdown(decodes)}\n\n{markdown(prompts)}"
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -121,25 +192,13 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seconds", type=float, default=2.0, help="for each figure")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
     if native is not None:
         native.use_pool(len(os.sched_getaffinity(0)))  # as the engine with a bfloat16 model
-    rule = choose_delta_rule(SHAPE, torch.bfloat16, CPU)
-    bandwidth = measure_bandwidth(seconds=seconds)[-1].median
-    print(f"Read bandwidth: {bandwidth / 1e9:.1f} GB/s\n")
-    rows = [["sequences", "states", "GB/s", "of the read bandwidth"]]
-    for stored in (torch.float32, torch.bfloat16):
-        for batch in BATCHES:
-            rate = decode_rate(rule, stored, batch, seconds)
-            name = str(stored).removeprefix("torch.")
-            rows.append([str(batch), name, f"{rate / 1e9:.1f}", f"{rate / bandwidth:.0%}"])
-    print(markdown(rows) + "\n")
-    rows = [["prompt", "tokens/s", "torch, tokens/s", "ratio"]]
-    reference = TorchDeltaRule(SHAPE, torch.bfloat16, CPU)
-    for tokens in PROMPTS:
-        ours, theirs = (prompt_rate(each, tokens, seconds) for each in (rule, reference))
-        rows.append([str(tokens), f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.1f}"])
-    print(markdown(rows))
+    report = measure(arguments.seconds)
+    path = save(report, arguments.results, f"{report.date}-delta-rule")
+    print(f"{describe(report)}\n\nwritten to {path}")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ from services.engine.kernels.library import Kernel, OperationCall
 from services.engine.loop import step_sampler
 from services.engine.messages import RequestDone, SamplingSettings, Token
 from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.loader import load_spec, resolve_dtype
 from services.engine.model.operators.interface import Gate, Operators, Projection
@@ -39,6 +41,8 @@ __all__ = ["MeasuredEngine", "Stopwatch"]
 
 _PART_OF_A_BLOCK = 256
 """Tokens by which the KV cache may be cut to whole blocks"""
+_LONG_SEQUENCE = 4096
+"""Tokens that the engine expects of a sequence, when it divides memory between pages and states"""
 _PARTS = {
     Kernel.NORM: "norm, rotation",
     Kernel.LINEAR: "linear",
@@ -50,6 +54,7 @@ _PARTS = {
     Kernel.GATE: "linear",
     Kernel.DECODE: "attention",
     Kernel.DELTA_RULE: "attention",
+    Kernel.ARRANGE: "norm, rotation",
 }
 
 Arguments = ParamSpec("Arguments")
@@ -67,17 +72,21 @@ class MeasuredEngine(Engine):
         speculate: bool = False,
         weights: str = "full",
         device: str = "cpu",
+        streams: int = 1,
     ) -> None:
-        """tokens: what the KV cache has to hold."""
-        on = torch.device(device)
-        widths = (group.token_width for group in layer_groups(load_spec(model)))
-        per_token = sum(widths) * resolve_dtype(dtype, on).itemsize
+        """tokens: what the KV cache has to hold; streams: sequences that run at once."""
+        spec, itemsize = load_spec(model), resolve_dtype(dtype, torch.device(device)).itemsize
+        memory = (tokens + _PART_OF_A_BLOCK) * itemsize * _token_width(spec)
+        if states := _state_bytes(spec, itemsize):
+            # The engine counts on long sequences; snapshots take as much again as their pages.
+            tokens = max(tokens, streams * _LONG_SEQUENCE)
+            memory = 2 * tokens * itemsize * _token_width(spec) + (2 * streams + 1) * states
         settings = EngineSettings(
             dtype=dtype,
             device=device,
             weights=weights,
             speculate="ngram" if speculate else "off",
-            kv_memory=str((tokens + _PART_OF_A_BLOCK) * per_token),
+            kv_memory=str(memory),
         )
         super().__init__(model, settings)
         size = self.model.vocabulary_size
@@ -249,6 +258,21 @@ def _implementations(base: type[object]) -> Iterator[type[object]]:
     for kind in base.__subclasses__():
         yield kind
         yield from _implementations(kind)
+
+
+def _token_width(spec: ModelSpec) -> int:
+    """Return the numbers that the layers keep for a token."""
+    return sum(group.token_width for group in layer_groups(spec))
+
+
+def _state_bytes(spec: ModelSpec, itemsize: int) -> int:
+    """Return the bytes that the recurrent layers keep for a sequence."""
+    shapes = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaShape)]
+    return sum(
+        (shape.conv_width - 1) * shape.channels * itemsize
+        + shape.value_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
+        for shape in shapes
+    )
 
 
 def _ids(prompt: list[int] | str) -> list[int]:

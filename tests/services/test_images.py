@@ -3,7 +3,7 @@
 import base64
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import pytest
 import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
+from transformers import AutoModelForImageTextToText
 
+from services.common.images import decode
 from services.engine.vision.encoder import ImageEncoder, ImageFeatures
 from services.tokenizer.images.image_family import ImageSize
 from tests.services.shim import running_shim
 from tests.stack import running_service
-from tests.unit.engine.vision_checkpoints import png
+from tests.unit.engine.vision_checkpoints import VISION_MODELS, inputs, png
 from tests.unit.tokenizer.images.checkpoints import seeing
 from tests.vision import WHOLE, write_whole
 
@@ -46,7 +48,13 @@ def test_services_agree_on_the_tokens_of_an_image(name: str, tmp_path: Path) -> 
 async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
     """The four services with a small LLaVA."""
     model = write_whole(tmp_path_factory.mktemp("checkpoint") / "tiny-llava", "llava")
-    logs = tmp_path_factory.mktemp("logs")
+    async with running_stack(model, tmp_path_factory.mktemp("logs")) as client:
+        yield client
+
+
+@asynccontextmanager
+async def running_stack(model: Path, logs: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Run the four services with a checkpoint, in float32; yield a client of the shim."""
     async with AsyncExitStack() as running:
 
         async def start(name: str, *flags: str) -> str:
@@ -166,6 +174,35 @@ async def test_openai_sdk_sends_images_to_chats(http: httpx.AsyncClient) -> None
     content.pop()
     less = await client.chat.completions.create(messages=messages, **asked)  # type: ignore[call-overload]
     assert answer.usage.prompt_tokens == less.usage.prompt_tokens + IMAGE_TOKENS
+
+
+async def test_chat_about_an_image_scores_as_transformers_does(tmp_path: Path) -> None:
+    """From the pixels to the answer, nothing of Gemma 4's images differs from transformers'."""
+    name = "gemma4, images see ahead"
+    model = write_whole(tmp_path / "tiny-gemma4", name)
+    part = {"type": "image_url", "image_url": {"url": url(DOG)}}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+    async with running_stack(model, tmp_path) as http:
+        ids = (await http.post("/tokenize", json={"messages": messages})).json()["tokens"]
+        asked = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 5}
+        answer = await http.post("/v1/chat/completions", json={"messages": messages, **asked})
+        assert answer.status_code == 200, answer.text
+        sound = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+        refused = {"messages": [{"role": "user", "content": [sound]}]}
+        refusal = await http.post("/v1/chat/completions", json=refused)
+    assert answer.json()["usage"]["prompt_tokens"] == len(ids)
+    [token] = answer.json()["choices"][0]["logprobs"]["content"]
+    found = [each["logprob"] for each in token["top_logprobs"]]
+    reference: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    given = inputs(VISION_MODELS[name].processor, [[decode(DOG)]])
+    tokens = torch.tensor([ids])
+    kinds = (tokens == reference.config.image_token_id).int()
+    with torch.no_grad():
+        logits = reference(input_ids=tokens, mm_token_type_ids=kinds, **given).logits[0, -1]
+    expected = logits.log_softmax(-1).topk(5).values.tolist()
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert refusal.status_code == 400
+    assert "input_audio" in refusal.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tokenwire.errors import ServiceError
 from tokenwire.serving.health import is_ready, is_serving, why_not_serving
 
 FEW = ("--dtype", "float32", "--kv-memory", "64MiB")
-BODY = {"model": "default", "prompt": "import", "max_tokens": 4}
+BODY = {"model": "default", "prompt": "import", "max_tokens": 4, "ignore_eos": True}
 
 
 @dataclass(frozen=True)

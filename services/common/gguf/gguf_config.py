@@ -4,7 +4,7 @@ The keys are those that llama.cpp's converter writes; what it leaves out because
 its code (Gemma's scales, SmolLM 3's layers without rotation) is added here.
 """
 
-from services.common.gguf.gguf_architectures import ARCHITECTURES, MIXTRAL, OLMO3
+from services.common.gguf.gguf_architectures import architecture_of
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_rope import rope_scaling
 from services.common.json_values import Json
@@ -21,17 +21,7 @@ _FEED_FORWARD_BIASES = ("blk.0.ffn_up.bias", "blk.0.ffn_up_exps.bias")
 
 def config_of(file: GgufFile) -> dict[str, Json]:
     """Return the values of config.json. Raises GgufError for an unsupported architecture."""
-    name = file.architecture
-    if name not in ARCHITECTURES:
-        raise GgufError(
-            f"{file.path}: the architecture {name} is not supported. Supported: "
-            f"{', '.join(ARCHITECTURES)}."
-        )
-    architecture = ARCHITECTURES[name]
-    if name == "llama" and "llama.expert_count" in file.metadata:
-        architecture = MIXTRAL
-    if name == "olmo2" and file.integer("olmo2.attention.sliding_window", 0) > 0:
-        architecture = OLMO3
+    architecture = architecture_of(file)
     values = {**_common(file), **architecture.further(file)}
     renamed = {architecture.names.get(key, key): value for key, value in values.items()}
     fused = not any(tensor.endswith(".attn_q.weight") for tensor in file.tensors)

@@ -111,7 +111,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "deepseek-llm": PreTokenizer(
         (
             *(r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+"),
-            *(r"\s+$", _EAST_ASIAN, r"\p{N}+"),
+            # llama.cpp keeps numbers whole, but DeepSeek's own file takes each digit alone
+            *(r"\s+$", _EAST_ASIAN, NUMBER),
         )
     ),
     **dict.fromkeys(

@@ -101,8 +101,8 @@ class StepBatch:
     token_types: Tensor | None = None
     """int64 [tokens], 1 for tokens of the second text of a pair; None = there are none"""
     further_groups: tuple["StepBatch", ...] = ()
-    """This batch with the `slots` and `block_tables` of each cache group but the first; empty = all
-    groups have the same ones"""
+    """This batch with the `slots`, `block_tables` and `visible_ends` of each cache group but the
+    first; empty = all groups have the same ones"""
     visible_ends: Tensor | None = None
     """int32 [tokens], index after the last key that each token sees, where the tokens of an image
     see each other; None = each token sees those up to itself"""
@@ -125,6 +125,17 @@ class StepBatch:
             for each, table in zip(slots, tables, strict=True)
         )
         return replace(self, further_groups=further)
+
+    def with_ends(self, ends: Tensor, groups: Sequence[bool]) -> "StepBatch":
+        """Return this batch with `ends` as the `visible_ends` of some cache groups.
+
+        groups: of each group, whether it is one of them.
+        """
+        further = tuple(
+            replace(group, visible_ends=ends if has_ends else None)
+            for group, has_ends in zip(self.further_groups, groups[1:], strict=True)
+        )
+        return replace(self, visible_ends=ends if groups[0] else None, further_groups=further)
 
     def copy(self) -> "StepBatch":
         """Return another batch of the same tensors."""

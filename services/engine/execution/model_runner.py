@@ -297,9 +297,11 @@ class ModelRunner:
             images=images.rows,
             token_types=self._token_types(plan, counts),
             rotary_positions=images.rotary_positions,
-            visible_ends=images.visible_ends,
         )
-        return batch.with_groups(slots[1:], tables_of_groups[1:])
+        batch = batch.with_groups(slots[1:], tables_of_groups[1:])
+        if images.visible_ends is None:
+            return batch
+        return batch.with_ends(images.visible_ends, self._images.groups_ahead)
 
     def _token_types(self, plan: StepPlan, counts: list[int]) -> Tensor | None:
         """Return which tokens belong to the second text of a pair; None = there are no pairs."""

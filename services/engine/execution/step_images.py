@@ -11,7 +11,9 @@ from services.engine.batch.staging import HostFields
 from services.engine.batch.step_batch import ImageRows
 from services.engine.batch.transfer import to_device
 from services.engine.messages import PlacedImage
+from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint.family import ImageSight
 from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.step_plan import StepPlan
 
@@ -25,6 +27,7 @@ class ImageFields:
     rows: tuple[ImageRows, ...] = ()
     rotary_positions: Tensor | None = None
     visible_ends: Tensor | None = None
+    """Ends for the groups of `StepImages.groups_ahead`"""
 
 
 NO_IMAGES = ImageFields()
@@ -52,7 +55,12 @@ class StepImages:
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._hidden_size = spec.hidden_size
         self._has_grid = spec.has_grid_positions
-        self._sees_ahead = spec.family.images_see_ahead
+        sight = spec.family.image_sight
+        self.groups_ahead = tuple(
+            sight is ImageSight.ALL or (sight is ImageSight.WINDOWS and group.window > 0)
+            for group in layer_groups(spec)
+        )
+        """Of each cache group, whether its layers show an image's tokens those after them"""
         self._dtype = dtype
         self._device = device
 
@@ -68,7 +76,7 @@ class StepImages:
         return ImageFields(
             rows=tuple(each for part in parts for each in self._rows(part)),
             rotary_positions=self._rotary_positions(parts, fields) if self._has_grid else None,
-            visible_ends=self._visible_ends(parts, fields) if self._sees_ahead else None,
+            visible_ends=self._visible_ends(parts, fields) if any(self.groups_ahead) else None,
         )
 
     def _rows(self, part: _Part) -> Iterator[ImageRows]:

@@ -4,7 +4,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_double, c_float, c_int8, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 
@@ -71,6 +71,7 @@ class Epilogue(IntEnum):
     GELU_TANH = 6
     GATE_GELU = 7
     GATE_GELU_TANH = 8
+    GATE_CLAMPED = 9
 
 
 class Numbers(IntEnum):
@@ -79,6 +80,7 @@ class Numbers(IntEnum):
     FLOATS = 0
     HALVES = 1
     LEVELS = 2
+    EXPONENTS = 3
 
 
 class Format(IntEnum):
@@ -104,6 +106,7 @@ class Kernel(IntEnum):
     GATE = 7
     DECODE = 8
     DELTA_RULE = 9
+    ARRANGE = 10
 
 
 class DrawCall(ctypes.Structure):
@@ -300,9 +303,11 @@ class GroupedCall(ctypes.Structure):
         ("bits", c_int32),
         ("numbers", c_int32),
         ("has_offsets", c_int32),
+        ("has_values", c_int32),
         ("adds", c_int32),
         ("dtype", c_int32),
         ("out_dtype", c_int32),
+        ("values", c_int8 * 16),
     ]
 
 
@@ -322,6 +327,8 @@ class LinearCall(ctypes.Structure):
         ("out_stride", c_int64),
         ("epilogue", c_int32),
         ("format", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
     ]
 
 
@@ -396,6 +403,21 @@ class GateCall(ctypes.Structure):
     ]
 
 
+class ArrangeCall(ctypes.Structure):
+    """struct tw_arrange"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("out", c_void_p),
+        ("num_rows", c_int64),
+        ("width", c_int64),
+        ("row_stride", c_int64),
+        ("is_tiled", c_int32),
+        ("multiplies", c_int32),
+        ("dtype", c_int32),
+    ]
+
+
 class _AnyCall(ctypes.Union):
     _fields_ = [
         ("norm", NormCall),
@@ -408,6 +430,7 @@ class _AnyCall(ctypes.Union):
         ("gate", GateCall),
         ("decode", AttentionCall),
         ("delta_rule", DeltaRuleCall),
+        ("arrange", ArrangeCall),
     ]
 
 
@@ -425,6 +448,8 @@ class TablesCall(ctypes.Structure):
         ("slots", c_void_p),
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
+        ("ends", c_void_p),
+        ("kept_ends", c_void_p),
     ]
 
 
@@ -437,8 +462,6 @@ class PassCall(ctypes.Structure):
         ("context_lengths", c_void_p),
         ("kept", c_void_p),
         ("kept_starts", c_void_p),
-        ("ends", c_void_p),
-        ("kept_ends", c_void_p),
         ("state_starts", c_void_p),
         ("state_sources", c_void_p),
         ("state_targets", c_void_p),
@@ -505,6 +528,7 @@ class Native:
             Kernel.GATE: function("tw_gate_rows", None, POINTER(GateCall)),
             Kernel.DECODE: function("tw_paged_decode", None, POINTER(AttentionCall)),
             Kernel.DELTA_RULE: function("tw_delta_rule", None, POINTER(DeltaRuleCall)),
+            Kernel.ARRANGE: function("tw_arrange_rows", None, POINTER(ArrangeCall)),
         }
         self._recorder = _Recorder()
 

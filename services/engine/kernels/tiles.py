@@ -4,7 +4,7 @@ from torch import Tensor
 
 from services.engine.kernels.library import InstructionSet, instruction_set
 
-__all__ = ["TILE", "from_tiles", "rows_at_once", "to_tiles"]
+__all__ = ["TILE", "from_tiles", "rows_at_once"]
 
 TILE = 32
 """Rows and columns of a block of activations; also the inputs that a tile product sums over"""
@@ -16,15 +16,6 @@ _VECTOR_ROWS = 16
 def rows_at_once() -> int:
     """Return how many rows a product computes at once: with fewer it takes as long."""
     return TILE if instruction_set() == InstructionSet.AMX else _VECTOR_ROWS
-
-
-def to_tiles(rows: Tensor) -> Tensor:
-    """Arrange [rows, width] in tiles, padded with rows of zeros to whole blocks."""
-    count, width = rows.shape
-    padded = rows.new_zeros((-(-count // TILE) * TILE, width))
-    padded[:count] = rows
-    blocks = padded.view(-1, TILE, width // TILE, TILE).transpose(1, 2)
-    return blocks.reshape(padded.shape)
 
 
 def from_tiles(tiles: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
             model.state_slots,
             model.snapshot_interval,
             max_step_tokens,
-            max_step_tokens if spec.family.images_see_ahead else 1,
+            max_step_tokens if spec.images_see_ahead else 1,
         )
     )
     scheduler = Scheduler(
@@ -62,7 +62,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
             rows_at_once=decoder.rows_at_once,
             speculate=settings.speculate == "ngram",
             keeps_prompts_whole=decoder.computes_whole_prompts,
-            keeps_images_whole=spec.family.images_see_ahead,
+            keeps_images_whole=spec.images_see_ahead,
             max_logit_rows=max_logit_rows(settings.max_running),
             prompts_have_fixed_cost=decoder.device.type == "cuda",
         ),
@@ -90,7 +90,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         weight_bytes=model.weight_bytes,
         kernels=_kernels(decoder),
         takes_adapters=decoder.adapters is not None,
-        images_are_consecutive=spec.has_grid_positions or spec.family.images_see_ahead,
+        images_are_consecutive=spec.has_grid_positions or spec.images_see_ahead,
         generates=not spec.is_encoder and spec.family.has_logits,
         pooled=_pooled(model),
         vector_width=0 if pooler is None else pooler.width,

@@ -16,11 +16,12 @@ from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.embedding import Embedding
-from services.engine.model.layer_inputs import LayerInput, LayerInputs
+from services.engine.model.layer_inputs import LayerInputs
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.model.parts.feed_forward import FeedForward
+from services.engine.model.residual import Residual, ResidualRows
 
 __all__ = ["Activations", "Decoder", "DecoderWeights", "LayerWeights"]
 
@@ -33,10 +34,7 @@ class LayerWeights:
     mixer: MixerWeights
     feed_forward_norm: Tensor | None
     feed_forward: FeedForward
-    input: LayerInput | None = None
-    """Adds what a token has for this layer alone"""
-    scalar: float = 1.0
-    """Factor on the residual at the end"""
+    residual: Residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +71,24 @@ class Activations:
     """One for each distinct RoPE"""
     inputs: Tensor | None
     """[tokens, layers, width], what each token has for each layer alone; None: there is none"""
+    streams: Tensor | None
+    """[tokens, streams, hidden_size], the streams of AltUp; None: `hidden` is the only one"""
+
+    @property
+    def residual(self) -> ResidualRows:
+        """The rows that layers read and add to."""
+        return ResidualRows(self.hidden, self.normed, self.streams)
+
+    def inputs_of(self, layer: int) -> Tensor | None:
+        """Return what each token has for a layer alone."""
+        return None if self.inputs is None else self.inputs[:, layer]
 
     @property
     def large(self) -> tuple[Tensor, ...]:
         """All buffers but the rotations."""
         mixing = (tensor for scratch in self.mixing for tensor in scratch.tensors)
-        inputs = () if self.inputs is None else (self.inputs,)
-        return self.hidden, self.normed, *mixing, *self.inner, *inputs
+        optional = (tensor for tensor in (self.inputs, self.streams) if tensor is not None)
+        return self.hidden, self.normed, *mixing, *self.inner, *optional
 
     def first(self, tokens: int) -> "Activations":
         return Activations(
@@ -89,6 +98,7 @@ class Activations:
             tuple(inner[:tokens] for inner in self.inner),
             tuple(rotation.first(tokens) for rotation in self.rotations),
             None if self.inputs is None else self.inputs[:tokens],
+            None if self.streams is None else self.streams[:tokens],
         )
 
 
@@ -104,8 +114,7 @@ class _Layer:
     feed_forward: FeedForward
     inner: int
     """Index of the feed-forward layer's buffer in `Activations.inner`"""
-    input: LayerInput | None
-    scalar: float
+    residual: Residual
 
 
 class Decoder:
@@ -155,8 +164,7 @@ class Decoder:
                 feed_forward_norm=layer.feed_forward_norm,
                 feed_forward=layer.feed_forward,
                 inner=widths.index(shape.feed_forward.inner_width),
-                input=layer.input,
-                scalar=layer.scalar,
+                residual=layer.residual,
             )
             for layer, mixer, shape in zip(weights.layers, mixers, spec.layers, strict=True)
         ]
@@ -208,10 +216,18 @@ class Decoder:
         counts = {
             layer: count for layers, count in zip(groups, blocks, strict=True) for layer in layers
         }
-        cache = self._attention.allocate(counts, block_size or self.block_size)
+        size = block_size or self.block_size
+        cache = self._attention.allocate(counts, size)
+        latents = {
+            index: self._layers[index].mixer.allocate_latents(counts[index], size)
+            for index in self.spec.latent_layers
+        }
         states = enumerate(layer.mixer.allocate_states(num_states) for layer in self._layers)
         return replace(
-            cache, states={index: state for index, state in states if state}, groups=groups
+            cache,
+            latents=latents,
+            states={index: state for index, state in states if state},
+            groups=groups,
         )
 
     @property
@@ -418,17 +434,21 @@ class Decoder:
 
     def _project(self, index: int, buffers: Activations) -> None:
         """Compute what a layer's mixer combines from the residual."""
-        self._norm(buffers.hidden, self._layers[index].mixer_norm, buffers.normed)
+        layer = self._layers[index]
+        layer.residual.begin(buffers.residual)
+        self._norm(buffers.hidden, layer.mixer_norm, buffers.normed)
         mixer, scratch = self._mixing(index, buffers)
         mixer.project(buffers.normed, scratch, buffers.rotations)
+        layer.residual.bypass(buffers.residual)
 
     def _keep(self, batch: StepBatch, buffers: Activations) -> None:
         """Move what is left of the rows that the step returns to the front."""
         outputs = batch.output_rows
         rows = None if outputs is None else outputs.indices
         self._operators.keep(buffers.hidden, rows)
-        if buffers.inputs is not None:
-            self._operators.keep(buffers.inputs, rows)
+        for optional in (buffers.inputs, buffers.streams):
+            if optional is not None:
+                self._operators.keep(optional, rows)
 
     def _after_mixing(self, index: int, buffers: Activations) -> None:
         """Add the outputs of a layer's mixer and feed-forward layer to the residual."""
@@ -439,10 +459,7 @@ class Decoder:
         if not is_parallel:
             self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
         layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner[layer.inner])
-        if layer.input is not None and buffers.inputs is not None:
-            layer.input.add_to(buffers.inputs[:, index], buffers.hidden, buffers.normed)
-        if layer.scalar != 1:
-            buffers.hidden.mul_(layer.scalar)
+        layer.residual.end(buffers.residual, buffers.inputs_of(index))
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
         """Compute what all layers share: the embeddings and the rotations."""
@@ -451,7 +468,7 @@ class Decoder:
         self._rotaries.compute(positions, buffers.rotations)
         inputs = self._weights.layer_inputs
         if inputs is not None and buffers.inputs is not None:
-            inputs.compute(batch.token_ids, buffers.hidden, buffers.normed, buffers.inputs)
+            inputs.compute(batch, buffers.hidden, buffers.normed, buffers.inputs)
 
     def _kept(self, batch: StepBatch, buffers: Activations) -> Activations:
         """Return the buffers of the rows that the step returns."""
@@ -499,4 +516,11 @@ class Decoder:
             inputs=None
             if self._weights.layer_inputs is None
             else self._weights.layer_inputs.allocate(tokens),
+            streams=self._allocate_streams(tokens),
         )
+
+    def _allocate_streams(self, tokens: int) -> Tensor | None:
+        count, width = self.spec.num_streams, self.spec.hidden_size
+        if not count:
+            return None
+        return self._operators.empty(tokens, count * width).view(tokens, count, width)

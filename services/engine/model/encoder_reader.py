@@ -16,6 +16,7 @@ from services.engine.model.encoder import EncoderWeights
 from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.operators.interface import LayerNorm, Operators, Projection
 from services.engine.model.parts.feed_forward import Dense
+from services.engine.model.residual import OneStream
 
 __all__ = ["EncoderReader"]
 
@@ -214,6 +215,7 @@ class EncoderReader:
             mixer=attention,
             feed_forward_norm=None,
             feed_forward=Dense(made, self._projection(layer.down)),
+            residual=OneStream(self._operators),
         )
 
     def _projection(self, linear: _Linear) -> Projection:

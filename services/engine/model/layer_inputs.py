@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
+from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.embedding import Embedding
 from services.engine.model.operators.interface import Operators, Projection
@@ -27,23 +28,38 @@ class LayerInputs:
     hidden_size: int
     epsilon: float
     operators: Operators
+    pad_token_id: int
+    """Id whose row of the table the tokens of images take"""
+    num_ids: int
+    """Ids that have a row of the table, others take the first one; 0: all have one"""
 
     def allocate(self, tokens: int) -> Tensor:
         """Allocate the inputs of so many tokens: [tokens, layers, width]."""
         return self.operators.empty(tokens, self.layers * self.width).view(tokens, self.layers, -1)
 
-    def compute(self, ids: Tensor, hidden: Tensor, normed: Tensor, out: Tensor) -> None:
-        """Fill `out` for tokens with these embeddings.
+    def compute(self, batch: StepBatch, hidden: Tensor, normed: Tensor, out: Tensor) -> None:
+        """Fill `out` for the tokens of a step with these embeddings.
 
-        ids: int64 [n]; hidden: [n, hidden_size]; normed: scratch space of the same shape.
+        hidden: [tokens, hidden_size]; normed: scratch space of the same shape.
         """
-        flat = out.view(len(ids), -1)
+        flat = out.view(len(hidden), -1)
         self.operators.arrange(hidden, normed)
         self.projection.into(normed, flat)
         scaled = out * self.hidden_size**-0.5
         projected = rms_norm(scaled, (self.width,), self.norm, self.epsilon)
-        self.table.read(ids, flat)
+        self.table.read(self._ids(batch), flat)
         out.mul_(self.width**0.5).add_(projected).mul_(0.5**0.5)
+
+    def _ids(self, batch: StepBatch) -> Tensor:
+        """Return the ids whose rows of the table the tokens take."""
+        ids = batch.token_ids
+        if self.num_ids:
+            ids = ids.where(ids < self.num_ids, 0)
+        if batch.images:
+            ids = ids.clone()
+        for image in batch.images:
+            ids[image.indices] = self.pad_token_id
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +74,13 @@ class LayerInput:
     width: int
     operators: Operators
 
-    def add_to(self, inputs: Tensor, hidden: Tensor, normed: Tensor) -> None:
-        """Add to the residual. inputs: [n, width]; normed: scratch space as `hidden`."""
+    def add_to(self, inputs: Tensor, rows: Tensor, out: Tensor) -> None:
+        """Add what follows from a token's input and its residual.
+
+        inputs: [n, width]; rows: [n, hidden_size] in the layout of products; out: [n, hidden_size].
+        """
         operators = self.operators
-        product, arranged = (operators.temporary(len(hidden), self.width) for _ in range(2))
-        operators.arrange(hidden, normed)
-        self.gate.into(normed, product)
+        product, arranged = (operators.temporary(len(out), self.width) for _ in range(2))
+        self.gate.into(rows, product)
         operators.arrange(self.activation.apply(product) * inputs, arranged)
-        self.output.add_to(arranged, hidden)
+        self.output.add_to(arranged, out)

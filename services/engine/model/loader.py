@@ -153,7 +153,9 @@ def load_model(
         manifest = Manifest.of(whole, root)
         head = [f"{names.roots[root]}.weight"] if spec.tied_embeddings else []
         head += [f"{stage.name}.*" for stage in spec.family.head]
-        total = checkpoint.require(manifest.tensors(), (*names.ignored, *head))
+        further = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
+        drafts = [f"{root}{names.layers}.{layer}.*" for layer in further]
+        total = checkpoint.require(manifest.tensors(), (*names.ignored, *head, *drafts))
         bar = LoadProgress(total, shown=progress)
         adapters: Adapters | None = None
         if not isinstance(checkpoint, GgufTensors):  # PEFT's names are those of safetensors

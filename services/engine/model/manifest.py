@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.stored import StoredMixer, stored_mixer
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm, stored_norm
+from services.engine.model.parts.stored_altup import StoredAltUp, stored_altup
 from services.engine.model.parts.stored_feed_forward import StoredFeedForward, stored_feed_forward
 
 __all__ = ["Manifest", "StoredLayer"]
@@ -23,6 +25,7 @@ class StoredLayer:
     feed_forward_post_norm: StoredNorm | None
     input: "StoredLayerInput | None"
     scalar: StoredTensor | None
+    altup: StoredAltUp | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,7 @@ class Manifest:
             root=root,
             embedding=StoredTensor(f"{root}{names.embedding}.weight", table),
             positions=positions,
-            layers=tuple(
-                _layer(spec, index, LayerNames(spec, f"{root}{names.layers}.{index}."))
-                for index in range(spec.num_layers)
-            ),
+            layers=tuple(_layer(spec, index, root) for index in range(spec.num_layers)),
             final_norm=stored_norm(spec, f"{root}{names.final_norm}"),
             head=None
             if spec.tied_embeddings
@@ -85,18 +85,27 @@ class Manifest:
         return _tensors(self)
 
 
-def _layer(spec: ModelSpec, index: int, names: LayerNames) -> StoredLayer:
+def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
     own, layer = spec.family.names, spec.layers[index]
+    if isinstance(layer.mixer, DeltaShape):
+        own = own.in_delta_layers
+    names = LayerNames(spec, f"{root}{own.layers}.{index}.")
+    mixer_post_norm, altup = names.norm(own.attention_post_norm), None
+    if layer.altup is not None:
+        assert mixer_post_norm is not None
+        mixer_post_norm = replace(mixer_post_norm, factor=0.5**0.5)
+        altup = stored_altup(names, LayerNames(spec, root), layer.altup, index)
     shares_norm = spec.parallel_residual and spec.family.shares_norm
     return StoredLayer(
         mixer_norm=names.norm(own.attention_norm),
         mixer=stored_mixer(names, layer.mixer),
-        mixer_post_norm=names.norm(own.attention_post_norm),
+        mixer_post_norm=mixer_post_norm,
         feed_forward_norm=names.norm(own.attention_norm if shares_norm else own.feed_forward_norm),
         feed_forward=stored_feed_forward(names, layer.feed_forward),
         feed_forward_post_norm=names.norm(own.feed_forward_post_norm),
         input=_layer_input(names, layer.input_width) if layer.input_width else None,
         scalar=names.tensor(own.layer_scalar, 1) if layer.has_scalar else None,
+        altup=altup,
     )
 
 

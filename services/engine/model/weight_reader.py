@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from services.engine.model.altup_reader import read_altup
 from services.engine.model.architecture.layers import BesideSpec, LayerSpec
 from services.engine.model.checkpoint.quantized import Weight
 from services.engine.model.checkpoint.tensors import StoredTensor
@@ -20,6 +21,7 @@ from services.engine.model.mixers.stored import read_mixer
 from services.engine.model.operators.interface import NormedProjection
 from services.engine.model.parts.feed_forward_reader import FeedForwardReader
 from services.engine.model.parts.tensor_reader import TensorReader, without_mean
+from services.engine.model.residual import OneStream, Residual
 
 __all__ = ["WeightReader"]
 
@@ -77,9 +79,18 @@ class WeightReader:
             mixer=mixer,
             feed_forward_norm=self._reader.norm(stored.feed_forward_norm),
             feed_forward=feed_forward,
-            input=None if stored.input is None else self._layer_input(stored.input, spec),
-            scalar=1.0 if stored.scalar is None else self._reader.tensor(stored.scalar).item(),
+            residual=self._residual(stored, spec),
         )
+
+    def _residual(self, stored: StoredLayer, spec: LayerSpec) -> Residual:
+        reader = self._reader
+        own = None if stored.input is None else self._layer_input(stored.input, spec)
+        if stored.altup is not None:
+            assert spec.altup is not None
+            assert own is not None
+            return read_altup(reader, stored.altup, spec.altup, own)
+        scalar = 1.0 if stored.scalar is None else reader.tensor(stored.scalar).item()
+        return OneStream(reader.operators, own, scalar)
 
     def _layer_inputs(self, stored: StoredLayerInputs) -> LayerInputs:
         reader, spec = self._reader, self._reader.spec
@@ -95,6 +106,8 @@ class WeightReader:
             hidden_size=spec.hidden_size,
             epsilon=spec.norm_epsilon,
             operators=reader.operators,
+            pad_token_id=spec.pad_token_id,
+            num_ids=spec.input_vocab_size if spec.input_vocab_size < spec.vocab_size else 0,
         )
 
     def _layer_input(self, stored: StoredLayerInput, spec: LayerSpec) -> LayerInput:
@@ -112,7 +125,7 @@ class WeightReader:
         return LayerInput(
             gate=gate,
             output=NormedProjection(output, norm, reader.spec.norm_epsilon, reader.operators),
-            activation=replace(dense.activation, gated=False),
+            activation=replace(dense.activation, gated=False, cutoff=None),
             width=spec.input_width,
             operators=reader.operators,
         )

@@ -14,7 +14,7 @@ from services.engine.vision.tower import reason_of
 
 __all__ = ["ImageProcessor"]
 
-_TENSORS = ("pixel_values", "image_sizes", "image_grid_thw")
+_TENSORS = ("pixel_values", "image_sizes", "image_grid_thw", "image_position_ids")
 """Outputs that a tower reads. Idefics 3's mask is left out: one image has no padding"""
 _PIXTRAL = "pixtral"
 _SAMPLE = Image.new("RGB", (64, 48))

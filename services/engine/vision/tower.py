@@ -16,7 +16,8 @@ from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 
 __all__ = ["load_tower", "reason_of"]
 
-_DECODERS = ("language_model", "text_model")
+_OTHERS = ("language_model", "text_model", "audio_tower", "embed_audio")
+"""Parts of models that encode no images"""
 _OLD_NAMES = (("vision_tower.", "vision_tower.vision_model."),)
 """Parts of names today, and in files of transformers before release 5"""
 _BUFFERS = ("*.position_ids", "*.inv_freq")
@@ -24,7 +25,7 @@ _BUFFERS = ("*.position_ids", "*.inv_freq")
 
 
 def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Return the checkpoint's model without its decoder, for `get_image_features`.
+    """Return the part of the checkpoint's model that encodes images, for `get_image_features`.
 
     Only the tower's and the projector's weights are read. Raises CheckpointError.
     """
@@ -33,7 +34,7 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Pre
     if architecture not in VISION_LANGUAGE:
         raise CheckpointError(f"{config.file}: images for {architecture} are not supported.")
     model = _without_weights(directory, architecture)
-    wanted, patterns = dict(model.named_parameters()), VISION_LANGUAGE[architecture].vision
+    wanted, patterns = model.state_dict(), VISION_LANGUAGE[architecture].vision
     with Checkpoint(directory) as checkpoint:
         weights = {
             name: tensor.to(device, dtype, copy=True)
@@ -52,7 +53,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _without_weights(directory: Path, architecture: str) -> PreTrainedModel:
-    """Return the model that config.json describes, less its decoder."""
+    """Return the part that encodes images of the model that config.json describes."""
     try:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -64,22 +65,22 @@ def _without_weights(directory: Path, architecture: str) -> PreTrainedModel:
     except Exception as error:  # transformers raises whatever it stumbles on
         message = f"{directory}/config.json describes no {architecture}: {reason_of(error)}"
         raise CheckpointError(message) from None
-    for decoder in _DECODERS:
-        if hasattr(model, decoder):
-            delattr(model, decoder)
+    for other in _OTHERS:
+        if hasattr(model, other):
+            delattr(model, other)
     return model
 
 
 def _read(
     checkpoint: Checkpoint, wanted: Mapping[str, Tensor], patterns: Sequence[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the parameters of `wanted`.
+    """Yield the tensors of the parameters and buffers of `wanted`.
 
     Raises CheckpointError unless these are all tensors whose names match one of `patterns`.
     """
     stored = {
-        name: StoredTensor(_stored_name(checkpoint, name), tuple(parameter.shape))
-        for name, parameter in wanted.items()
+        name: StoredTensor(_stored_name(checkpoint, name), tuple(tensor.shape))
+        for name, tensor in wanted.items()
     }
     checkpoint.require(stored.values(), ignored=_BUFFERS, among=patterns)
     for name, each in stored.items():

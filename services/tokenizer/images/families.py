@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from services.tokenizer.images.gemma3 import read_gemma3
+from services.tokenizer.images.gemma4 import read_gemma4
 from services.tokenizer.images.idefics3 import read_idefics3
 from services.tokenizer.images.image_family import ImageFamily
 from services.tokenizer.images.image_tokens import ImageTokens
@@ -26,6 +27,7 @@ def _read_llava_or_pixtral(settings: ProcessorSettings, tokens: ImageTokens) -> 
 
 _READERS: Mapping[str, _Reader] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
+    "Gemma4ForConditionalGeneration": read_gemma4,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "LlavaForConditionalGeneration": _read_llava_or_pixtral,
     "Mistral3ForConditionalGeneration": read_pixtral,
@@ -43,7 +45,7 @@ _READERS: Mapping[str, _Reader] = {
 _TOKENS = frozenset({
     "<image>", "<image_soft_token>", "<start_of_image>", "<end_of_image>",
     "<fake_token_around_image>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "[IMG]",
-    "[IMG_BREAK]", "[IMG_END]",
+    "[IMG_BREAK]", "[IMG_END]", "<|image|>", "<|image>", "<image|>",
 })  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Small random checkpoints made by transformers, and a driver that runs a decoder on them."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +15,18 @@ from transformers import (
     ArceeConfig,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -32,8 +37,10 @@ from transformers import (
     HunYuanMoEV1Config,
     Idefics3Config,
     InternLM3Config,
+    KimiLinearConfig,
     LlamaConfig,
     LlavaConfig,
+    MiniCPM3Config,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
@@ -42,6 +49,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     Phi3Config,
     PhiConfig,
     PhimoeConfig,
@@ -68,6 +76,7 @@ from transformers import (
     SmolVLMConfig,
     StableLmConfig,
     Starcoder2Config,
+    YoutuConfig,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import (
@@ -135,6 +144,30 @@ DELTA_NET: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
+OLMO_HYBRID: dict[str, Any] = SHAPE | {
+    "initializer_range": 0.12,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,  # keys as wide as values, for transformers cuts a tensor in thirds
+    "linear_value_head_dim": 12,
+}
+LATENT: dict[str, Any] = SHAPE | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
 GEMMA4: dict[str, Any] = SHAPE | {
     "initializer_range": 0.1,
     "num_hidden_layers": 7,
@@ -143,6 +176,16 @@ GEMMA4: dict[str, Any] = SHAPE | {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention"] * 2
     + ["sliding_attention", "sliding_attention", "full_attention"],
+    "tie_word_embeddings": True,
+}
+GEMMA3N: dict[str, Any] = {key: SHAPE[key] for key in SHAPE if key != "intermediate_size"} | {
+    "num_hidden_layers": 5,
+    "head_dim": 16,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY - 9,
+    "laurel_rank": 12,
     "tie_word_embeddings": True,
 }
 _VISION: dict[str, Any] = {
@@ -273,6 +316,18 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=24,
         final_logit_softcapping=5.0,
     ),
+    "gemma3n": Gemma3nTextConfig(
+        **GEMMA3N, num_kv_shared_layers=2, intermediate_size=[96, 96, 96, 64, 64]
+    ),
+    "gemma3n, sparse": Gemma3nTextConfig(
+        **GEMMA3N,
+        intermediate_size=96,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.9, 0.5, 0.0, 0.0, 0.0],
+        altup_num_inputs=3,
+        altup_active_idx=1,
+        altup_correct_scale=False,
+    ),
     "phi3": Phi3Config(**SHAPE, sliding_window=30),
     "phi3, long": Phi3Config(
         **SHAPE, original_max_position_embeddings=32, rope_parameters=_LONGROPE
@@ -286,6 +341,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         sliding_window=9,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters={"full_attention": _YARN, "sliding_attention": _PLAIN},
+    ),
+    "olmo hybrid": OlmoHybridConfig(**OLMO_HYBRID),
+    "olmo hybrid, no rope": OlmoHybridConfig(
+        **OLMO_HYBRID | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        linear_allow_neg_eigval=False,
+        rope_parameters={"rope_type": "default", "rope_theta": None},
     ),
     "glm": GlmConfig(**SHAPE, head_dim=24),
     "glm4": Glm4Config(**WIDE, partial_rotary_factor=0.25),  # type: ignore[call-arg]
@@ -440,6 +501,41 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
     ),
+    "deepseek v2": DeepseekV2Config(
+        **LATENT | ROUTED | {"q_lora_rank": None},
+        rope_parameters=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek v2, groups": DeepseekV2Config(
+        **LATENT | ROUTED | {"first_k_dense_replace": 1},
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        attention_bias=True,
+    ),
+    "deepseek v3": DeepseekV3Config(
+        **LATENT | ROUTED | {"first_k_dense_replace": 1},
+        n_group=4,
+        topk_group=2,
+        rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    "glm4 moe lite": Glm4MoeLiteConfig(
+        **LATENT
+        | ROUTED
+        | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    ),
+    "kimi linear": KimiLinearConfig(
+        **LATENT | {"initializer_range": 0.12, "q_lora_rank": None, "num_hidden_layers": 4},
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_group=4,
+        topk_group=2,
+    ),
+    "youtu": YoutuConfig(**LATENT, rope_interleave=False),
+    "minicpm3": MiniCPM3Config(**LATENT, scale_emb=3, dim_model_base=40),
     "gpt-oss": GptOssConfig(
         **WIDE,
         num_local_experts=5,
@@ -466,6 +562,13 @@ _WITH_OFFSETS = (
 """Families that store norms minus one"""
 
 
+_PUBLISHED = {
+    "kimi_linear": (r"block_sparse_moe\.(?=(gate|up|down)_proj)", "mlp."),
+    "olmo_hybrid": (r"(\.[13]\.)feedforward_layer_norm", r"\1post_attention_layernorm"),
+}
+"""Patterns of names that transformers writes, and the names in published files"""
+
+
 def make_checkpoint(
     directory: Path, config: PreTrainedConfig, *, shard: str = "1GB"
 ) -> PreTrainedModel:
@@ -481,9 +584,17 @@ def make_checkpoint(
             elif not parameter.any():  # Gemma 3's projector
                 parameter.normal_(0, 0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith("layer_scalar"):
+            if name.endswith(("layer_scalar", "std_scale", "std_bias")):
                 buffer.uniform_(0.5, 1.5)
+            elif name.endswith("e_score_correction_bias"):
+                buffer.uniform_(0, 0.5)
+            elif name.endswith(("put_min", "put_max")):  # bounds of Gemma 4's clipped products
+                buffer.fill_(-2 if name.endswith("min") else 2)
     model.eval().save_pretrained(directory, max_shard_size=shard)  # type: ignore[no-untyped-call]
+    if (names := _PUBLISHED.get(config.model_type)) is not None:
+        file = directory / "model.safetensors"
+        tensors = load_file(file)
+        save_file({re.sub(*names, name): tensors[name] for name in tensors}, file)
     return model
 
 

@@ -16,6 +16,7 @@ from gguf import (
     GGML_QUANT_SIZES,
     MODEL_ARCH,
     MODEL_ARCH_NAMES,
+    ExpertGatingFuncType,
     GGMLQuantizationType,
     GGUFWriter,
     TokenType,
@@ -37,6 +38,7 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma3n_text": MODEL_ARCH.GEMMA3N,
     "gemma4_text": MODEL_ARCH.GEMMA4,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "olmoe": MODEL_ARCH.OLMOE,
@@ -55,6 +57,10 @@ ARCHITECTURES = {
     "qwen3_5_text": MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": MODEL_ARCH.QWEN35MOE,
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
+    "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
+    "glm4_moe_lite": MODEL_ARCH.DEEPSEEK2,
+    "youtu": MODEL_ARCH.DEEPSEEK2,
     "glm": MODEL_ARCH.CHATGLM,
     "glm4": MODEL_ARCH.GLM4,
     "exaone4": MODEL_ARCH.EXAONE4,
@@ -77,7 +83,7 @@ _INTERLEAVED = {
     *("granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"),
     *("internlm3", "ministral3"),
 }
-_WITHOUT_OFFSET = ("gemma2", "gemma3", "qwen3_5", "qwen3_next", "nemotron")
+_WITHOUT_OFFSET = ("gemma2", "gemma3_", "qwen3_5", "qwen3_next", "nemotron")
 """Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
 Numbers = npt.NDArray[np.float32]
@@ -186,6 +192,10 @@ def _tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple
         for part, tensor in _split(name, whole, config):
             prefix, _, rest = part.partition(".experts.")
             number, _, stem = rest.partition(".")
+            if part.startswith("model.altup"):
+                prefix, number, stem = part.rsplit(".", 2)
+                experts.setdefault(f"{prefix}.{stem}", {})[int(number)] = tensor
+                continue
             if number.isdigit():
                 experts.setdefault(f"{prefix}.experts.{stem}", {})[int(number)] = tensor
                 continue
@@ -232,18 +242,28 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     """Yield the tensors that the converter makes of one: experts and their two products apart."""
     if ".act_fn." in name:  # values of the header
         return
-    if name.endswith("e_score_correction_bias"):
+    if name.endswith("moe_statics.e_score_correction_bias"):
         layer = name.partition(".mlp.")[0]
         yield f"{layer}.mlp.moe_statics.e_score_correction.bias", tensor.squeeze(0)
         return
     if name.endswith("self_attn.sinks"):
         yield f"{name}.weight", tensor
         return
-    if name.endswith("layer_scalar"):
+    if name.endswith(("layer_scalar", "correct_output_scale")):
         yield f"{name}.weight", tensor
         return
     if config.model_type == "gemma4_text" and name.endswith("gate_up_proj"):
         yield f"{name}.weight", tensor
+        return
+    if name.endswith("e_score_correction_bias"):
+        yield name.replace("correction_bias", "correction.bias"), tensor
+        return
+    if name.endswith("kv_b_proj.weight"):
+        heads = tensor.view(config.num_attention_heads, -1, tensor.shape[1])
+        widths = (config.qk_nope_head_dim, config.v_head_dim)
+        keys, values = heads.split_with_sizes(widths, dim=1)
+        yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
+        yield name.replace("kv_b_proj", "v_b_proj"), values
         return
     if config.model_type == "granitemoe":  # as the names map knows them
         name = name.replace("block_sparse_moe.experts", "mlp.experts")
@@ -346,8 +366,12 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     writer.add_value_length(head_dim)
     _write_norms(writer, config)
     _write_rope(writer, config, head_dim)
+    if hasattr(config, "kv_lora_rank"):
+        _write_latent(writer, config)
     if config.model_type == "gemma4_text":
         _write_gemma4(writer, config)
+    if config.model_type == "gemma3n_text":
+        _write_gemma3n(writer, config)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
         if config.model_type in ("exaone4", "olmo3"):
@@ -389,6 +413,44 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         recurrent = [kind == "linear_attention" for kind in config.layer_types]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
         writer.add_full_attention_interval(4)
+
+
+def _write_latent(writer: GGUFWriter, config: Any) -> None:
+    latent, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    writer.add_head_count_kv(1)
+    writer.add_key_length(latent + rotated)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config.qk_nope_head_dim + rotated)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(latent)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    kinds = getattr(config, "mlp_layer_types", ["dense"] * config.num_hidden_layers)
+    dense = getattr(config, "first_k_dense_replace", kinds.count("dense"))
+    writer.add_leading_dense_block_count(dense)
+    writer.add_expert_shared_count(getattr(config, "n_shared_experts", 0))
+    if hasattr(config, "routed_scaling_factor"):
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        if config.norm_topk_prob:
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+        if (config.n_group or 1) > 1:
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
+        if config.model_type != "deepseek_v2":
+            writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if (weight := config.rope_parameters.get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
+
+
+def _write_gemma3n(writer: GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_altup_num_inputs(config.altup_num_inputs)
+    writer.add_altup_active_idx(config.altup_active_idx)
+    shares = torch.tensor(config.activation_sparsity_pattern)
+    writer.add_activation_sparsity_scale(torch.special.ndtri(shares).tolist())
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 def _write_gemma4(writer: GGUFWriter, config: Any) -> None:

@@ -14,6 +14,8 @@ from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
     Idefics3Config,
     LlamaConfig,
     LlavaConfig,
@@ -37,12 +39,21 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from tests.unit.engine.checkpoints import DELTA_NET, EXPERTS, SHAPE, WIDE, make_checkpoint
+from tests.unit.engine.checkpoints import (
+    DELTA_NET,
+    EXPERTS,
+    GEMMA4,
+    SHAPE,
+    VOCABULARY,
+    WIDE,
+    make_checkpoint,
+)
 
 __all__ = [
     "IMAGE_TOKEN",
@@ -109,6 +120,27 @@ def _qwen_processor(patch: int = 14) -> Qwen2VLImageProcessorPil:
     return Qwen2VLImageProcessorPil(size=limits, patch_size=patch)
 
 
+def _gemma4(text: dict[str, Any], tower: dict[str, Any]) -> VisionModel:
+    """Return a Gemma 4 whose images have up to 70 tokens, many more than a window's."""
+    whole = {**GEMMA4, "max_position_embeddings": 512, "vocab_size_per_layer_input": VOCABULARY}
+    vision = {**_TOWER, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 256}
+    config = Gemma4Config(
+        text_config=Gemma4TextConfig(**whole | text),
+        vision_config={**vision, "patch_size": 4, "pooling_kernel_size": 2, **tower},
+        image_token_id=IMAGE_TOKEN,
+        boi_token_id=91,
+        eoi_token_id=92,
+        video_token_id=VOCABULARY,  # no text has these tokens
+        audio_token_id=VOCABULARY + 1,
+    )
+    settings: dict[str, Any] = {
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "max_soft_tokens": 70,
+    }
+    return VisionModel(config, Gemma4ImageProcessorPil(**settings))
+
+
 _PIXTRAL = PixtralVisionConfig(**_TOWER, image_size=56, patch_size=7)
 _PIXTRAL_SIZE: dict[str, Any] = {"size": {"longest_edge": 56}}
 
@@ -158,6 +190,14 @@ VISION_MODELS: dict[str, VisionModel] = {
             eoi_token_index=92,
         ),
         Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
+    ),
+    "gemma4": _gemma4(
+        {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3, "pad_token_id": 5},
+        {"use_clipped_linears": True},
+    ),
+    "gemma4, images see ahead": _gemma4(
+        {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+        {"standardize": True},
     ),
     "idefics3": _idefics(Idefics3Config, Idefics3ImageProcessorPil),
     "smolvlm": _idefics(SmolVLMConfig, SmolVLMImageProcessorPil),
@@ -257,7 +297,10 @@ def features(model: PreTrainedModel, processor: Any, *images: Image.Image) -> Te
 def inputs(processor: Any, images: Any) -> dict[str, Tensor]:
     """Return what the model reads of the processor's output."""
     output = processor(images=images, return_tensors="pt")
-    names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
+    names = (
+        *("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw"),
+        "image_position_ids",
+    )
     return {name: torch.as_tensor(output[name]) for name in names if name in output}
 
 

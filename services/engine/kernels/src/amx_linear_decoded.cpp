@@ -55,7 +55,7 @@ class Int8Decoder {
 };
 
 // Weights in groups, rounded to bfloat16.
-template <int kBits>
+template <int kCoding>
 class GroupedDecoder {
  public:
   static constexpr int64_t kPieces = 4;  // of a step: 16 inputs of a tile each
@@ -67,19 +67,18 @@ class GroupedDecoder {
   void decode(int64_t panel, int64_t step, int64_t piece, uint16_t *tiles) const {
     const int64_t tile = piece / 2, half = piece % 2;
     const Strips strips = codes_.strips(panel, tile);
-    const Codes::Place at = codes_.place<kBits>(step * kTileInner + half * kHalf);
-    for (int64_t line = 0; line < kHalf * kBits; line += kLine)
+    const Codes::Place at = codes_.place<kCoding>(step * kTileInner + half * kHalf);
+    for (int64_t line = 0; line < kHalf * bits_of(kCoding); line += kLine)
       codes_.fetch(strips, at.codes + line);
-    TileNumbers numbers = codes_.numbers<kBits>(strips, at);
+    TileNumbers numbers = codes_.numbers<kCoding>(strips, at);
     if (!codes_.has_offsets())
-      numbers.offset = _mm512_mul_ps(numbers.scale, _mm512_set1_ps(-(1 << (kBits - 1))));
+      numbers.offset = _mm512_mul_ps(numbers.scale, _mm512_set1_ps(-zero_of(kCoding)));
     uint16_t *to = tiles + tile * kTile + half * (kTile / 2);
-    expand<kBits>(strips.first + at.codes, strips.second + at.codes,
-                  [&](int four, __m512i bytes) TW_ALWAYS_INLINE {
-                    uint16_t *lines = to + 2 * four * kPair;
-                    store_line(weigh<0>(bytes, numbers), weigh<1>(bytes, numbers), lines);
-                    store_line(weigh<2>(bytes, numbers), weigh<3>(bytes, numbers), lines + kPair);
-                  });
+    codes_.expand_at<kCoding>(strips, at.codes, [&](int four, __m512i bytes) TW_ALWAYS_INLINE {
+      uint16_t *lines = to + 2 * four * kPair;
+      store_line(weigh<0>(bytes, numbers), weigh<1>(bytes, numbers), lines);
+      store_line(weigh<2>(bytes, numbers), weigh<3>(bytes, numbers), lines + kPair);
+    });
   }
 
  private:
@@ -263,8 +262,10 @@ constexpr int64_t kFewRows = 8;
 void multiply_groups(tw_linear a) {
   if (a.num_rows <= kFewRows) return avx512_groups_linear(&a);
   a.rows = round_tiles(a);
-  if (a.groups->bits == 4) return multiply<GroupedDecoder<4>>(a);
-  a.groups->bits == 6 ? multiply<GroupedDecoder<6>>(a) : multiply<GroupedDecoder<8>>(a);
+  const int coding = coding_of(*a.groups);
+  if (coding == kValues) return multiply<GroupedDecoder<kValues>>(a);
+  if (coding == 4) return multiply<GroupedDecoder<4>>(a);
+  coding == 6 ? multiply<GroupedDecoder<6>>(a) : multiply<GroupedDecoder<8>>(a);
 }
 
 }  // namespace

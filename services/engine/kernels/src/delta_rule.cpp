@@ -132,6 +132,8 @@ struct Scratch {
   float *decayed;           // [kChunk][key_pad], keys times the decay since them
   float *decays;            // [kChunk][key_pad]
   float *grown;             // [key_pad], decay since the chunk's start
+  float *columns;           // [key_pad][kPanel], keys of a chunk's tokens side by side
+  float *known, *read;      // [kChunk][kPanel], what a token knows and reads of each one before it
   float *values, *outputs;  // [kChunk][value_pad]; values become corrections
   float *betas;             // [kChunk]
 };
@@ -152,15 +154,17 @@ class Head {
         value_pad_(round_up(d.value_dim, kPanel)),
         past_(d.conv_width - 1) {
     const int64_t keys = kChunk * key_pad_, values = kChunk * value_pad_;
+    const int64_t pairs = kChunk * kPanel;
     const int64_t sizes[] = {key_pad_ * value_pad_, (past_ + kChunk) * channels_, keys, keys, keys,
-                             keys, keys, keys, key_pad_, values, values, kChunk};
+                             keys, keys, keys, key_pad_, key_pad_ * kPanel, pairs, pairs, values,
+                             values, kChunk};
     float **parts[] = {&s_.state, &s_.window, &s_.queries, &s_.keys, &s_.grown_queries,
-                       &s_.grown_keys, &s_.decayed, &s_.decays, &s_.grown, &s_.values, &s_.outputs,
-                       &s_.betas};
+                       &s_.grown_keys, &s_.decayed, &s_.decays, &s_.grown, &s_.columns, &s_.known,
+                       &s_.read, &s_.values, &s_.outputs, &s_.betas};
     int64_t total = 0;
     for (int64_t size : sizes) total += round_up(size, 16);
     float *at = static_cast<float *>(memory.reserve(total * 4));
-    for (int64_t i = 0; i < 12; i++) {
+    for (int64_t i = 0; i < 15; i++) {
       *parts[i] = at;
       at += round_up(sizes[i], 16);
     }
@@ -435,7 +439,11 @@ class Head {
       multiply(rows, d_.key_dim, {s_.grown_queries, key_pad_, 1}, state, kPanel, s_.outputs + i,
                value_pad_, nullptr);
     }
+    d_.decays_channels ? relate_channels(count) : relate(count, rows);
     for (int64_t t = 0; t < count; t++) correct(t);
+    for (int64_t i = 0; i < value_pad_; i += kPanel)
+      multiply(rows, count, {s_.read, kPanel, 1}, s_.values + i, value_pad_, s_.outputs + i,
+               value_pad_, nullptr);
     for (int64_t i = 0; i < value_pad_; i += kPanel)
       multiply(key_pad_, count, {s_.decayed, 1, key_pad_}, s_.values + i, value_pad_,
                s_.state + i * key_pad_, kPanel, s_.grown);
@@ -459,30 +467,67 @@ class Head {
     memset(s_.values + count * value_pad_, 0, padding * static_cast<size_t>(value_pad_));
   }
 
-  // Computes the correction and the output of a chunk's token from those before it.
-  void correct(int64_t t) {
-    float known[kChunk], read[kChunk];
-    const float *query = s_.queries + t * key_pad_, *key = s_.keys + t * key_pad_;
-    const float *decay = s_.decays + t * key_pad_;
-    for (int64_t j = 0; j < t; j++) {
-      float *earlier = s_.decayed + j * key_pad_, a = 0, b = 0;
-#pragma omp simd reduction(+ : a, b)
-      for (int64_t i = 0; i < key_pad_; i++) {
-        const float decayed = earlier[i] * decay[i];
-        earlier[i] = decayed;
-        a -= key[i] * decayed;
-        b += query[i] * decayed;
+  // Computes what each token knows and reads of those before it, and reads of itself, by products:
+  // all channels of a token decay alike.
+  void relate(int64_t count, int64_t rows) {
+    for (int64_t i = 0; i < key_pad_; i++)
+      for (int64_t t = 0; t < kPanel; t++)
+        s_.columns[i * kPanel + t] = t < count ? s_.keys[t * key_pad_ + i] : 0.0f;
+    memset(s_.known, 0, static_cast<size_t>(rows * kPanel) * 4);
+    memset(s_.read, 0, static_cast<size_t>(rows * kPanel) * 4);
+    multiply(rows, d_.key_dim, {s_.keys, key_pad_, 1}, s_.columns, kPanel, s_.known, kPanel,
+             nullptr);
+    multiply(rows, d_.key_dim, {s_.queries, key_pad_, 1}, s_.columns, kPanel, s_.read, kPanel,
+             nullptr);
+    float since[kPanel] = {};  // decay of each token's key until the present one; later tokens: 0
+    for (int64_t t = 0; t < count; t++) {
+      const float decay = s_.decays[t * key_pad_];
+      float *known = s_.known + t * kPanel, *read = s_.read + t * kPanel;
+#pragma omp simd
+      for (int64_t j = 0; j < kPanel; j++) since[j] *= decay;
+      since[t] = 1.0f;
+#pragma omp simd
+      for (int64_t j = 0; j < kPanel; j++) {
+        known[j] *= -since[j];
+        read[j] *= since[j];
       }
-      known[j] = a;
-      read[j] = b;
     }
-    memcpy(s_.decayed + t * key_pad_, key, static_cast<size_t>(key_pad_) * 4);
-    read[t] = dot(query, key, key_pad_);
+    for (int64_t t = 0; t < count; t++) {
+      const int64_t at = t * key_pad_;
+#pragma omp simd
+      for (int64_t i = 0; i < key_pad_; i++) s_.decayed[at + i] = s_.keys[at + i] * since[t];
+    }
+  }
+
+  // The same, where each channel has a decay of its own.
+  void relate_channels(int64_t count) {
+    for (int64_t t = 0; t < count; t++) {
+      const float *query = s_.queries + t * key_pad_, *key = s_.keys + t * key_pad_;
+      const float *decay = s_.decays + t * key_pad_;
+      for (int64_t j = 0; j < t; j++) {
+        float *earlier = s_.decayed + j * key_pad_, a = 0, b = 0;
+#pragma omp simd reduction(+ : a, b)
+        for (int64_t i = 0; i < key_pad_; i++) {
+          const float decayed = earlier[i] * decay[i];
+          earlier[i] = decayed;
+          a -= key[i] * decayed;
+          b += query[i] * decayed;
+        }
+        s_.known[t * kPanel + j] = a;
+        s_.read[t * kPanel + j] = b;
+      }
+      memcpy(s_.decayed + t * key_pad_, key, static_cast<size_t>(key_pad_) * 4);
+      s_.read[t * kPanel + t] = dot(query, key, key_pad_);
+      memset(s_.read + t * kPanel + t + 1, 0, static_cast<size_t>(kPanel - t - 1) * 4);
+    }
+  }
+
+  // Computes the correction of a chunk's token from those before it.
+  void correct(int64_t t) {
     float *value = s_.values + t * value_pad_;
-    add_rows(value, known, s_.values, t, value_pad_);
+    add_rows(value, s_.known + t * kPanel, s_.values, t, value_pad_);
 #pragma omp simd
     for (int64_t i = 0; i < value_pad_; i++) value[i] *= s_.betas[t];
-    add_rows(s_.outputs + t * value_pad_, read, s_.values, t + 1, value_pad_);
   }
 
   // Writes a token's output: its RMSNorm times the gate.

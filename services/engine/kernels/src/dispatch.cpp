@@ -79,6 +79,8 @@ void tw_norm_rows(const tw_row_norm *norm) { portable().norm_rows(norm); }
 
 void tw_rotate(const tw_rotation *rotation) { portable().rotate(rotation); }
 
+void tw_arrange_rows(const tw_arrange *arrange) { portable().arrange_rows(arrange); }
+
 void tw_adapt_rows(const tw_adapt *adapt) { portable().adapt_rows(adapt); }
 
 void tw_paged_decode(const tw_attention *attention) { portable().paged_decode(attention); }

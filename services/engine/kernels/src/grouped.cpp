@@ -1,4 +1,4 @@
-// Products with weights in groups of 4-, 6- or 8-bit codes. Rows are rounded to 8 bits on the way in,
+// Products with weights in groups of 4-, 6- or 8-bit codes, or of codes that number values. Rows are rounded to 8 bits on the way in,
 // so that a product of codes is one of bytes.
 //
 // Vectors have 256 bits on every x86 processor, and hold 8 neighbouring outputs: a strip.
@@ -161,6 +161,11 @@ inline Vector load_levels(const uint8_t *from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 }
 
+inline Vector load_exponents(const uint8_t *from) {
+  __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23));
+}
+
 inline __m256i load_codes(const uint8_t *from) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from));
 }
@@ -283,10 +288,10 @@ inline void multiply_sixes(const uint8_t *const *codes, const int8_t *rows, int6
     for (int r = 0; r < kRows; r++) products[s][r] = _mm256_cvtepi32_ps(sums[s][r]);
 }
 
-// The same for codes of 8 bits with a sign.
-template <int kRows, int kUnit>
-inline void multiply_bytes(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
-                           Vector (*products)[kRows]) {
+// The same for weights of 8 bits with a sign. load(unit, k): returns four inputs of 8 outputs.
+template <int kRows, int kUnit, typename Load>
+inline void multiply_signed(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                            Vector (*products)[kRows], const Load &load) {
   __m256i sums[kStrips][kRows];
 #pragma GCC unroll 8
   for (int s = 0; s < kStrips; s++)
@@ -297,7 +302,7 @@ inline void multiply_bytes(const uint8_t *const *codes, const int8_t *rows, int6
     __m256i weights[kStrips], magnitudes[kStrips];
 #pragma GCC unroll 8
     for (int s = 0; s < kStrips; s++) {
-      weights[s] = load_codes(codes[s] + 32 * k);
+      weights[s] = load(codes[s], k);
       magnitudes[s] = _mm256_abs_epi8(weights[s]);
     }
 #pragma GCC unroll 8
@@ -314,6 +319,26 @@ inline void multiply_bytes(const uint8_t *const *codes, const int8_t *rows, int6
   for (int s = 0; s < kStrips; s++)
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) products[s][r] = _mm256_cvtepi32_ps(sums[s][r]);
+}
+
+template <int kRows, int kUnit>
+inline void multiply_bytes(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                           Vector (*products)[kRows]) {
+  multiply_signed<kRows, kUnit>(codes, rows, stride, products, [](const uint8_t *unit, int k) {
+    return load_codes(unit + 32 * k);
+  });
+}
+
+template <int kRows, int kUnit>
+inline void multiply_values(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                            Vector (*products)[kRows], const int8_t *values) {
+  const __m256i table =
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(values)));
+  multiply_signed<kRows, kUnit>(codes, rows, stride, products, [&](const uint8_t *unit, int k) {
+    const __m256i both = load_codes(unit + k / 2 * 32);
+    const __m256i four_bits = k % 2 ? _mm256_srli_epi16(both, 4) : both;
+    return _mm256_shuffle_epi8(table, _mm256_and_si256(four_bits, _mm256_set1_epi8(15)));
+  });
 }
 
 #else  // any processor
@@ -361,6 +386,14 @@ inline Vector load_levels(const uint8_t *from) {
   return v;
 }
 
+inline Vector load_exponents(const uint8_t *from) {
+  uint32_t bits[kStrip];
+  for (int64_t i = 0; i < kStrip; i++) bits[i] = static_cast<uint32_t>(from[i]) << 23;
+  Vector v;
+  memcpy(v.lanes, bits, sizeof v.lanes);
+  return v;
+}
+
 // code: returns the code of a lane and an input in a unit.
 template <int kRows, int kUnit, typename Code>
 inline void multiply_each(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
@@ -395,23 +428,33 @@ inline void multiply_bytes(const uint8_t *const *codes, const int8_t *rows, int6
                               });
 }
 
+template <int kRows, int kUnit>
+inline void multiply_values(const uint8_t *const *codes, const int8_t *rows, int64_t stride,
+                            Vector (*products)[kRows], const int8_t *values) {
+  multiply_each<kRows, kUnit>(codes, rows, stride, products,
+                              [values](const uint8_t *unit, int64_t lane, int64_t input) -> int32_t {
+                                return values[nibble(unit, lane, input)];
+                              });
+}
+
 #endif
 
 // Loads the scales or offsets of a strip's group. factors: those of its 256 inputs, for levels.
 template <int kNumbers>
 inline Vector load_numbers(const uint8_t *from, const uint8_t *factors) {
   if (kNumbers == TW_LEVELS) return times(load_halves(factors), load_levels(from));
+  if (kNumbers == TW_EXPONENTS) return load_exponents(from);
   return kNumbers == TW_HALVES ? load_halves(from) : load_floats(from);
 }
 
 // Multiplies kRows rows by two strips, `strip_bytes` apart. out: [kStrips][kRows][kStrip].
-template <int kRows, int kBits, int kUnit, int kNumbers, bool kOffsets>
+template <int kRows, int kCoding, int kUnit, int kNumbers, bool kOffsets>
 void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, const Rows &rows,
                      int64_t first, float *out) {
-  constexpr int64_t kCodes = kUnit * kStrip * kBits / 8;
-  constexpr float kZero = kBits == 8 ? 0 : 1 << (kBits - 1);  // code of zero without offsets
+  constexpr int64_t kCodes = kUnit * kStrip * bits_of(kCoding) / 8;
+  constexpr bool kSigned = kCoding == 8 || kCoding == kValues;
   const int64_t blocks = g.inputs / kBlock, groups = g.inputs / g.group, units = g.group / kUnit;
-  constexpr int64_t kEach = kStrip * (kNumbers == TW_LEVELS ? 1 : kNumbers == TW_HALVES ? 2 : 4);
+  constexpr int64_t kEach = kStrip * bytes_each(kNumbers);
   constexpr int kKinds = kOffsets ? 2 : 1;
   const int8_t *codes = rows.codes + first * g.inputs;
   const float *scales = rows.scales + first * blocks, *sums = rows.sums + first * groups;
@@ -446,10 +489,12 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
         for (int64_t line = 0; line < kCodes; line += kLine)
           __builtin_prefetch(at[s] + kAhead + line);
       Vector products[kStrips][kRows];
-      if (kBits == 4)
+      if (kCoding == 4)
         multiply_nibbles<kRows, kUnit>(at, codes + input, g.inputs, products);
-      else if (kBits == 6)
+      else if (kCoding == 6)
         multiply_sixes<kRows, kUnit>(at, codes + input, g.inputs, products);
+      else if (kCoding == kValues)
+        multiply_values<kRows, kUnit>(at, codes + input, g.inputs, products, g.values);
       else
         multiply_bytes<kRows, kUnit>(at, codes + input, g.inputs, products);
 #pragma GCC unroll 8
@@ -468,7 +513,8 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
 #pragma GCC unroll 8
       for (int r = 0; r < kRows; r++) {
         const float sum = sums[r * groups + group];
-        if (kBits != 8 && !kOffsets) parts[s][r] = less(parts[s][r], broadcast(kZero * sum));
+        if (!kSigned && !kOffsets)
+          parts[s][r] = less(parts[s][r], broadcast(zero_of(kCoding) * sum));
         totals[s][r] = fused(scale, parts[s][r], totals[s][r]);
         if (kOffsets)
           totals[s][r] = fused(load_numbers<kNumbers>(numbers[s] + kEach, factors[s] + kStrip * 2),
@@ -484,27 +530,30 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
 
 using MultiplyStrips = decltype(&multiply_strips<1, 4, 32, TW_FLOATS, false>);
 
-template <int kRows, int kBits, int kUnit, int kNumbers>
+template <int kRows, int kCoding, int kUnit, int kNumbers>
 MultiplyStrips choose_offsets(const tw_grouped &g) {
-  return g.has_offsets ? multiply_strips<kRows, kBits, kUnit, kNumbers, true>
-                       : multiply_strips<kRows, kBits, kUnit, kNumbers, false>;
+  return g.has_offsets ? multiply_strips<kRows, kCoding, kUnit, kNumbers, kCoding != kValues>
+                       : multiply_strips<kRows, kCoding, kUnit, kNumbers, false>;
 }
 
-template <int kRows, int kBits, int kUnit>
+template <int kRows, int kCoding, int kUnit>
 MultiplyStrips choose_numbers(const tw_grouped &g) {
-  if (g.numbers == TW_LEVELS) return choose_offsets<kRows, kBits, kUnit, TW_LEVELS>(g);
-  return g.numbers == TW_HALVES ? choose_offsets<kRows, kBits, kUnit, TW_HALVES>(g)
-                                : choose_offsets<kRows, kBits, kUnit, TW_FLOATS>(g);
+  constexpr int kExponents = kCoding == kValues ? TW_EXPONENTS : TW_FLOATS;
+  if (g.numbers == TW_EXPONENTS) return choose_offsets<kRows, kCoding, kUnit, kExponents>(g);
+  if (g.numbers == TW_LEVELS) return choose_offsets<kRows, kCoding, kUnit, TW_LEVELS>(g);
+  return g.numbers == TW_HALVES ? choose_offsets<kRows, kCoding, kUnit, TW_HALVES>(g)
+                                : choose_offsets<kRows, kCoding, kUnit, TW_FLOATS>(g);
 }
 
-template <int kRows, int kBits>
+template <int kRows, int kCoding>
 MultiplyStrips choose_unit(const tw_grouped &g) {
-  return g.group == kBlock / 2 ? choose_numbers<kRows, kBits, kBlock / 2>(g)
-                               : choose_numbers<kRows, kBits, kBlock>(g);
+  return g.group == kBlock / 2 ? choose_numbers<kRows, kCoding, kBlock / 2>(g)
+                               : choose_numbers<kRows, kCoding, kBlock>(g);
 }
 
 template <int kRows>
 MultiplyStrips choose(const tw_grouped &g) {
+  if (g.has_values) return choose_unit<kRows, kValues>(g);
   if (g.bits == 4) return choose_unit<kRows, 4>(g);
   return g.bits == 6 ? choose_unit<kRows, 6>(g) : choose_unit<kRows, 8>(g);
 }

@@ -30,11 +30,25 @@ inline __m512 load_levels(const uint8_t *first, const uint8_t *second) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_unpacklo_epi64(low, high)));
 }
 
+inline __m512 load_exponents(const uint8_t *first, const uint8_t *second) {
+  const __m128i low = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(first));
+  const __m128i high = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(second));
+  const __m512i exponents = _mm512_cvtepu8_epi32(_mm_unpacklo_epi64(low, high));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(exponents, 23));
+}
+
+// Returns a table of values, raised to have no sign.
+inline __m512i load_values(const tw_grouped &g) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i *>(g.values));
+  return _mm512_broadcast_i32x4(_mm_xor_si128(values, _mm_set1_epi8(-128)));
+}
+
 // Passes 16 inputs of two strips on, a byte each, as take(four, codes): `four` neighbouring inputs
 // of 16 outputs. The bytes have no sign.
-template <int kBits, typename Take>
-TW_ALWAYS_INLINE inline void expand(const uint8_t *first, const uint8_t *second, const Take &take) {
-  if (kBits == 8) {
+template <int kCoding, typename Take>
+TW_ALWAYS_INLINE inline void expand(const uint8_t *first, const uint8_t *second, __m512i values,
+                                    const Take &take) {
+  if (kCoding == 8) {
     const __m512i sign = _mm512_set1_epi8(-128);  // stored codes have one
 #pragma GCC unroll 4
     for (int four = 0; four < 4; four++)
@@ -42,18 +56,22 @@ TW_ALWAYS_INLINE inline void expand(const uint8_t *first, const uint8_t *second,
     return;
   }
   const __m512i low_bits = _mm512_set1_epi8(15), high_bits = _mm512_set1_epi8(48);
-  const __m512i high = kBits == 6 ? load_codes(first + 64, second + 64) : _mm512_setzero_si512();
+  const __m512i high = kCoding == 6 ? load_codes(first + 64, second + 64) : _mm512_setzero_si512();
 #pragma GCC unroll 2
   for (int pair = 0; pair < 2; pair++) {
     const __m512i both = load_codes(first + 32 * pair, second + 32 * pair);
     __m512i even = _mm512_and_si512(both, low_bits);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(both, 4), low_bits);
-    if (kBits == 6) {
+    if (kCoding == 6) {
       constexpr int kOrMasked = 0xf8;  // a | (b & c)
       even = _mm512_ternarylogic_epi32(even, pair ? high : _mm512_slli_epi32(high, 4), high_bits,
                                        kOrMasked);
       odd = _mm512_ternarylogic_epi32(
           odd, pair ? _mm512_srli_epi32(high, 2) : _mm512_slli_epi32(high, 2), high_bits, kOrMasked);
+    }
+    if (kCoding == kValues) {
+      even = _mm512_shuffle_epi8(values, even);
+      odd = _mm512_shuffle_epi8(values, odd);
     }
     take(2 * pair, even);
     take(2 * pair + 1, odd);
@@ -80,12 +98,13 @@ class Codes {
         number_bytes_(each_bytes_ * (a.groups->has_offsets ? 2 : 1)),
         factor_bytes_(factor_bytes(*a.groups)),
         group_(static_cast<uint32_t>(a.groups->group)),
-        bits_(a.groups->bits),
+        coding_(coding_of(*a.groups)),
         numbers_(a.groups->numbers),
         has_offsets_(a.groups->has_offsets),
-        ahead_(tw_instruction_set() < TW_AMX ? kFarAhead : kAhead) {}
+        ahead_(tw_instruction_set() < TW_AMX ? kFarAhead : kAhead),
+        values_(load_values(*a.groups)) {}
 
-  int32_t bits() const { return bits_; }
+  int coding() const { return coding_; }
   bool has_halves() const { return group_ < kTileInner; }
   bool has_offsets() const { return has_offsets_; }
 
@@ -100,8 +119,9 @@ class Codes {
     int64_t numbers, factors, codes;
   };
 
-  template <int kBits>
+  template <int kCoding>
   Place place(int64_t input) const {
+    constexpr int kBits = bits_of(kCoding);
     const auto at = static_cast<uint32_t>(input);
     const int64_t group = at / group_, super = at / kSuper;
     const int64_t group_bytes = number_bytes_ + group_ * kBits;
@@ -125,13 +145,19 @@ class Codes {
         fetch(strips(panel, tile), at - ahead_);
   }
 
-  template <int kBits>
+  // Passes on the 16 inputs of the codes at a place of strips.
+  template <int kCoding, typename Take>
+  TW_ALWAYS_INLINE void expand_at(const Strips &strips, int64_t place, const Take &take) const {
+    expand<kCoding>(strips.first + place, strips.second + place, values_, take);
+  }
+
+  template <int kCoding>
   TW_ALWAYS_INLINE TileNumbers numbers(const Strips &strips, const Place &at) const {
     const __m512 scale = load(strips, at.numbers, at.factors);
     if (!has_offsets_) return {scale, scale};
     const __m512 offset = load(strips, at.numbers + each_bytes_, at.factors + 2 * kStrip);
     // With 8 bits, offsets are those of codes with a sign.
-    return {scale, kBits == 8 ? _mm512_fnmadd_ps(scale, _mm512_set1_ps(128), offset) : offset};
+    return {scale, kCoding == 8 ? _mm512_fnmadd_ps(scale, _mm512_set1_ps(128), offset) : offset};
   }
 
  private:
@@ -143,6 +169,7 @@ class Codes {
   TW_ALWAYS_INLINE __m512 load(const Strips &strips, int64_t at, int64_t factors) const {
     const uint8_t *first = strips.first, *second = strips.second;
     if (numbers_ == TW_HALVES) return load_halves(first + at, second + at);
+    if (numbers_ == TW_EXPONENTS) return load_exponents(first + at, second + at);
     if (numbers_ == TW_FLOATS) return _mm512_castsi512_ps(load_codes(first + at, second + at));
     return _mm512_mul_ps(load_halves(first + factors, second + factors),
                          load_levels(first + at, second + at));
@@ -151,8 +178,10 @@ class Codes {
   const uint8_t *packed_;
   int64_t strip_bytes_, each_bytes_, number_bytes_, factor_bytes_;
   uint32_t group_;
-  int32_t bits_, numbers_, has_offsets_;
+  int coding_;
+  int32_t numbers_, has_offsets_;
   int64_t ahead_;
+  __m512i values_;
 };
 
 }  // namespace

@@ -22,10 +22,22 @@ constexpr int64_t kTileStrips = 2;  // strips in a tile's columns
 constexpr int64_t kSuper = 256;  // inputs that share the factors of their levels
 constexpr int64_t kSixes = 96;   // bytes of 16 inputs with 6 bits
 
-// Bytes of a strip's scales or offsets in a group.
-inline int64_t number_bytes(const tw_grouped &g) {
-  return kStrip * (g.numbers == TW_LEVELS ? 1 : g.numbers == TW_HALVES ? 2 : 4);
+// How the kernels read codes: as numbers of 4, 6 or 8 bits, or as the numbers of values.
+constexpr int kValues = 0;
+
+inline int coding_of(const tw_grouped &g) { return g.has_values ? kValues : g.bits; }
+
+constexpr int bits_of(int coding) { return coding == kValues ? 4 : coding; }
+
+// Number without a sign that stands for zero where there are no offsets. Values are raised by it.
+constexpr int zero_of(int coding) { return 1 << ((coding == kValues ? 8 : coding) - 1); }
+
+constexpr int64_t bytes_each(int numbers) {
+  return numbers == TW_FLOATS ? 4 : numbers == TW_HALVES ? 2 : 1;
 }
+
+// Bytes of a strip's scales or offsets in a group.
+inline int64_t number_bytes(const tw_grouped &g) { return kStrip * bytes_each(g.numbers); }
 
 // Bytes of a strip's factors for 256 inputs.
 inline int64_t factor_bytes(const tw_grouped &g) {

@@ -76,7 +76,20 @@ void unpack_bits(const tw_plane &plane, const uint8_t *from, bool adds, uint8_t 
     }
 }
 
+// Writes the halves of bytes, the lower one's first. Eight codes are in a word.
+void unpack_halves(const uint8_t *from, int64_t count, uint8_t *to) {
+  for (int64_t i = 0; i < count; i += 4) {
+    uint64_t word = load_four(from + i);
+    word = (word | word << 16) & 0x0000ffff0000ffff;
+    word = (word | word << 8) & 0x00ff00ff00ff00ff;
+    word = (word | word << 4) & 0x0f0f0f0f0f0f0f0f;
+    memcpy(to + 2 * i, &word, sizeof word);
+  }
+}
+
 void unpack_plane(const tw_plane &plane, const uint8_t *from, bool adds, uint8_t *to) {
+  const bool is_whole = plane.run == 1 && plane.bits == 4 && plane.shift == 0 && !adds;
+  if (is_whole && plane.bytes % 4 == 0) return unpack_halves(from, plane.bytes, to);
   switch (plane.bits) {
     case 1:
       return unpack_bits<1>(plane, from, adds, to);
@@ -111,9 +124,9 @@ void tw_grouped_pack(const tw_grouped *call, const tw_codes *all_codes, const tw
   const tw_codes codes = *all_codes;
   const tw_numbers numbers[] = {*scales, g.has_offsets ? *offsets : tw_numbers{}};
   const int64_t kinds = g.has_offsets ? 2 : 1, groups = g.inputs / g.group;
-  const auto pack = g.numbers == TW_LEVELS   ? pack_numbers<int8_t>
+  const auto pack = g.numbers == TW_FLOATS   ? pack_numbers<float>
                     : g.numbers == TW_HALVES ? pack_numbers<uint16_t>
-                                             : pack_numbers<float>;
+                                             : pack_numbers<uint8_t>;
   const int64_t strips = (g.outputs + kStrip - 1) / kStrip, unit = minimum(g.group, kBlock);
   parallel_for(strips, [&](int64_t strip) {
     static thread_local Buffer memory;

@@ -69,6 +69,19 @@ struct tw_gate {
 };
 void tw_gate_rows(const tw_gate *gate);
 
+// Copies rows to the layout that products read, or multiplies what lies there by their sigmoid.
+struct tw_arrange {
+  const void *rows;  // [num_rows, width]
+  void *out;         // [num_rows, width], row by row or as a tiled activation
+  int64_t num_rows;
+  int64_t width;
+  int64_t row_stride;  // numbers between two rows
+  int32_t is_tiled;    // `out` is in blocks of 32 rows by 32 columns, and width a multiple of 32
+  int32_t multiplies;  // by the sigmoid
+  int32_t dtype;
+};
+void tw_arrange_rows(const tw_arrange *arrange);
+
 // What an adapter adds to some neighbouring outputs of a product.
 struct tw_low_rank {
   const void *down;  // [rank, inputs]
@@ -210,10 +223,12 @@ enum {
   TW_FLOATS = 0,  // float32
   TW_HALVES = 1,  // float16
   TW_LEVELS = 2,  // int8, times a float16 factor for each 256 inputs of an output
+  TW_EXPONENTS = 3,  // uint8: 2 ** (n - 127), and 0 for n = 0; for codes that number values
 };
 
 // Product with weights in groups: weight [o, i] is scale * code + offset, with a scale and an offset
-// for each output and each group of inputs. Rows are rounded to 8 bits, with a scale for each 32.
+// for each output and each group of inputs, or scale * values[code]. Rows are rounded to 8 bits, with
+// a scale for each 32.
 struct tw_grouped {
   const void *rows;    // [num_rows, inputs]
   const void *packed;  // by tw_grouped_pack
@@ -226,11 +241,13 @@ struct tw_grouped {
   int64_t out_stride;   // elements between two rows of out
   int64_t group;        // inputs: a multiple of 32, or 16
   int32_t bits;         // 4, 6 or 8: codes are below 2 ** bits
-  int32_t numbers;      // TW_FLOATS, TW_HALVES or TW_LEVELS
+  int32_t numbers;      // TW_FLOATS, TW_HALVES, TW_LEVELS or TW_EXPONENTS
   int32_t has_offsets;  // if not, offsets are -scale * 2 ** (bits - 1)
+  int32_t has_values;   // whether codes, of 4 bits without offsets, number `values`
   int32_t adds;         // whether out += product, else out = product
   int32_t dtype;        // of rows: TW_FLOAT32 or TW_BFLOAT16
   int32_t out_dtype;    // likewise
+  int8_t values[16];    // -127 to 127
 };
 void tw_grouped_linear(const tw_grouped *grouped);
 
@@ -334,6 +351,8 @@ enum tw_epilogue : int32_t {
   TW_GELU_TANH = 6,      // the same with tanh in place of erf
   TW_GATE_GELU = 7,      // out = gelu(even tiles) * odd tiles, in tiles
   TW_GATE_GELU_TANH = 8,
+  TW_GATE_CLAMPED = 9,  // out = x * sigmoid(alpha * x) * (y + 1), in tiles, where x are the even tiles
+                        // up to `limit`, y the odd tiles between -limit and limit
 };
 
 enum tw_format : int32_t {
@@ -357,6 +376,7 @@ struct tw_linear {
   int64_t out_stride;  // elements between two rows of out, if it is not in tiles
   int32_t epilogue;
   int32_t format;
+  float alpha, limit;  // of TW_GATE_CLAMPED
 };
 void tw_tiled_linear(const tw_linear *linear);
 
@@ -380,6 +400,7 @@ enum tw_kernel : int32_t {
   TW_GATE_ROWS = 7,
   TW_DECODE = 8,
   TW_DELTA_RULE = 9,
+  TW_ARRANGE = 10,
 };
 
 struct tw_operation {
@@ -395,6 +416,7 @@ struct tw_operation {
     tw_gate gate;
     tw_attention decode;
     tw_delta delta_rule;
+    tw_arrange arrange;
   };
 };
 
@@ -403,6 +425,8 @@ struct tw_tables {
   const int64_t *slots;
   const int32_t *block_tables;
   int64_t table_stride;
+  const int32_t *ends;       // as in tw_attention
+  const int32_t *kept_ends;  // ends after TW_KEEP
 };
 
 // Arguments that differ between passes; they replace the operations' fields of the same names.
@@ -412,8 +436,6 @@ struct tw_pass {
   const int32_t *context_lengths;
   const int64_t *kept;         // null: all rows are kept
   const int32_t *kept_starts;  // query_starts after TW_KEEP
-  const int32_t *ends;         // as in tw_attention
-  const int32_t *kept_ends;    // ends after TW_KEEP
   const int32_t *state_starts;   // starts, sources and targets of tw_delta; null: no such kernel
   const int32_t *state_sources;
   const int32_t *state_targets;

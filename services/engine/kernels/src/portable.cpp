@@ -91,6 +91,32 @@ void gate_rows(const tw_gate &g) {
   });
 }
 
+// Rows and columns of a block of a tiled activation.
+constexpr int64_t kBlock = 32;
+
+template <typename T>
+void arrange_part(const T *from, T *to, int64_t width, bool multiplies) {
+  if (!multiplies) {
+    memcpy(to, from, static_cast<size_t>(width) * sizeof(T));
+    return;
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < width; i++)
+    store(to + i, load(to[i]) / (1.0f + exponential(-load(from[i]))));
+}
+
+template <typename T>
+void arrange_rows(const tw_arrange &a) {
+  for_rows(a.num_rows, [=](int64_t row) {
+    const T *from = static_cast<const T *>(a.rows) + row * a.row_stride;
+    T *out = static_cast<T *>(a.out);
+    if (!a.is_tiled) return arrange_part(from, out + row * a.width, a.width, a.multiplies);
+    T *to = out + row / kBlock * kBlock * a.width + row % kBlock * kBlock;
+    for (int64_t i = 0; i < a.width; i += kBlock)
+      arrange_part(from + i, to + i * kBlock, kBlock, a.multiplies);
+  });
+}
+
 // Tokens of a part of a context. Independent of the number of threads, so that a result depends
 // neither on the machine nor on the rest of the batch.
 constexpr int64_t kPart = 512;
@@ -366,6 +392,9 @@ const PortableKernels TW_TABLE = {
     },
     [](const tw_gate *g) {
       (g->dtype == TW_FLOAT32 ? gate_rows<float> : gate_rows<bfloat16>)(*g);
+    },
+    [](const tw_arrange *a) {
+      (a->dtype == TW_FLOAT32 ? arrange_rows<float> : arrange_rows<bfloat16>)(*a);
     },
     [](const tw_attention *a) {
       (a->dtype == TW_FLOAT32 ? paged_decode<float> : paged_decode<bfloat16>)(*a);

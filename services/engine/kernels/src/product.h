@@ -50,12 +50,20 @@ inline bool passes_caches(const tw_linear &a) {
 }
 
 inline bool is_gate(int32_t epilogue) {
-  return epilogue == TW_GATE || epilogue == TW_GATE_GELU || epilogue == TW_GATE_GELU_TANH;
+  return epilogue == TW_GATE || (epilogue >= TW_GATE_GELU && epilogue <= TW_GATE_CLAMPED);
 }
 
 inline __m512 activate(__m512 values, int32_t epilogue) {
   if (epilogue == TW_GATE) return silu(values);
   return epilogue == TW_GELU || epilogue == TW_GATE_GELU ? gelu(values) : gelu_tanh(values);
+}
+
+// Computes TW_GATE_CLAMPED. A NaN stays one: the minimum of two is the second if either is a NaN.
+inline __m512 clamped(__m512 gate, __m512 up, __m512 alpha, __m512 limit) {
+  gate = _mm512_min_ps(limit, gate);
+  up = _mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), limit), _mm512_min_ps(limit, up));
+  const __m512 opened = _mm512_div_ps(silu(_mm512_mul_ps(alpha, gate)), alpha);
+  return _mm512_fmadd_ps(opened, up, opened);
 }
 
 // Applies the epilogue to rows `from` to `to` - 1, as far as they exist.
@@ -69,6 +77,7 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
   const float *scales = a.scales ? a.scales + column : nullptr;
   const float *row_scales = finished.row_scales;
   const float *bias = a.bias ? a.bias + column : nullptr;
+  const __m512 alpha = _mm512_set1_ps(a.alpha), limit = _mm512_set1_ps(a.limit);
   const float *product = finished.products + from * kPair;
   void *const all = a.out;
   Largest *const found =
@@ -91,7 +100,8 @@ inline void finish_rows(const tw_linear &a, const Finished &finished, int64_t fr
       high = _mm512_add_ps(high, _mm512_loadu_ps(bias + kTileRows));
     }
     if (is_gate(epilogue)) {
-      __m512 gated = _mm512_mul_ps(activate(low, epilogue), high);
+      __m512 gated = epilogue == TW_GATE_CLAMPED ? clamped(low, high, alpha, limit)
+                                                 : _mm512_mul_ps(activate(low, epilogue), high);
       auto *out = static_cast<uint16_t *>(all) + tiled(row, column / 2, outputs / 2);
       _mm256_store_si256(reinterpret_cast<__m256i *>(out), to_bfloat16(gated));
     } else if (epilogue == TW_GELU || epilogue == TW_GELU_TANH) {

@@ -15,7 +15,7 @@ double now() {
 struct Rows {
   int64_t count;
   const int32_t *query_starts;
-  const int32_t *ends;
+  bool are_kept;
 };
 
 // Gives a call this pass's arguments, and returns it.
@@ -23,7 +23,7 @@ tw_attention &of_pass(tw_attention &call, const tw_pass &pass, const Rows &rows)
   const tw_tables &tables = pass.tables[call.cache_group];
   call.slots = tables.slots;
   call.query_starts = rows.query_starts;
-  call.ends = rows.ends;
+  call.ends = rows.are_kept ? tables.kept_ends : tables.ends;
   call.context_lengths = pass.context_lengths;
   call.block_tables = tables.block_tables;
   call.table_stride = tables.table_stride;
@@ -55,6 +55,9 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
     case TW_GATE_ROWS:
       operation.gate.num_rows = rows.count;
       return tw_gate_rows(&operation.gate);
+    case TW_ARRANGE:
+      operation.arrange.num_rows = rows.count;
+      return tw_arrange_rows(&operation.arrange);
     case TW_DECODE:
       return tw_paged_decode(&of_pass(operation.decode, pass, rows));
     case TW_DELTA_RULE:
@@ -66,7 +69,7 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
     case TW_KEEP:
       operation.keep.kept = pass.kept;
       operation.keep.num_kept = pass.num_kept;
-      if (pass.kept) rows = {pass.num_kept, pass.kept_starts, pass.kept_ends};
+      if (pass.kept) rows = {pass.num_kept, pass.kept_starts, true};
       return tw_keep_rows(&operation.keep);
   }
 }
@@ -83,7 +86,7 @@ void tw_keep_rows(const tw_keep *keep) {
 }
 
 void tw_replay(const tw_operation *operations, int64_t count, const tw_pass *pass) {
-  Rows rows{pass->tokens, pass->query_starts, pass->ends};
+  Rows rows{pass->tokens, pass->query_starts, false};
   for (int64_t i = 0; i < count; i++) {
     double began = pass->seconds ? now() : 0;
     run(operations[i], *pass, rows);

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "buffer.h"
+#include "grouped_layout.h"
 #include "kernels.h"
 #include "threads.h"
 #include "tiles.h"
@@ -86,7 +87,7 @@ inline RoundedRows round_rows(const tw_linear &a, bool halves) {
                          static_cast<float *>(memory[2].reserve(numbers * 8)),
                          static_cast<int32_t *>(memory[3].reserve(numbers * 8)),
                          halves,
-                         1 << (a.groups->bits - 1)};
+                         zero_of(coding_of(*a.groups))};
   const auto *tiles = static_cast<const uint16_t *>(a.rows);
   parallel_for(strips, [&](int64_t strip) {
     const int64_t count = smaller(kTileRows, a.num_rows - strip * kTileRows);

@@ -22,25 +22,24 @@ struct alignas(64) TilePart {
 };
 
 // Reads steps of a tile.
-template <int kBits>
+template <int kCoding>
 void read_part(const Codes &all, const Strips &both, int64_t step, int64_t steps, TilePart &part) {
   const Codes codes = all;  // copies, because for the compiler a store to `part` may change them
   const Strips strips = both;
   for (int64_t half = 0; half < 2 * steps; half++) {
-    const Codes::Place at = codes.place<kBits>(step * kTileInner + half * kHalf);
-    for (int64_t line = 0; line < kHalf * kBits; line += kLine)
+    const Codes::Place at = codes.place<kCoding>(step * kTileInner + half * kHalf);
+    for (int64_t line = 0; line < kHalf * bits_of(kCoding); line += kLine)
       codes.fetch(strips, at.codes + line);
     if (codes.has_halves() || half % 2 == 0) {
-      const TileNumbers numbers = codes.numbers<kBits>(strips, at);
+      const TileNumbers numbers = codes.numbers<kCoding>(strips, at);
       const int64_t unit = codes.has_halves() ? half : half / 2;
       _mm512_store_ps(part.scales + unit * kTileRows, numbers.scale);
       _mm512_store_ps(part.offsets + unit * kTileRows, numbers.offset);
     }
     uint8_t *to = part.codes + half * (kHalf * kTileRows);
-    expand<kBits>(strips.first + at.codes, strips.second + at.codes,
-                  [&](int four, __m512i bytes) TW_ALWAYS_INLINE {
-                    _mm512_store_si512(to + four * kLine, bytes);
-                  });
+    codes.expand_at<kCoding>(strips, at.codes, [&](int four, __m512i bytes) TW_ALWAYS_INLINE {
+      _mm512_store_si512(to + four * kLine, bytes);
+    });
   }
 }
 
@@ -91,29 +90,28 @@ TW_ALWAYS_INLINE inline void begin_sums(const StripRows &rows, int64_t unit, __m
 }
 
 // Multiplies few rows by a tile, as it is read. out: [kRows] with kPair columns.
-template <int kRows, int kBits, int kHalves, bool kOffsets>
+template <int kRows, int kCoding, int kHalves, bool kOffsets>
 void multiply_few(const Codes &codes, const Strips &strips, const StripRows &rows, int64_t depth,
                   float *out) {
   __m512 totals[kRows];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++) totals[r] = _mm512_setzero_ps();
   for (int64_t unit = 0; unit < depth * kHalves; unit++) {
-    const Codes::Place at = codes.place<kBits>(unit * kTileInner / kHalves);
-    for (int64_t line = 0; line < kTileInner / kHalves * kBits; line += kLine)
+    const Codes::Place at = codes.place<kCoding>(unit * kTileInner / kHalves);
+    for (int64_t line = 0; line < kTileInner / kHalves * bits_of(kCoding); line += kLine)
       codes.fetch(strips, at.codes + line);
     const int8_t *inputs = rows.codes_of<kHalves>(unit);
     __m512i sums[kRows];
     begin_sums<kRows, kOffsets>(rows, unit, sums);
 #pragma GCC unroll 2
     for (int half = 0; half < 2 / kHalves; half++)
-      expand<kBits>(strips.first + at.codes + half * kHalf * kBits,
-                    strips.second + at.codes + half * kHalf * kBits,
-                    [&](int four, __m512i weights) TW_ALWAYS_INLINE {
-                      multiply_four<kRows, kTileInner>(inputs + half * kHalf + 4 * four, weights,
-                                                       sums);
-                    });
+      codes.expand_at<kCoding>(strips, at.codes + half * kHalf * bits_of(kCoding),
+                               [&](int four, __m512i weights) TW_ALWAYS_INLINE {
+                                 multiply_four<kRows, kTileInner>(
+                                     inputs + half * kHalf + 4 * four, weights, sums);
+                               });
     add_unit<kRows, kHalves, kOffsets>(
-        rows, unit, codes.numbers<kBits>(strips, at),
+        rows, unit, codes.numbers<kCoding>(strips, at),
         [&](int r) TW_ALWAYS_INLINE { return sums[r]; }, totals);
   }
 #pragma GCC unroll 8
@@ -168,24 +166,25 @@ struct Kernels {
   decltype(&multiply_few<1, 4, 1, false>) few[4];  // of 1, 2, 4 and 8 rows
 };
 
-template <int kBits, int kHalves, bool kOffsets>
+template <int kCoding, int kHalves, bool kOffsets>
 Kernels kernels() {
-  return {read_part<kBits>,
+  return {read_part<kCoding>,
           multiply_parts<kRowsAtOnce, kHalves, kOffsets>,
-          {multiply_few<1, kBits, kHalves, kOffsets>, multiply_few<2, kBits, kHalves, kOffsets>,
-           multiply_few<4, kBits, kHalves, kOffsets>, multiply_few<8, kBits, kHalves, kOffsets>}};
+          {multiply_few<1, kCoding, kHalves, kOffsets>, multiply_few<2, kCoding, kHalves, kOffsets>,
+           multiply_few<4, kCoding, kHalves, kOffsets>, multiply_few<8, kCoding, kHalves, kOffsets>}};
 }
 
-template <int kBits>
+template <int kCoding>
 Kernels choose(const Codes &codes) {
   if (codes.has_halves())
-    return codes.has_offsets() ? kernels<kBits, 2, true>() : kernels<kBits, 2, false>();
-  return codes.has_offsets() ? kernels<kBits, 1, true>() : kernels<kBits, 1, false>();
+    return codes.has_offsets() ? kernels<kCoding, 2, true>() : kernels<kCoding, 2, false>();
+  return codes.has_offsets() ? kernels<kCoding, 1, true>() : kernels<kCoding, 1, false>();
 }
 
 Kernels choose(const Codes &codes) {
-  if (codes.bits() == 4) return choose<4>(codes);
-  return codes.bits() == 6 ? choose<6>(codes) : choose<8>(codes);
+  if (codes.coding() == kValues) return choose<kValues>(codes);
+  if (codes.coding() == 4) return choose<4>(codes);
+  return codes.coding() == 6 ? choose<6>(codes) : choose<8>(codes);
 }
 
 // Multiplies few rows. If they are not as many as a kernel has, some are multiplied in vain.

@@ -12,7 +12,12 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.model.adapters.peft_files import LowRankPair, PeftAdapter
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.operators.interface import Delta, ExpertDeltas, Operators
+from services.engine.model.operators.interface import (
+    Delta,
+    ExpertDeltas,
+    Operators,
+    SequenceDelta,
+)
 from services.engine.model.operators.low_rank import (
     LowRank,
     LowRankProduct,
@@ -128,6 +133,10 @@ class Adapters:
 
     def delta(self, site: Site) -> Delta:
         """Make what adapters add to a product."""
+        return self._delta(site)
+
+    def of_sequences(self, site: Site) -> SequenceDelta:
+        """Make what adapters add to a product whose rows are not those of the step."""
         return self._delta(site)
 
     def _delta(self, site: Site) -> "_SiteDelta":
@@ -256,7 +265,7 @@ class Adapters:
         return tensor.to(self._device, self._dtype, copy=True, memory_format=layout)
 
 
-class _SiteDelta(Delta):
+class _SiteDelta(Delta, SequenceDelta):
     """Additions of the adapters to one product."""
 
     def __init__(self, adapters: Adapters, site: Site, operators: Operators) -> None:
@@ -288,8 +297,17 @@ class _SiteDelta(Delta):
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         groups = self._adapters.rows
-        if groups is None or not self.changes(groups):
-            return
+        if groups is not None and self.changes(groups):
+            self._add(rows, out, groups)
+
+    def changes_for(self, number: int) -> bool:
+        return number in self._parts
+
+    def add_for(self, number: int, rows: Tensor, out: Tensor) -> None:
+        owners = torch.full((len(rows),), number, dtype=torch.int32)
+        self._add(rows, out, RowGroups((RowGroup(number, None),), owners))
+
+    def _add(self, rows: Tensor, out: Tensor, groups: RowGroups) -> None:
         if self._product is None:
             self._product = self._operators.low_rank(dict(self._parts))
         self._product.add_to(rows, out, groups)

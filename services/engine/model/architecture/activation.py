@@ -41,6 +41,9 @@ class Activation:
     """Bound of CLAMPED_SWIGLU's factors, or of XIELU's exponent"""
     negative_alpha: float = 0.0
     beta: float = 0.0
+    cutoff: float | None = None
+    """Standard deviations above the mean of a row's gates below which gates are 0, and by which the
+    others are lowered (Gemma 3n); None: gates stay as they are"""
 
     def with_constants(
         self, positive: float, negative: float, beta: float, least: float
@@ -59,6 +62,9 @@ class Activation:
         if not self.gated:
             return self._nonlinear(product)
         gate, up = product.chunk(2, dim=1)
+        if self.cutoff is not None:
+            deviation, mean = torch.std_mean(gate, dim=1, correction=0, keepdim=True)
+            gate = relu(gate - (mean + self.cutoff * deviation))
         if self.nonlinearity is not Nonlinearity.CLAMPED_SWIGLU:
             return self._nonlinear(gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)

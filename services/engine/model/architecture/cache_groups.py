@@ -27,10 +27,15 @@ def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
     the numbers of the blocks are common. An encoder has one group, whose keys stay for a step.
     """
     layers: dict[int, list[int]] = {}
+    latents = spec.latent_layers
     for index, layer in spec.paged_layers.items():
         layers.setdefault(0 if spec.is_encoder else layer.window, []).append(index)
+    if latents:
+        layers[0] = sorted([*layers.get(0, ()), *latents])
 
     def width(index: int) -> int:
+        if index in latents:
+            return latents[index].page_width
         layer = spec.attention(index)
         return 2 * layer.num_kv_heads * layer.head_dim
 

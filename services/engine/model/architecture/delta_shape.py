@@ -33,6 +33,10 @@ class DeltaShape:
     doubles_beta: bool = False
     """True if beta is in (0, 2) instead of (0, 1): the state's eigenvalues may be negative"""
 
+    rank: int = 0
+    """Width between the two products that make the output gate, and between those that make the
+    decay; 0: each is one product"""
+
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
             raise ValueError(

@@ -12,6 +12,7 @@ from services.engine.model.architecture.layers import (
 )
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
+from services.engine.model.architecture.shared_keys import layers_read
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
 __all__ = ["gemma4_layers"]
@@ -33,17 +34,15 @@ def gemma4_layers(
     last = replace(layers[-1], mixer=replace(_attention(layers[-1]), window=0))
     layers = [*layers[:-1], last]
     has_window = [_attention(layer).window > 0 for layer in layers]
-    first_shared = len(layers) - config.integer("num_kv_shared_layers", 0)
-    if not 0 <= first_shared <= len(layers):
-        raise CheckpointError(f"{config.file}: num_kv_shared_layers exceeds the number of layers.")
+    read = layers_read(config, has_window)
     return tuple(
         LayerSpec(
             mixer=replace(
                 _heads(config, index, layer, context_length),
                 norms_values=True,
-                reads_layer=_read_layer(config, index, has_window, first_shared),
+                reads_layer=read[index],
             ),
-            feed_forward=_feed_forward(config, layer, is_shared=index >= first_shared),
+            feed_forward=_feed_forward(config, layer, is_shared=read[index] is not None),
             input_width=config.integer("hidden_size_per_layer_input"),
             has_scalar=True,
         )
@@ -80,20 +79,6 @@ def _heads(config: Config, index: int, layer: LayerSpec, context_length: int) ->
         rotary=RotarySpec.from_config(config, head_dim, context_length),
         keys_are_values=keys_are_values,
     )
-
-
-def _read_layer(
-    config: Config, index: int, has_window: Sequence[bool], first_shared: int
-) -> int | None:
-    """Return the layer whose keys a layer reads: the last of its kind that has some."""
-    if index < first_shared:
-        return None
-    alike = [each for each in range(first_shared) if has_window[each] == has_window[index]]
-    if not alike:
-        raise CheckpointError(
-            f"{config.file}: layer {index} shares the keys of an earlier one, but none is alike."
-        )
-    return alike[-1]
 
 
 def _feed_forward(config: Config, layer: LayerSpec, *, is_shared: bool) -> DenseSpec | BesideSpec:

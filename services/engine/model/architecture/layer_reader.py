@@ -4,8 +4,10 @@ import math
 from dataclasses import replace
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
-from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.delta_reader import read_delta_layers
+from services.engine.model.architecture.gemma3n_layers import gemma3n_layers
 from services.engine.model.architecture.gemma4_layers import gemma4_layers
+from services.engine.model.architecture.latent_reader import read_latent
 from services.engine.model.architecture.layers import (
     AttentionSpec,
     DenseSpec,
@@ -34,16 +36,20 @@ def read_layers(
     another.
     """
     num_layers = config.positive("num_hidden_layers")
-    mixers: list[MixerSpec] = [
-        *_attention_layers(config, family, hidden_size, context_length, num_layers)
-    ]
-    if family.names.delta_net is not None:
-        shape = _delta_shape(config)
-        for layer, kind in enumerate(_hybrid_kinds(config, num_layers)):
-            if kind == "linear_attention":
-                mixers[layer] = shape
+    for key in family.refused:
+        if config.values.get(key):
+            raise CheckpointError(f"{config.file}: {key} is set, which is not supported.")
+    mixers: list[MixerSpec] = []
+    if family.names.latent is None:
+        mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
+    else:
+        mixers += [read_latent(config, family, hidden_size, context_length)] * num_layers
+    for layer, shape in read_delta_layers(config, family, num_layers).items():
+        mixers[layer] = shape
     feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
     layers = tuple(map(LayerSpec, mixers, feed_forwards))
+    if family.names.altup is not None:
+        return gemma3n_layers(config, layers)
     return gemma4_layers(config, layers, context_length) if family.is_gemma4 else layers
 
 
@@ -58,9 +64,6 @@ def _attention_layers(
             f"multiple of num_key_value_heads ({num_kv_heads})."
         )
     head_dim = _head_dim(config, hidden_size, num_heads)
-    for key in family.refused:
-        if config.values.get(key):
-            raise CheckpointError(f"{config.file}: {key} is set, which is not supported.")
     local = _local_layers(config, family.windows, num_layers)
     window = config.positive("sliding_window") if any(local) else 0
     if family.encoder is not None:
@@ -90,38 +93,6 @@ def _attention_layers(
     ]
 
 
-def _delta_shape(config: Config) -> DeltaShape:
-    key_heads = config.positive("linear_num_key_heads")
-    value_heads = config.positive("linear_num_value_heads")
-    if value_heads % key_heads:
-        raise CheckpointError(
-            f"{config.file}: linear_num_value_heads ({value_heads}) is not a multiple of "
-            f"linear_num_key_heads ({key_heads})."
-        )
-    try:
-        return DeltaShape(
-            key_heads=key_heads,
-            value_heads=value_heads,
-            key_dim=config.positive("linear_key_head_dim"),
-            value_dim=config.positive("linear_value_head_dim"),
-            conv_width=config.positive("linear_conv_kernel_dim"),
-            norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{config.file}: {error}.") from None
-
-
-def _hybrid_kinds(config: Config, num_layers: int) -> tuple[str, ...]:
-    """Return the type of each layer."""
-    if config.has("layer_types"):
-        return _layer_types(config, num_layers, ("linear_attention", "full_attention"))
-    interval = config.positive("full_attention_interval")
-    return tuple(
-        "linear_attention" if (layer + 1) % interval else "full_attention"
-        for layer in range(num_layers)
-    )
-
-
 def _head_dim(config: Config, hidden_size: int, num_heads: int) -> int:
     if not config.has("head_dim") and hidden_size % num_heads:
         raise CheckpointError(
@@ -141,25 +112,34 @@ def _feed_forward_layers(
     # Qwen 3.5's mixtures have no dense layer, so their file has no width of one
     if inner is None and config.has("moe_intermediate_size"):
         inner = config.positive("moe_intermediate_size")
-    dense = DenseSpec(
-        width=config.positive("intermediate_size", inner),
-        activation=_activation(config, family),
-        has_bias=family.reads_mlp_bias and config.flag("mlp_bias", False),
-    )
+    activation = _activation(config, family)
+    activations = [activation] * num_layers
     if config.has("xielu_beta"):
-        return [replace(dense, activation=each) for each in _xielus(config, dense, num_layers)]
+        activations = _xielus(config, activation, num_layers)
+    has_bias = family.reads_mlp_bias and config.flag("mlp_bias", False)
+    widths = config.per_layer("intermediate_size", num_layers, inner)
+    dense = [
+        DenseSpec(width, each, has_bias) for width, each in zip(widths, activations, strict=True)
+    ]
     if family.names.experts is None or family.is_gemma4:
-        return [dense] * num_layers
+        return [*dense]
     experts = [
-        _experts(config, family, dense, per_token, has_mxfp4)
-        for per_token in config.per_layer("num_experts_per_tok", num_layers)
+        _experts(config, family, layer, per_token, has_mxfp4)
+        for layer, per_token in zip(
+            dense, config.per_layer("num_experts_per_tok", num_layers), strict=True
+        )
     ]
     have_experts = _expert_layers(config, num_layers)
-    return [experts[layer] if layer in have_experts else dense for layer in range(num_layers)]
+    return [(experts if layer in have_experts else dense)[layer] for layer in range(num_layers)]
 
 
 def _expert_layers(config: Config, num_layers: int) -> set[int]:
     """Return the layers that are mixtures of experts."""
+    if config.has("mlp_layer_types"):
+        kinds = config.kind_per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
+        return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
+    if (every := config.integer("moe_layer_freq", 1)) != 1:
+        raise CheckpointError(f"{config.file}: moe_layer_freq {every} is not supported.")
     plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)
     first, last = config.integer("moe_layer_start_index", 0), -1
     if config.has("moe_layer_end_index"):
@@ -190,13 +170,13 @@ def _activation(config: Config, family: Family) -> Activation:
     return Activation(known[name], family.gated)
 
 
-def _xielus(config: Config, dense: DenseSpec, num_layers: int) -> list[Activation]:
+def _xielus(config: Config, activation: Activation, num_layers: int) -> list[Activation]:
     """Return each layer's activation, of constants in config.json, where GGUF files have them."""
     constants = [config.numbers(f"xielu_{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")]
     if any(len(each) < num_layers for each in constants):
         raise CheckpointError(f"{config.file}: xIELU needs 4 constants for each layer.")
     layers = [*zip(*constants, strict=False)][:num_layers]
-    return [dense.activation.with_constants(*each) for each in layers]
+    return [activation.with_constants(*each) for each in layers]
 
 
 def _experts(
@@ -212,7 +192,7 @@ def _experts(
     width = config.positive("moe_intermediate_size", dense.width)
     return ExpertsSpec(
         count=count,
-        routing=_routing(config, family, per_token),
+        routing=_routing(config, family, count, per_token),
         width=width,
         activation=dense.activation,
         has_bias=dense.has_bias and family.experts_have_bias,
@@ -221,7 +201,7 @@ def _experts(
     )
 
 
-def _routing(config: Config, family: Family, per_token: int) -> Routing:
+def _routing(config: Config, family: Family, count: int, per_token: int) -> Routing:
     assert family.names.experts is not None
     jitter = None
     if family.mixes_sparsely:
@@ -230,13 +210,44 @@ def _routing(config: Config, family: Family, per_token: int) -> Routing:
             raise CheckpointError(
                 f"{config.file}: num_experts_per_tok must be {_SPARSE_MIXER}, got {per_token}."
             )
+    groups, kept_groups = _expert_groups(config, family, count, per_token)
     return Routing(
         per_token,
         config.flag("norm_topk_prob", False),
         has_bias=bool(family.names.experts.choice_bias),
         least_sum=config.number("moe_norm_min", 0.0),
         jitter=jitter,
+        has_sigmoids=family.scores_by_sigmoid,
+        groups=groups,
+        kept_groups=kept_groups,
+        best_of_group=2 if family.scores_by_sigmoid else 1,
+        scale=config.positive_number("routed_scaling_factor", 1.0),
     )
+
+
+def _expert_groups(config: Config, family: Family, count: int, per_token: int) -> tuple[int, int]:
+    """Return the groups of experts, and those of them among which a token's are chosen."""
+    if family.names.latent is None:
+        return 1, 1
+    kind = "sigmoid" if family.scores_by_sigmoid else "softmax"
+    methods = ("noaux_tc",) if family.scores_by_sigmoid else ("greedy", "group_limited_greedy")
+    method, scores = config.text("topk_method", methods[0]), config.text("scoring_func", kind)
+    if method not in methods or scores != kind:
+        raise CheckpointError(
+            f"{config.file}: topk_method {method} with scoring_func {scores} is not supported "
+            f"here. Supported: {', '.join(methods)} with {kind}."
+        )
+    if method == "greedy":
+        return 1, 1
+    groups, kept = config.positive("n_group", 1), config.positive("topk_group", 1)
+    if count % groups or kept > groups or kept * (count // groups) < per_token:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('n_group')} {groups} and topk_group {kept} do not "
+            f"divide {count} experts for {per_token} of a token."
+        )
+    if groups > kept and count // groups < 2:
+        raise CheckpointError(f"{config.file}: groups of one expert are not supported.")
+    return groups, kept
 
 
 def _shared_expert(
@@ -270,7 +281,8 @@ def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bo
     if rule is WindowRule.ALL:
         return (True,) * num_layers
     if config.has("layer_types"):
-        kinds = _layer_types(config, num_layers, ("sliding_attention", "full_attention"))
+        known = ("sliding_attention", "full_attention")
+        kinds = config.kind_per_layer("layer_types", num_layers, known)
         return tuple(kind == "sliding_attention" for kind in kinds)
     if rule is WindowRule.SPACED:
         pattern = config.positive("sliding_window_pattern")
@@ -284,26 +296,13 @@ def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bo
     return tuple(layer >= first for layer in range(num_layers))
 
 
-def _layer_types(config: Config, num_layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
-    kinds = config.texts("layer_types")
-    if len(kinds) != num_layers:
-        raise CheckpointError(
-            f"{config.file}: layer_types names {len(kinds)} layers, num_hidden_layers {num_layers}."
-        )
-    for layer, kind in enumerate(kinds):
-        if kind not in known:
-            raise CheckpointError(
-                f"{config.file}: layer {layer} has the type {kind}, which is not supported here. "
-                f"Supported: {', '.join(known)}."
-            )
-    return kinds
-
-
 def _rotaries(
     config: Config, family: Family, local: tuple[bool, ...], head_dim: int, context_length: int
 ) -> tuple[RotarySpec | None, ...]:
     num_layers = len(local)
-    if family.names.positions is not None:
+    rope = config.section("rope_parameters")
+    has_base = not rope.values or rope.has("rope_theta") or config.has("rope_theta")
+    if family.names.positions is not None or (family.rotates_with_base and not has_base):
         return (None,) * num_layers
     everywhere = RotarySpec.from_config(config, head_dim, context_length, family.multimodal_axes)
     if family.local_rotary:

@@ -5,11 +5,13 @@ from typing import TypeAlias
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.family import QkNorm
 
 __all__ = [
+    "AltUpSpec",
     "AttentionSpec",
     "BesideSpec",
     "DenseSpec",
@@ -82,6 +84,8 @@ class DenseSpec:
 
     def part(self, count: int) -> "DenseSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        if self.activation.cutoff is not None and count > 1:
+            raise ValueError("activation_sparsity_pattern has sparse layers, which are not divided")
         return replace(self, width=_divided("intermediate_size", self.width, count))
 
 
@@ -136,8 +140,21 @@ class BesideSpec:
         return BesideSpec(self.dense.part(count), self.experts.part(count))
 
 
-MixerSpec: TypeAlias = AttentionSpec | DeltaShape
+MixerSpec: TypeAlias = AttentionSpec | DeltaShape | LatentSpec
 FeedForwardSpec: TypeAlias = DenseSpec | ExpertsSpec | BesideSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpSpec:
+    """Streams of the residual (https://arxiv.org/abs/2301.13310)."""
+
+    streams: int
+    active: int
+    """Number of the stream that layers read and add to"""
+    has_scale: bool
+    """The active stream has a factor before the layer's input is computed from it"""
+    laurel_rank: int
+    """Inner width of the product beside the mixer (https://arxiv.org/abs/2411.07501)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +167,8 @@ class LayerSpec:
     """Width of what a token has for this layer alone, added behind the others; 0: there is none"""
     has_scalar: bool = False
     """The residual is multiplied by a number at the end"""
+    altup: AltUpSpec | None = None
+    """None: the residual is one stream"""
 
     def part(self, count: int) -> "LayerSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""

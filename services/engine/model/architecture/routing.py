@@ -23,10 +23,23 @@ class Routing:
     """Half the relative distance within which SparseMixer (https://arxiv.org/abs/2409.12136) weighs
     the best expert against the others; None: weights are parts of a softmax over all experts"""
 
+    has_sigmoids: bool = False
+    """True if weights are sigmoids of the scores, each by itself"""
+    groups: int = 1
+    """Equal groups of neighbouring experts"""
+    kept_groups: int = 1
+    """Groups among which a token's experts are chosen"""
+    best_of_group: int = 1
+    """Best experts of a group whose sum ranks it"""
+    scale: float = 1.0
+    """Factor on all weights"""
+
     @property
     def is_plain(self) -> bool:
         """True if the highest parts of a softmax are chosen."""
-        return not self.has_bias and self.jitter is None
+        has_groups = self.kept_groups < self.groups
+        is_softmax = self.jitter is None and not self.has_sigmoids and self.scale == 1
+        return is_softmax and not self.has_bias and not has_groups
 
     def choose(self, scores: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the numbers of each row's experts and their weights, [n, per_token] each.
@@ -35,16 +48,24 @@ class Routing:
         """
         if self.jitter is not None:
             return self._mix_sparsely(scores, self.jitter)
-        weights = scores.softmax(dim=1)
-        if bias is None:
-            factors, chosen = weights.topk(self.per_token, dim=1)
-        else:
-            chosen = (weights + bias).topk(self.per_token, dim=1).indices
-            factors = weights.gather(1, chosen)
+        weights = scores.sigmoid() if self.has_sigmoids else scores.softmax(dim=1)
+        ranked = weights if bias is None else weights + bias
+        if self.kept_groups < self.groups:
+            ranked = self._in_best_groups(ranked)
+        chosen = ranked.topk(self.per_token, dim=1).indices
+        factors = weights.gather(1, chosen)
         if self.normalized:
             sums = factors.sum(dim=1, keepdim=True)
             factors /= sums.clamp(min=self.least_sum) if self.least_sum else sums
-        return chosen, factors
+        return chosen, factors if self.scale == 1 else factors * self.scale
+
+    def _in_best_groups(self, ranked: Tensor) -> Tensor:
+        """Rank the experts of all groups but the best last."""
+        groups = ranked.view(len(ranked), self.groups, -1)
+        ranks = groups.topk(self.best_of_group, dim=2).values.sum(dim=2)
+        best = ranks.topk(self.kept_groups, dim=1).indices
+        is_left_out = torch.ones_like(ranks, dtype=torch.bool).scatter_(1, best, False)
+        return groups.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)
 
     def _mix_sparsely(self, scores: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
         """Weigh the best expert against those close to it, then the next one without the best."""

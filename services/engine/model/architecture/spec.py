@@ -7,6 +7,7 @@ from typing import Literal
 from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layer_reader import read_layers
 from services.engine.model.architecture.layers import (
     AttentionSpec,
@@ -16,7 +17,7 @@ from services.engine.model.architecture.layers import (
 )
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.family import Family
+from services.engine.model.checkpoint.family import Family, ImageSight
 from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.gguf_families import gguf_family
 from services.engine.model.checkpoint.schemes import SCHEMES, Scheme
@@ -59,10 +60,14 @@ class ModelSpec:
     bos_token_id: int | None
     input_vocab_size: int = 0
     """Ids that have inputs of their own for each layer; 0: none"""
+    pad_token_id: int = 0
+    """Id whose inputs for each layer the tokens of images take"""
     position_offset: int = 0
     """Number of the first learned position"""
     num_token_types: int = 0
     """Texts that an encoder tells apart in a pair; 0: none"""
+    num_draft_layers: int = 0
+    """Layers behind the last one that files may hold: they predict further tokens (MTP)"""
     num_labels: int = 0
     """Scores of a text; 0: the checkpoint has no head that scores texts"""
 
@@ -91,6 +96,12 @@ class ModelSpec:
         return {index: mixer for index, mixer in mixers if isinstance(mixer, AttentionSpec)}
 
     @property
+    def latent_layers(self) -> Mapping[int, LatentSpec]:
+        """The layers that are latent attention, by number."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return {index: mixer for index, mixer in mixers if isinstance(mixer, LatentSpec)}
+
+    @property
     def delta_layers(self) -> Mapping[int, DeltaShape]:
         """The layers that are gated delta nets, by number."""
         mixers = enumerate(layer.mixer for layer in self.layers)
@@ -103,9 +114,14 @@ class ModelSpec:
         return any(rotary is not None and rotary.axes for rotary in rotaries)
 
     @property
+    def images_see_ahead(self) -> bool:
+        """True if a layer shows a token of an image the later tokens of this image."""
+        return self.family.image_sight is not ImageSight.NONE
+
+    @property
     def widest_head(self) -> int:
-        """Largest head dimension."""
-        return max(layer.head_dim for layer in self.attention_layers.values())
+        """Largest head dimension of attention with keys of its own; 0: there is none."""
+        return max((layer.head_dim for layer in self.attention_layers.values()), default=0)
 
     @property
     def has_experts(self) -> bool:
@@ -115,7 +131,7 @@ class ModelSpec:
 
     @property
     def paged_layers(self) -> Mapping[int, AttentionSpec]:
-        """The layers that have keys and values of their own, by number."""
+        """The layers that have pages of keys and values, by number."""
         layers = self.attention_layers.items()
         return {index: layer for index, layer in layers if layer.reads_layer is None}
 
@@ -123,6 +139,12 @@ class ModelSpec:
     def input_width(self) -> int:
         """Width of what a token has for each layer alone; 0: there is none."""
         return self.layers[0].input_width
+
+    @property
+    def num_streams(self) -> int:
+        """Streams of AltUp; 0: the residual is a sum."""
+        altup = self.layers[0].altup
+        return 0 if altup is None else altup.streams
 
     def attention(self, layer: int) -> AttentionSpec:
         """Return the mixer of a layer, which must be attention."""
@@ -151,10 +173,8 @@ class ModelSpec:
         if encoder is not None and encoder.positions_after_padding:
             offset = config.integer("pad_token_id") + 1
 
-        def multiplier(key: str) -> float:
-            return config.positive_number(key, 1.0) if family.reads_multipliers else 1.0
-
         bos_token_ids = config.ids("bos_token_id")
+        has_inputs = config.has("vocab_size_per_layer_input")
         return ModelSpec(
             family=family,
             vocab_size=config.positive("vocab_size"),
@@ -170,11 +190,9 @@ class ModelSpec:
             else 0.0,
             embedding_scale=hidden_size**0.5
             if family.scaled_embedding
-            else multiplier("embedding_multiplier"),
-            residual_scale=multiplier("residual_multiplier"),
-            logit_scale=config.positive_number("logit_scale")
-            if family.reads_logit_scale
-            else 1 / multiplier("logits_scaling"),
+            else _multiplier(config, family, "embedding_multiplier"),
+            residual_scale=_residual_scale(config, family),
+            logit_scale=_logit_scale(config, family, hidden_size),
             parallel_residual=family.reads_parallel_residual
             and config.flag("use_parallel_residual", False),
             head_bias=family.head_bias_key is not None and config.flag(family.head_bias_key, False),
@@ -183,10 +201,12 @@ class ModelSpec:
             scheme=stored_as if isinstance(stored_as, Scheme) else None,
             eos_token_ids=config.ids("eos_token_id"),
             bos_token_id=bos_token_ids[0] if bos_token_ids else None,
-            input_vocab_size=config.positive("vocab_size_per_layer_input")
-            if family.is_gemma4
-            else 0,
+            input_vocab_size=config.positive("vocab_size_per_layer_input") if has_inputs else 0,
+            pad_token_id=config.integer("pad_token_id", 0) if has_inputs else 0,
             position_offset=offset,
+            num_draft_layers=config.integer("num_nextn_predict_layers", 1)
+            if family.names.latent is not None
+            else 0,
             num_token_types=0
             if encoder is None or encoder.token_types is None
             else config.integer("type_vocab_size", 2),
@@ -211,6 +231,25 @@ def _quantization(config: Config, family: Family) -> Fp8Format | Scheme | Litera
         f"fp8, {', '.join(SCHEMES)}, and mxfp4 for the experts of gpt-oss; or serve a float32, "
         "bfloat16 or float16 checkpoint."
     )
+
+
+def _residual_scale(config: Config, family: Family) -> float:
+    if family.reads_depth and config.has("scale_depth"):
+        depth: float = config.positive("num_hidden_layers") ** 0.5
+        return config.positive_number("scale_depth") / depth
+    return _multiplier(config, family, "residual_multiplier")
+
+
+def _logit_scale(config: Config, family: Family, hidden_size: int) -> float:
+    if family.reads_logit_scale:
+        return config.positive_number("logit_scale")
+    if family.reads_depth:
+        return config.positive_number("dim_model_base", hidden_size) / hidden_size
+    return 1 / _multiplier(config, family, "logits_scaling")
+
+
+def _multiplier(config: Config, family: Family, key: str) -> float:
+    return config.positive_number(key, 1.0) if family.reads_multipliers else 1.0
 
 
 def _num_labels(config: Config) -> int:

@@ -26,6 +26,9 @@ class KVCache:
     """Keys of each layer that is attention, by number"""
     values: Mapping[int, Tensor]
     block_size: int
+    latents: Mapping[int, Tensor] = field(default_factory=dict)
+    """Latents of each layer that is latent attention, by number, [blocks, block_size, width]: it
+    has neither keys nor values"""
     states: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """States of each recurrent layer, by number: tensors whose first dimension is the slot"""
     groups: Sequence[Sequence[int]] = ()
@@ -33,8 +36,8 @@ class KVCache:
 
     @property
     def pages(self) -> tuple[Tensor, ...]:
-        """Keys and values of all layers."""
-        return (*self.keys.values(), *self.values.values())
+        """Keys, values and latents of all layers."""
+        return (*self.keys.values(), *self.values.values(), *self.latents.values())
 
     @property
     def num_blocks(self) -> int:
@@ -43,7 +46,7 @@ class KVCache:
 
     def blocks_of(self, group: int) -> int:
         """Return the blocks of each layer of a cache group."""
-        return self.keys[self._layers(group)[0]].shape[0]
+        return self._of_layer(self._layers(group)[0])[0].shape[0]
 
     @property
     def num_slots(self) -> int:
@@ -56,12 +59,16 @@ class KVCache:
             layers = self._layers(group)
             places = [(source, target) for number, source, target in copies if number == group]
             index = torch.tensor(places, dtype=torch.int64)
-            index = to_device(index, self.keys[layers[0]].device)
-            for tensor in (part[layer] for part in (self.keys, self.values) for layer in layers):
+            index = to_device(index, self.pages[0].device)
+            for tensor in (tensor for layer in layers for tensor in self._of_layer(layer)):
                 tensor[index[:, 1]] = tensor[index[:, 0]]
 
     def _layers(self, group: int) -> Sequence[int]:
-        return self.groups[group] if self.groups else tuple(self.keys)
+        return self.groups[group] if self.groups else (*self.keys, *self.latents)
+
+    def _of_layer(self, layer: int) -> tuple[Tensor, ...]:
+        parts = (self.keys, self.values, self.latents)
+        return tuple(part[layer] for part in parts if layer in part)
 
     @staticmethod
     def allocate(

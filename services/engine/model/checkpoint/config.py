@@ -112,14 +112,29 @@ class Config:
             raise self._wrong(key, "a token id or a list of them")
         return tuple(ids)
 
-    def per_layer(self, key: str, num_layers: int) -> tuple[int, ...]:
+    def per_layer(self, key: str, num_layers: int, default: int | None = None) -> tuple[int, ...]:
         """Return the positive integer of each layer under `key`: a list, or one for all."""
         if not isinstance(self._find(key), list):
-            return (self.positive(key),) * num_layers
+            return (self.positive(key, default),) * num_layers
         numbers = self.ids(key)
         if len(numbers) != num_layers or min(numbers) <= 0:
             raise self._wrong(key, f"a positive integer or {num_layers} of them")
         return numbers
+
+    def kind_per_layer(self, key: str, num_layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the kind of each layer under `key`, a list of names among `known`."""
+        kinds = self.texts(key)
+        if len(kinds) != num_layers:
+            raise CheckpointError(
+                f"{self.file}: {key} names {len(kinds)} layers, num_hidden_layers {num_layers}."
+            )
+        for layer, kind in enumerate(kinds):
+            if kind not in known:
+                raise CheckpointError(
+                    f"{self.file}: {key} gives layer {layer} the type {kind}, which is not "
+                    f"supported here. Supported: {', '.join(known)}."
+                )
+        return kinds
 
     def section(self, key: str) -> "Config":
         """Return the object under `key`, empty if absent."""

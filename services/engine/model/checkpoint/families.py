@@ -5,10 +5,12 @@ from dataclasses import replace
 
 from services.engine.model.checkpoint.config import JsonObject
 from services.engine.model.checkpoint.family import (
+    AltUpNames,
     DeltaNetNames,
     ExpertStack,
     ExpertTensorNames,
     Family,
+    LatentNames,
     QkNorm,
     TensorNames,
     WindowRule,
@@ -23,6 +25,8 @@ _GEMMA = TensorNames(
     feed_forward_norm="pre_feedforward_layernorm",
     feed_forward_post_norm="post_feedforward_layernorm",
 )
+_SHARED_KEYS = tuple(f"*.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
+"""Tensors that files may hold for layers that share the keys of earlier ones"""
 _OLMO2 = TensorNames(
     attention_norm=None,
     attention_post_norm="post_attention_layernorm",
@@ -108,6 +112,49 @@ _QWEN_HYBRID: JsonObject = {
     "linear_num_value_heads": 32,
     "partial_rotary_factor": 0.25,
 }
+_DEEPSEEK_EXPERTS = replace(
+    _EXPERTS,
+    shared_gate=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
+)
+_DEEPSEEK_KEYS = {
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_num_shared_experts": "n_shared_experts",
+    "num_local_experts": "n_routed_experts",
+}
+_LATENT: JsonObject = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEEPSEEK_V3 = Family(
+    "DeepseekV3ForCausalLM",
+    names=TensorNames(
+        latent=LatentNames(),
+        experts=replace(
+            _DEEPSEEK_EXPERTS,
+            choice_bias="mlp.gate.e_score_correction_bias",
+            choice_bias_is_row=False,
+        ),
+    ),
+    keys=_DEEPSEEK_KEYS,
+    defaults={
+        **_LATENT,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    },
+    interleaved_rotary=True,
+    scores_by_sigmoid=True,
+)
 _QWEN: JsonObject = {"use_sliding_window": False, "max_window_layers": 28}
 
 FAMILIES: Mapping[str, Family] = {
@@ -169,9 +216,43 @@ FAMILIES: Mapping[str, Family] = {
             reads_soft_caps=True,
         ),
         Family(
+            "Gemma3nForCausalLM",
+            names=replace(_GEMMA, altup=AltUpNames(), ignored=_SHARED_KEYS),
+            keys={"hidden_act": "hidden_activation"},
+            defaults={
+                "hidden_activation": "gelu_pytorch_tanh",
+                "altup_active_idx": 0,
+                "altup_num_inputs": 4,
+                "final_logit_softcapping": 30.0,
+                "head_dim": 256,
+                "hidden_size": 2048,
+                "hidden_size_per_layer_input": 256,
+                "intermediate_size": 16384,
+                "laurel_rank": 64,
+                "max_position_embeddings": 32768,
+                "num_attention_heads": 8,
+                "num_hidden_layers": 35,
+                "num_key_value_heads": 2,
+                "num_kv_shared_layers": 15,
+                "rope_theta": 1e6,
+                "sliding_window": 512,
+                "sliding_window_pattern": 5,
+                "tie_word_embeddings": True,
+                "vocab_size": 262400,
+                "vocab_size_per_layer_input": 262144,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.HEAD,
+            windows=WindowRule.PATTERN,
+            local_rotary=True,
+            scaled_embedding=True,
+            reads_soft_caps=True,
+        ),
+        Family(
             "Gemma4ForCausalLM",
             names=replace(
                 _GEMMA,
+                ignored=_SHARED_KEYS,
                 experts=ExpertTensorNames(
                     router="router.proj",
                     gate=("experts.gate_up_proj",),
@@ -238,6 +319,38 @@ FAMILIES: Mapping[str, Family] = {
             qk_norm=QkNorm.ALL_HEADS,
             windows=WindowRule.PATTERN,
             local_rotary=True,
+        ),
+        Family(
+            "OlmoHybridForCausalLM",
+            names=replace(
+                _OLMO2,
+                delta_net=DeltaNetNames(
+                    inputs=(
+                        "linear_attn.q_proj",
+                        "linear_attn.k_proj",
+                        "linear_attn.v_proj",
+                        "linear_attn.g_proj",
+                    ),
+                    rates=("linear_attn.b_proj", "linear_attn.a_proj"),
+                    convolution=(
+                        "linear_attn.q_conv1d.weight",
+                        "linear_attn.k_conv1d.weight",
+                        "linear_attn.v_conv1d.weight",
+                    ),
+                    norm="linear_attn.o_norm.weight",
+                    output="linear_attn.o_proj",
+                    norms=("attention_layer_norm", "feedforward_layer_norm"),
+                ),
+            ),
+            defaults={
+                "full_attention_interval": 4,
+                "linear_allow_neg_eigval": True,
+                "linear_conv_kernel_dim": 4,
+                "linear_norm_eps": 1e-5,
+            },
+            reads_attention_bias=True,
+            qk_norm=QkNorm.ALL_HEADS,
+            rotates_with_base=True,
         ),
         _GLM,
         replace(
@@ -696,6 +809,128 @@ FAMILIES: Mapping[str, Family] = {
             has_output_gate=True,
             qk_norm=QkNorm.HEAD,
             norm_offset=True,
+        ),
+        Family(
+            "DeepseekV2ForCausalLM",
+            names=TensorNames(latent=LatentNames(), experts=_DEEPSEEK_EXPERTS),
+            keys=_DEEPSEEK_KEYS,
+            defaults={
+                **_LATENT,
+                "first_k_dense_replace": 0,
+                "moe_intermediate_size": 1407,
+                "n_routed_experts": 64,
+                "n_shared_experts": 2,
+            },
+            reads_mlp_bias=True,
+            interleaved_rotary=True,
+            refused=("norm_topk_prob",),
+        ),
+        _DEEPSEEK_V3,
+        replace(
+            _DEEPSEEK_V3,
+            architecture="Glm4MoeLiteForCausalLM",
+            defaults={
+                **_DEEPSEEK_V3.defaults,
+                "first_k_dense_replace": 1,
+                "moe_intermediate_size": 1536,
+                "n_group": 1,
+                "n_routed_experts": 64,
+                "num_experts_per_tok": 4,
+                "num_key_value_heads": 20,
+                "q_lora_rank": 768,
+                "qk_nope_head_dim": 192,
+                "rms_norm_eps": 1e-5,
+                "routed_scaling_factor": 1.8,
+                "topk_group": 1,
+                "v_head_dim": 256,
+            },
+        ),
+        Family(
+            "YoutuForCausalLM",
+            names=TensorNames(latent=LatentNames()),
+            defaults={**_LATENT, "num_key_value_heads": 16, "tie_word_embeddings": True},
+            interleaved_rotary=True,
+        ),
+        Family(
+            "KimiLinearForCausalLM",
+            names=TensorNames(
+                latent=LatentNames(),
+                delta_net=DeltaNetNames(
+                    inputs=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                    rates=("self_attn.b_proj",),
+                    gate=("self_attn.g_a_proj", "self_attn.g_b_proj"),
+                    decay=("self_attn.f_a_proj", "self_attn.f_b_proj"),
+                    decay_module="forget_gate",
+                    convolution=(
+                        "self_attn.q_conv1d.weight",
+                        "self_attn.k_conv1d.weight",
+                        "self_attn.v_conv1d.weight",
+                    ),
+                    a_log="self_attn.A_log",
+                    dt_bias="self_attn.dt_bias",
+                    norm="self_attn.o_norm.weight",
+                    output="self_attn.o_proj",
+                ),
+                experts=replace(
+                    _MIXTRAL_EXPERTS,
+                    shared_gate=(
+                        "block_sparse_moe.shared_experts.gate_proj",
+                        "block_sparse_moe.shared_experts.up_proj",
+                    ),
+                    shared_down="block_sparse_moe.shared_experts.down_proj",
+                    choice_bias="block_sparse_moe.gate.e_score_correction_bias",
+                    choice_bias_is_row=False,
+                ),
+            ),
+            keys={
+                "max_position_embeddings": "model_max_length",
+                "moe_layer_start_index": "first_k_dense_replace",
+                "moe_num_shared_experts": "num_shared_experts",
+                "n_group": "num_expert_group",
+                "norm_topk_prob": "moe_renormalize",
+                "num_experts_per_tok": "num_experts_per_token",
+                "num_local_experts": "num_experts",
+                "scoring_func": "moe_router_activation_func",
+            },
+            defaults={
+                **_LATENT,
+                "first_k_dense_replace": 1,
+                "linear_conv_kernel_dim": 4,
+                "linear_head_dim": 128,
+                "linear_num_heads": 32,
+                "moe_intermediate_size": 1024,
+                "moe_renormalize": True,
+                "num_expert_group": 1,
+                "num_experts": 256,
+                "num_experts_per_token": 8,
+                "num_key_value_heads": 32,
+                "num_shared_experts": 1,
+                "q_lora_rank": None,
+                "rms_norm_eps": 1e-5,
+                "routed_scaling_factor": 2.446,
+                "topk_group": 1,
+            },
+            scores_by_sigmoid=True,
+            rotates_latents=False,
+        ),
+        Family(
+            "MiniCPM3ForCausalLM",
+            names=TensorNames(latent=LatentNames()),
+            keys={"embedding_multiplier": "scale_emb"},
+            defaults={
+                "dim_model_base": 256,
+                "kv_lora_rank": 256,
+                "num_key_value_heads": 40,
+                "q_lora_rank": 768,
+                "qk_nope_head_dim": 64,
+                "qk_rope_head_dim": 32,
+                "rms_norm_eps": 1e-5,
+                "scale_depth": 1.4,
+                "scale_emb": 12,
+                "tie_word_embeddings": True,
+            },
+            reads_multipliers=True,
+            reads_depth=True,
         ),
         Family(
             "GptOssForCausalLM",

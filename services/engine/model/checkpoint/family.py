@@ -1,12 +1,13 @@
 """Description of an architecture by its differences from the Llama decoder."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
 
 __all__ = [
+    "AltUpNames",
     "BesideNames",
     "DeltaNetNames",
     "EncoderTraits",
@@ -14,6 +15,8 @@ __all__ = [
     "ExpertTensorNames",
     "Family",
     "HeadStage",
+    "ImageSight",
+    "LatentNames",
     "LayerInputNames",
     "MultimodalAxes",
     "QkNorm",
@@ -78,6 +81,8 @@ class ExpertTensorNames:
     """Module of router and experts in transformers 5, whose names adapters have"""
     choice_bias: str = ""
     """Bias of the weights for the choice alone; empty: there is none"""
+    choice_bias_is_row: bool = True
+    """That bias is stored as [1, experts] rather than [experts]"""
     router_name: str = ""
     """The router's name in that module; empty: the last part of `router`"""
 
@@ -96,10 +101,18 @@ class DeltaNetNames:
     """Tensor names of a gated delta net; those of linear layers without .weight."""
 
     inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
-    """Queries, keys and values, then the output gate; or one tensor, key head by key head"""
+    """Queries, keys and values, then the output gate; or one tensor for each of the four; or one
+    tensor for all, key head by key head. Without the output gate if it is `gate`"""
     rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
-    """Beta, then the decay; or one tensor, key head by key head"""
-    convolution: str = "linear_attn.conv1d.weight"
+    """Beta, then the decay; or one tensor, key head by key head. Beta alone if there is `decay`"""
+    gate: tuple[str, str] | None = None
+    """The output gate's two products, one of the other's outputs"""
+    decay: tuple[str, str] | None = None
+    """The same of the decay, which each channel of a key then has"""
+    decay_module: str = ""
+    """Module of the decay in transformers 5, whose names adapters have; empty: there is none"""
+    convolution: tuple[str, ...] = ("linear_attn.conv1d.weight",)
+    """One tensor, or one each for queries, keys and values"""
     a_log: str = "linear_attn.A_log"
     has_rates: bool = False
     """`a_log` is stored as -exp(A_log)"""
@@ -108,6 +121,25 @@ class DeltaNetNames:
     output: str = "linear_attn.out_proj"
     tiles_values: bool = False
     """Value heads are stored in turns: the first of every key head, then the second of every one"""
+    norms: tuple[str, str] | None = None
+    """Norms that the mixer and the feed-forward layer read in these layers, which have no others;
+    None: the norms of the other layers"""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentNames:
+    """Tensor names of multi-head latent attention, without .weight and .bias."""
+
+    query_down: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    queries: str = "self_attn.q_proj"
+    """Queries that are made of the residual in one product"""
+    latents: str = "self_attn.kv_a_proj_with_mqa"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    expansion: tuple[str, ...] = ("self_attn.kv_b_proj",)
+    """Keys and values of latents, head by head; or one tensor [heads, latent, key] and one [heads,
+    value, latent]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +152,24 @@ class LayerInputNames:
     gate: str = "per_layer_input_gate"
     output: str = "per_layer_projection"
     post_norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpNames:
+    """Tensor names of the residual's streams."""
+
+    router_norm: str = "altup.router_norm"
+    router: str = "altup.modality_router"
+    prediction: str = "altup.prediction_coefs"
+    correction: str = "altup.correction_coefs"
+    scale: str = "altup.correct_output_scale"
+    """With its suffix: it is no module's weight"""
+    laurel_left: str = "laurel.linear_left"
+    laurel_right: str = "laurel.linear_right"
+    laurel_norm: str = "laurel.post_laurel_norm"
+    expansion: str = "altup_projections.{}"
+    """In the model; "{}" stands for the number of a stream after the first"""
+    merger: str = "altup_unembed_projections.{}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +221,28 @@ class TensorNames:
     beside: BesideNames = field(default_factory=BesideNames)
     layer_inputs: LayerInputNames = field(default_factory=LayerInputNames)
     layer_scalar: str = "layer_scalar"
+    altup: AltUpNames | None = None
+    """None: the residual is one stream"""
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
+    latent: LatentNames | None = None
+    """Tensors of latent attention; None: layers have queries, keys and values"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors that some files hold and the model does not need"""
+
+    @property
+    def in_delta_layers(self) -> "TensorNames":
+        """The names in the layers of `delta_net`."""
+        if self.delta_net is None or self.delta_net.norms is None:
+            return self
+        mixer_norm, feed_forward_norm = self.delta_net.norms
+        return replace(
+            self,
+            attention_norm=mixer_norm,
+            attention_post_norm=None,
+            feed_forward_norm=feed_forward_norm,
+            feed_forward_post_norm=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +287,14 @@ class MultimodalAxes(Enum):
     """In turn, until row and column have theirs; the rest are of time"""
     INTERLEAVED_IN_A_QUARTER = (11, 11, 10)
     """The order of INTERLEAVED, with the default of Qwen 3.5, where a quarter of a head rotates"""
+
+
+class ImageSight(Enum):
+    """Layers in which the tokens of an image see each other, not only the tokens before them."""
+
+    NONE = "no layer"
+    WINDOWS = "layers with a window"
+    ALL = "every layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,17 +357,25 @@ class Family:
     """Embeddings are multiplied by the square root of hidden_size"""
     reads_multipliers: bool = False
     """config.json has embedding_, residual_ and attention_multiplier and logits_scaling"""
+    reads_depth: bool = False
+    """scale_depth and num_hidden_layers scale what is added to the residual, and dim_model_base and
+    hidden_size the logits"""
     reads_logit_scale: bool = False
     """logit_scale is a factor on the logits"""
+    rotates_with_base: bool = False
+    """Layers have no RoPE if rope_parameters has no rope_theta"""
     reads_no_rope_layers: bool = False
     """no_rope_layers has a 0 for each layer without RoPE"""
     reads_soft_caps: bool = False
     """attn_logit_softcapping and final_logit_softcapping soft-cap attention scores and logits"""
     multimodal_axes: MultimodalAxes = MultimodalAxes.NONE
-    images_see_ahead: bool = False
-    """The tokens of an image see each other, not only the tokens before them"""
+    image_sight: ImageSight = ImageSight.NONE
     refused: tuple[str, ...] = ()
     """Keys that must be absent, null or false"""
+    rotates_latents: bool = True
+    """A part of the keys of latent attention rotates"""
+    scores_by_sigmoid: bool = False
+    """Experts are weighed by sigmoids rather than a softmax"""
     mixes_sparsely: bool = False
     """SparseMixer chooses experts, with router_jitter_noise"""
     clamped_swiglu: bool = False

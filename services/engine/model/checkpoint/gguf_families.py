@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 from services.engine.model.checkpoint.family import (
+    AltUpNames,
     BesideNames,
     DeltaNetNames,
     ExpertTensorNames,
     Family,
+    LatentNames,
     LayerInputNames,
     TensorNames,
 )
@@ -33,6 +35,15 @@ _BESIDE = BesideNames(
     router_scale="ffn_gate_inp.scale",
     expert_scale="ffn_down_exps.scale",
 )
+_LATENT = LatentNames(
+    query_down="attn_q_a",
+    query_norm="attn_q_a_norm",
+    query_up="attn_q_b",
+    queries="attn_q",
+    latents="attn_kv_a_mqa",
+    latent_norm="attn_kv_a_norm",
+    expansion=("attn_k_b", "attn_v_b"),
+)
 _LAYER_INPUTS = LayerInputNames(
     table="per_layer_token_embd",
     projection="per_layer_model_proj",
@@ -40,6 +51,19 @@ _LAYER_INPUTS = LayerInputNames(
     gate="inp_gate",
     output="proj",
     post_norm="post_norm",
+)
+
+_ALTUP = AltUpNames(
+    router_norm="altup_router_norm",
+    router="altup_router",
+    prediction="altup_predict_coef",
+    correction="altup_correct_coef",
+    scale="altup_correct_scale.weight",
+    laurel_left="laurel_l",
+    laurel_right="laurel_r",
+    laurel_norm="laurel_post_norm",
+    expansion="altup_proj.{}",
+    merger="altup_unembd_proj.{}",
 )
 
 
@@ -53,9 +77,10 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
     names = _names(family.names, fused_qkv)
     if family.architecture == "SeedOssForCausalLM":
         names = replace(names, feed_forward_norm="post_attention_norm")
+    shares_keys = family.is_gemma4 or family.names.altup is not None
     return replace(
         family,
-        names=replace(names, ignored=(*_IGNORED, *(_KEYS if family.is_gemma4 else ()))),
+        names=replace(names, ignored=(*_IGNORED, *(_KEYS if shares_keys else ()))),
         output_bias_key="attention_output_bias",
         qkv_by_head=False,
         norm_offset=False,
@@ -98,10 +123,12 @@ def _names(names: TensorNames, fused_qkv: bool) -> TensorNames:
         down="ffn_down",
         feed_forward_post_norm=None if names.feed_forward_post_norm is None else "post_ffw_norm",
         experts=experts,
+        latent=None if names.latent is None else _LATENT,
         delta_net=None if names.delta_net is None else _delta_net(names.delta_net),
         beside=_BESIDE,
         layer_inputs=_LAYER_INPUTS,
         layer_scalar="layer_output_scale.weight",
+        altup=None if names.altup is None else _ALTUP,
     )
 
 
@@ -111,7 +138,7 @@ def _delta_net(names: DeltaNetNames) -> DeltaNetNames:
     return DeltaNetNames(
         inputs=("attn_qkv", "attn_gate"),
         rates=("ssm_ba",) if is_grouped else ("ssm_beta", "ssm_alpha"),
-        convolution="ssm_conv1d.weight",
+        convolution=("ssm_conv1d.weight",),
         a_log="ssm_a",
         has_rates=True,
         dt_bias="ssm_dt.bias",

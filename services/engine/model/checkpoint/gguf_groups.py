@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.quantized import (
     BlockCodes,
     BlockLayout,
@@ -26,14 +27,13 @@ __all__ = ["has_codes", "read_groups"]
 _KIND = GGMLQuantizationType
 _Array: TypeAlias = npt.NDArray[Any]
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class _Numbers(NamedTuple):
     """Scales, or offsets, of blocks."""
 
     each: _Array
-    """float32, float16 or int8 [blocks, groups]"""
+    """float16, int8 or uint8 [blocks, groups], as in GroupNumbers"""
     factors: _Array | None = None
     """float16 [blocks, 1] of int8"""
 
@@ -47,8 +47,10 @@ class _Format:
     planes: Sequence[Plane]
     numbers: Callable[[_Array], tuple[_Numbers, _Numbers | None]]
     """Returns the scales of blocks [blocks, bytes], and the offsets if there are any"""
-    values: Sequence[int] = ()
-    """As in BlockLayout. Without offsets, the middle one means zero."""
+    lifted: Sequence[int] = ()
+    """`values` of BlockLayout. Without offsets, the middle one means zero."""
+    values: tuple[int, ...] = ()
+    """As in QuantizedWeight"""
 
 
 def has_codes(kind: GGMLQuantizationType) -> bool:
@@ -65,12 +67,12 @@ def read_groups(rows: _Array, kind: GGMLQuantizationType) -> QuantizedWeight | N
     if form is None:
         return None
     num_codes, num_bytes = GGML_QUANT_SIZES[kind]
-    layout = BlockLayout(num_bytes, num_codes, form.planes, form.values)
+    layout = BlockLayout(num_bytes, num_codes, form.planes, form.lifted)
     numbers = form.numbers(rows.reshape(-1, num_bytes))
     scales, offsets = (_of_rows(each, len(rows)) for each in numbers)
     assert scales is not None
     codes = BlockCodes(torch.from_numpy(rows), layout)
-    return QuantizedWeight(codes, form.bits, scales, offsets)
+    return QuantizedWeight(codes, form.bits, scales, offsets, values=form.values)
 
 
 def _of_rows(numbers: _Numbers | None, count: int) -> GroupNumbers | None:
@@ -144,7 +146,7 @@ def _iq4_xs(blocks: _Array) -> tuple[_Numbers, None]:
 
 
 def _exponents(blocks: _Array) -> tuple[_Numbers, None]:
-    return _Numbers(np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)), None
+    return _Numbers(mxfp4.exponents(torch.from_numpy(blocks[:, :1])).numpy()), None
 
 
 def _lifted(by: int) -> Sequence[int]:
@@ -152,28 +154,23 @@ def _lifted(by: int) -> Sequence[int]:
     return [(code + by) % 256 for code in range(256)]
 
 
-def _signed(values: Sequence[int]) -> Sequence[int]:
-    """Return 128 more than the value of each code of 4 bits."""
-    return [values[code % len(values)] + 128 for code in range(256)]
-
-
 _PAIRS = 32
 """Bytes of a run of 1 or 2 bits in the formats of 256 weights"""
 _FORMATS: dict[Any, _Format] = {
     _KIND.Q4_0: _Format(4, [Plane(2, 16, 16, 4)], _scale),
     _KIND.Q4_1: _Format(4, [Plane(4, 16, 16, 4)], _scale_and_offset),
-    _KIND.Q5_0: _Format(6, [Plane(6, 16, 16, 4), Plane(2, 4, 1, 1, 4)], _scale, values=_lifted(16)),
+    _KIND.Q5_0: _Format(6, [Plane(6, 16, 16, 4), Plane(2, 4, 1, 1, 4)], _scale, lifted=_lifted(16)),
     _KIND.Q5_1: _Format(6, [Plane(8, 16, 16, 4), Plane(4, 4, 1, 1, 4)], _scale_and_offset),
-    _KIND.Q8_0: _Format(8, [Plane(2, 32, 32, 8)], _scale, values=_lifted(128)),
+    _KIND.Q8_0: _Format(8, [Plane(2, 32, 32, 8)], _scale, lifted=_lifted(128)),
     _KIND.Q2_K: _Format(4, [Plane(16, 64, _PAIRS, 2)], _q2_k),
     _KIND.Q3_K: _Format(
-        4, [Plane(32, 64, _PAIRS, 2), Plane(0, 32, _PAIRS, 1, 2)], _q3_k, values=_lifted(4)
+        4, [Plane(32, 64, _PAIRS, 2), Plane(0, 32, _PAIRS, 1, 2)], _q3_k, lifted=_lifted(4)
     ),
     _KIND.Q4_K: _Format(4, [Plane(16, 128, 32, 4)], _levels),
     _KIND.Q5_K: _Format(6, [Plane(48, 128, 32, 4), Plane(16, 32, _PAIRS, 1, 4)], _levels),
     _KIND.Q6_K: _Format(6, [Plane(0, 128, 64, 4), Plane(128, 64, _PAIRS, 2, 4)], _q6_k),
-    _KIND.TQ2_0: _Format(4, [Plane(0, 64, _PAIRS, 2)], _last_scale, values=_lifted(7)),
-    _KIND.IQ4_NL: _Format(8, [Plane(2, 16, 16, 4)], _scale, values=_signed(_IQ4_VALUES)),
-    _KIND.IQ4_XS: _Format(8, [Plane(8, 128, 16, 4)], _iq4_xs, values=_signed(_IQ4_VALUES)),
-    _KIND.MXFP4: _Format(8, [Plane(1, 16, 16, 4)], _exponents, values=_signed(_MXFP4_VALUES)),
+    _KIND.TQ2_0: _Format(4, [Plane(0, 64, _PAIRS, 2)], _last_scale, lifted=_lifted(7)),
+    _KIND.IQ4_NL: _Format(4, [Plane(2, 16, 16, 4)], _scale, values=_IQ4_VALUES),
+    _KIND.IQ4_XS: _Format(4, [Plane(8, 128, 16, 4)], _iq4_xs, values=_IQ4_VALUES),
+    _KIND.MXFP4: _Format(4, [Plane(1, 16, 16, 4)], _exponents, values=mxfp4.DOUBLED),
 }

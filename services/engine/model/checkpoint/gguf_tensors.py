@@ -33,6 +33,8 @@ _READ = (
 )
 _MATRIX = 2
 _EXPERTS = "_exps."
+_STREAMS = ("altup_proj.", "altup_unembd_proj.")
+"""Stacks of products of Gemma 3n, one for each stream after the first"""
 """Part of the name of a tensor that stacks all experts of a layer"""
 _BOTH = "ffn_gate_up_exps"
 _PRODUCTS = ("ffn_gate_exps", "ffn_up_exps")
@@ -75,6 +77,7 @@ class GgufTensors(TensorFiles):
     """All parts of a GGUF file, mapped into memory.
 
     Each expert of a stack is a tensor of its own: blk.0.ffn_up_exps.3.weight. Gate and up are two.
+    So is each product of a stack of Gemma 3n: altup_proj.0.weight.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -170,7 +173,9 @@ class GgufTensors(TensorFiles):
             )
         if place.start + place.num_bytes > file_size:
             raise CheckpointError(f"{tensor.file} is truncated: {tensor.name} ends beyond it.")
-        if _EXPERTS not in tensor.name or len(tensor.shape) == 1:
+        if not tensor.name.startswith(_STREAMS) and (
+            _EXPERTS not in tensor.name or len(tensor.shape) == 1
+        ):
             self._put(tensor.name, place)
             return
         stem, _, suffix = tensor.name.rpartition(".")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP_SIZE", "Mxfp4Weight", "decode"]
+__all__ = ["DOUBLED", "GROUP_SIZE", "Mxfp4Weight", "decode", "exponents"]
 
 GROUP_SIZE = 32
 """Weights that share a scale"""
@@ -15,6 +15,8 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype
 _PAIRS = torch.stack((_VALUES.repeat(16), _VALUES.repeat_interleave(16)), dim=1)
 """[256, 2]: the two values in a byte, the lower half's first"""
 _EXPONENT_BIAS = 127
+DOUBLED = tuple(int(2 * value) for value in _VALUES.tolist())
+"""Twice the number that each code stands for"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +68,11 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
     values = _PAIRS.to(blocks.device)[blocks.int()].flatten(2)
     exponents = scales.int() - _EXPONENT_BIAS
     return torch.ldexp(values.float(), exponents[:, :, None]).flatten(1).to(torch.bfloat16)
+
+
+def exponents(scales: Tensor) -> Tensor:
+    """Return the scales of doubled codes, uint8 exponents of 2 plus 127; 0 means the number 0.
+
+    That rounds scales below 2^-125, which no weight has, to 0.
+    """
+    return scales - (scales > 0).to(torch.uint8)

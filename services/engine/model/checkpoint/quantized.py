@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "StoredRows",
     "Weight",
     "decoded",
+    "in_groups",
     "rounded",
     "split",
 ]
@@ -99,12 +101,15 @@ class GroupNumbers:
     """A number of each group of a weight's inputs."""
 
     each: Tensor
-    """float32, float16, or int8 with factors [outputs, inputs / group]"""
+    """float32, float16, int8 with factors, or uint8 [outputs, inputs / group]: n of uint8 means
+    2 ** (n - 127), but 0 means 0"""
     factors: Tensor | None = None
     """float16 [outputs, n] of as many neighbouring groups each; None = 1"""
 
     def float(self) -> Tensor:
         """Return them as float32 [outputs, inputs / group]."""
+        if self.each.dtype == torch.uint8:
+            return (self.each.int() << 23).view(torch.float32)
         if self.factors is None:
             return self.each.float()
         outputs, count = self.factors.shape
@@ -131,7 +136,10 @@ class GroupNumbers:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """weight[o, i] = scales[o, i // group] * codes[o, i] + offsets[o, i // group], in float32."""
+    """weight[o, i] = scales[o, i // group] * codes[o, i] + offsets[o, i // group], in float32.
+
+    With values: weight[o, i] = scales[o, i // group] * values[codes[o, i]].
+    """
 
     codes: Tensor | BlockCodes
     """uint8 [outputs, inputs], below 2 ** bits"""
@@ -139,9 +147,11 @@ class QuantizedWeight:
     """4, 6 or 8"""
     scales: GroupNumbers
     offsets: GroupNumbers | None = None
-    """None = -scales * 2 ** (bits - 1)"""
+    """None = -scales * 2 ** (bits - 1), or 0 with values"""
     order: Tensor | None = None
     """int64 [inputs]: input i is column order[i] of `codes`; None = in order"""
+    values: tuple[int, ...] = ()
+    """16 numbers from -127 to 127 that codes of 4 bits stand for; empty = the codes themselves"""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -157,9 +167,11 @@ class QuantizedWeight:
     def decode(self) -> Tensor:
         """Return the weight, float32 [outputs, inputs]."""
         scales = self.scales.float()
-        zero = -float(2 ** (self.bits - 1))
+        zero = 0.0 if self.values else -float(2 ** (self.bits - 1))
         offsets = zero * scales if self.offsets is None else self.offsets.float()
         codes = self.codes if isinstance(self.codes, Tensor) else self.codes.decode()
+        if self.values:
+            codes = torch.tensor(self.values, dtype=torch.int8)[codes.int()]
         codes = codes.float().view(*scales.shape, -1)
         weight = (codes * scales[..., None] + offsets[..., None]).view(self.shape)
         return weight if self.order is None else weight[:, self.order]
@@ -191,7 +203,7 @@ class QuantizedWeight:
             return None
         if self.offsets is not None and offsets is None:
             return None
-        return QuantizedWeight(codes, self.bits, scales, offsets)
+        return replace(self, codes=codes, scales=scales, offsets=offsets)
 
 
 class StoredRows(Protocol):
@@ -202,6 +214,15 @@ class StoredRows(Protocol):
 
 
 Weight: TypeAlias = Tensor | QuantizedWeight | Mxfp4Weight
+
+
+def in_groups(weight: Mxfp4Weight) -> QuantizedWeight:
+    """View an MXFP4 weight as groups of codes."""
+    num_bytes = mxfp4.GROUP_SIZE // 2
+    layout = BlockLayout(num_bytes, mxfp4.GROUP_SIZE, [Plane(0, num_bytes, 1, 4)], ())
+    codes = BlockCodes(weight.blocks.flatten(1), layout)
+    scales = GroupNumbers(mxfp4.exponents(weight.scales))
+    return QuantizedWeight(codes, 4, scales, values=mxfp4.DOUBLED)
 
 
 def decoded(weight: Weight) -> Tensor:

@@ -9,6 +9,7 @@ from services.engine.model.checkpoint.family import (
     ExpertStack,
     ExpertTensorNames,
     Family,
+    ImageSight,
     MultimodalAxes,
     WindowRule,
 )
@@ -83,7 +84,8 @@ class VisionLanguage:
     others: tuple[str, ...] = ()
     """Patterns of tensors that are not read, such as those of a tower for sounds"""
     axes: MultimodalAxes = MultimodalAxes.NONE
-    images_see_ahead: bool = False
+    image_sight: ImageSight = ImageSight.NONE
+    """Sight of its images. WINDOWS: only if use_bidirectional_attention is "vision" """
 
     def family(self, config: Config) -> Family:
         """Return the family of the decoder that `config` describes. Raises CheckpointError."""
@@ -101,13 +103,13 @@ class VisionLanguage:
             section=_SECTION,
             defaults={**defaults, **decoder.defaults},
             multimodal_axes=self.axes,
-            images_see_ahead=self.images_see_ahead,
+            image_sight=self._sight(config),
         )
 
     def _check_images(self, config: Config) -> None:
         """Raise CheckpointError for images that the decoder can't take as it should."""
         text, tokens = config.section(_SECTION), config.positive("mm_tokens_per_image", 256)
-        if self.images_see_ahead and tokens > text.positive("sliding_window", 4096):
+        if self.image_sight is ImageSight.ALL and tokens > text.positive("sliding_window", 4096):
             raise CheckpointError(
                 f"{config.file}: mm_tokens_per_image must be at most {_SECTION}'s sliding_window."
             )
@@ -117,6 +119,13 @@ class VisionLanguage:
                 f"{config.file}: vision_config's deepstack_visual_indexes has {len(deepstack)} "
                 f"layers; the decoder must have more."
             )
+
+    def _sight(self, config: Config) -> ImageSight:
+        """Return the sight of images that `config` asks for."""
+        if self.image_sight is not ImageSight.WINDOWS:
+            return self.image_sight
+        asked = config.section(_SECTION).text("use_bidirectional_attention", "none")
+        return self.image_sight if asked == "vision" else ImageSight.NONE
 
     def _decoder(self, config: Config) -> tuple[Family, JsonObject]:
         if self.decoder is not None:
@@ -180,9 +189,9 @@ _QWEN3_5 = replace(
     axes=MultimodalAxes.INTERLEAVED_IN_A_QUARTER,
 )
 
-_GEMMA4 = VisionLanguage(
-    "Gemma4ForConditionalGeneration",
-    decoder=FAMILIES["Gemma4ForCausalLM"],
+_GEMMA3N = VisionLanguage(
+    "Gemma3nForConditionalGeneration",
+    decoder=FAMILIES["Gemma3nForCausalLM"],
     roots={"model.language_model.": "lm_head"},
     vision=(),
     others=(
@@ -192,6 +201,22 @@ _GEMMA4 = VisionLanguage(
         "model.embed_audio.*",
     ),
 )
+_GEMMA4 = VisionLanguage(
+    "Gemma4ForConditionalGeneration",
+    decoder=FAMILIES["Gemma4ForCausalLM"],
+    roots={"model.language_model.": "lm_head"},
+    vision=("model.vision_tower.*", "model.embed_vision.*"),
+    others=("model.audio_tower.*", "model.embed_audio.*"),
+    image_sight=ImageSight.WINDOWS,
+)
+
+_KIMI_K25 = VisionLanguage(
+    "KimiK25ForConditionalGeneration",
+    decoder=FAMILIES["DeepseekV3ForCausalLM"],
+    roots={"language_model.model.": "language_model.lm_head", "model.language_model.": "lm_head"},
+    vision=(),
+    others=("*vision_tower.*", "*mm_projector.*"),
+)
 
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
     model.architecture: model
@@ -200,7 +225,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             _LLAVA,
             architecture="Gemma3ForConditionalGeneration",
             decoder=FAMILIES["Gemma3ForCausalLM"],
-            images_see_ahead=True,
+            image_sight=ImageSight.ALL,
         ),
         _LLAVA,
         replace(_LLAVA, architecture="Mistral3ForConditionalGeneration"),
@@ -220,7 +245,9 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
             decoder=_QWEN3_VL_MOE,
             axes=MultimodalAxes.INTERLEAVED,
         ),
+        _GEMMA3N,
         _GEMMA4,
+        _KIMI_K25,
         _QWEN3_5,
         replace(
             _QWEN3_5,

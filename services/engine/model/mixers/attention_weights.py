@@ -72,7 +72,7 @@ def read_attention(
         qkv, query_norm, key_norm = reader.shard.normed_heads(
             qkv, query_norm, key_norm, reader.spec.norm_epsilon, reader.operators
         )
-    elif query_norm is not None and key_norm is not None and _norms_apart(spec):
+    if query_norm is not None and key_norm is not None and _norms_apart(spec):
         centers = spec.qk_norm is QkNorm.HEAD_LAYER_NORM
         head_norms, query_norm, key_norm = HeadNorms(query_norm, key_norm, centers), None, None
     return AttentionWeights(
@@ -105,8 +105,8 @@ def _stored_norm(
 
 
 def _norms_apart(spec: AttentionSpec) -> bool:
-    """Return whether norms over each head are no part of the rotation."""
-    return spec.qk_norm is not QkNorm.HEAD or spec.rotary is None
+    """Return whether the norms of queries and keys are no part of the rotation."""
+    return spec.rotary is None or spec.qk_norm in (QkNorm.HEAD_ROTATED, QkNorm.HEAD_LAYER_NORM)
 
 
 def _qkv(

@@ -26,9 +26,11 @@ class DeltaNetWeights:
     """Weights of one layer's gated delta net."""
 
     inputs: Projection
-    """To what the convolution reads, and to the output gate"""
+    """To what the convolution reads, and to the output gate unless there is `gate`"""
     rates: Projection
-    """To beta and to the decay"""
+    """To beta, and to the decay unless there is `decay`"""
+    gate: Projection | None
+    decay: Projection | None
     rule: DeltaWeights
     output: Projection
 
@@ -51,15 +53,26 @@ class DeltaNetScratch(Scratch):
     """[tokens, outputs], row by row"""
     arranged: Tensor
     """[tokens, outputs], in the layout that products read"""
+    has_pairs: bool
+    """Gate and decay are no part of `inputs` and `rates`"""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.inputs, self.rates, self.out, self.arranged
+        joined = (self.inputs, self.rates, self.out, self.arranged)
+        return (*joined, self.gate, self.decay) if self.has_pairs else joined
 
     def first(self, tokens: int) -> "DeltaNetScratch":
-        views = (self.inputs, self.mixed, self.gate, self.rates, self.beta, self.decay)
-        others = (self.out, self.arranged)
-        return DeltaNetScratch(*(view[:tokens] for view in (*views, *others)))
+        return DeltaNetScratch(
+            inputs=self.inputs[:tokens],
+            mixed=self.mixed[:tokens],
+            gate=self.gate[:tokens],
+            rates=self.rates[:tokens],
+            beta=self.beta[:tokens],
+            decay=self.decay[:tokens],
+            out=self.out[:tokens],
+            arranged=self.arranged[:tokens],
+            has_pairs=self.has_pairs,
+        )
 
 
 class DeltaNetMixer(Mixer[DeltaNetScratch]):
@@ -84,12 +97,18 @@ class DeltaNetMixer(Mixer[DeltaNetScratch]):
 
     def allocate(self, tokens: int) -> DeltaNetScratch:
         shape, empty = self._shape, self._operators.empty
+        out, arranged = (empty(tokens, shape.outputs) for _ in range(2))
+        if shape.rank:
+            mixed, gate = empty(tokens, shape.channels), empty(tokens, shape.outputs)
+            beta, decay = empty(tokens, shape.value_heads), empty(tokens, shape.decays)
+            joined = (mixed, mixed, gate, beta, beta, decay)
+            return DeltaNetScratch(*joined, out, arranged, has_pairs=True)
         inputs = empty(tokens, shape.channels + shape.outputs)
         mixed, gate = inputs.split_with_sizes((shape.channels, shape.outputs), dim=1)
         rates = empty(tokens, shape.value_heads + shape.decays)
         beta, decay = rates.split_with_sizes((shape.value_heads, shape.decays), dim=1)
-        out, arranged = (empty(tokens, shape.outputs) for _ in range(2))
-        return DeltaNetScratch(inputs, mixed, gate, rates, beta, decay, out, arranged)
+        joined = (inputs, mixed, gate, rates, beta, decay)
+        return DeltaNetScratch(*joined, out, arranged, has_pairs=False)
 
     def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
         state = self._rule.allocate(slots)
@@ -100,6 +119,9 @@ class DeltaNetMixer(Mixer[DeltaNetScratch]):
     ) -> None:
         self._weights.inputs.into(rows, scratch.inputs)
         self._weights.rates.into(rows, scratch.rates)
+        if self._weights.gate is not None and self._weights.decay is not None:
+            self._weights.gate.into(rows, scratch.gate)
+            self._weights.decay.into(rows, scratch.decay)
 
     def mix(
         self,

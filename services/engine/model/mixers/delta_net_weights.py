@@ -1,6 +1,6 @@
 """Weights of the gated delta net: their names and shapes, and their loading."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ from services.engine.model.checkpoint.quantized import decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.delta_net import DeltaNetWeights
 from services.engine.model.mixers.delta_rule import DeltaWeights
-from services.engine.model.operators.interface import Projection
+from services.engine.model.operators.interface import ChainedProjection, Projection
 from services.engine.model.parts.shard import Shard
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
-from services.engine.model.parts.tensor_reader import TensorReader, arranged
+from services.engine.model.parts.tensor_reader import TensorReader, arranged, take_rows
 
 __all__ = ["StoredDeltaNet", "read_delta_net", "stored_delta_net"]
 
@@ -22,7 +22,11 @@ __all__ = ["StoredDeltaNet", "read_delta_net", "stored_delta_net"]
 class StoredDeltaNet:
     inputs: StoredLinear
     rates: StoredLinear
-    convolution: StoredTensor
+    gate: tuple[StoredLinear, StoredLinear] | None
+    """Two products, one of the other's outputs"""
+    decay: tuple[StoredLinear, StoredLinear] | None
+    convolution: tuple[StoredTensor, ...]
+    """One tensor, or one each for queries, keys and values"""
     a_log: StoredTensor
     dt_bias: StoredTensor
     norm: StoredTensor
@@ -33,11 +37,33 @@ def stored_delta_net(names: LayerNames, shape: DeltaShape) -> StoredDeltaNet:
     """Name the tensors of a layer's gated delta net."""
     own, hidden, outputs = names.names.delta_net, names.spec.hidden_size, shape.outputs
     assert own is not None
+    keys = shape.key_heads * shape.key_dim
+    parts = (keys, keys, outputs)
+    inputs = {3: parts, 4: (*parts, outputs)}.get(len(own.inputs), (shape.channels, outputs))
+    rates = (shape.value_heads,) if shape.rank else (shape.value_heads, shape.decays)
+    # Kimi stores a number for each head with as many dimensions as the decays of a batch
+    a_log = (1, 1, shape.value_heads, 1) if shape.decays_channels else (shape.value_heads,)
+
+    def pair(pair: tuple[str, str] | None, width: int) -> tuple[StoredLinear, StoredLinear] | None:
+        if pair is None:
+            return None
+        first, second = pair
+        return (
+            names.linear((first,), (shape.rank,), hidden, False),
+            names.linear((second,), (width,), shape.rank, False),
+        )
+
+    channels = (shape.channels,) if len(own.convolution) == 1 else parts
     return StoredDeltaNet(
-        inputs=names.linear(own.inputs, (shape.channels, outputs), hidden, False),
-        rates=names.linear(own.rates, (shape.value_heads, shape.decays), hidden, False),
-        convolution=names.tensor(own.convolution, shape.channels, 1, shape.conv_width),
-        a_log=names.tensor(own.a_log, shape.value_heads),
+        inputs=names.linear(own.inputs, inputs, hidden, False),
+        rates=names.linear(own.rates, rates, hidden, False),
+        gate=pair(own.gate, outputs),
+        decay=pair(own.decay, shape.decays),
+        convolution=tuple(
+            names.tensor(name, count, 1, shape.conv_width)
+            for name, count in zip(own.convolution, channels, strict=True)
+        ),
+        a_log=names.tensor(own.a_log, *a_log),
         dt_bias=names.tensor(own.dt_bias, shape.decays),
         norm=names.tensor(own.norm, shape.value_dim),
         output=names.linear((own.output,), (hidden,), outputs, False),
@@ -62,11 +88,11 @@ def read_delta_net(
     inputs = groups.inputs(is_grouped=len(stored.inputs.weights) == 1)
     rates = groups.rates(is_grouped=len(stored.rates.weights) == 1)
     channels = torch.cat(groups.inputs(is_grouped=False)[:3])
-    a_log = reader.tensor(stored.a_log)
+    a_log = reader.tensor(stored.a_log).flatten()
     if own.has_rates:
         a_log = (-a_log).log()
     rule = DeltaWeights.prepare(
-        reader.tensor(stored.convolution)[channels].to(reader.device),
+        torch.cat([reader.tensor(each) for each in stored.convolution])[channels].to(reader.device),
         None,
         a_log[groups.mine(shape.value_heads)].to(reader.device),
         reader.tensor(stored.dt_bias)[groups.mine(shape.decays)].to(reader.device),
@@ -78,6 +104,10 @@ def read_delta_net(
     return DeltaNetWeights(
         inputs=reader.adapted(mixed, reader.site(stored.inputs, norm, torch.cat(inputs))),
         rates=_rates(reader, stored.rates, norm, rates),
+        gate=_pair(reader, stored.gate, norm, groups.mine(shape.outputs), shape.rank),
+        decay=_pair(
+            reader, stored.decay, norm, groups.mine(shape.decays), shape.rank, own.decay_module
+        ),
         rule=rule,
         output=reader.residual_projection(stored.output, post_norm, groups.columns()),
     )
@@ -94,6 +124,45 @@ def _rates(
     return reader.adapted(product, reader.site(stored, norm, torch.cat(places)))
 
 
+def _pair(
+    reader: TensorReader,
+    stored: tuple[StoredLinear, StoredLinear] | None,
+    norm: StoredNorm | None,
+    places: Tensor,
+    rank: int,
+    module: str = "",
+) -> Projection | None:
+    """Read two products, one of the other's outputs. places: this rank's outputs.
+
+    module: module of both in the names of adapters; empty: none.
+    """
+    if stored is None:
+        return None
+    first = _exact(reader, stored[0], norm, None, module)
+    second = _exact(reader, stored[1], None, places, module)
+    return ChainedProjection(first, second, rank, reader.operators)
+
+
+def _exact(
+    reader: TensorReader,
+    stored: StoredLinear,
+    norm: StoredNorm | None,
+    order: Tensor | None,
+    module: str,
+) -> Projection:
+    """Read a product that is never rounded: decays add up over the tokens."""
+    (part,) = reader.linear(stored, norm)
+    weight, bias = part if order is None else take_rows(part, order)
+    product = reader.operators.exact_projection(decoded(weight), bias)
+    reader.step_bytes += product.weight_bytes
+    site = reader.site(stored, norm, order)
+    if module:
+        (named,) = site.modules
+        layer, _, name = named.name.rpartition(".")
+        site = replace(site, modules=(replace(named, alias=f"{layer}.{module}.{name}"),))
+    return reader.adapted(product, site)
+
+
 class _Groups:
     """Places of this rank's heads among stored outputs.
 
@@ -108,14 +177,15 @@ class _Groups:
         self._tiles = tiles_values and shape.value_heads > shape.key_heads
 
     def inputs(self, *, is_grouped: bool) -> list[Tensor]:
-        """Return the places of queries, keys, values and output gates."""
+        """Return the places of queries, keys, values and, unless it is apart, the output gate."""
         shape = self._shape
-        keys = shape.key_heads * shape.key_dim
-        return self._places((keys, keys, shape.outputs, shape.outputs), is_grouped)
+        keys, gate = shape.key_heads * shape.key_dim, () if shape.rank else (shape.outputs,)
+        return self._places((keys, keys, shape.outputs, *gate), is_grouped)
 
     def rates(self, *, is_grouped: bool) -> list[Tensor]:
-        """Return the places of beta and decay."""
-        return self._places((self._shape.value_heads, self._shape.decays), is_grouped)
+        """Return the places of beta and, unless it is apart, the decay."""
+        decay = () if self._shape.rank else (self._shape.decays,)
+        return self._places((self._shape.value_heads, *decay), is_grouped)
 
     def mine(self, width: int) -> Tensor:
         """Return the places of this rank's part of one part."""
@@ -140,7 +210,7 @@ class _Groups:
             parts = places.view(groups, -1).split_with_sizes([w // groups for w in widths], dim=1)
         else:
             # the last parts are those of value heads: all but queries and keys
-            first = len(widths) - 2 if len(widths) > 2 else 0
+            first = 2 if len(widths) > 2 else 0
             parts = tuple(
                 self._by_group(part) if self._tiles and number >= first else part.view(groups, -1)
                 for number, part in enumerate(places.split_with_sizes(widths))

@@ -48,9 +48,16 @@ class Mixer(ABC, Generic[S]):
     def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
         """Allocate what the mixer keeps of each sequence: the first dimension is the slot.
 
-        Empty if it keeps nothing but keys and values.
+        Empty if it keeps nothing but what it has of each token.
         """
         return ()
+
+    def allocate_latents(self, num_blocks: int, block_size: int) -> Tensor:
+        """Allocate pages [blocks, block_size, width] of a mixer that keeps latents of each token.
+
+        Keys and values have the pages of an attention backend.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def project(self, rows: Tensor, scratch: S, rotations: Sequence[Rotation]) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layers import AttentionSpec, MixerSpec
 from services.engine.model.architecture.rotary import Rotaries
 from services.engine.model.architecture.spec import ModelSpec
@@ -15,11 +16,13 @@ from services.engine.model.mixers.attention import AttentionMixer, AttentionWeig
 from services.engine.model.mixers.delta_net import DeltaNetMixer, DeltaNetWeights
 from services.engine.model.mixers.delta_rule_choice import choose_delta_rule
 from services.engine.model.mixers.interface import Mixer
+from services.engine.model.mixers.latent_attention import LatentBuffer
+from services.engine.model.mixers.latent_mixer import LatentMixer, LatentWeights
 from services.engine.model.operators.interface import Operators
 
 __all__ = ["MixerMaker", "MixerWeights"]
 
-MixerWeights: TypeAlias = AttentionWeights | DeltaNetWeights
+MixerWeights: TypeAlias = AttentionWeights | DeltaNetWeights | LatentWeights
 
 
 class MixerMaker:
@@ -33,9 +36,12 @@ class MixerMaker:
         operators: Operators,
         backend: AttentionBackend,
     ) -> None:
-        attention = spec.attention_layers.values()
+        rotated = [
+            *((each.rotary, each.head_dim) for each in spec.attention_layers.values()),
+            *((each.rotary, each.shared_width) for each in spec.latent_layers.values()),
+        ]
         self.rotaries = Rotaries(
-            ((each.rotary, each.head_dim) for each in attention if each.rotary), device
+            ((rotary, width) for rotary, width in rotated if rotary is not None), device
         )
         self._epsilon = spec.norm_epsilon
         self._operators = operators
@@ -45,6 +51,7 @@ class MixerMaker:
             for number, group in enumerate(layer_groups(spec))
             for layer in group.layers
         }
+        self._latents = LatentBuffer()
         self._rule = cache(lambda shape: choose_delta_rule(shape, dtype, device))
 
     def make(self, layer: int, spec: MixerSpec, weights: MixerWeights) -> Mixer[Any]:
@@ -52,8 +59,15 @@ class MixerMaker:
         if isinstance(weights, DeltaNetWeights):
             assert isinstance(spec, DeltaShape)
             return DeltaNetMixer(layer, spec, weights, self._operators, self._rule(spec))
-        assert isinstance(spec, AttentionSpec)
         rotation = None
+        if isinstance(weights, LatentWeights):
+            assert isinstance(spec, LatentSpec)
+            if spec.rotary is not None:
+                rotation = self.rotaries.index(spec.rotary, spec.shared_width)
+            group = self._groups[layer]
+            operators, latents = self._operators, self._latents
+            return LatentMixer(layer, spec, weights, rotation, operators, latents, group)
+        assert isinstance(spec, AttentionSpec)
         if spec.rotary is not None:
             rotation = self.rotaries.index(spec.rotary, spec.head_dim)
         return AttentionMixer(

@@ -3,6 +3,7 @@
 from typing import TypeAlias
 
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layers import AttentionSpec, MixerSpec
 from services.engine.model.mixers.attention_weights import (
     StoredAttention,
@@ -15,18 +16,25 @@ from services.engine.model.mixers.delta_net_weights import (
     stored_delta_net,
 )
 from services.engine.model.mixers.kinds import MixerWeights
+from services.engine.model.mixers.latent_weights import (
+    StoredLatent,
+    read_latent_weights,
+    stored_latent,
+)
 from services.engine.model.parts.stored import LayerNames, StoredNorm
 from services.engine.model.parts.tensor_reader import TensorReader
 
 __all__ = ["StoredMixer", "read_mixer", "stored_mixer"]
 
-StoredMixer: TypeAlias = StoredAttention | StoredDeltaNet
+StoredMixer: TypeAlias = StoredAttention | StoredDeltaNet | StoredLatent
 
 
 def stored_mixer(names: LayerNames, spec: MixerSpec) -> StoredMixer:
     """Name the tensors of a layer's mixer."""
     if isinstance(spec, DeltaShape):
         return stored_delta_net(names, spec)
+    if isinstance(spec, LatentSpec):
+        return stored_latent(names, spec)
     return stored_attention(names, spec)
 
 
@@ -45,5 +53,8 @@ def read_mixer(
     if isinstance(stored, StoredDeltaNet):
         assert isinstance(spec, DeltaShape)
         return read_delta_net(reader, stored, spec, norm, post_norm)
+    if isinstance(stored, StoredLatent):
+        assert isinstance(spec, LatentSpec)
+        return read_latent_weights(reader, stored, spec, norm, post_norm)
     assert isinstance(spec, AttentionSpec)
     return read_attention(reader, stored, spec, norm, post_norm)

@@ -191,7 +191,7 @@ def rotate_heads(
 
 def has_kernel(activation: Activation) -> bool:
     """Return whether `activate` computes this activation."""
-    return activation.nonlinearity in _KINDS
+    return activation.nonlinearity in _KINDS and activation.cutoff is None
 
 
 def activate(product: Tensor, activation: Activation, out: Tensor) -> None:

@@ -21,6 +21,7 @@ from services.engine.model.operators.recording import Recording
 
 __all__ = [
     "AdaptedProjection",
+    "ChainedProjection",
     "Delta",
     "ExpertDeltas",
     "ExpertWeights",
@@ -31,6 +32,7 @@ __all__ = [
     "NormedProjection",
     "Operators",
     "Projection",
+    "SequenceDelta",
 ]
 
 
@@ -72,6 +74,18 @@ class Delta(ABC):
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         """Add to the product `out` [n, outputs] of `rows` [n, inputs], in the products' layout."""
+
+
+class SequenceDelta(ABC):
+    """Additions of adapters to a product whose rows are cached tokens of one sequence."""
+
+    @abstractmethod
+    def changes_for(self, number: int) -> bool:
+        """Return whether the adapter of this number, 0 = none, changes the product."""
+
+    @abstractmethod
+    def add_for(self, number: int, rows: Tensor, out: Tensor) -> None:
+        """Add what an adapter adds to `out` [n, outputs] for all `rows` [n, inputs]."""
 
 
 class ExpertDeltas(ABC):
@@ -153,10 +167,10 @@ class LayerNorm:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Norms of queries and keys over each head, apart from the rotation."""
+    """Norms of queries and keys, apart from the rotation."""
 
     queries: Tensor
-    """Weight [heads, head_dim], or [head_dim] for all"""
+    """Weight [heads, head_dim], or [head_dim] for all; [heads * head_dim] of one norm over all"""
     keys: Tensor
     centers: bool
     """They are LayerNorms without a bias rather than RMSNorms"""
@@ -336,13 +350,16 @@ class Operators(ABC):
 
     def norm_heads(self, heads: Tensor, num_queries: int, norms: HeadNorms, epsilon: float) -> None:
         """Norm queries and keys in place. heads: as in `rotate`."""
-        parts = (heads[:, :num_queries], norms.queries), (heads[:, num_queries:], norms.keys)
-        for part, weight in parts:
+        queries, keys = heads[:, :num_queries], heads[:, num_queries:]
+        parts = (queries, norms.queries), (keys, norms.keys)
+        for heads, weight in parts:
+            over_all = weight.ndim == 1 and len(weight) > heads.shape[2]
+            part = heads.flatten(1) if over_all else heads
             exact = part.float()
             if norms.centers:
                 exact = exact - exact.mean(dim=-1, keepdim=True)
             scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + epsilon)
-            part.copy_((exact * scale).to(part.dtype) * weight)
+            heads.copy_(((exact * scale).to(part.dtype) * weight).view(heads.shape))
 
 
 class NormedProjection(Projection):
@@ -364,6 +381,32 @@ class NormedProjection(Projection):
         product = self._operators.temporary(*out.shape)
         self._projection.into(rows, product)
         self._operators.add_rms_norm(product, self._norm, self._epsilon, out)
+
+
+class ChainedProjection(Projection):
+    """A product of another product's outputs."""
+
+    def __init__(
+        self, first: Projection, second: Projection, width: int, operators: Operators
+    ) -> None:
+        """width: outputs of `first`."""
+        self._first = first
+        self._second = second
+        self._width = width
+        self._operators = operators
+        self.weight_bytes = first.weight_bytes + second.weight_bytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self._second.into(self._between(rows), out)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        self._second.add_to(self._between(rows), out)
+
+    def _between(self, rows: Tensor) -> Tensor:
+        product, arranged = (self._operators.temporary(len(rows), self._width) for _ in range(2))
+        self._first.into(rows, product)
+        self._operators.arrange(product, arranged)
+        return arranged
 
 
 class _LoopedMixture(Mixture):

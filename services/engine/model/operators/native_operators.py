@@ -1,12 +1,14 @@
 """Operators on the portable CPU kernels, with matrix products in torch."""
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from services.engine.kernels.library import (
     DTYPES,
+    ArrangeCall,
     GateCall,
     Kernel,
     Native,
@@ -27,6 +29,9 @@ __all__ = ["NativeGate", "NativeOperators"]
 class NativeOperators(TorchOperators):
     """float32 and bfloat16 on any CPU."""
 
+    _tiles_inputs: ClassVar = False
+    """True if inputs of products lie in tiles"""
+
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
         super().__init__(dtype, torch.device("cpu"))
         self._native = native
@@ -35,6 +40,19 @@ class NativeOperators(TorchOperators):
 
     def empty(self, rows: int, width: int) -> Tensor:
         return allocate((rows, width), self._dtype)
+
+    def arrange(self, rows: Tensor, out: Tensor) -> None:
+        self._arrange(rows, out, multiplies=False)
+
+    def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
+        self._arrange(gates, out, multiplies=True)
+
+    def _arrange(self, rows: Tensor, out: Tensor, *, multiplies: bool) -> None:
+        call = ArrangeCall(
+            *(rows.data_ptr(), out.data_ptr(), *rows.shape, rows.stride(0)),
+            *(self._tiles_inputs, multiplies, self._code),
+        )
+        self._native.run(Kernel.ARRANGE, call)
 
     def low_rank(self, parts: Mapping[int, Sequence[LowRank]]) -> LowRankProduct:
         return NativeLowRankProduct(self._native, parts, self.plain)

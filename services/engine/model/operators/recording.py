@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, byref, c_double
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.engine.batch.step_batch import StepBatch
@@ -58,10 +59,11 @@ class Recording:
 
         seconds: one entry for each `Kernel`, to which its run time is added.
         """
-        kept, ends = batch.output_rows, batch.visible_ends
-        kept_ends = None if ends is None else batch.narrowed.visible_ends
+        kept = batch.output_rows
         count = 1 if self._cache is None else max(len(self._cache.groups), 1)
-        tables = (TablesCall * count)(*(_tables_of(batch.of_group(i)) for i in range(count)))
+        groups = [batch.of_group(number) for number in range(count)]
+        kept_ends = [_kept_ends(group) for group in groups]  # they must outlive the call
+        tables = (TablesCall * count)(*map(_tables_of, groups, kept_ends))
         states = batch.states
         call = PassCall(
             tables,
@@ -69,8 +71,6 @@ class Recording:
             batch.context_lengths.data_ptr(),
             None if kept is None else kept.indices.data_ptr(),
             None if kept is None else kept.starts.data_ptr(),
-            None if ends is None else ends.data_ptr(),
-            None if kept_ends is None else kept_ends.data_ptr(),
             None if states is None else states.starts.data_ptr(),
             None if states is None else states.sources.data_ptr(),
             None if states is None else states.targets.data_ptr(),
@@ -92,9 +92,19 @@ class Recording:
             self._cache = cache
 
 
-def _tables_of(batch: StepBatch) -> TablesCall:
-    tables = batch.block_tables
-    return TablesCall(batch.slots.data_ptr(), tables.data_ptr(), tables.stride(0))
+def _kept_ends(batch: StepBatch) -> Tensor | None:
+    return None if batch.visible_ends is None else batch.narrowed.visible_ends
+
+
+def _tables_of(batch: StepBatch, kept_ends: Tensor | None) -> TablesCall:
+    tables, ends = batch.block_tables, batch.visible_ends
+    return TablesCall(
+        batch.slots.data_ptr(),
+        tables.data_ptr(),
+        tables.stride(0),
+        None if ends is None else ends.data_ptr(),
+        None if kept_ends is None else kept_ends.data_ptr(),
+    )
 
 
 class _TorchCallDetector(TorchDispatchMode):  # type: ignore[no-untyped-call]

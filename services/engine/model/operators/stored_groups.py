@@ -36,6 +36,7 @@ class StoredGroups:
     numbers: Numbers
     scales: GroupNumbers
     offsets: GroupNumbers | None
+    values: tuple[int, ...]
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> "StoredGroups":
@@ -44,12 +45,14 @@ class StoredGroups:
             offsets = GroupNumbers(offsets.float() + 2 ** (_BYTE - 1) * scales.float())
         kind, (scales, *further) = _alike([scales] if offsets is None else [scales, offsets])
         codes = weight.codes.contiguous() if isinstance(weight.codes, Tensor) else weight.codes
-        return cls(codes, weight.bits, weight.group, kind, scales, further[0] if further else None)
+        further_numbers = further[0] if further else None
+        return cls(codes, weight.bits, weight.group, kind, scales, further_numbers, weight.values)
 
     @property
     def format(self) -> tuple[object, ...]:
         """Weights of a run have this in common."""
-        return self.codes.shape[1], self.bits, self.group, self.numbers, self.offsets is None
+        inputs, has_offsets = self.codes.shape[1], self.offsets is not None
+        return inputs, self.bits, self.group, self.numbers, has_offsets, self.values
 
     def call(self, outputs: int | None = None) -> GroupedCall:
         """Describe the packed weight to the kernels. outputs: None = as many as it has."""
@@ -60,6 +63,8 @@ class StoredGroups:
             bits=self.bits,
             numbers=self.numbers,
             has_offsets=self.offsets is not None,
+            has_values=bool(self.values),
+            values=self.values,
         )
 
     def pack(self, native: Native, place: int, first_tile: int = 0, tile_step: int = 1) -> None:
@@ -86,8 +91,9 @@ def _alike(numbers: Sequence[GroupNumbers]) -> tuple[Numbers, Sequence[GroupNumb
     """Return scales, and offsets if there are any, in the smallest form that holds all of them."""
     if all(each.factors is not None for each in numbers):
         return Numbers.LEVELS, [each.contiguous() for each in numbers]
-    if all(each.each.dtype == torch.float16 for each in numbers):
-        return Numbers.HALVES, [each.contiguous() for each in numbers]
+    for dtype, kind in ((torch.uint8, Numbers.EXPONENTS), (torch.float16, Numbers.HALVES)):
+        if all(each.each.dtype == dtype for each in numbers):
+            return kind, [each.contiguous() for each in numbers]
     floats = [each.float().contiguous() for each in numbers]
     halves = [each.half() for each in floats]
     if all(torch.equal(half.float(), each) for half, each in zip(halves, floats, strict=True)):

@@ -17,7 +17,7 @@ from services.engine.kernels.library import (
     NormCall,
 )
 from services.engine.kernels.memory import Arena, allocate
-from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once, to_tiles
+from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
 from services.engine.model.operators.interface import Gate, LayerNorm, Projection
@@ -25,7 +25,6 @@ from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.recording import Recording
 from services.engine.model.operators.stored_groups import StoredGroups, alike_runs, has_kernel
 from services.engine.model.operators.tiled_products import (
-    EPILOGUES,
     PANEL_OUTPUTS,
     TILE_OUTPUTS,
     Packed,
@@ -34,6 +33,7 @@ from services.engine.model.operators.tiled_products import (
     ProjectionPart,
     TiledGate,
     TiledProjection,
+    epilogue_of,
     interleaved,
     padded,
     round_up,
@@ -51,6 +51,8 @@ class TiledOperators(NativeOperators):
     quantized checkpoint.
     """
 
+    _tiles_inputs = True
+
     def __init__(self, native: Native, *, keeps_groups: bool = True) -> None:
         """keeps_groups: whether a quantized checkpoint's codes stay in memory."""
         super().__init__(native, torch.bfloat16)
@@ -67,12 +69,6 @@ class TiledOperators(NativeOperators):
 
     def temporary(self, rows: int, width: int) -> Tensor:
         return super().temporary(round_up(rows, TILE), width)[:rows]
-
-    def arrange(self, rows: Tensor, out: Tensor) -> None:
-        _whole_tiles(out).copy_(to_tiles(rows))
-
-    def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
-        _whole_tiles(out).mul_(to_tiles(gates.sigmoid()))
 
     def gather(self, rows: Tensor, index: Tensor) -> Tensor:
         gathered = self.temporary(len(index), rows.shape[1])
@@ -188,7 +184,7 @@ class TiledOperators(NativeOperators):
             return super().grouped_gate(gate, up, gate_bias, up_bias, activation)
         stored = [StoredGroups.of(weight) for weight in both]
         alike = len({weight.format for weight in stored}) == 1
-        if up is None or activation not in EPILOGUES or not alike:
+        if up is None or epilogue_of(activation) is None or not alike:
             product = self.grouped_projection(both, join_biases(gate_bias, up_bias))
             return TorchGate(product, len(both), activation, self)
         columns = 2 * round_up(gate.shape[0], TILE_OUTPUTS)
@@ -203,7 +199,7 @@ class TiledOperators(NativeOperators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        if activation not in EPILOGUES:
+        if epilogue_of(activation) is None:
             product = self.projection(*join(gate, up, gate_bias, up_bias))
             return TorchGate(product, 1 if up is None else 2, activation, self)
         parts = (gate,) if up is None else (gate, up)

@@ -20,7 +20,6 @@ from services.engine.model.architecture.activation import SWIGLU, Activation, No
 from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
 
 __all__ = [
-    "EPILOGUES",
     "PANEL_OUTPUTS",
     "TILE_OUTPUTS",
     "Packed",
@@ -29,6 +28,7 @@ __all__ = [
     "ProjectionPart",
     "TiledGate",
     "TiledProjection",
+    "epilogue_of",
     "interleaved",
     "padded",
     "round_up",
@@ -81,6 +81,10 @@ class PackedWeight:
             format=packed.format,
         )
 
+    def set_activation(self, activation: Activation) -> None:
+        """Set the constants of an epilogue's activation."""
+        self._call.alpha, self._call.limit = activation.alpha, activation.limit
+
     def multiply(self, rows: Tensor, out: Tensor, epilogue: Epilogue, first: int = 0) -> None:
         """Write the products to the outputs from `first` on."""
         call = self._call
@@ -131,14 +135,20 @@ class PartedProjection(Projection):
             weight.multiply(rows, out, Epilogue.ADD, first)
 
 
-EPILOGUES: Mapping[Activation, Epilogue] = {
+_EPILOGUES: Mapping[Activation, Epilogue] = {
     SWIGLU: Epilogue.GATE,
     Activation(Nonlinearity.GELU): Epilogue.GATE_GELU,
     Activation(Nonlinearity.GELU_TANH): Epilogue.GATE_GELU_TANH,
     Activation(Nonlinearity.GELU, gated=False): Epilogue.GELU,
     Activation(Nonlinearity.GELU_TANH, gated=False): Epilogue.GELU_TANH,
 }
-"""Activations that the kernels compute with the products"""
+
+
+def epilogue_of(activation: Activation) -> Epilogue | None:
+    """Return the epilogue that computes an activation with the products; None if none does."""
+    if activation.nonlinearity is Nonlinearity.CLAMPED_SWIGLU:
+        return Epilogue.GATE_CLAMPED
+    return _EPILOGUES.get(activation)
 
 
 class TiledGate(Gate):
@@ -147,6 +157,10 @@ class TiledGate(Gate):
     def __init__(
         self, weight: PackedWeight, outputs: int, activation: Activation, operators: Operators
     ) -> None:
+        epilogue = epilogue_of(activation)
+        assert epilogue is not None
+        weight.set_activation(activation)
+        self._epilogue = epilogue
         self._weight = weight
         self._outputs = outputs
         self._activation = activation
@@ -159,7 +173,7 @@ class TiledGate(Gate):
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         if self._delta is None or not self._delta.is_active:
-            self._weight.multiply(rows, out, EPILOGUES[self._activation])
+            self._weight.multiply(rows, out, self._epilogue)
             return
         products = 2 if self._activation.gated else 1
         columns = products * round_up(self._outputs, TILE_OUTPUTS)

@@ -17,7 +17,12 @@ from services.engine.model.architecture.layers import (
 )
 from services.engine.model.checkpoint.family import ExpertStack
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
-from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
+from services.engine.model.checkpoint.quantized import (
+    QuantizedWeight,
+    Weight,
+    decoded,
+    in_groups,
+)
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.operators.interface import ExpertWeights, Gate, Mixture, Operators
 from services.engine.model.parts.feed_forward import (
@@ -226,16 +231,15 @@ class FeedForwardReader:
                 down_bias=down_bias,
             )
 
-    def _stack(
-        self, content: tuple[StoredTensor, ...], layout: ExpertStack
-    ) -> Iterator[Tensor | Mxfp4Weight]:
+    def _stack(self, content: tuple[StoredTensor, ...], layout: ExpertStack) -> Iterator[Weight]:
         """Yield each expert's weight as [outputs, inputs]."""
         if content[0].dtype is None:
             stack = self._reader.tensor(content[0])
             yield from stack.transpose(1, 2) if layout.transposed else stack
         else:
             blocks, scales = map(self._reader.tensor, content)
-            yield from map(Mxfp4Weight, blocks, scales)
+            weights = map(Mxfp4Weight, blocks, scales)
+            yield from map(in_groups, weights) if self._reader.operators.keeps_groups else weights
 
     def _biases(self, stored: StoredTensor | None) -> Iterator[Tensor | None]:
         """Yield each expert's bias; None for ever if there are none."""
@@ -325,6 +329,6 @@ def _halves(outputs: int, layout: ExpertStack) -> tuple[slice, slice]:
     return slice(0, outputs // 2), slice(outputs // 2, None)
 
 
-def _outputs(weight: Tensor | Mxfp4Weight, outputs: slice) -> Weight:
+def _outputs(weight: Weight, outputs: slice) -> Weight:
     """View some outputs."""
     return weight[outputs] if isinstance(weight, Tensor) else weight.rows(outputs)

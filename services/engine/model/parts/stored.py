@@ -20,6 +20,8 @@ class StoredLinear:
 class StoredNorm:
     weight: StoredTensor
     bias: StoredTensor | None
+    factor: float = 1.0
+    """Factor of its output; only norms of what is added to the residual have one"""
 
 
 class LayerNames:

@@ -128,7 +128,8 @@ def _experts(names: LayerNames, experts: ExpertsSpec) -> StoredExperts:
     router = names.linear((own.router,), (experts.count,), names.spec.hidden_size, experts.has_bias)
     bias = None
     if experts.routing.has_bias:
-        bias = names.tensor(own.choice_bias, 1, experts.count)
+        shape = (1, experts.count) if own.choice_bias_is_row else (experts.count,)
+        bias = names.tensor(own.choice_bias, *shape)
     shared = None if experts.shared is None else _shared_expert(names, own, experts.shared)
     if own.are_stacked:
         stacked = _stacked_experts(names, own, experts)

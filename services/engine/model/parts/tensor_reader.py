@@ -94,6 +94,8 @@ class TensorReader:
         if post_norm is None:
             return projection
         norm = self.norm_weight(self.tensor(post_norm.weight))
+        if post_norm.factor != 1:
+            norm *= post_norm.factor
         return NormedProjection(projection, norm, self.spec.norm_epsilon, self.operators)
 
     def partial_projection(self, linear: StoredLinear, columns: Tensor | None = None) -> Projection:

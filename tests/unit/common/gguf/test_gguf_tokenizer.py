@@ -65,6 +65,7 @@ ORIGINALS: dict[str, Callable[[], PreTokenizer]] = {
     "starcoder": lambda: pre_tokenizers.Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     ),
+    "glm4": lambda: isolated(TikTokenConverter().pattern),  # type: ignore[no-untyped-call]
     "llama-bpe": lambda: isolated(TikTokenConverter().pattern),  # type: ignore[no-untyped-call]
     "qwen2": lambda: isolated(tokenization_qwen2.PRETOKENIZE_REGEX),
     "qwen35": lambda: isolated(tokenization_qwen3_5.PRETOKENIZE_REGEX),
@@ -176,6 +177,51 @@ def write_bytes(writer: GGUFWriter, pre_tokenizer: str) -> None:
     writer.add_token_list(sorted(ByteLevel.alphabet()))
     writer.add_token_merges([])
     writer.add_add_bos_token(False)
+
+
+WORDS = {
+    "deepseek-llm": [
+        *("Hello", ",", " world", "!", " ", " x", "=", "1", "2", "3", "4", "5", ";", "\n", "\n"),
+        *(
+            " ",
+            " '",
+            "don",
+            "'",
+            "t",
+            "'",
+            " ",
+            "猫はかわいい",
+            " ",
+            "안녕",
+            " foo",
+            "_",
+            "bar",
+            "  ",
+        ),
+    ],
+    "deepseek-v3": [
+        *("Hello", ",", " world", "!", " ", " x", "=", "123", "45", ";\n\n"),
+        *(" ", " '", "don", "'t", "'", " ", "猫はかわいい", " 안녕", " foo", "_bar", "  "),
+    ],
+}
+"""Words of one text, by the expressions of DeepSeek's own files: no library has them"""
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_text_is_cut_into_the_words_of_deepseek(tmp_path: Path, name: str) -> None:
+    """Digits, Chinese and Japanese are cut before the words of other scripts."""
+    text = "".join(WORDS[name])
+
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(name)
+        writer.add_token_list(sorted(ByteLevel.alphabet()))
+        writer.add_token_merges([])
+
+    vocabulary_of(tmp_path, 256, write)
+    with opened_checkpoint(tmp_path / "model.gguf") as directory:
+        cutter = Tokenizer.from_file(str(directory / "tokenizer.json")).pre_tokenizer
+    assert [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] == WORDS[name]
 
 
 def test_gemma4_ids_equal_those_of_the_original(tmp_path: Path, corpus: Sequence[str]) -> None:

@@ -25,7 +25,10 @@ from tests.unit.engine.tiny import make_request
 
 BLOCK = 32
 CHUNK = 40
-FAMILIES = ("gemma3", "gpt-oss", "mistral, window", "qwen3 next", "qwen3.5")
+FAMILIES = (
+    *("deepseek v3", "gemma3", "gpt-oss", "kimi linear", "mistral, window", "olmo hybrid"),
+    *("qwen3 next", "qwen3.5"),
+)
 
 
 def limits_of(decoder: Decoder, blocks: int, slots: int) -> CacheLimits:
@@ -137,6 +140,21 @@ SHAPES: dict[str, tuple[dict[str, Json], tuple[float, float]]] = {
             "sliding_window": 1024,
         },
         (15.50, 3.73),
+    ),
+    "DeepSeek-V2-Lite": (
+        {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "vocab_size": 102_400,
+            "hidden_size": 2048,
+            "intermediate_size": 10_944,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "num_experts_per_tok": 6,
+            "max_position_embeddings": 163_840,
+        },
+        (0.95, 0.95),
     ),
 }
 """Published configurations, with the GiB of 32,768 tokens without and with bounded windows"""

@@ -11,7 +11,6 @@ from transformers import LlamaConfig
 
 from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet
-from services.engine.kernels.tiles import to_tiles
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight
 from services.engine.model.loader import load_model
@@ -25,6 +24,7 @@ from tests.unit.engine.checkpoints import (
 )
 from tests.unit.engine.machines import restrict_kernels
 from tests.unit.engine.quantized_checkpoints import FORMATS, quantize
+from tests.unit.engine.tiles import to_tiles
 
 COUNTS = (1, 7, 16, 20, 40, 300)
 

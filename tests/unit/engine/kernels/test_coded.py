@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from services.engine.kernels.library import Format, InstructionSet
-from services.engine.kernels.tiles import to_tiles
 from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.tiled_products import Packed
 from tests.unit.engine.machines import restrict_kernels
+from tests.unit.engine.tiles import to_tiles
 
 STEP = 32
 """Inputs and outputs of a step, whose codes cover 16 upper bytes, here 16 powers of two"""

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.engine.kernels.tiles import to_tiles
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_model
 from services.engine.model.operators.rounded_operators import Int8Operators
@@ -15,7 +14,7 @@ from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
 from tests.unit.engine.kernels.test_kernels import assert_finds_argmax
 from tests.unit.engine.machines import TILED, restrict_kernels
-from tests.unit.engine.tiles import to_rows
+from tests.unit.engine.tiles import to_rows, to_tiles
 
 CPU = torch.device("cpu")
 

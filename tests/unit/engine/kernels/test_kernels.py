@@ -13,14 +13,13 @@ import services.engine.kernels.build as builder
 from services.engine.kernels.build import build
 from services.engine.kernels.library import InstructionSet, Native
 from services.engine.kernels.memory import Arena, allocate, touch
-from services.engine.kernels.tiles import to_tiles
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.interface import Projection
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.machines import TILED, restrict_kernels
-from tests.unit.engine.tiles import to_rows
+from tests.unit.engine.tiles import to_rows, to_tiles
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -44,6 +43,30 @@ def tiled(request: pytest.FixtureRequest) -> Iterator[TiledOperators]:
 def assert_close(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> None:
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(ours.float(), theirs.float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_rows_with_gaps_are_arranged_and_gate_as_by_torch(
+    kernels: Native, dtype: torch.dtype
+) -> None:
+    ours, theirs = NativeOperators(kernels, dtype), TorchOperators(dtype, CPU)
+    gates = torch.randn(41, 100, dtype=dtype)[:, 10:73]
+    results = [torch.empty(41, 63, dtype=dtype) for _ in range(2)]
+    for operators, out in zip((ours, theirs), results, strict=True):
+        operators.arrange(gates, out)
+        assert torch.equal(out, gates)
+        operators.multiply_by_sigmoid(gates, out)
+    assert_close(results[0], results[1], dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 41])
+def test_rows_with_gaps_are_arranged_and_gate_in_tiles(tiled: TiledOperators, rows: int) -> None:
+    gates = torch.randn(rows, 128, dtype=torch.bfloat16)[:, 32:]
+    tiles = tiled.empty(rows, 96)
+    tiled.arrange(gates, tiles)
+    assert torch.equal(tiled.plain(tiles), gates)
+    tiled.multiply_by_sigmoid(gates, tiles)
+    assert_close(tiled.plain(tiles), gates * gates.sigmoid(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

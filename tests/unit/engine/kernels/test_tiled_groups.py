@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from services.engine.kernels.library import InstructionSet, Numbers, instruction_set
-from services.engine.kernels.tiles import to_tiles
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
 from services.engine.model.checkpoint.gguf_groups import read_groups
 from services.engine.model.loader import load_model
@@ -27,6 +26,7 @@ from tests.unit.engine.kernels.test_grouped import (
     rounded_rows,
 )
 from tests.unit.engine.machines import TILED, restrict_kernels
+from tests.unit.engine.tiles import to_tiles
 
 AS_BYTES = 8
 """Rows that are multiplied as bytes everywhere; AMX multiplies more of them as bfloat16"""
@@ -128,21 +128,28 @@ def test_codes_are_packed_from_the_blocks_of_a_file(
     weight = read_groups(random_blocks((64, INPUTS), kind), kind)
     assert weight is not None
     gate, up = weight.rows(torch.randperm(64)), weight.rows(torch.randperm(64))
-    rows = torch.randn(3, INPUTS, dtype=torch.bfloat16)
-    tiles = to_tiles(rows)[:3]
-    out = torch.empty(3, 128)
-    operators.grouped_projection([gate, up], None).into(tiles, out)
-    both = product(rows, torch.cat([gate.decode(), up.decode()]))
-    assert_near(out, both)
-    gated = operators.empty(3, 64)
-    operators.grouped_gate(gate, up, None, None).into(tiles, gated)
-    assert_near(operators.plain(gated), silu(both[:, :64]) * both[:, 64:])
+    for count in (3, 40):
+        rows = torch.randn(count, INPUTS, dtype=torch.bfloat16)
+        tiles = to_tiles(rows)[:count]
+        out = torch.empty(count, 128)
+        operators.grouped_projection([gate, up], None).into(tiles, out)
+        both = product(rows, torch.cat([gate.decode(), up.decode()]))
+        assert_near(out, both)
+        gated = operators.empty(count, 64)
+        operators.grouped_gate(gate, up, None, None).into(tiles, gated)
+        assert_near(operators.plain(gated), silu(both[:, :64]) * both[:, 64:])
 
 
 @pytest.mark.parametrize("up_bits", [4, 6])
 @pytest.mark.parametrize("count", [1, 5, 40])
 @pytest.mark.parametrize(
-    "activation", [SWIGLU, Activation(Nonlinearity.GELU)], ids=["silu", "gelu"]
+    "activation",
+    [
+        SWIGLU,
+        Activation(Nonlinearity.GELU),
+        Activation(Nonlinearity.CLAMPED_SWIGLU, alpha=1.7, limit=2.5),
+    ],
+    ids=["silu", "gelu", "clamped"],
 )
 def test_gates_and_experts_equal_those_of_the_decoded_weights(
     operators: TiledOperators, up_bits: int, count: int, activation: Activation

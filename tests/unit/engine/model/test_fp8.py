@@ -14,6 +14,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
+    CONFIGS,
     SHAPE,
     WIDE,
     Driver,
@@ -27,21 +28,22 @@ TOKENS = 40
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
-CONFIGS = {
+MODELS = {
     "llama": LlamaConfig(**SHAPE),
+    "glm4 moe lite": CONFIGS["glm4 moe lite"],
     "qwen3 moe": Qwen3MoeConfig(
         **WIDE, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32
     ),
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_the_stored_numbers_times_their_scales(
     layout: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Layers that the checkpoint leaves out of the quantization stay as they are."""
-    model = make_checkpoint(tmp_path, CONFIGS[family])
+    model = make_checkpoint(tmp_path, MODELS[family])
     quantize(tmp_path, model, LAYOUTS[layout])
     with caplog.at_level(logging.WARNING):
         decoder = load_model(tmp_path, torch.float32)

@@ -21,8 +21,11 @@ from torch import Tensor
 from transformers import (
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GptOssConfig,
     HunYuanMoEV1Config,
@@ -38,6 +41,7 @@ from transformers import (
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
+    YoutuConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -51,7 +55,11 @@ from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     EXPERTS,
+    GEMMA3N,
+    LATENT,
+    ROUTED,
     SHAPE,
+    VOCABULARY,
     WIDE,
     Driver,
     make_checkpoint,
@@ -87,7 +95,7 @@ FAMILIES = {
         *("mistral", "qwen2, tied", "phi3", "phi3, long", "phi3, short", "olmo2", "granite"),
         *("gemma4, shared keys", "gemma4, experts", "gpt2", "qwen3", "qwen3, tied"),
         *("qwen3.5", "qwen3.5 moe", "qwen3 next"),
-        *("olmoe", "arcee", "ernie", "granite moe"),
+        *("olmoe", "arcee", "ernie", "granite moe", "deepseek v2", "glm4 moe lite"),
         *QUANTIZED[4:],
         "exaone4, no windows",
     )
@@ -110,6 +118,12 @@ FAMILIES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "gemma3n": Gemma3nTextConfig(
+        **GEMMA3N | {"vocab_size_per_layer_input": VOCABULARY},
+        num_kv_shared_layers=2,
+        intermediate_size=[96, 96, 96, 64, 64],
+        activation_sparsity_pattern=[0.9, 0.5, 0.0, 0.0, 0.0],
+    ),
     "smollm3": SmolLM3Config(**SHAPE | {"num_hidden_layers": 5}, no_rope_layer_interval=4),
     "starcoder2": Starcoder2Config(
         **TIED | {"num_attention_heads": 2, "num_key_value_heads": 1}, sliding_window=None
@@ -127,6 +141,28 @@ FAMILIES = {
             "truncate": False,
         },
     ),
+    "deepseek v2, groups": DeepseekV2Config(
+        **LATENT | ROUTED,
+        first_k_dense_replace=1,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+    ),
+    "deepseek v3": DeepseekV3Config(
+        **LATENT | ROUTED,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 0.8,
+            "mscale_all_dim": 0.8,
+        },
+    ),
+    "youtu": YoutuConfig(**LATENT),
     "qwen2 moe": Qwen2MoeConfig(**SHAPE, **EXPERTS, shared_expert_intermediate_size=40),
     "cohere, norms": CohereConfig(**TIED | {"num_attention_heads": 2}, use_qk_norm=True),
     "cohere2": Cohere2Config(  # type: ignore[call-arg]
@@ -213,20 +249,34 @@ def test_model_takes_no_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, *DECODED], ids=lambda kind: kind.name)
 def test_each_format_is_decoded_as_its_own_library_decodes_it(tmp_path: Path, kind: K) -> None:
-    path = tmp_path / "model.gguf"
     model = make_checkpoint(tmp_path / "checkpoint", LlamaConfig(**ROOMY))
+    assert set(assert_decoded(tmp_path, model, kind).values()) == {K.F32, kind}
+
+
+def test_keys_and_values_of_latents_are_decoded(tmp_path: Path) -> None:
+    """Their tensors have three dimensions, and heads multiply them one by one."""
+    wide = LATENT | {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+    model = make_checkpoint(tmp_path / "checkpoint", YoutuConfig(**wide))
+    kinds = assert_decoded(tmp_path, model, K.Q8_0)
+    assert {kinds[f"blk.1.attn_{part}_b.weight"] for part in "kv"} == {K.Q8_0}
+
+
+def assert_decoded(folder: Path, model: PreTrainedModel, kind: K) -> dict[str, K]:
+    """Compare a file with one of its decoded numbers. Return the formats of its tensors."""
+    path = folder / "model.gguf"
     write_gguf(path, model, kind)
+    stored = GGUFReader(path).tensors
     decoded = {
         each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
-        for each in GGUFReader(path).tensors
+        for each in stored
     }
-    assert {each.tensor_type for each in GGUFReader(path).tensors} == {K.F32, kind}
-    write_gguf(tmp_path / "decoded.gguf", model, content=decoded)
+    write_gguf(folder / "decoded.gguf", model, content=decoded)
     tokens = random_tokens(TOKENS, 1)
-    expected = logits_of(loaded(tmp_path / "decoded.gguf"), tokens)
+    expected = logits_of(loaded(folder / "decoded.gguf"), tokens)
     torch.testing.assert_close(logits_of(loaded(path), tokens), expected, atol=1e-4, rtol=0)
     kept = logits_of(loaded(path, "full"), tokens)  # in codes where there are kernels
     assert (kept - expected).abs().mean() < 0.03 * expected.std()
+    return {each.name: each.tensor_type for each in stored}
 
 
 def test_types_without_codes_are_announced(
@@ -400,6 +450,18 @@ def test_wrong_content_is_refused_with_its_key(
     model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["llama"])
     write_gguf(tmp_path / "model.gguf", model, further=change)
     with pytest.raises((StartupError, CheckpointError), match=reason):
+        loaded(tmp_path / "model.gguf")
+
+
+def test_mistral_large_3_is_refused_with_its_key(tmp_path: Path) -> None:
+    """It has the architecture of DeepSeek's files, but queries that grow with the position."""
+    model = make_checkpoint(tmp_path / "checkpoint", CONFIGS["deepseek v2"])
+
+    def grow(writer: GGUFWriter) -> None:
+        writer.add_float32("deepseek2.attention.temperature_scale", 0.1)
+
+    write_gguf(tmp_path / "model.gguf", model, further=grow)
+    with pytest.raises(StartupError, match="temperature_scale"):
         loaded(tmp_path / "model.gguf")
 
 

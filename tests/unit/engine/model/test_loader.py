@@ -43,6 +43,10 @@ ARCHITECTURES = {
     "ernie moe": "Ernie4_5_MoeForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "phimoe": "PhimoeForCausalLM",
+    "deepseek v2, groups": "DeepseekV2ForCausalLM",
+    "deepseek v3": "DeepseekV3ForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
+    "kimi linear": "KimiLinearForCausalLM",
 }
 SHAPE_KEYS = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
@@ -185,6 +189,14 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("hunyuan moe", lambda p: set_config(p, moe_topk=[1, 2]), ["moe_topk", "3"]),
     ("hunyuan moe", lambda p: set_config(p, moe_topk=[1, 2, 6]), ["moe_topk", "6", "5"]),
     ("ernie moe", lambda p: set_config(p, moe_layer_end_index=1), ["layers.2.mlp.gate_proj"]),
+    ("deepseek v2", lambda p: set_config(p, norm_topk_prob=True), ["norm_topk_prob"]),
+    ("deepseek v2", lambda p: set_config(p, topk_method="noaux_tc"), ["topk_method", "noaux_tc"]),
+    ("deepseek v3", lambda p: set_config(p, n_group=3), ["n_group", "3", "8 experts"]),
+    ("deepseek v3", lambda p: set_config(p, scoring_func="softmax"), ["scoring_func"]),
+    ("deepseek v3", lambda p: set_config(p, moe_layer_freq=2), ["moe_layer_freq", "2"]),
+    ("deepseek v3", lambda p: set_config(p, num_key_value_heads=2), ["num_key_value_heads"]),
+    ("deepseek v3", lambda p: set_config(p, qk_rope_head_dim=7), ["qk_rope_head_dim"]),
+    ("kimi linear", lambda p: set_config(p, mla_use_nope=False), ["mla_use_nope"]),
     (
         "gpt-oss",
         lambda p: set_config(p, quantization_config={"quant_method": "mxfp4"}),
@@ -278,6 +290,41 @@ def test_loading_runs_no_code_and_opens_no_connection(
     assert not ran.exists()
 
 
+def test_kimi_linear_has_the_layers_of_its_published_keys() -> None:
+    """transformers writes other keys than Moonshot's own file has."""
+    ours: dict[str, Json] = json.loads(CONFIGS["kimi linear"].to_json_string(use_diff=False))
+    ours["architectures"] = ["KimiLinearForCausalLM"]
+    expected = ModelSpec.from_config(ours)
+    for key in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads"):
+        del ours[key]
+    layers: dict[str, Json] = {"kda_layers": [1, 3], "full_attn_layers": [2, 4]}
+    ours["linear_attn_config"] = layers | {
+        "head_dim": 16,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    }
+    assert ModelSpec.from_config(ours | {"first_k_dense_replace": 1}) == expected
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    """DeepSeek V3's published files hold one behind the layers of config.json."""
+    model = make_checkpoint(tmp_path, CONFIGS["deepseek v3"])
+    tensors = load_file(tmp_path / WEIGHTS)
+    of_last = [name for name in tensors if name.startswith("model.layers.2.")]
+    drafts = {name.replace(".2.", ".3."): tensors[name] + 1 for name in of_last}
+    save_file(
+        tensors | drafts | {"model.layers.3.eh_proj.weight": torch.ones(64, 128)},
+        tmp_path / WEIGHTS,
+    )
+    tokens = random_tokens(20, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, 20)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+    set_tensor(tmp_path, "model.layers.4.eh_proj.weight", torch.ones(64, 128))
+    assert_refused(tmp_path, "model.layers.4.eh_proj.weight")
+
+
 def test_tensor_names_without_prefix_are_read(tmp_path: Path) -> None:
     """GPT-2's published checkpoint has no prefix and stores masks."""
     model = make_checkpoint(tmp_path, CONFIGS["gpt2"])
@@ -302,6 +349,7 @@ DEFAULTED = [
     *("olmo3", "glm", "glm4", "cohere", "cohere2", "exaone4", "gpt-neox", "phi", "stablelm"),
     *("nemotron", "arcee", "hunyuan", "apertus", "ernie", "ministral3", "seed oss"),
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
+    *("deepseek v3", "glm4 moe lite", "youtu", "minicpm3"),
 ]
 LEAST_KEYS = {
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),

@@ -1,28 +1,33 @@
 """The forward pass equals that of transformers for any chunking and batching."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Gemma3nTextConfig, PreTrainedModel, Qwen3Config
 
 import services.engine.model.attention
 import services.engine.model.loader
 from services.engine.kernels.library import InstructionSet, instruction_set, limit_instruction_set
+from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.native_backend import TiledAttention
-from services.engine.model.loader import load_model
+from services.engine.model.loader import load_model, load_spec
 from tests.unit.engine.checkpoints import (
     CONFIGS,
+    GEMMA3N,
+    WIDE,
     Driver,
+    keep_last,
     make_checkpoint,
     make_packed_checkpoint,
     random_tokens,
     reference_logits,
 )
-from tests.unit.engine.machines import needs_tiles
+from tests.unit.engine.machines import TILED, needs_tiles, restrict_kernels
 
 TOKENS = 75
 
@@ -95,9 +100,30 @@ def test_mxfp4_experts_equal_transformers(tmp_path: Path) -> None:
     """gpt-oss's published format: MXFP4 blocks and scales."""
     model = make_packed_checkpoint(tmp_path)
     tokens = random_tokens(TOKENS, 1)
-    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver = Driver(load_model(tmp_path, torch.float32, weights="decoded"), [tokens])
     driver.step([(0, TOKENS)])
     assert_equal(driver.logits[0], reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize("instructions", list(InstructionSet)[1:], ids=lambda each: each.name)
+def test_mxfp4_experts_stay_packed_on_cpus(instructions: InstructionSet, tmp_path: Path) -> None:
+    """Decoded to 16 bits, gpt-oss 120B takes 230 GB in place of 61."""
+    model = make_packed_checkpoint(tmp_path)
+    tokens = random_tokens(TOKENS, 1)
+    expected = reference_logits(model, tokens)
+    with restrict_kernels(instructions) as native:
+        dtype = torch.bfloat16 if instructions in TILED else torch.float32
+        sizes = []
+        for weights in ("decoded", "full"):
+            decoder = load_model(tmp_path, dtype, weights=weights)
+            sizes.append(decoder.weight_bytes)
+        driver = Driver(decoder, [tokens])
+        driver.step([(0, TOKENS - 1)])
+        driver.step([(0, 1)])
+        native.use_pool(0)
+    experts = sum(each.numel() for each in model.parameters() if each.ndim == 3)
+    assert sizes[0] - sizes[1] > 0.9 * experts  # a byte for each weight, or more
+    assert (driver.logits[0].float() - expected).abs().mean() < 0.05 * expected.std()
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +168,7 @@ def test_half_precision_stays_close_to_float32(
     [
         *("gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"),
         *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
+        "glm4 moe lite",
     ],
 )
 def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:
@@ -161,15 +188,39 @@ def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -
 
 
 @needs_tiles
+def test_streams_in_tiles_stay_close_to_float32(tmp_path: Path) -> None:
+    """Gemma 3n's streams are fewer than the rows and columns of a tile."""
+    widths = {"head_dim": 32, "hidden_size_per_layer_input": 32, "laurel_rank": 32}
+    config = Gemma3nTextConfig(
+        **GEMMA3N | widths,
+        num_kv_shared_layers=2,
+        intermediate_size=128,
+        activation_sparsity_pattern=[0.9, 0.5, 0.0, 0.0, 0.0],
+    )
+    model = make_checkpoint(tmp_path, config)
+    assert runs_in_tiles(load_spec(tmp_path), torch.bfloat16, torch.device("cpu"))
+    tokens = random_tokens(TOKENS, 1)
+    exact = reference_logits(model, tokens)
+    rounded = reference_logits(model.to(torch.bfloat16), tokens).float()  # type: ignore[arg-type]
+    driver = Driver(load_model(tmp_path, torch.bfloat16), [tokens])
+    driver.step([(0, 40)])
+    driver.step([(0, 1)])
+    driver.step([(0, TOKENS - 41)])
+    error, usual = (driver.logits[0] - exact).abs(), (rounded - exact).abs()
+    assert error.median() < 1.2 * usual.median()
+
+
+@needs_tiles
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5"])
 def test_replayed_pass_equals_single_kernels(
-    wide: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise output would be wrong from the second step on, or when the batch changes."""
-    path, _ = wide
+    make_checkpoint(tmp_path, CONFIGS[name])
     passes = {"replayed": 0, "one by one": 0}
     logits: dict[str, list[Tensor]] = {}
     for kind in passes:
-        decoder = load_model(path, torch.bfloat16)
+        decoder = load_model(tmp_path, torch.bfloat16)
         run_layers, recording = decoder._run_layers, decoder._recording
         assert recording is not None
 
@@ -196,6 +247,35 @@ def test_replayed_pass_equals_single_kernels(
     assert passes == {"replayed": 2, "one by one": 7}
     for replayed, single in zip(logits["replayed"], logits["one by one"], strict=True):
         torch.testing.assert_close(replayed, single, atol=0, rtol=0, equal_nan=True)
+
+
+@needs_tiles
+def test_replayed_pass_shows_images_only_in_some_groups(tmp_path: Path) -> None:
+    """In Gemma 4's layers without a window, a token of an image sees none after itself."""
+    make_checkpoint(
+        tmp_path,
+        Qwen3Config(**WIDE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    )
+    decoder = load_model(tmp_path, torch.bfloat16)
+    recording = decoder._recording
+    assert recording is not None
+    driver = Driver(decoder, [random_tokens(40, 1)])
+    batch = replace(driver.batch([(0, 40)]), output_rows=keep_last([40], [25]))
+    batch = batch.with_groups([batch.slots], [batch.block_tables])
+    ends = torch.arange(1, 41, dtype=torch.int32)
+    ends[10:30] = 30  # an image
+    decoder.forward(batch, driver.cache)
+    assert recording._operations is not None
+    results = []
+    for groups in ((False, False), (False, True), (True, False), (True, True)):
+        own = batch.with_ends(ends, groups)
+        decoder._recording = recording
+        replayed = decoder.forward(own, driver.cache).clone()
+        decoder._recording = None
+        single = decoder.forward(own, driver.cache).clone()
+        torch.testing.assert_close(replayed, single, atol=0, rtol=0)
+        results.append(single)
+    assert len({result.view(torch.int16).numpy().tobytes() for result in results}) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

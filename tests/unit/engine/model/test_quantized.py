@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, Phi3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, LlamaConfig, Phi3Config, Qwen3MoeConfig
 
 from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, instruction_set
@@ -17,6 +17,7 @@ from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from tests.unit.engine.checkpoints import (
+    LATENT,
     SHAPE,
     WIDE,
     Driver,
@@ -31,6 +32,15 @@ Q = "model.layers.1.self_attn.q_proj"
 FAMILIES = {
     "llama": LlamaConfig(**SHAPE),
     "phi3": Phi3Config(**SHAPE),
+    "deepseek v3": DeepseekV3Config(
+        **LATENT | {"q_lora_rank": 32, "v_head_dim": 16, "qk_rope_head_dim": 16},
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
     "qwen3 moe": Qwen3MoeConfig(
         **WIDE, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32
     ),

@@ -59,6 +59,7 @@ FAMILIES = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma3n",
     "gemma4, shared keys",
     "gemma4, experts",
     "qwen3.5",
@@ -67,6 +68,7 @@ FAMILIES = (
     "phi3, long",
     "olmo2",
     "olmo3",
+    "olmo hybrid",
     "granite",
     "cohere, norms",
     "exaone4",
@@ -89,7 +91,10 @@ FAMILIES = (
     "ernie moe",
     "hunyuan moe",
     "gpt-oss",
-    "gpt-oss, packed",
+    "deepseek v2",
+    "deepseek v3",
+    "kimi linear",
+    "minicpm3",
 )
 _WIDE: dict[str, Any] = {
     "vocab_size": 97,
@@ -125,6 +130,8 @@ ADAPTED = (
     "qwen3 moe",
     "phimoe",
     "gpt-oss",
+    "kimi linear",
+    "minicpm3",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
 transposed weights, experts"""
@@ -366,12 +373,13 @@ def test_decode_steps_run_as_the_same_graph_on_all_ranks(outputs: Path) -> None:
 
 
 @needs_tiles
+@pytest.mark.parametrize("name", ["quantized", "gpt-oss, packed"])
 def test_ranks_share_quantized_weights(
-    checkpoints: dict[str, Path], by_two: dict[str, list[Tensor]]
+    name: str, checkpoints: dict[str, Path], by_two: dict[str, list[Tensor]]
 ) -> None:
     """Sums over ranks differ in their last bits, which may round a row to another code."""
-    expected = _drive(_driver(load_model(checkpoints["quantized"], torch.float32)))
-    for ours, theirs in zip(by_two["quantized"], expected, strict=True):
+    expected = _drive(_driver(load_model(checkpoints[name], torch.float32)))
+    for ours, theirs in zip(by_two[name], expected, strict=True):
         assert (ours - theirs).abs().mean() < 0.01 * theirs.std()
 
 
@@ -401,12 +409,13 @@ def spec(checkpoints: dict[str, Path]) -> ModelSpec:
         ("qwen3", {"intermediate_size": 129}, 2, r"intermediate_size \(129\)"),
         ("qwen3 moe", {"moe_intermediate_size": 33}, 2, r"experts' .* \(33\)"),
         ("qwen3", {"vocab_size": 5}, 4, r"vocab_size \(5\)"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5] * 5}, 2, "activation_sparsity_pattern"),
     ],
 )
 def test_indivisible_model_is_refused_with_the_reason(
     checkpoints: dict[str, Path],
     name: str,
-    change: Mapping[str, int],
+    change: Mapping[str, Any],
     ranks: int,
     complaint: str,
 ) -> None:

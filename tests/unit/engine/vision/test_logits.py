@@ -80,9 +80,11 @@ class Models:
         given: dict[str, Tensor] = {}
         if files:
             given = inputs(self.processor, [[decode(file) for file in files]])
-            kind = "token_type_ids" if "gemma" in whole.config.model_type else "mm_token_type_ids"
-            if kind == "token_type_ids" or "qwen" in whole.config.model_type:
-                given[kind] = kinds
+            match whole.config.model_type.partition("_")[0]:
+                case "gemma3":
+                    given["token_type_ids"] = kinds
+                case "gemma4" | "qwen2" | "qwen3":
+                    given["mm_token_type_ids"] = kinds
         logits: Tensor = whole(input_ids=tokens, **given).logits[0]
         return logits.log_softmax(-1)
 

@@ -23,6 +23,7 @@ __all__ = ["KINDS", "Kind", "Seeing", "png", "seeing", "write_kind"]
 CONTEXT = 4_096
 _LLAVA_TOKENS = ("<s>", "</s>", "<image>")
 _GEMMA_TOKENS = ("<s>", "</s>", "<start_of_image>", "<end_of_image>", "<image_soft_token>")
+_GEMMA4_TOKENS = ("<s>", "</s>", "<|image>", "<image|>", "<|image|>")
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
 _IDEFICS_TOKENS = (*_LLAVA_TOKENS, "<fake_token_around_image>", "<global-img>", *_TILES)
 _QWEN_TOKENS = ("<s>", "</s>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
@@ -122,6 +123,13 @@ KINDS: dict[str, Kind] = {
         "<start_of_image>",
         processor={"image_seq_length": 4},
         model={"mm_tokens_per_image": 4},
+    ),
+    "gemma4": Kind(
+        "Gemma4ForConditionalGeneration",
+        _GEMMA4_TOKENS,
+        {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        "<|image|>",
+        "<|image|>",
     ),
     "idefics3": Kind(
         "Idefics3ForConditionalGeneration",

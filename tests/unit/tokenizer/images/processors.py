@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -70,6 +72,15 @@ def _gemma3(kind: Kind, tokenizer: Any, text: str, images: _Images) -> Any:
     return processor(images=list(images), text=text)["input_ids"][0]
 
 
+def _gemma4(kind: Kind, tokenizer: Any, text: str, images: _Images) -> list[int]:
+    processor: Any = object.__new__(Gemma4Processor)
+    processor.image_token = "<|image|>"
+    processor.boi_token = "<|image>"
+    processor.eoi_token = "<image|>"
+    inputs = Gemma4ImageProcessorPil(**kind.images)(list(images))
+    return _replaced(processor, inputs, tokenizer, text, images)
+
+
 def _idefics3(kind: Kind, tokenizer: Any, text: str, images: _Images) -> Any:
     processor = Idefics3Processor(
         Idefics3ImageProcessorPil(**kind.images), tokenizer, **kind.processor
@@ -124,6 +135,7 @@ def _replaced(processor: Any, inputs: Any, tokenizer: Any, text: str, images: _I
 _PROCESSORS: Mapping[str, Callable[[Kind, Any, str, _Images], Any]] = {
     "LlavaForConditionalGeneration": _llava,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForConditionalGeneration": _gemma4,
     "Idefics3ForConditionalGeneration": _idefics3,
     "SmolVLMForConditionalGeneration": _smolvlm,
     "Qwen2VLForConditionalGeneration": _qwen(Qwen2VLProcessor),

@@ -52,6 +52,7 @@ _PUBLISHED = {
         images={"size": {"longest_edge": 1540}, "patch_size": {"height": 14, "width": 14}},
         processor={"patch_size": 14, "spatial_merge_size": 2},
     ),
+    "gemma4": replace(KINDS["gemma4"], images={}),
     "idefics3": replace(KINDS["idefics3"], images={}),
     "smolvlm": replace(
         KINDS["smolvlm"],

@@ -100,6 +100,14 @@ _BROKEN: Mapping[str, tuple[Kind, str]] = {
     "no patch size": (replace(KINDS["llava"], processor={}, model={}), "patch_size"),
     "a value of the wrong type": (replace(KINDS["qwen2_vl"], images={"patch_size": "a"}), "'a'"),
     "a negative value": (replace(KINDS["gemma3"], processor={"image_seq_length": -1}), "-1"),
+    "another number of tokens": (
+        replace(KINDS["gemma4"], images={"max_soft_tokens": 100}),
+        "70, 140, 280, 560, 1120",
+    ),
+    "images as large as they are": (
+        replace(KINDS["gemma4"], images={"do_resize": False}),
+        "do_resize",
+    ),
     "a flag that is no flag": (replace(KINDS["idefics3"], images={"do_resize": 1}), "do_resize"),
     "a size without edges": (replace(KINDS["mistral3"], images={"size": {"a": 1}}), "size"),
 }

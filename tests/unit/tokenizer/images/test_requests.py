@@ -41,7 +41,7 @@ from tokenwire.pb.types.v1 import types_pb2 as types
 
 _SIZES = [(40, 20), (20, 40)]
 _IMAGES = [png(*size) for size in _SIZES]
-_FAMILIES = ["llava", "mistral3", "gemma3", "gemma3, bytes", "idefics3", "qwen2_vl"]
+_FAMILIES = ["llava", "mistral3", "gemma3", "gemma3, bytes", "gemma4", "idefics3", "qwen2_vl"]
 _ROLE = completion.ROLE_USER
 _STRINGS = "{%- for message in messages %}{{ '<s>' + message.content + '\\n' }}{% endfor %}"
 _TEXT_PARTS = (

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 __all__ = ["layers_of", "make_adapter", "make_separate_adapter"]
 
-_ELSEWHERE = "vision|visual|connector|projector|lm_head"
+_ELSEWHERE = "vision|visual|connector|projector|lm_head|_coefs"
 
 
 def layers_of(model: PreTrainedModel) -> list[str]:

@@ -49,7 +49,11 @@ def load(decoder: Decoder, number: int, folder: Path) -> None:
 
 
 def assert_equal(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    """Compare with float32's rounding, which random adapters amplify.
+
+    Two orders of summation differ by up to 2e-4 with Gemma 4; each is within 1.1e-4 of float64.
+    """
+    torch.testing.assert_close(ours, theirs, atol=3e-4, rtol=0)
 
 
 @pytest.fixture(params=["torch", "native"])

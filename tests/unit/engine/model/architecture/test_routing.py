@@ -28,3 +28,24 @@ def test_sparse_mixer_weighs_an_expert_against_close_ones_alone() -> None:
     assert chosen.tolist() == [[0, 1]]
     shared = SCORES[:, :2].softmax(dim=1)[0, 0]
     torch.testing.assert_close(factors, torch.stack((shared, torch.tensor(1.0)))[None])
+
+
+GROUPED = torch.tensor([[0.9, -4.0, 0.7, 0.6, 0.8, -3.0, -1.0, -2.0]])
+
+
+def test_experts_come_from_the_groups_with_the_best_two() -> None:
+    """The best expert of all is in a group whose second one is poor."""
+    routing = Routing(
+        2, normalized=True, has_sigmoids=True, groups=4, kept_groups=1, best_of_group=2, scale=2.5
+    )
+    chosen, factors = routing.choose(GROUPED, None)
+    assert chosen.tolist() == [[2, 3]]
+    weights = GROUPED.sigmoid()[:, [2, 3]]
+    torch.testing.assert_close(factors, 2.5 * weights / weights.sum())
+
+
+def test_experts_come_from_the_groups_with_the_best_one() -> None:
+    routing = Routing(2, normalized=False, groups=4, kept_groups=2)
+    chosen, factors = routing.choose(GROUPED, None)
+    assert chosen.tolist() == [[0, 4]]
+    torch.testing.assert_close(factors, GROUPED.softmax(dim=1)[:, [0, 4]])

@@ -150,18 +150,51 @@ def _rename(name: str, layout: tuple[str, str]) -> str:
     return layout[0] + decoder
 
 
-def test_gemma4_serves_text_from_a_file_with_towers(tmp_path: Path) -> None:
-    """Its published files hold towers for images and sounds, which are not served."""
-    model = make_checkpoint(tmp_path, CONFIGS["gemma4, shared keys"])
+@pytest.mark.parametrize(
+    ("family", "architecture", "prefix", "towers"),
+    [
+        (
+            "gemma3n",
+            "Gemma3nForConditionalGeneration",
+            "model.language_model.",
+            ("model.vision_tower", "model.embed_vision", "model.audio_tower", "model.embed_audio"),
+        ),
+        (
+            "gemma4, shared keys",
+            "Gemma4ForConditionalGeneration",
+            "model.language_model.",
+            ("model.audio_tower", "model.embed_audio"),
+        ),
+        (
+            "deepseek v3",
+            "KimiK25ForConditionalGeneration",
+            "language_model.model.",
+            ("vision_tower", "mm_projector"),
+        ),
+    ],
+    ids=["Gemma 3n", "Gemma 4", "Kimi K2.5"],
+)
+def test_text_is_served_from_a_file_with_other_tensors(
+    family: str, architecture: str, prefix: str, towers: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Published files hold towers that are not served, and keys that no layer reads.
+
+    These are the keys of Gemma's layers that read those of earlier ones.
+    """
+    model = make_checkpoint(tmp_path, CONFIGS[family])
     tensors = {
-        name.replace("model.", "model.language_model.", 1): tensor
+        name.replace("model.", prefix, 1).replace("lm_head", "language_model.lm_head"): tensor
         for name, tensor in load_file(tmp_path / "model.safetensors").items()
     }
-    for tower in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"):
-        tensors[f"model.{tower}.some.weight"] = torch.zeros(3)
+    for tower in towers:
+        tensors[f"{tower}.some.weight"] = torch.zeros(3)
+    if "gemma" in family:
+        layer = f"{prefix}layers.{CONFIGS[family].num_hidden_layers - 1}.self_attn"
+        for name in ("k_proj", "v_proj", "k_norm"):
+            assert tensors.setdefault(f"{layer}.{name}.weight", torch.zeros(3)).shape == (3,)
     save_file(tensors, tmp_path / "model.safetensors")
     text = json.loads((tmp_path / "config.json").read_text())
-    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": text}
+    whole = {"architectures": [architecture], "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert not has_vision(tmp_path)
@@ -170,3 +203,23 @@ def test_gemma4_serves_text_from_a_file_with_towers(tmp_path: Path) -> None:
     driver.step([(0, 20)])
     expected = reference_logits(model, tokens)
     torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("activation_sparsity_pattern", [0.5], "each of the 5 layers"),
+        ("activation_sparsity_pattern", [1.0] * 5, "from 0 to below 1"),
+        ("altup_active_idx", 4, r"altup_active_idx \(4\)"),
+        ("num_kv_shared_layers", 6, "num_kv_shared_layers exceeds"),
+        ("num_kv_shared_layers", 4, "layer 1 shares the keys"),
+        ("intermediate_size", [96], "intermediate_size"),
+    ],
+)
+def test_contradictory_settings_of_gemma3n_are_refused_by_name(
+    key: str, value: Json, complaint: str
+) -> None:
+    config: Any = CONFIGS["gemma3n"].to_dict() | {"architectures": ["Gemma3nForCausalLM"]}
+    ModelSpec.from_config(config)
+    with pytest.raises(CheckpointError, match=complaint):
+        ModelSpec.from_config(config | {key: value})

@@ -1,0 +1,77 @@
+"""Gated delta nets of a decoder, read from config.json."""
+
+from collections.abc import Mapping
+
+from services.engine.model.architecture.delta_shape import DeltaShape, OutputGate
+from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.family import Family
+
+__all__ = ["read_delta_layers"]
+
+_KINDS = ("linear_attention", "full_attention")
+
+
+def read_delta_layers(config: Config, family: Family, num_layers: int) -> Mapping[int, DeltaShape]:
+    """Read the layers that are gated delta nets, by number. Raises CheckpointError."""
+    if family.names.delta_net is None:
+        return {}
+    try:
+        decays_channels = family.names.delta_net.decay is not None
+        shape = _channel_shape(config) if decays_channels else _head_shape(config)
+    except ValueError as error:
+        raise CheckpointError(f"{config.file}: {error}.") from None
+    kinds = enumerate(_kinds(config, num_layers))
+    return {layer: shape for layer, kind in kinds if kind == "linear_attention"}
+
+
+def _head_shape(config: Config) -> DeltaShape:
+    """Read a shape in which each head decays as a whole."""
+    key_heads = config.positive("linear_num_key_heads")
+    value_heads = config.positive("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise CheckpointError(
+            f"{config.file}: linear_num_value_heads ({value_heads}) is not a multiple of "
+            f"linear_num_key_heads ({key_heads})."
+        )
+    return DeltaShape(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=config.positive("linear_key_head_dim"),
+        value_dim=config.positive("linear_value_head_dim"),
+        conv_width=config.positive("linear_conv_kernel_dim"),
+        norm_epsilon=config.positive_number(
+            "linear_norm_eps", config.positive_number("rms_norm_eps", 1e-6)
+        ),
+        doubles_beta=config.flag("linear_allow_neg_eigval", False),
+    )
+
+
+def _channel_shape(config: Config) -> DeltaShape:
+    """Read the shape of Kimi's delta attention, in which each channel of a key decays."""
+    published = config.section("linear_attn_config")
+    heads = published.positive("num_heads", config.positive("linear_num_heads"))
+    size = published.positive("head_dim", config.positive("linear_head_dim"))
+    width = config.positive("linear_conv_kernel_dim")
+    return DeltaShape(
+        key_heads=heads,
+        value_heads=heads,
+        key_dim=size,
+        value_dim=size,
+        conv_width=published.positive("short_conv_kernel_size", width),
+        norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
+        gate=OutputGate.SIGMOID,
+        decays_channels=True,
+        rank=size,
+    )
+
+
+def _kinds(config: Config, num_layers: int) -> tuple[str, ...]:
+    """Return the kind of each layer."""
+    if config.has("layer_types"):
+        return config.kind_per_layer("layer_types", num_layers, _KINDS)
+    published = config.section("linear_attn_config")
+    if published.has("kda_layers"):
+        linear = published.ids("kda_layers")  # numbered from 1
+        return tuple(_KINDS[layer + 1 not in linear] for layer in range(num_layers))
+    interval = config.positive("full_attention_interval")
+    return tuple(_KINDS[(layer + 1) % interval == 0] for layer in range(num_layers))

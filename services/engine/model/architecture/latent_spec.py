@@ -1,0 +1,62 @@
+"""Shape of multi-head latent attention (MLA, https://arxiv.org/abs/2405.04434)."""
+
+from dataclasses import dataclass, replace
+
+from services.engine.model.architecture.rotary import RotarySpec
+
+__all__ = ["LatentSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Attention whose heads make their keys and values of one latent vector of each token.
+
+    A head's key has a part of its own, made of the latent, and a part that all heads share, which
+    alone may rotate. The cache holds the latent and the shared part.
+    """
+
+    num_heads: int
+    query_width: int
+    """Width of the vector that queries are made of; 0: they are made of the residual"""
+    latent_width: int
+    key_width: int
+    """Width of a key's own part"""
+    shared_width: int
+    """Width of the part that the keys of all heads share"""
+    value_width: int
+    scale: float
+    """Factor on query-key products"""
+    rotary: RotarySpec | None
+    """RoPE of the shared part and its counterpart in queries; None: there is none"""
+    is_interleaved: bool
+    """The two rows of a RoPE pair are stored side by side rather than half the width apart"""
+    has_bias: bool
+    """Query vectors, latents and the output have biases"""
+    norm_epsilon: float
+    """Epsilon of the norms of query vectors and latents"""
+
+    @property
+    def page_width(self) -> int:
+        """Numbers that the cache holds of a token, for all heads."""
+        return self.latent_width + self.shared_width
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head's query and of its key."""
+        return self.key_width + self.shared_width
+
+    def expands(self, queries: int) -> bool:
+        """Return whether so many queries of a sequence cost less with the keys of each head.
+
+        Products of queries with latents are wider than those with keys, but keys and values must
+        be computed of the latents first. Counted are multiplications for each head and cached
+        token; values are padded to the width of keys, and latents serve as values.
+        """
+        expansion = self.latent_width * (self.key_width + self.value_width)
+        return queries * 2 * self.page_width > queries * 2 * self.head_width + expansion
+
+    def part(self, count: int) -> "LatentSpec":
+        """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        if self.num_heads % count:
+            raise ValueError(f"num_attention_heads ({self.num_heads}) is not a multiple of {count}")
+        return replace(self, num_heads=self.num_heads // count)

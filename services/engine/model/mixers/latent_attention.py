@@ -1,0 +1,217 @@
+"""Attention over pages of latents, in torch."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.latent_spec import LatentSpec
+from services.engine.model.operators.interface import Operators, SequenceDelta
+
+__all__ = ["LatentAttention", "LatentBuffer"]
+
+_PIECE = 1 << 24
+"""Numbers of gathered latents, scores, or keys and values that are in memory at once"""
+
+
+class LatentBuffer:
+    """Memory for the latents that a layer reads. Memory of its own for each layer costs more time
+    than the reading."""
+
+    def __init__(self) -> None:
+        self._blocks: Tensor | None = None
+
+    def gather(self, pages: Tensor, blocks: Tensor) -> Tensor:
+        """Copy blocks of `pages`, int64 [n]; valid until the next call.
+
+        Returns [n * block_size, page_width].
+        """
+        memory, count = self._blocks, len(blocks)
+        if memory is None or len(memory) < count or memory.shape[1:] != pages.shape[1:]:
+            memory = self._blocks = pages.new_empty(count, *pages.shape[1:])
+        torch.index_select(pages, 0, blocks, out=memory[:count])
+        return memory[:count].flatten(0, 1)
+
+
+class LatentAttention:
+    """Attention of one layer, which computes keys and values of latents only where that is cheaper.
+
+    A head's score is query . (keys @ latent) = (query @ keys) . latent, and its output is
+    (weighted latents) @ values. In this absorbed form all heads read the same page: decodes, and
+    prompt chunks of a few tokens. With more queries (`LatentSpec.expands`: from 171 on in the shape
+    of DeepSeek V3) keys and values of some heads at a time are computed first, because products
+    with them are narrower. Sequences whose adapter changes keys and values take this form, too.
+    """
+
+    def __init__(
+        self,
+        spec: LatentSpec,
+        keys: Tensor,
+        values: Tensor,
+        expansion: SequenceDelta | None,
+        operators: Operators,
+        buffer: LatentBuffer,
+    ) -> None:
+        """keys, values, expansion: as in `LatentWeights`; buffer: that of all layers."""
+        self._spec = spec
+        self._keys = keys
+        self._values = values
+        self._expansion = expansion
+        self._operators = operators
+        self._buffer = buffer
+
+    def attend(self, queries: Tensor, pages: Tensor, batch: StepBatch, out: Tensor) -> None:
+        """Fill `out` [rows, heads * value_width].
+
+        queries: [rows, heads * head_width], the own parts of all heads, then their shared parts;
+        pages: [blocks, block_size, page_width], which hold the step's latents.
+        """
+        spec, decodes = self._spec, batch.num_decodes
+        if any(self._is_adapted(batch, sequence) for sequence in range(decodes)):
+            decodes = 0
+        own, shared = queries.split_with_sizes(
+            (spec.num_heads * spec.key_width, spec.num_heads * spec.shared_width), dim=1
+        )
+        own, shared, heads = (self._by_head(rows) for rows in (own, shared, out))
+        self._decode(own[:decodes], shared[:decodes], pages, batch, heads)
+        start = decodes
+        for sequence in range(decodes, len(batch.query_lengths_host)):
+            length = batch.query_lengths_host[sequence]
+            rows = slice(start, start + length)
+            latents = self._latents(pages, batch, sequence)
+            if self._is_adapted(batch, sequence) or spec.expands(length):
+                number = batch.adapters_host[sequence] if batch.adapters_host else 0
+                heads[rows] = self._expanded(own[rows], shared[rows], latents, number)
+            else:
+                heads[rows] = self._absorbed(own[rows], shared[rows], latents)
+            start += length
+
+    def _is_adapted(self, batch: StepBatch, sequence: int) -> bool:
+        if self._expansion is None or not batch.adapters_host:
+            return False
+        return self._expansion.changes_for(batch.adapters_host[sequence])
+
+    def _decode(
+        self, own: Tensor, shared: Tensor, pages: Tensor, batch: StepBatch, out: Tensor
+    ) -> None:
+        """Attend for the sequences that decode, some at a time, padded to their longest."""
+        queries, size = self._on_latents(own, shared), pages.shape[1]
+        lengths, first = batch.context_lengths_host, 0
+        while first < len(queries):
+            longest, last = lengths[first], first + 1
+            while last < len(queries):
+                next_longest = max(longest, lengths[last])
+                if (last + 1 - first) * next_longest * self._spec.page_width > _PIECE:
+                    break
+                longest, last = next_longest, last + 1
+            tables = batch.block_tables[first:last, : -(-longest // size)].long()
+            latents = self._buffer.gather(pages, tables.flatten())
+            latents = latents.view(last - first, -1, pages.shape[2])
+            places = torch.arange(latents.shape[1], device=latents.device)
+            visible = places < batch.context_lengths[first:last, None]
+            # slots past a context hold another sequence's data: a NaN would survive the mask
+            latents = latents.masked_fill_(~visible[..., None], 0)[:, None]
+            attended = scaled_dot_product_attention(
+                queries[first:last, None],
+                latents,
+                latents,
+                attn_mask=visible[:, None, None, :],
+                scale=self._spec.scale,
+            )
+            out[first:last] = self._of_latents(attended[:, 0])
+            first = last
+
+    def _latents(self, pages: Tensor, batch: StepBatch, sequence: int) -> Tensor:
+        """Return the latents of a sequence's tokens, [context, page_width]."""
+        context, size = batch.context_lengths_host[sequence], pages.shape[1]
+        table = batch.block_tables[sequence, : -(-context // size)].long()
+        return self._buffer.gather(pages, table)[:context]
+
+    def _absorbed(self, own: Tensor, shared: Tensor, latents: Tensor) -> Tensor:
+        """Return the outputs [length, heads, value_width] of a chunk, some tokens at a time."""
+        queries, heads, context = self._on_latents(own, shared), own.shape[1], len(latents)
+        step = max(1, _PIECE // (heads * context))
+        outputs = []
+        for first in range(0, len(queries), step):
+            rows = queries[first : first + step]
+            visible = _visible(len(queries), context, latents.device)[first : first + step]
+            attended = scaled_dot_product_attention(
+                rows.flatten(0, 1)[None, None],
+                latents[None, None],
+                latents[None, None],
+                attn_mask=visible.repeat_interleave(heads, 0),
+                scale=self._spec.scale,
+            )
+            outputs.append(self._of_latents(attended.view(rows.shape)))
+        return torch.cat(outputs)
+
+    def _expanded(self, own: Tensor, shared: Tensor, latents: Tensor, adapter: int) -> Tensor:
+        """Do `_absorbed` with the keys and values of some heads at a time."""
+        spec = self._spec
+        vectors, common = latents.split_with_sizes((spec.latent_width, spec.shared_width), dim=1)
+        added = self._added(vectors, adapter)
+        queries = torch.cat((own, shared), dim=2).transpose(0, 1)
+        visible = _visible(len(own), len(latents), latents.device)
+        step = max(1, _PIECE // (len(latents) * 2 * spec.head_width))
+        outputs = []
+        for first in range(0, spec.num_heads, step):
+            some = slice(first, first + step)
+            keys = _heads_of(vectors, self._keys[some])
+            values = _heads_of(vectors, self._values[some])
+            if added is not None:
+                keys += added[some, :, : spec.key_width]
+                values += added[some, :, spec.key_width :]
+            keys = torch.cat((keys, common.expand(len(keys), -1, -1)), dim=2)
+            # torch's fast kernel for CPUs takes values as wide as keys alone
+            values = pad(values, (0, max(0, spec.head_width - spec.value_width)))
+            attended = scaled_dot_product_attention(
+                queries[None, some],
+                keys[None],
+                values[None],
+                attn_mask=visible,
+                scale=spec.scale,
+            )
+            outputs.append(attended[0, :, :, : spec.value_width])
+        return torch.cat(outputs).transpose(0, 1)
+
+    def _added(self, vectors: Tensor, adapter: int) -> Tensor | None:
+        """Return what an adapter adds to keys and values: [heads, context, both widths]."""
+        if self._expansion is None or not self._expansion.changes_for(adapter):
+            return None
+        spec = self._spec
+        arranged = self._operators.temporary(*vectors.shape)
+        self._operators.arrange(vectors, arranged)
+        width = spec.num_heads * (spec.key_width + spec.value_width)
+        added = self._operators.temporary(len(vectors), width).zero_()
+        self._expansion.add_for(adapter, arranged, added)
+        return self._by_head(added).transpose(0, 1)
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        """View rows [n, width] as [n, heads, width of one head]."""
+        return rows.view(len(rows), self._spec.num_heads, -1)
+
+    def _on_latents(self, own: Tensor, shared: Tensor) -> Tensor:
+        """Return queries that are multiplied with latents: [rows, heads, page_width]."""
+        absorbed = torch.bmm(own.transpose(0, 1), self._keys).transpose(0, 1)
+        return torch.cat((absorbed, shared), dim=2)
+
+    def _of_latents(self, attended: Tensor) -> Tensor:
+        """Return outputs [rows, heads, value_width] of weighted pages [rows, heads, page_width]."""
+        weighted = attended[..., : self._spec.latent_width].transpose(0, 1)
+        return torch.bmm(weighted, self._values.transpose(1, 2)).transpose(0, 1)
+
+
+def _heads_of(vectors: Tensor, weights: Tensor) -> Tensor:
+    """Return keys or values [heads, context, width] of `vectors` [context, latent_width].
+
+    weights: [heads, width, latent_width]. One product for all heads is several times faster than
+    one for each.
+    """
+    product = linear(vectors, weights.flatten(0, 1))
+    return product.view(len(vectors), len(weights), -1).transpose(0, 1)
+
+
+def _visible(length: int, context: int, device: torch.device) -> Tensor:
+    """Return bool [length, context]: which tokens each of the last `length` ones sees."""
+    rows = torch.arange(context - length, context, device=device)[:, None]
+    return torch.arange(context, device=device) <= rows

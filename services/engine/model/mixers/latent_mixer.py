@@ -1,0 +1,165 @@
+"""Multi-head latent attention as a mixer: projections, norms and RoPE around its attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.latent_spec import LatentSpec
+from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.attention import KVCache
+from services.engine.model.mixers.interface import Mixer, Scratch
+from services.engine.model.mixers.latent_attention import LatentAttention, LatentBuffer
+from services.engine.model.operators.interface import (
+    HeadNorms,
+    Operators,
+    Projection,
+    SequenceDelta,
+)
+
+__all__ = ["LatentMixer", "LatentScratch", "LatentWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """Weights of one layer's latent attention; None: the layer has none."""
+
+    query_vectors: Projection | None
+    query_norm: Tensor | None
+    """[query_width]"""
+    queries: Projection
+    """To the queries' own parts of all heads, then to their shared parts"""
+    latents: Projection
+    """To the latent, then to the keys' shared part"""
+    latent_norm: Tensor
+    """[latent_width]"""
+    keys: Tensor
+    """[heads, key_width, latent_width]"""
+    values: Tensor
+    """[heads, value_width, latent_width]"""
+    expansion: SequenceDelta | None
+    """What adapters add to keys and values: [heads * (key_width + value_width)] of a latent"""
+    output: Projection
+
+
+@dataclass(frozen=True, slots=True)
+class LatentScratch(Scratch):
+    """Outputs of the projections, and the output of attention."""
+
+    query_vectors: Tensor
+    normed: Tensor
+    """[tokens, query_width], norms of the query vectors in the layout that products read"""
+    queries: Tensor
+    """[tokens, heads * head_width], the own parts of all heads, then their shared parts"""
+    latents: Tensor
+    """[tokens, page_width], what the cache holds"""
+    out: Tensor
+    """[tokens, heads * value_width], row by row"""
+    arranged: Tensor
+    """[tokens, heads * value_width], in the layout that products read"""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        vectors = self.query_vectors, self.normed
+        return *vectors, self.queries, self.latents, self.out, self.arranged
+
+    def first(self, tokens: int) -> "LatentScratch":
+        return LatentScratch(*(tensor[:tokens] for tensor in self.tensors))
+
+
+class LatentMixer(Mixer[LatentScratch]):
+    """The latent attention of layer `layer`."""
+
+    is_capturable = False  # torch's attention reads the lengths of contexts on the host
+
+    def __init__(
+        self,
+        layer: int,
+        spec: LatentSpec,
+        weights: LatentWeights,
+        rotation: int | None,
+        operators: Operators,
+        buffer: LatentBuffer,
+        group: int,
+    ) -> None:
+        """rotation: index among the step's rotations; None = no RoPE.
+
+        buffer: that of all layers; group: number of the layer's cache group.
+        """
+        self.scratch_key = spec
+        self._layer = layer
+        self._spec = spec
+        self._weights = weights
+        self._rotation = rotation
+        self._operators = operators
+        self._group = group
+        norm = weights.latent_norm
+        self._norms = HeadNorms(norm, norm, centers=False)
+        self._attention = LatentAttention(
+            spec, weights.keys, weights.values, weights.expansion, operators, buffer
+        )
+
+    def allocate(self, tokens: int) -> LatentScratch:
+        spec, empty = self._spec, self._operators.empty
+        vectors, normed = (empty(tokens, spec.query_width) for _ in range(2))
+        out, arranged = (empty(tokens, spec.num_heads * spec.value_width) for _ in range(2))
+        queries = empty(tokens, spec.num_heads * spec.head_width)
+        return LatentScratch(
+            vectors, normed, queries, empty(tokens, spec.page_width), out, arranged
+        )
+
+    def allocate_latents(self, num_blocks: int, block_size: int) -> Tensor:
+        keys = self._weights.keys
+        return keys.new_zeros(num_blocks, block_size, self._spec.page_width)
+
+    def project(self, rows: Tensor, scratch: LatentScratch, rotations: Sequence[Rotation]) -> None:
+        spec, weights = self._spec, self._weights
+        weights.latents.into(rows, scratch.latents)
+        if weights.query_vectors is not None and weights.query_norm is not None:
+            weights.query_vectors.into(rows, scratch.query_vectors)
+            norm, epsilon = weights.query_norm, spec.norm_epsilon
+            self._operators.rms_norm(scratch.query_vectors, norm, epsilon, scratch.normed)
+            rows = scratch.normed
+        weights.queries.into(rows, scratch.queries)
+        latents = scratch.latents[:, None, : spec.latent_width]
+        self._operators.norm_heads(latents, 1, self._norms, spec.norm_epsilon)
+        if self._rotation is not None:
+            own = spec.num_heads * spec.key_width
+            shared = scratch.queries[:, own:].view(len(rows), -1, spec.shared_width)
+            self._rotate(shared, rotations[self._rotation])
+            self._rotate(scratch.latents[:, None, spec.latent_width :], rotations[self._rotation])
+
+    def _rotate(self, heads: Tensor, rotation: Rotation) -> None:
+        self._operators.rotate(heads, heads.shape[1], rotation, None, None, 0.0)
+
+    @property
+    def writes_apart(self) -> bool:
+        return True
+
+    def write(self, batch: StepBatch, cache: KVCache, scratch: LatentScratch) -> None:
+        slots = batch.of_group(self._group).slots
+        cache.latents[self._layer].flatten(0, 1)[slots] = scratch.latents[: len(slots)]
+
+    def mix(
+        self,
+        batch: StepBatch,
+        cache: KVCache,
+        scratch: LatentScratch,
+        kept: LatentScratch | None = None,
+        *,
+        is_written: bool = False,
+    ) -> None:
+        if not is_written:
+            self.write(batch, cache, scratch)
+        attending, batch = scratch, batch.of_group(self._group)
+        if kept is not None:
+            attending, outputs = kept, batch.output_rows
+            self._operators.keep(scratch.queries, None if outputs is None else outputs.indices)
+            batch = batch.narrowed
+        pages = cache.latents[self._layer]
+        self._attention.attend(attending.queries, pages, batch, attending.out)
+        self._operators.arrange(attending.out, attending.arranged)
+
+    def add_to(self, scratch: LatentScratch, hidden: Tensor) -> None:
+        self._weights.output.add_to(scratch.arranged, hidden)
