@@ -71,7 +71,19 @@ def _kinds(config: Config, num_layers: int) -> tuple[str, ...]:
         return config.kind_per_layer("layer_types", num_layers, _KINDS)
     published = config.section("linear_attn_config")
     if published.has("kda_layers"):
-        linear = published.ids("kda_layers")  # numbered from 1
-        return tuple(_KINDS[layer + 1 not in linear] for layer in range(num_layers))
+        return _published_kinds(published, num_layers)
     interval = config.positive("full_attention_interval")
     return tuple(_KINDS[(layer + 1) % interval == 0] for layer in range(num_layers))
+
+
+def _published_kinds(published: Config, num_layers: int) -> tuple[str, ...]:
+    """Return the kinds by Kimi's own lists, which number the layers from 1."""
+    linear, numbers = published.ids("kda_layers"), range(1, num_layers + 1)
+    others = [layer for layer in numbers if layer not in linear]
+    full = sorted(published.ids("full_attn_layers")) if published.has("full_attn_layers") else others
+    if full != others or not set(linear) <= set(numbers):
+        raise CheckpointError(
+            f"{published.file}: kda_layers and full_attn_layers of linear_attn_config must name "
+            f"each layer from 1 to {num_layers} once."
+        )
+    return tuple(_KINDS[layer in others] for layer in numbers)
