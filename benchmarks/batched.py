@@ -2,8 +2,9 @@
 
     python -m benchmarks.batched --model ~/.cache/tokenwire-bench/models/bench-350m --type Q4_K_M
 
-No server, no sampling of either is measured: decode steps of some streams at a short context, and
-prompts that run alone. The engine's figures are those of `benchmarks.steps`.
+Measures decode steps of some streams at a short context, and prompts that run alone, without a
+server. The engine's figures are those of `benchmarks.steps`; they include greedy sampling, which
+llama.cpp's lack.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import CACHE
-from benchmarks.peers import LlamaCpp
+from benchmarks.peers import LlamaCpp, Tokenwire
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.tables import markdown, number
 
@@ -46,12 +47,17 @@ class BatchedReport:
     machine: Machine
     model: str
     weights: str
+    dtype: str
     file_bytes: int
+    versions: Mapping[str, str]
+    rounds: int
     tokenwire: Figures
     """Tokens/s, medians of all rounds"""
     llama_cpp: Figures
     ratios: Figures
     """Medians of the rounds' ratios: above 1, the engine is faster"""
+    failures: Mapping[str, str]
+    """Cases that llama.cpp could not run, and the last line that it printed"""
 
 
 def gguf_file(home: Path, python: Path, model: Path, weights: str) -> Path:
@@ -68,12 +74,12 @@ def gguf_file(home: Path, python: Path, model: Path, weights: str) -> Path:
     return file
 
 
-def of_the_engine(file: Path, cases: Cases) -> dict[str, float]:
+def measure_engine(file: Path, cases: Cases, dtype: str) -> dict[str, float]:
     """Measure the engine in a process of its own."""
     with tempfile.TemporaryDirectory() as results:
         command = [sys.executable, "-m", "benchmarks.steps", "--model", str(file)]
         command += ["--contexts", str(CONTEXT), "--batches", _list(cases.streams)]
-        command += ["--prompts", _list(cases.prompts), "--results", results]
+        command += ["--prompts", _list(cases.prompts), "--dtype", dtype, "--results", results]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         report = json.loads(next(Path(results).iterdir()).read_text())
     speeds = {_prompt(each["prompt"]): each["tokens_per_second"] for each in report["prefills"]}
@@ -82,25 +88,61 @@ def of_the_engine(file: Path, cases: Cases) -> dict[str, float]:
     }
 
 
-def of_llama_cpp(home: Path, file: Path, cases: Cases) -> dict[str, float]:
-    """Return the better figure of each case: with weights repacked, for AMX say, or as they are.
+class BatchedBench:
+    """llama.cpp's tool. Each case is a process of its own, because some shapes end it by a fault.
 
-    A case is a process of its own: repacked, some shapes end in a segmentation fault.
+    A case runs with weights repacked for the processor's instructions or as they are: as was faster
+    the first time, which is not measured.
     """
-    common = [str(home / "build" / "bin" / "llama-batched-bench"), "--model", str(file)]
-    common += ["--output-format", "jsonl", "--threads", f"{os.cpu_count()}"]
-    asked = [(_prompt(length), "speed_pp", length, 1, 1) for length in cases.prompts]
-    asked += [(_decode(streams), "speed_tg", CONTEXT, OUTPUT, streams) for streams in cases.streams]
-    speeds: dict[str, float] = {}
-    for name, figure, prompt, output, streams in asked:
-        command = [*common, "-npp", f"{prompt}", "-ntg", f"{output}", "-npl", f"{streams}"]
-        command += ["--ctx-size", f"{streams * (256 * math.ceil((prompt + output) / 256))}"]
-        for variant in ("--repack", "--no-repack"):
-            run = subprocess.run([*command, variant], capture_output=True, text=True, check=False)
-            lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
-            if run.returncode == 0:
-                speeds[name] = max(speeds.get(name, 0.0), json.loads(lines[-1])[figure])
-    return speeds
+
+    def __init__(self, home: Path, file: Path) -> None:
+        self._command = [str(home / "build" / "bin" / "llama-batched-bench"), "--model", str(file)]
+        self._command += ["--output-format", "jsonl", "--threads", f"{_processors()}"]
+        self._variants: dict[str, str] = {}
+        self.failures: dict[str, str] = {}
+
+    def measure(self, cases: Cases) -> dict[str, float]:
+        """Return the speeds of the cases that end well."""
+        speeds: dict[str, float] = {}
+        asked = [(_prompt(length), "speed_pp", length, 1, 1) for length in cases.prompts]
+        asked += [(_decode(count), "speed_tg", CONTEXT, OUTPUT, count) for count in cases.streams]
+        for case, figure, prompt, output, streams in asked:
+            arguments = ["-npp", f"{prompt}", "-ntg", f"{output}", "-npl", f"{streams}"]
+            context = streams * 256 * math.ceil((prompt + output) / 256)
+            arguments += ["--ctx-size", f"{context}"]
+            if case not in self._variants and case not in self.failures:
+                self._choose(case, arguments, figure)
+            if case in self._variants:
+                speed = self._run(case, [*arguments, self._variants[case]], figure)
+                if speed is not None:
+                    speeds[case] = speed
+        return speeds
+
+    def _choose(self, case: str, arguments: Sequence[str], figure: str) -> None:
+        found = {
+            variant: self._run(case, [*arguments, variant], figure)
+            for variant in ("--repack", "--no-repack")
+        }
+        speeds = {variant: speed for variant, speed in found.items() if speed is not None}
+        if speeds:
+            self._variants[case] = max(speeds, key=speeds.__getitem__)
+            self.failures.pop(case, None)
+
+    def _run(self, case: str, arguments: Sequence[str], figure: str) -> float | None:
+        """Return tokens/s; None if it failed, and keep what it printed last."""
+        command = [*self._command, *arguments]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+        if run.returncode == 0 and rows:
+            return float(rows[-1][figure])
+        last = [line for line in run.stderr.splitlines() if line.strip()][-1:]
+        self.failures[case] = f"exit code {run.returncode}: {''.join(last)}"
+        return None
+
+
+def _processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def _decode(streams: int) -> str:
@@ -131,6 +173,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--type", default="bf16", help="bf16, Q4_K_M, Q8_0, …")
+    parser.add_argument("--dtype", default="bfloat16", help="of the engine's activations")
     parser.add_argument("--streams", type=_numbers, default=(1, 8, 32), metavar="1,8,…")
     parser.add_argument("--prompts", type=_numbers, default=(512, 2048), metavar="512,…")
     parser.add_argument("--rounds", type=int, default=3)
@@ -142,28 +185,35 @@ def main() -> None:
     home = peer.home(arguments.cache)
     file = gguf_file(home, python, arguments.model, arguments.type)
     cases = Cases(arguments.streams, arguments.prompts)
+    tool = BatchedBench(home, file)
     ours, theirs = [], []
     for _ in range(arguments.rounds):
-        ours.append(of_the_engine(file, cases))
-        theirs.append(of_llama_cpp(home, file, cases))
+        ours.append(measure_engine(file, cases, arguments.dtype))
+        theirs.append(tool.measure(cases))
     pairs = zip(ours, theirs, strict=True)
-    ratios = medians({case: a[case] / b[case] for case in a} for a, b in pairs)
+    ratios = medians({case: a[case] / b[case] for case in a if case in b} for a, b in pairs)
     date = now()
     report = BatchedReport(
         date=date,
         machine=Machine.this(),
         model=arguments.model.name,
         weights=arguments.type,
+        dtype=arguments.dtype,
         file_bytes=file.stat().st_size,
+        versions=Tokenwire().versions(Path(sys.executable)) | peer.versions(python),
+        rounds=arguments.rounds,
         tokenwire=medians(ours),
         llama_cpp=medians(theirs),
         ratios=ratios,
+        failures=tool.failures,
     )
     rows = [["tokens/s", "Tokenwire", "llama.cpp", "ratio"]]
-    for case, ratio in ratios.items():
-        figures = (report.tokenwire[case], report.llama_cpp[case])
-        rows.append([case, *map(number, figures), f"{ratio:.2f}"])
+    for case, ours_median in report.tokenwire.items():
+        theirs_median = report.llama_cpp.get(case)
+        rows.append([case, number(ours_median), number(theirs_median), number(ratios.get(case))])
     print(markdown(rows))
+    for case, failure in tool.failures.items():
+        print(f"llama.cpp, {case}: {failure}")
     name = f"{date}-batched-{arguments.model.name}-{arguments.type}"
     print(f"written to {save(report, arguments.results, name)}")
 

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
     GenerationConfig,
+    GptOssConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -42,6 +44,7 @@ __all__ = ["RECENT", "SHAPES", "Shape", "make", "make_recent"]
 SEED = 20240607
 CONTEXT = 4096
 HEAD = 64
+MXFP4_GROUP = 32
 CORPUS_CHARACTERS = 40_000_000
 
 UNKNOWN, BEGIN, END, PAD = "<unk>", "<s>", "</s>", "<pad>"
@@ -80,6 +83,8 @@ SHAPES = {
 }
 
 
+RECENT_CONTEXT = 32_768
+RECENT_TOKENS = 32_000
 _QWEN: dict[str, Any] = {"vocab_size": 248_320, "head_dim": 256, "num_key_value_heads": 2}
 RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
     "bench-qwen3.5": partial(
@@ -107,13 +112,19 @@ RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
         linear_num_value_heads=32,
         tie_word_embeddings=False,
     ),
+    "bench-gpt-oss": partial(
+        GptOssConfig,
+        vocab_size=RECENT_TOKENS,
+        num_hidden_layers=4,
+        num_local_experts=32,
+        rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
+    ),
 }
-"""Qwen 3.5 0.8B; and Qwen 3.5 35B-A3B with 12 of 40 layers and 64 of 256 experts.
+"""Qwen 3.5 0.8B; Qwen 3.5 35B-A3B with 12 of 40 layers and 64 of 256 experts; gpt-oss 20B with 4 of
+24 layers, its experts in MXFP4.
 
-Not made unless named: 1.5 and 7 GB. Their tokenizer fills 32,000 rows of the embedding.
+Not made unless named: 1.5, 7.7 and 2.2 GB. Their tokenizer fills 32,000 rows of the embedding.
 """
-RECENT_CONTEXT = 32_768
-RECENT_TOKENS = 32_000
 
 
 def make(shape: Shape, out: Path) -> None:
@@ -143,10 +154,16 @@ def make_recent(config: Callable[..., PreTrainedConfig], out: Path) -> None:
     tokenizer = train_tokenizer(RECENT_TOKENS)
     special = _special_ids(tokenizer)
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        config(max_position_embeddings=RECENT_CONTEXT, **special), dtype=torch.bfloat16
-    )
-    _write(model, tokenizer, out)
+    values = config(max_position_embeddings=RECENT_CONTEXT, **special)
+    is_packed = isinstance(values, GptOssConfig)
+    with torch.device("meta" if is_packed else "cpu"):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            values, dtype=torch.bfloat16
+        )
+    if is_packed:
+        _write_packed(model, tokenizer, out)
+    else:
+        _write(model, tokenizer, out)
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
@@ -172,6 +189,28 @@ def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path
     )
     model.save_pretrained(out)
     print(f"{out}: {sum(weight.numel() for weight in model.parameters()):,} parameters")
+
+
+def _write_packed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write random weights for a model that has none, experts in MXFP4 as in OpenAI's file."""
+    tokenizer.save_pretrained(out)
+    model.config.architectures = [type(model).__name__]
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model.config.save_pretrained(out)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = weight.shape
+            groups = (experts, outputs, inputs // MXFP4_GROUP)
+            codes = (*groups, MXFP4_GROUP // 2)
+            tensors[f"{name}_blocks"] = torch.randint(256, codes, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(117, 122, groups, dtype=torch.uint8)
+        elif name.endswith("norm.weight"):
+            tensors[name] = torch.ones(weight.shape, dtype=torch.bfloat16)
+        else:
+            tensors[name] = torch.empty(weight.shape, dtype=torch.bfloat16).normal_(0.0, 0.02)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    print(f"{out}: {sum(tensor.nbytes for tensor in tensors.values()):,} bytes")
 
 
 def _with_vision(

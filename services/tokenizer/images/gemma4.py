@@ -6,7 +6,6 @@ Source: transformers' `Gemma4Processor` and `get_aspect_ratio_preserving_size`.
 import math
 from dataclasses import dataclass
 
-from services.common.images import ImageError
 from services.tokenizer.images.image_family import Expansion, ImageFamily, ImageSize
 from services.tokenizer.images.image_tokens import ImageTokens
 from services.tokenizer.images.processor_settings import ProcessorSettings, SettingsError
@@ -26,7 +25,7 @@ class _Grid:
     most_tokens: int
 
     def tokens(self, size: ImageSize) -> int:
-        """Return the number of an image's tokens. Raises ImageError."""
+        """Return the number of an image's tokens."""
         area = self.most_tokens * self.edge**2
         scale = math.sqrt(area / (size.height * size.width))
         rows = math.floor(scale * size.height / self.edge)
@@ -35,10 +34,6 @@ class _Grid:
             rows, columns = 1, min(size.width // size.height, self.most_tokens)
         elif not columns:
             rows, columns = min(size.height // size.width, self.most_tokens), 1
-        if not 0 < rows * columns <= self.most_tokens:
-            raise ImageError(
-                f"The image has {size.width} x {size.height} pixels, which is too narrow: cut it."
-            )
         return rows * columns
 
 

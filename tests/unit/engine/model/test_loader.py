@@ -306,6 +306,23 @@ def test_kimi_linear_has_the_layers_of_its_published_keys() -> None:
     assert ModelSpec.from_config(ours | {"first_k_dense_replace": 1}) == expected
 
 
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"kda_layers": [1, 3, 5]},
+        {"kda_layers": [0, 3]},
+        {"kda_layers": [1, 3], "full_attn_layers": [2, 3, 4]},
+        {"kda_layers": [1, 3], "full_attn_layers": [2]},
+    ],
+)
+def test_kimi_linear_lists_must_name_each_layer_once(lists: dict[str, Json]) -> None:
+    values: dict[str, Json] = json.loads(CONFIGS["kimi linear"].to_json_string(use_diff=False))
+    del values["layer_types"]
+    values |= {"architectures": ["KimiLinearForCausalLM"], "linear_attn_config": lists}
+    with pytest.raises(CheckpointError, match="each layer from 1 to 4 once"):
+        ModelSpec.from_config(values)
+
+
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
     """DeepSeek V3's published files hold one behind the layers of config.json."""
     model = make_checkpoint(tmp_path, CONFIGS["deepseek v3"])
