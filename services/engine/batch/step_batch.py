@@ -129,7 +129,7 @@ class StepBatch:
     def with_ends(self, ends: Tensor, groups: Sequence[bool]) -> "StepBatch":
         """Return this batch with `ends` as the `visible_ends` of some cache groups.
 
-        groups: of each group, whether it is one of them.
+        groups: true for each cache group that gets `ends`.
         """
         further = tuple(
             replace(group, visible_ends=ends if has_ends else None)

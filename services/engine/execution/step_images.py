@@ -60,7 +60,7 @@ class StepImages:
             sight is ImageSight.ALL or (sight is ImageSight.WINDOWS and group.window > 0)
             for group in layer_groups(spec)
         )
-        """Of each cache group, whether its layers show an image's tokens those after them"""
+        """For each cache group: true if a token of an image sees the later tokens of this image"""
         self._dtype = dtype
         self._device = device
 

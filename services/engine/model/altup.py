@@ -63,7 +63,7 @@ class Laurel:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The streams of the first layer: the embedding, and products of it that are as long."""
+    """Streams of the first layer: the embedding, and its projections scaled to its length."""
 
     projections: Sequence[Projection]
     """hidden_size → hidden_size, for each stream but the first"""
@@ -82,7 +82,7 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True)
 class Merger:
-    """The mean of the last layer's streams: the first, and products of the others, as long."""
+    """Mean of the last layer's streams: the first, and projections of the others of its length."""
 
     projections: Sequence[Projection]
     """hidden_size → hidden_size, for each stream but the first"""
@@ -102,7 +102,7 @@ class Merger:
 
 @dataclass(frozen=True, slots=True)
 class AltUp(Residual):
-    """Streams that a layer predicts, then corrects by what it has made of the active one."""
+    """Streams that a layer predicts, then corrects by the change of the active stream."""
 
     router: StreamRouter
     prediction: Tensor

@@ -31,7 +31,7 @@ class LayerInputs:
     pad_token_id: int
     """Id whose row of the table the tokens of images take"""
     num_ids: int
-    """Ids that have a row of the table, others take the first one; 0: all have one"""
+    """Rows of the table; larger ids read row 0. 0: every id has a row"""
 
     def allocate(self, tokens: int) -> Tensor:
         """Allocate the inputs of so many tokens: [tokens, layers, width]."""

@@ -1,4 +1,4 @@
-"""Residual of a layer: what the layer reads, and what becomes of its sum."""
+"""Residual of a layer: its input, and its update after the mixer and the feed-forward layer."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

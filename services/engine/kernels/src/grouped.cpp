@@ -1,5 +1,6 @@
-// Products with weights in groups of 4-, 6- or 8-bit codes, or of codes that number values. Rows are rounded to 8 bits on the way in,
-// so that a product of codes is one of bytes.
+// Products with weights in groups of 4-, 6- or 8-bit codes. Codes of 4 bits may be indices into a
+// table of 16 values. Rows are rounded to 8 bits on the way in, so that a product of codes is one
+// of bytes.
 //
 // Vectors have 256 bits on every x86 processor, and hold 8 neighbouring outputs: a strip.
 #include "grouped.h"

@@ -42,8 +42,8 @@ class Activation:
     negative_alpha: float = 0.0
     beta: float = 0.0
     cutoff: float | None = None
-    """Standard deviations above the mean of a row's gates below which gates are 0, and by which the
-    others are lowered (Gemma 3n); None: gates stay as they are"""
+    """Threshold of a row's gates (Gemma 3n), in standard deviations above their mean: gates become
+    relu(gate - threshold). None: gates stay as they are"""
 
     def with_constants(
         self, positive: float, negative: float, beta: float, least: float

@@ -16,7 +16,7 @@ from services.engine.model.checkpoint.config import CheckpointError, Config
 __all__ = ["gemma3n_layers"]
 
 _SPARSE_LAYERS = 10
-"""Layers that are sparse where config.json does not say, if there are more"""
+"""Sparse layers of a model with more layers than these, if config.json does not say"""
 
 
 def gemma3n_layers(config: Config, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
@@ -54,9 +54,12 @@ def _sparse(layer: LayerSpec, cutoff: float | None) -> DenseSpec:
 
 def _altup(config: Config) -> AltUpSpec:
     streams, active = config.positive("altup_num_inputs"), config.integer("altup_active_idx")
+    if streams < 2:
+        raise CheckpointError(f"{config.file}: altup_num_inputs must be at least 2, got {streams}.")
     if not 0 <= active < streams:
         raise CheckpointError(
-            f"{config.file}: altup_active_idx ({active}) is none of the {streams} streams."
+            f"{config.file}: altup_active_idx ({active}) must be below altup_num_inputs "
+            f"({streams}), and not negative."
         )
     return AltUpSpec(
         streams,
@@ -67,7 +70,7 @@ def _altup(config: Config) -> AltUpSpec:
 
 
 def _cutoffs(config: Config, num_layers: int) -> list[float | None]:
-    """Return of each layer the cutoff of its activation."""
+    """Return the activation cutoff of each layer."""
     key = "activation_sparsity_pattern"
     if config.has(key):
         shares = config.numbers(key)

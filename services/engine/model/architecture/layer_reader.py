@@ -220,7 +220,6 @@ def _routing(config: Config, family: Family, count: int, per_token: int) -> Rout
         has_sigmoids=family.scores_by_sigmoid,
         groups=groups,
         kept_groups=kept_groups,
-        best_of_group=2 if family.scores_by_sigmoid else 1,
         scale=config.positive_number("routed_scaling_factor", 1.0),
     )
 
@@ -240,13 +239,22 @@ def _expert_groups(config: Config, family: Family, count: int, per_token: int) -
     if method == "greedy":
         return 1, 1
     groups, kept = config.positive("n_group", 1), config.positive("topk_group", 1)
-    if count % groups or kept > groups or kept * (count // groups) < per_token:
-        raise CheckpointError(
-            f"{config.file}: {config.file_key('n_group')} {groups} and topk_group {kept} do not "
-            f"divide {count} experts for {per_token} of a token."
+    key = config.file_key("n_group")
+    size = count // groups
+    problem = None
+    if count % groups:
+        problem = f"{key} ({groups}) must divide the {count} experts"
+    elif kept > groups:
+        problem = f"topk_group ({kept}) must be at most {key} ({groups})"
+    elif kept * size < per_token:
+        problem = (
+            f"topk_group ({kept}) groups of {size} experts have fewer than "
+            f"num_experts_per_tok ({per_token})"
         )
-    if groups > kept and count // groups < 2:
-        raise CheckpointError(f"{config.file}: groups of one expert are not supported.")
+    elif groups > kept and size < 2:
+        problem = f"{key} ({groups}) makes groups of one expert, which are not supported"
+    if problem is not None:
+        raise CheckpointError(f"{config.file}: {problem}.")
     return groups, kept
 
 

@@ -29,8 +29,6 @@ class Routing:
     """Equal groups of neighbouring experts"""
     kept_groups: int = 1
     """Groups among which a token's experts are chosen"""
-    best_of_group: int = 1
-    """Best experts of a group whose sum ranks it"""
     scale: float = 1.0
     """Factor on all weights"""
 
@@ -62,7 +60,8 @@ class Routing:
     def _in_best_groups(self, ranked: Tensor) -> Tensor:
         """Rank the experts of all groups but the best last."""
         groups = ranked.view(len(ranked), self.groups, -1)
-        ranks = groups.topk(self.best_of_group, dim=2).values.sum(dim=2)
+        best_of_group = 2 if self.has_sigmoids else 1
+        ranks = groups.topk(best_of_group, dim=2).values.sum(dim=2)
         best = ranks.topk(self.kept_groups, dim=1).indices
         is_left_out = torch.ones_like(ranks, dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)

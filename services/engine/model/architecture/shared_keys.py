@@ -8,7 +8,7 @@ __all__ = ["layers_read"]
 
 
 def layers_read(config: Config, has_window: Sequence[bool]) -> list[int | None]:
-    """Return of each layer the one whose keys it reads; None: it has its own.
+    """Return for each layer the number of the layer whose keys it reads; None: its own.
 
     The last num_kv_shared_layers layers read those of the last earlier layer that has a window,
     or has none, as they do. Raises CheckpointError if there is none.

@@ -61,7 +61,7 @@ class ModelSpec:
     input_vocab_size: int = 0
     """Ids that have inputs of their own for each layer; 0: none"""
     pad_token_id: int = 0
-    """Id whose inputs for each layer the tokens of images take"""
+    """Id by which image tokens look up their per-layer inputs"""
     position_offset: int = 0
     """Number of the first learned position"""
     num_token_types: int = 0
@@ -174,15 +174,18 @@ class ModelSpec:
             offset = config.integer("pad_token_id") + 1
 
         bos_token_ids = config.ids("bos_token_id")
-        has_inputs = config.has("vocab_size_per_layer_input")
+        layers = read_layers(
+            config, family, hidden_size, context_length, has_mxfp4=stored_as == "mxfp4"
+        )
+        input_vocab_size = 0
+        if layers[0].input_width:
+            input_vocab_size = config.positive("vocab_size_per_layer_input")
         return ModelSpec(
             family=family,
             vocab_size=config.positive("vocab_size"),
             context_length=context_length - offset,
             hidden_size=hidden_size,
-            layers=read_layers(
-                config, family, hidden_size, context_length, has_mxfp4=stored_as == "mxfp4"
-            ),
+            layers=layers,
             norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
             tied_embeddings=config.flag("tie_word_embeddings", False) or not family.has_logits,
             logit_cap=config.number("final_logit_softcapping", 0.0)
@@ -201,12 +204,10 @@ class ModelSpec:
             scheme=stored_as if isinstance(stored_as, Scheme) else None,
             eos_token_ids=config.ids("eos_token_id"),
             bos_token_id=bos_token_ids[0] if bos_token_ids else None,
-            input_vocab_size=config.positive("vocab_size_per_layer_input") if has_inputs else 0,
-            pad_token_id=config.integer("pad_token_id", 0) if has_inputs else 0,
+            input_vocab_size=input_vocab_size,
+            pad_token_id=_pad_token_id(config, input_vocab_size) if input_vocab_size else 0,
             position_offset=offset,
-            num_draft_layers=config.integer("num_nextn_predict_layers", 1)
-            if family.names.latent is not None
-            else 0,
+            num_draft_layers=_draft_layers(config),
             num_token_types=0
             if encoder is None or encoder.token_types is None
             else config.integer("type_vocab_size", 2),
@@ -238,6 +239,27 @@ def _residual_scale(config: Config, family: Family) -> float:
         depth: float = config.positive("num_hidden_layers") ** 0.5
         return config.positive_number("scale_depth") / depth
     return _multiplier(config, family, "residual_multiplier")
+
+
+def _draft_layers(config: Config) -> int:
+    """Return how many layers behind the others predict further tokens."""
+    count = config.integer("num_nextn_predict_layers", 0)
+    most = config.positive("num_hidden_layers")
+    if not 0 <= count <= most:
+        raise CheckpointError(
+            f"{config.file}: num_nextn_predict_layers must be from 0 to {most}, got {count}."
+        )
+    return count
+
+
+def _pad_token_id(config: Config, vocab_size: int) -> int:
+    """Return the id by which image tokens look up their per-layer inputs."""
+    found = config.integer("pad_token_id", 0)
+    if not 0 <= found < vocab_size:
+        raise CheckpointError(
+            f"{config.file}: pad_token_id must be from 0 to {vocab_size - 1}, got {found}."
+        )
+    return found
 
 
 def _logit_scale(config: Config, family: Family, hidden_size: int) -> float:

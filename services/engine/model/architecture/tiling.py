@@ -24,7 +24,8 @@ def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     widths |= {layer.feed_forward.inner_width for layer in spec.layers}
     widths |= {layer.head_dim for layer in spec.attention_layers.values()}
     for latent in spec.latent_layers.values():
-        widths |= {latent.query_width, latent.num_heads * latent.value_width}
+        widths |= {latent.query_width, latent.latent_width}
+        widths.add(latent.num_heads * latent.value_width)
     widths |= {layer.input_width for layer in spec.layers}
     widths |= {layer.altup.laurel_rank for layer in spec.layers if layer.altup is not None}
     for shape in spec.delta_layers.values():

@@ -142,6 +142,7 @@ _DEEPSEEK_V3 = Family(
     keys=_DEEPSEEK_KEYS,
     defaults={
         **_LATENT,
+        "num_nextn_predict_layers": 1,
         "first_k_dense_replace": 3,
         "moe_intermediate_size": 2048,
         "n_group": 8,

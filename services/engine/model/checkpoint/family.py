@@ -82,7 +82,7 @@ class ExpertTensorNames:
     choice_bias: str = ""
     """Bias of the weights for the choice alone; empty: there is none"""
     choice_bias_is_row: bool = True
-    """That bias is stored as [1, experts] rather than [experts]"""
+    """True if the file stores `choice_bias` as [1, experts], False for [experts]"""
     router_name: str = ""
     """The router's name in that module; empty: the last part of `router`"""
 
@@ -106,9 +106,9 @@ class DeltaNetNames:
     rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
     """Beta, then the decay; or one tensor, key head by key head. Beta alone if there is `decay`"""
     gate: tuple[str, str] | None = None
-    """The output gate's two products, one of the other's outputs"""
+    """Two products in a row that compute the output gate; None: one product does"""
     decay: tuple[str, str] | None = None
-    """The same of the decay, which each channel of a key then has"""
+    """Two products in a row that compute a decay for each channel of a key; None: one for a head"""
     decay_module: str = ""
     """Module of the decay in transformers 5, whose names adapters have; empty: there is none"""
     convolution: tuple[str, ...] = ("linear_attn.conv1d.weight",)
@@ -163,12 +163,12 @@ class AltUpNames:
     prediction: str = "altup.prediction_coefs"
     correction: str = "altup.correction_coefs"
     scale: str = "altup.correct_output_scale"
-    """With its suffix: it is no module's weight"""
+    """Full name: this tensor has no ".weight" behind it"""
     laurel_left: str = "laurel.linear_left"
     laurel_right: str = "laurel.linear_right"
     laurel_norm: str = "laurel.post_laurel_norm"
     expansion: str = "altup_projections.{}"
-    """In the model; "{}" stands for the number of a stream after the first"""
+    """Name below the model's root rather than a layer's; "{}" is the stream's number less 1"""
     merger: str = "altup_unembed_projections.{}"
 
 

@@ -26,9 +26,9 @@ class DeltaNetWeights:
     """Weights of one layer's gated delta net."""
 
     inputs: Projection
-    """To what the convolution reads, and to the output gate unless there is `gate`"""
+    """Product that computes the inputs of the convolution, and the output gate if `gate` is None"""
     rates: Projection
-    """To beta, and to the decay unless there is `decay`"""
+    """Product that computes beta, and the decay if `decay` is None"""
     gate: Projection | None
     decay: Projection | None
     rule: DeltaWeights

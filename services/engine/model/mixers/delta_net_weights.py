@@ -23,7 +23,7 @@ class StoredDeltaNet:
     inputs: StoredLinear
     rates: StoredLinear
     gate: tuple[StoredLinear, StoredLinear] | None
-    """Two products, one of the other's outputs"""
+    """Two products in a row: the second reads the outputs of the first"""
     decay: tuple[StoredLinear, StoredLinear] | None
     convolution: tuple[StoredTensor, ...]
     """One tensor, or one each for queries, keys and values"""

@@ -48,7 +48,7 @@ class Mixer(ABC, Generic[S]):
     def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
         """Allocate what the mixer keeps of each sequence: the first dimension is the slot.
 
-        Empty if it keeps nothing but what it has of each token.
+        Empty if the mixer keeps only data of single tokens (keys, values, latents).
         """
         return ()
 

@@ -67,24 +67,24 @@ class LatentAttention:
         pages: [blocks, block_size, page_width], which hold the step's latents.
         """
         spec, decodes = self._spec, batch.num_decodes
-        if any(self._is_adapted(batch, sequence) for sequence in range(decodes)):
-            decodes = 0
         own, shared = queries.split_with_sizes(
             (spec.num_heads * spec.key_width, spec.num_heads * spec.shared_width), dim=1
         )
         own, shared, heads = (self._by_head(rows) for rows in (own, shared, out))
         self._decode(own[:decodes], shared[:decodes], pages, batch, heads)
-        start = decodes
-        for sequence in range(decodes, len(batch.query_lengths_host)):
-            length = batch.query_lengths_host[sequence]
+        start = 0
+        for sequence, length in enumerate(batch.query_lengths_host):
             rows = slice(start, start + length)
+            start += length
+            is_adapted = self._is_adapted(batch, sequence)
+            if sequence < decodes and not is_adapted:
+                continue
             latents = self._latents(pages, batch, sequence)
-            if self._is_adapted(batch, sequence) or spec.expands(length):
+            if is_adapted or spec.expands(length):
                 number = batch.adapters_host[sequence] if batch.adapters_host else 0
                 heads[rows] = self._expanded(own[rows], shared[rows], latents, number)
             else:
                 heads[rows] = self._absorbed(own[rows], shared[rows], latents)
-            start += length
 
     def _is_adapted(self, batch: StepBatch, sequence: int) -> bool:
         if self._expansion is None or not batch.adapters_host:
@@ -131,10 +131,11 @@ class LatentAttention:
         """Return the outputs [length, heads, value_width] of a chunk, some tokens at a time."""
         queries, heads, context = self._on_latents(own, shared), own.shape[1], len(latents)
         step = max(1, _PIECE // (heads * context))
+        all_visible = _visible(len(queries), context, latents.device)
         outputs = []
         for first in range(0, len(queries), step):
             rows = queries[first : first + step]
-            visible = _visible(len(queries), context, latents.device)[first : first + step]
+            visible = all_visible[first : first + step]
             attended = scaled_dot_product_attention(
                 rows.flatten(0, 1)[None, None],
                 latents[None, None],
@@ -146,7 +147,7 @@ class LatentAttention:
         return torch.cat(outputs)
 
     def _expanded(self, own: Tensor, shared: Tensor, latents: Tensor, adapter: int) -> Tensor:
-        """Do `_absorbed` with the keys and values of some heads at a time."""
+        """Return the outputs of a chunk, computing keys and values of some heads at a time."""
         spec = self._spec
         vectors, common = latents.split_with_sizes((spec.latent_width, spec.shared_width), dim=1)
         added = self._added(vectors, adapter)

@@ -23,11 +23,12 @@ __all__ = ["LatentMixer", "LatentScratch", "LatentWeights"]
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """Weights of one layer's latent attention; None: the layer has none."""
+    """Weights of one layer's latent attention."""
 
     query_vectors: Projection | None
+    """None: queries are computed from the residual"""
     query_norm: Tensor | None
-    """[query_width]"""
+    """[query_width]; None if `query_vectors` is"""
     queries: Projection
     """To the queries' own parts of all heads, then to their shared parts"""
     latents: Projection
@@ -39,7 +40,8 @@ class LatentWeights:
     values: Tensor
     """[heads, value_width, latent_width]"""
     expansion: SequenceDelta | None
-    """What adapters add to keys and values: [heads * (key_width + value_width)] of a latent"""
+    """Additions of adapters to keys and values, [tokens, heads * (key_width + value_width)]; None:
+    adapters can't change them"""
     output: Projection
 
 

@@ -16,6 +16,7 @@ from services.engine.kernels.library import (
     RowNormCall,
 )
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.interface import AdaptedProjection, Delta, Gate, Projection
@@ -48,6 +49,7 @@ class NativeOperators(TorchOperators):
         self._arrange(gates, out, multiplies=True)
 
     def _arrange(self, rows: Tensor, out: Tensor, *, multiplies: bool) -> None:
+        assert not self._tiles_inputs or rows.shape[1] % TILE == 0
         call = ArrangeCall(
             *(rows.data_ptr(), out.data_ptr(), *rows.shape, rows.stride(0)),
             *(self._tiles_inputs, multiplies, self._code),

@@ -20,9 +20,9 @@ class StoredAltUp:
     laurel_right: StoredLinear
     laurel_norm: StoredNorm
     expansions: tuple[StoredLinear, ...]
-    """Products from which the first layer has its streams; empty: it is another layer"""
+    """Products that make the streams, of the first layer alone; empty: another layer"""
     mergers: tuple[StoredLinear, ...]
-    """Products by which the last layer's streams become one; empty: it is another layer"""
+    """Products that join the streams, of the last layer alone; empty: another layer"""
 
 
 def stored_altup(names: LayerNames, model: LayerNames, spec: AltUpSpec, layer: int) -> StoredAltUp:

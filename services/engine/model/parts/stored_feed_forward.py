@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from services.engine.model.architecture.activation import Nonlinearity
 from services.engine.model.architecture.layers import (
     BesideSpec,
     DenseSpec,
@@ -91,7 +92,8 @@ def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFe
     if isinstance(content, BesideSpec):
         return _beside(names, content)
     dense = _dense(names, own.gate, own.down, content)
-    if own.activation is None:
+    has_constants = content.activation.nonlinearity is Nonlinearity.XIELU
+    if own.activation is None or not has_constants:
         return dense
     shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     constants = (names.tensor(f"{own.activation}.{n}", *shape) for n, shape in shapes.items())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3nTextConfig, PreTrainedModel, Qwen3Config
+from transformers import ApertusConfig, Gemma3nTextConfig, PreTrainedModel, Qwen3Config
 
 import services.engine.model.attention
 import services.engine.model.loader
@@ -19,6 +19,7 @@ from services.engine.model.loader import load_model, load_spec
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     GEMMA3N,
+    SHAPE,
     WIDE,
     Driver,
     keep_last,
@@ -185,6 +186,15 @@ def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -
     # The median, because rounding may send a token to another expert in either model.
     error, usual = (driver.logits[0] - exact).abs(), (rounded - exact).abs()
     assert error.median() < 1.2 * usual.median()
+
+
+def test_apertus_without_learned_activation_equals_transformers(tmp_path: Path) -> None:
+    """Its file then has no constants of an activation."""
+    config = ApertusConfig(**SHAPE | {"num_attention_heads": 2, "hidden_act": "silu"})
+    model, tokens = make_checkpoint(tmp_path, config), random_tokens(TOKENS, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, TOKENS)])
+    assert_equal(driver.logits[0], reference_logits(model, tokens))
 
 
 @needs_tiles

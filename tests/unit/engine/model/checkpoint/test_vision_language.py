@@ -211,6 +211,7 @@ def test_text_is_served_from_a_file_with_other_tensors(
         ("activation_sparsity_pattern", [0.5], "each of the 5 layers"),
         ("activation_sparsity_pattern", [1.0] * 5, "from 0 to below 1"),
         ("altup_active_idx", 4, r"altup_active_idx \(4\)"),
+        ("altup_num_inputs", 1, "altup_num_inputs must be at least 2"),
         ("num_kv_shared_layers", 6, "num_kv_shared_layers exceeds"),
         ("num_kv_shared_layers", 4, "layer 1 shares the keys"),
         ("intermediate_size", [96], "intermediate_size"),
