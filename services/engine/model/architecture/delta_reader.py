@@ -80,7 +80,9 @@ def _published_kinds(published: Config, num_layers: int) -> tuple[str, ...]:
     """Return the kinds by Kimi's own lists, which number the layers from 1."""
     linear, numbers = published.ids("kda_layers"), range(1, num_layers + 1)
     others = [layer for layer in numbers if layer not in linear]
-    full = sorted(published.ids("full_attn_layers")) if published.has("full_attn_layers") else others
+    full = (
+        sorted(published.ids("full_attn_layers")) if published.has("full_attn_layers") else others
+    )
     if full != others or not set(linear) <= set(numbers):
         raise CheckpointError(
             f"{published.file}: kda_layers and full_attn_layers of linear_attn_config must name "
