@@ -33,9 +33,9 @@ _READ = (
 )
 _MATRIX = 2
 _EXPERTS = "_exps."
+"""Part of the name of a tensor that stacks all experts of a layer"""
 _STREAMS = ("altup_proj.", "altup_unembd_proj.")
 """Stacks of products of Gemma 3n, one for each stream after the first"""
-"""Part of the name of a tensor that stacks all experts of a layer"""
 _BOTH = "ffn_gate_up_exps"
 _PRODUCTS = ("ffn_gate_exps", "ffn_up_exps")
 """Tensors that `_BOTH` holds, one after the other in each expert"""
