@@ -4,10 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from services.common.gguf.gguf_file import GgufError, GgufFile
-from services.common.gguf.gguf_gemma import gemma2, gemma3, gemma3n, gemma4
-from services.common.gguf.gguf_latent import latent, latent_model
-from services.common.gguf.gguf_layers import delta_net, windows
-from services.common.gguf.gguf_rope import rope_scaling
+from services.common.gguf.gguf_gemma import (
+    read_gemma2,
+    read_gemma3,
+    read_gemma3n,
+    read_gemma4,
+)
+from services.common.gguf.gguf_latent import choose_latent_model, read_latent
+from services.common.gguf.gguf_layers import read_delta_net, read_windows
+from services.common.gguf.gguf_rope import read_rope_scaling
 from services.common.json_values import Json
 
 __all__ = ["Architecture", "architecture_of"]
@@ -21,7 +26,7 @@ class Architecture:
     """Architecture in transformers"""
     names: Mapping[str, str] = field(default_factory=dict)
     """Llama's keys of config.json that have another name"""
-    further: Callable[[GgufFile], dict[str, Json]] = field(default=lambda _: {})
+    extra_keys: Callable[[GgufFile], dict[str, Json]] = field(default=lambda _: {})
     """Keys that only this architecture has"""
 
 
@@ -41,53 +46,51 @@ def architecture_of(file: GgufFile) -> Architecture:
     if name == "olmo2" and file.integer("olmo2.attention.sliding_window", 0) > 0:
         return _OLMO3
     if name == "deepseek2":
-        return replace(_ARCHITECTURES[name], name=latent_model(file))
+        return replace(_ARCHITECTURES[name], name=choose_latent_model(file))
     return _ARCHITECTURES[name]
 
 
-def _granite(file: GgufFile) -> dict[str, Json]:
-    name = file.architecture
+def _read_granite(file: GgufFile) -> dict[str, Json]:
     return {
-        "embedding_multiplier": file.number(f"{name}.embedding_scale", 1.0),
-        "residual_multiplier": file.number(f"{name}.residual_scale", 1.0),
-        "attention_multiplier": file.number(f"{name}.attention.scale", 1.0),
-        "logits_scaling": file.number(f"{name}.logit_scale", 1.0),
+        "embedding_multiplier": file.number(file.own("embedding_scale"), 1.0),
+        "residual_multiplier": file.number(file.own("residual_scale"), 1.0),
+        "attention_multiplier": file.number(file.own("attention.scale"), 1.0),
+        "logits_scaling": file.number(file.own("logit_scale"), 1.0),
     }
 
 
-def _cohere(file: GgufFile) -> dict[str, Json]:
-    name = file.architecture
+def _read_cohere(file: GgufFile) -> dict[str, Json]:
     return {
-        "logit_scale": file.number(f"{name}.logit_scale"),
-        **windows(file, 4),
+        "logit_scale": file.number(file.own("logit_scale")),
+        **read_windows(file, 4),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
     }
 
 
-def _gpt_oss(file: GgufFile) -> dict[str, Json]:
+def _read_gpt_oss(file: GgufFile) -> dict[str, Json]:
     # OpenAI's own code does not round the ends of YaRN's ramp
-    return {"rope_scaling": {**rope_scaling(file), "truncate": False}}
+    return {"rope_scaling": {**read_rope_scaling(file), "truncate": False}}
 
 
-def _olmo3(file: GgufFile) -> dict[str, Json]:
+def _read_olmo3(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Olmo 3, whose layers with a window rotate without scaling."""
     base = file.number("olmo2.rope.freq_base", 10000.0)
     local = file.number("olmo2.rope.freq_base_swa", base)
     return {
-        **windows(file, 4),
+        **read_windows(file, 4),
         "rope_parameters": {
-            "full_attention": {**rope_scaling(file), "rope_theta": base},
+            "full_attention": {**read_rope_scaling(file), "rope_theta": base},
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
     }
 
 
-def _apertus(file: GgufFile) -> dict[str, Json]:
+def _read_apertus(file: GgufFile) -> dict[str, Json]:
     """Return the constants of xIELU, one of each for each layer."""
     return {f"xielu_{name}": [*file.numbers(f"xielu.{name}")] for name in _XIELU}
 
 
-def _stablelm(file: GgufFile) -> dict[str, Json]:
+def _read_stablelm(file: GgufFile) -> dict[str, Json]:
     # the file's own use_parallel_residual is true wherever the checkpoint has no such key
     return {
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
@@ -95,24 +98,26 @@ def _stablelm(file: GgufFile) -> dict[str, Json]:
     }
 
 
-def _output_bias(file: GgufFile) -> dict[str, Json]:
+def _read_output_bias(file: GgufFile) -> dict[str, Json]:
     return {"lm_head_bias": "output.bias" in file.tensors}
 
 
-def _ernie_experts(file: GgufFile) -> dict[str, Json]:
-    """Return the keys of ERNIE's experts, of which the shared ones count, as one is too narrow."""
-    name = file.architecture
+def _read_ernie_experts(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of ERNIE's experts.
+
+    The number of shared experts is needed because the file gives the width of one.
+    """
     return {
-        "moe_layer_start_index": file.integer(f"{name}.leading_dense_block_count", 0),
-        "moe_layer_interval": file.integer(f"{name}.interleave_moe_layer_step", 1),
-        "moe_num_shared_experts": file.integer(f"{name}.expert_shared_count", 0),
+        "moe_layer_start_index": file.integer(file.own("leading_dense_block_count"), 0),
+        "moe_layer_interval": file.integer(file.own("interleave_moe_layer_step"), 1),
+        "moe_num_shared_experts": file.integer(file.own("expert_shared_count"), 0),
     }
 
 
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 _USE_BIAS = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
-_OLMO3 = Architecture("Olmo3ForCausalLM", further=_olmo3)
-_MIXTRAL = Architecture("MixtralForCausalLM", further=lambda _: {"norm_topk_prob": True})
+_OLMO3 = Architecture("Olmo3ForCausalLM", extra_keys=_read_olmo3)
+_MIXTRAL = Architecture("MixtralForCausalLM", extra_keys=lambda _: {"norm_topk_prob": True})
 _ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM"),
     "internlm2": Architecture("LlamaForCausalLM"),
@@ -123,23 +128,23 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3vl": Architecture("Qwen3ForCausalLM"),
     **dict.fromkeys(
         ("qwen3moe", "qwen3vlmoe"),
-        Architecture("Qwen3MoeForCausalLM", further=lambda _: {"norm_topk_prob": True}),
+        Architecture("Qwen3MoeForCausalLM", extra_keys=lambda _: {"norm_topk_prob": True}),
     ),
-    "gemma2": Architecture("Gemma2ForCausalLM", further=gemma2),
-    "gemma3": Architecture("Gemma3ForCausalLM", further=gemma3),
-    "gemma3n": Architecture("Gemma3nForCausalLM", further=gemma3n),
-    "gemma4": Architecture("Gemma4ForCausalLM", further=gemma4),
+    "gemma2": Architecture("Gemma2ForCausalLM", extra_keys=read_gemma2),
+    "gemma3": Architecture("Gemma3ForCausalLM", extra_keys=read_gemma3),
+    "gemma3n": Architecture("Gemma3nForCausalLM", extra_keys=read_gemma3n),
+    "gemma4": Architecture("Gemma4ForCausalLM", extra_keys=read_gemma4),
     "phi3": Architecture("Phi3ForCausalLM"),
     "olmo2": Architecture("Olmo2ForCausalLM"),
-    "granite": Architecture("GraniteForCausalLM", further=_granite),
+    "granite": Architecture("GraniteForCausalLM", extra_keys=_read_granite),
     "granitemoe": Architecture(
         "GraniteMoeForCausalLM",
-        further=lambda file: {**_granite(file), "norm_topk_prob": True},
+        extra_keys=lambda file: {**_read_granite(file), "norm_topk_prob": True},
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM"),
     "starcoder2": Architecture(
         "Starcoder2ForCausalLM",
-        {"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias", "mlp_bias": "use_bias"},
+        {"rms_norm_eps": "norm_epsilon", **_USE_BIAS},
     ),
     "gpt2": Architecture(
         "GPT2LMHeadModel",
@@ -152,31 +157,31 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "rms_norm_eps": "layer_norm_epsilon",
         },
     ),
-    "gpt-oss": Architecture("GptOssForCausalLM", further=_gpt_oss),
-    "qwen35": Architecture("Qwen3_5ForCausalLM", further=delta_net),
-    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", further=delta_net),
+    "gpt-oss": Architecture("GptOssForCausalLM", extra_keys=_read_gpt_oss),
+    "qwen35": Architecture("Qwen3_5ForCausalLM", extra_keys=read_delta_net),
+    "qwen35moe": Architecture("Qwen3_5MoeForCausalLM", extra_keys=read_delta_net),
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", {"attention_bias": "qkv_bias"}),
     "olmoe": Architecture("OlmoeForCausalLM"),
     "command-r": Architecture(
-        "CohereForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, further=_cohere
+        "CohereForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, extra_keys=_read_cohere
     ),
     "cohere2": Architecture(
-        "Cohere2ForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, further=_cohere
+        "Cohere2ForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, extra_keys=_read_cohere
     ),
     "arcee": Architecture("ArceeForCausalLM"),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", _USE_BIAS),
     "ernie4_5-moe": Architecture(
         "Ernie4_5_MoeForCausalLM",
         {**_USE_BIAS, "num_local_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
-        further=_ernie_experts,
+        extra_keys=_read_ernie_experts,
     ),
     "chatglm": Architecture("GlmForCausalLM"),
     "glm4": Architecture("Glm4ForCausalLM"),
-    "exaone4": Architecture("Exaone4ForCausalLM", further=lambda file: windows(file, 4)),
+    "exaone4": Architecture("Exaone4ForCausalLM", extra_keys=lambda file: read_windows(file, 4)),
     "seed_oss": Architecture("SeedOssForCausalLM"),
     "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM"),
     "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", {"num_experts_per_tok": "moe_topk"}),
-    "apertus": Architecture("ApertusForCausalLM", further=_apertus),
+    "apertus": Architecture("ApertusForCausalLM", extra_keys=_read_apertus),
     "nemotron": Architecture("NemotronForCausalLM", {"rms_norm_eps": "norm_eps"}),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM",
@@ -185,19 +190,19 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "rms_norm_eps": "layer_norm_eps",
             "rope_theta": "rotary_emb_base",
         },
-        further=lambda file: {
+        extra_keys=lambda file: {
             "use_parallel_residual": file.flag("gptneox.use_parallel_residual", True)
         },
     ),
     "phi2": Architecture(
-        "PhiForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, further=_output_bias
+        "PhiForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, extra_keys=_read_output_bias
     ),
-    "phimoe": Architecture("PhimoeForCausalLM", further=_output_bias),
+    "phimoe": Architecture("PhimoeForCausalLM", extra_keys=_read_output_bias),
     "stablelm": Architecture(
         "StableLmForCausalLM",
         {"attention_bias": "use_qkv_bias", "rms_norm_eps": "layer_norm_eps"},
-        further=_stablelm,
+        extra_keys=_read_stablelm,
     ),
-    "qwen3next": Architecture("Qwen3NextForCausalLM", further=delta_net),
-    "deepseek2": Architecture("DeepseekV2ForCausalLM", further=latent),
+    "qwen3next": Architecture("Qwen3NextForCausalLM", extra_keys=read_delta_net),
+    "deepseek2": Architecture("DeepseekV2ForCausalLM", extra_keys=read_latent),
 }

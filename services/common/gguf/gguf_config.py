@@ -6,49 +6,46 @@ its code (Gemma's scales, SmolLM 3's layers without rotation) is added here.
 
 from services.common.gguf.gguf_architectures import architecture_of
 from services.common.gguf.gguf_file import GgufError, GgufFile
-from services.common.gguf.gguf_rope import rope_scaling
+from services.common.gguf.gguf_layers import count_layers
+from services.common.gguf.gguf_rope import read_rope_scaling
 from services.common.json_values import Json
 
 __all__ = ["MARK", "config_of"]
 
 MARK = "tokenwire_gguf"
-"""Key of config.json that says that the weights are named and stored as GGUF has them
+"""Key of config.json that marks weights with the names and formats of a GGUF file
 
-Its object has `fused_qkv`: queries, keys and values are one tensor."""
+Its value is an object. `fused_qkv` in it is true if queries, keys and values are one tensor."""
 
+_MATRIX = 2  # dimensions
 _FEED_FORWARD_BIASES = ("blk.0.ffn_up.bias", "blk.0.ffn_up_exps.bias")
 
 
 def config_of(file: GgufFile) -> dict[str, Json]:
     """Return the values of config.json. Raises GgufError for an unsupported architecture."""
     architecture = architecture_of(file)
-    values = {**_common(file), **architecture.further(file)}
+    values = {**_common(file), **architecture.extra_keys(file)}
     renamed = {architecture.names.get(key, key): value for key, value in values.items()}
     fused = not any(tensor.endswith(".attn_q.weight") for tensor in file.tensors)
     return {"architectures": [architecture.name], **renamed, MARK: {"fused_qkv": fused}}
 
 
 def _common(file: GgufFile) -> dict[str, Json]:
-    def key(name: str) -> str:
-        return f"{file.architecture}.{name}"
-
-    if "token_embd.weight" not in file.tensors:
-        raise GgufError(f"{file.path} has no token_embd.weight, so it holds no language model.")
-    vocabulary, hidden = file.tensors["token_embd.weight"].shape
-    heads = file.integer(key("attention.head_count"))
-    head_dim = file.integer(key("attention.key_length"), hidden // max(heads, 1))
-    rotated = file.integer(key("rope.dimension_count"), head_dim)
+    key = file.own
+    vocabulary, hidden = _table_shape(file)
+    heads = file.count(key("attention.head_count"), most=hidden)
+    head_dim = file.count(key("attention.key_length"), hidden // heads)
+    rotated = file.count(key("rope.dimension_count"), head_dim)
     rms = key("attention.layer_norm_rms_epsilon")
     epsilon = rms if rms in file.metadata else key("attention.layer_norm_epsilon")
     values: dict[str, Json] = {
         "vocab_size": vocabulary,
-        "hidden_size": file.integer(key("embedding_length")),
-        "num_hidden_layers": file.integer(key("block_count"))
-        - file.integer(key("nextn_predict_layers"), 0),
+        "hidden_size": file.count(key("embedding_length")),
+        "num_hidden_layers": count_layers(file),
         "num_attention_heads": heads,
         "num_key_value_heads": file.integers(key("attention.head_count_kv"), 1, heads)[0],
         "head_dim": head_dim,
-        "max_position_embeddings": file.integer(key("context_length")),
+        "max_position_embeddings": file.count(key("context_length")),
         "rms_norm_eps": file.number(epsilon),
         "rope_theta": file.number(key("rope.freq_base"), 10000.0),
         "partial_rotary_factor": rotated / head_dim,
@@ -56,7 +53,7 @@ def _common(file: GgufFile) -> dict[str, Json]:
         "attention_bias": _has_bias(file, "attn_q", "attn_qkv"),
         "attention_output_bias": _has_bias(file, "attn_output"),
         "mlp_bias": not file.tensors.keys().isdisjoint(_FEED_FORWARD_BIASES),
-        "rope_scaling": rope_scaling(file),
+        "rope_scaling": read_rope_scaling(file),
         **_ends(file),
     }
     if key("feed_forward_length") in file.metadata:
@@ -73,6 +70,19 @@ def _common(file: GgufFile) -> dict[str, Json]:
         if shared in file.metadata:
             values["shared_expert_intermediate_size"] = file.integer(shared)
     return values
+
+
+def _table_shape(file: GgufFile) -> tuple[int, int]:
+    """Return the size of the vocabulary and the width of an embedding."""
+    table = file.tensors.get("token_embd.weight")
+    if table is None:
+        raise GgufError(f"{file.path} has no token_embd.weight, so it holds no language model.")
+    if len(table.shape) != _MATRIX or 0 in table.shape:
+        raise GgufError(
+            f"{file.path}: token_embd.weight must have two dimensions, not {list(table.shape)}."
+        )
+    vocabulary, hidden = table.shape
+    return vocabulary, hidden
 
 
 def _has_bias(file: GgufFile, *names: str) -> bool:

@@ -4,6 +4,7 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 
 of the package `gguf` makes an object of each token, which takes seconds for a large vocabulary.
 """
 
+import math
 import mmap
 import os
 import re
@@ -79,6 +80,10 @@ class GgufFile:
         """Name of the architecture, as llama.cpp has them."""
         return self.text("general.architecture")
 
+    def own(self, key: str) -> str:
+        """Return the full name of a key that each architecture has as its own."""
+        return f"{self.architecture}.{key}"
+
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string. Raises GgufError if it is missing or of another type."""
         value = self.metadata.get(key, default)
@@ -87,10 +92,12 @@ class GgufFile:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number. Raises GgufError if it is missing or of another type."""
+        """Return a finite number. Raises GgufError if it is missing or of another type."""
         value = self.metadata.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._wrong(key, "a number")
+        if not math.isfinite(value):
+            raise self._wrong(key, "a finite number")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -100,6 +107,16 @@ class GgufFile:
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(key, "a whole number")
+        return value
+
+    def count(
+        self, key: str, default: int | None = None, *, least: int = 1, most: int | None = None
+    ) -> int:
+        """Return a whole number from `least` to `most`. Raises GgufError for another one."""
+        value = self.integer(key, default)
+        if value < least or (most is not None and value > most):
+            bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise self._wrong(key, f"a whole number {bounds}, not {value}")
         return value
 
     def integers(self, key: str, count: int, default: int | None = None) -> list[int]:
@@ -129,14 +146,19 @@ class GgufFile:
             raise self._wrong(key, "a list of strings")
         return texts
 
-    def numbers(self, key: str) -> list[float]:
-        """Return a list of numbers, empty if it is missing. Raises GgufError for another type."""
+    def numbers(self, key: str, *, finite: bool = True) -> list[float]:
+        """Return a list of numbers, empty if it is missing. Raises GgufError for another type.
+
+        finite: also raise it for an infinity or NaN.
+        """
         value = self.metadata.get(key, [])
         if not isinstance(value, list):
             raise self._wrong(key, "a list of numbers")
         numbers = [each for each in value if isinstance(each, int | float)]
         if len(numbers) != len(value):
             raise self._wrong(key, "a list of numbers")
+        if finite and not all(map(math.isfinite, numbers)):
+            raise self._wrong(key, "a list of finite numbers")
         return numbers
 
     def floats(self, name: str) -> list[float] | None:
@@ -147,12 +169,11 @@ class GgufFile:
         if tensor.kind != 0 or len(tensor.shape) != 1:
             raise GgufError(f"{tensor.file}: {name} must be a list of float32 numbers.")
         count = tensor.shape[0]
+        if tensor.start + 4 * count > self.sizes[tensor.file]:
+            raise GgufError(f"{tensor.file} is truncated: {name} ends beyond it.")
         with tensor.file.open("rb") as opened:
             opened.seek(tensor.start)
-            content = opened.read(4 * count)
-        if len(content) != 4 * count:
-            raise GgufError(f"{tensor.file} is truncated: {name} ends beyond it.")
-        return list(struct.unpack(f"<{count}f", content))
+            return list(struct.unpack(f"<{count}f", opened.read(4 * count)))
 
     def _wrong(self, key: str, wanted: str) -> GgufError:
         if key not in self.metadata:

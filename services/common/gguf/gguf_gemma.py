@@ -3,56 +3,57 @@
 from statistics import NormalDist
 
 from services.common.gguf.gguf_file import GgufFile
-from services.common.gguf.gguf_layers import windows
+from services.common.gguf.gguf_layers import count_layers, read_windows
 from services.common.json_values import Json
 
-__all__ = ["gemma2", "gemma3", "gemma3n", "gemma4"]
+__all__ = ["read_gemma2", "read_gemma3", "read_gemma3n", "read_gemma4"]
 
 
-def gemma2(file: GgufFile) -> dict[str, Json]:
+def read_gemma2(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Gemma 2."""
-    return _gemma(file, pattern=2, layers_of_large=46)
+    return _read_gemma(file, pattern=2, layers_of_large=46)
 
 
-def gemma3(file: GgufFile) -> dict[str, Json]:
+def read_gemma3(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Gemma 3."""
-    values = _gemma(file, pattern=6, layers_of_large=62)
-    local = file.number("gemma3.rope.freq_base_swa", 10000.0)
+    values = _read_gemma(file, pattern=6, layers_of_large=62)
+    local = file.number(file.own("rope.freq_base_swa"), 10000.0)
     return {**values, "rope_local_base_freq": local}
 
 
-def _gemma(file: GgufFile, pattern: int, layers_of_large: int) -> dict[str, Json]:
-    """Return the keys of Gemma 2 and 3. In their largest models, heads are narrower than scaled."""
-    name = file.architecture
-    is_large = file.integer(f"{name}.block_count") == layers_of_large
-    values: dict[str, Json] = {**windows(file, pattern), "attention_bias": False}
-    if is_large:
-        hidden = file.integer(f"{name}.embedding_length")
-        values["query_pre_attn_scalar"] = hidden // file.integer(f"{name}.attention.head_count")
+def _read_gemma(file: GgufFile, pattern: int, layers_of_large: int) -> dict[str, Json]:
+    """Return the keys of Gemma 2 and 3.
+
+    The largest models scale queries by hidden size / heads, all others by the width of a head.
+    """
+    values: dict[str, Json] = {**read_windows(file, pattern), "attention_bias": False}
+    if count_layers(file) == layers_of_large:
+        hidden = file.count(file.own("embedding_length"))
+        heads = file.count(file.own("attention.head_count"), most=hidden)
+        values["query_pre_attn_scalar"] = hidden // heads
     else:
-        values["query_pre_attn_scalar"] = file.integer(f"{name}.attention.key_length")
+        values["query_pre_attn_scalar"] = file.count(file.own("attention.key_length"))
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        values[key] = file.number(f"{name}.{key}", 0.0)
+        values[key] = file.number(file.own(key), 0.0)
     return values
 
 
-def gemma3n(file: GgufFile) -> dict[str, Json]:
+def read_gemma3n(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Gemma 3n; llama.cpp has defaults for what older files leave out."""
-
-    def integer(key: str, default: int) -> int:
-        return file.integer(f"gemma3n.{key}", default)
-
-    layers = file.integer("gemma3n.block_count")
-    scales = file.numbers("gemma3n.activation_sparsity_scale")
+    own, layers = file.own, count_layers(file)
+    # minus infinity in layers that leave no gates out
+    scales = file.numbers(own("activation_sparsity_scale"), finite=False)
     values: dict[str, Json] = {
-        **windows(file, 5),
-        "intermediate_size": [*file.integers("gemma3n.feed_forward_length", layers)],
-        "num_kv_shared_layers": integer("attention.shared_kv_layers", max(layers - 20, 0)),
-        "hidden_size_per_layer_input": integer("embedding_length_per_layer_input", 256),
-        "altup_num_inputs": integer("altup.num_inputs", 4),
-        "altup_active_idx": integer("altup.active_idx", 0),
-        "final_logit_softcapping": file.number("gemma3n.final_logit_softcapping", 30.0),
-        "rope_local_base_freq": file.number("gemma3n.rope.freq_base_swa", 10000.0),
+        **read_windows(file, 5),
+        "intermediate_size": [*file.integers(own("feed_forward_length"), layers)],
+        "num_kv_shared_layers": file.integer(
+            own("attention.shared_kv_layers"), max(layers - 20, 0)
+        ),
+        "hidden_size_per_layer_input": file.integer(own("embedding_length_per_layer_input"), 256),
+        "altup_num_inputs": file.integer(own("altup.num_inputs"), 4),
+        "altup_active_idx": file.integer(own("altup.active_idx"), 0),
+        "final_logit_softcapping": file.number(own("final_logit_softcapping"), 30.0),
+        "rope_local_base_freq": file.number(own("rope.freq_base_swa"), 10000.0),
     }
     if scales:  # the standard deviations that leave out a share of the gates
         shares = [NormalDist().cdf(scale) for scale in scales[:layers]]
@@ -66,48 +67,44 @@ def gemma3n(file: GgufFile) -> dict[str, Json]:
     return values
 
 
-def gemma4(file: GgufFile) -> dict[str, Json]:
+def read_gemma4(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Gemma 4, whose layers differ in their heads and widths."""
-
-    def integer(key: str, default: int | None = None) -> int:
-        return file.integer(f"gemma4.{key}", default)
-
-    layers = integer("block_count")
-    has_window = file.integers("gemma4.attention.sliding_window_pattern", layers)
-    heads = file.integers("gemma4.attention.head_count_kv", layers)
-    widths = file.integers("gemma4.feed_forward_length", layers)
+    own, layers = file.own, count_layers(file)
+    has_window = file.integers(own("attention.sliding_window_pattern"), layers)
+    heads = file.integers(own("attention.head_count_kv"), layers)
+    widths = file.integers(own("feed_forward_length"), layers)
     whole = [layer for layer in range(layers) if not has_window[layer]]
     divisors = file.floats("rope_freqs.weight") or [1.0]
     table = file.tensors.get("per_layer_token_embd.weight")
     values: dict[str, Json] = {
-        **windows(file, 6),
-        "head_dim": integer("attention.key_length_swa"),
-        "global_head_dim": integer("attention.key_length"),
+        **read_windows(file, 6),
+        "head_dim": file.integer(own("attention.key_length_swa")),
+        "global_head_dim": file.integer(own("attention.key_length")),
         "num_key_value_heads": next(
             (heads[layer] for layer in range(layers) if has_window[layer]), heads[0]
         ),
         "per_layer_config": {str(layer): {"num_key_value_heads": heads[layer]} for layer in whole},
         "attention_k_eq_v": bool(whole) and f"blk.{whole[0]}.attn_v.weight" not in file.tensors,
-        "num_kv_shared_layers": integer("attention.shared_kv_layers", 0),
-        "hidden_size_per_layer_input": integer("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": file.integer(own("attention.shared_kv_layers"), 0),
+        "hidden_size_per_layer_input": file.integer(own("embedding_length_per_layer_input"), 0),
         "use_double_wide_mlp": widths[layers - 1] == 2 * widths[0],
         "enable_moe_block": "blk.0.ffn_gate_inp.weight" in file.tensors,
-        "final_logit_softcapping": file.number("gemma4.final_logit_softcapping", 0.0),
+        "final_logit_softcapping": file.number(own("final_logit_softcapping"), 0.0),
         "rope_parameters": {
             "full_attention": {
                 "rope_type": "proportional",
-                "rope_theta": file.number("gemma4.rope.freq_base", 1e6),
+                "rope_theta": file.number(own("rope.freq_base"), 1e6),
                 "partial_rotary_factor": divisors.count(1.0) / len(divisors),
             },
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": file.number("gemma4.rope.freq_base_swa", 10000.0),
+                "rope_theta": file.number(own("rope.freq_base_swa"), 10000.0),
             },
         },
     }
     if table is not None:
         values["vocab_size_per_layer_input"] = table.shape[0]
     if values["enable_moe_block"]:
-        values["num_experts"] = integer("expert_count")
-        values["top_k_experts"] = integer("expert_used_count")
+        values["num_experts"] = file.integer(own("expert_count"))
+        values["top_k_experts"] = file.integer(own("expert_used_count"))
     return values

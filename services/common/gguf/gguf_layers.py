@@ -1,18 +1,26 @@
-"""Kinds of layers that a GGUF file describes, as keys of config.json."""
+"""Layers that a GGUF file describes: their number, and their kinds as keys of config.json."""
 
 from services.common.gguf.gguf_file import GgufFile
 from services.common.json_values import Json
 
-__all__ = ["delta_net", "windows"]
+__all__ = ["count_layers", "read_delta_net", "read_windows"]
 
 
-def windows(file: GgufFile, pattern: int) -> dict[str, Json]:
+def count_layers(file: GgufFile) -> int:
+    """Return the number of layers without those that draft tokens.
+
+    Raises GgufError if it is not positive, or more than the tensors of the file.
+    """
+    layers = file.count(file.own("block_count"), most=len(file.tensors))
+    return layers - file.count(file.own("nextn_predict_layers"), 0, least=0, most=layers - 1)
+
+
+def read_windows(file: GgufFile, pattern: int) -> dict[str, Json]:
     """Return the layers with a window: all but every `pattern`-th, unless the file lists them."""
-    name = file.architecture
-    key = f"{name}.attention.sliding_window_pattern"
+    key = file.own("attention.sliding_window_pattern")
     if not isinstance(file.metadata.get(key), list):
-        return {"sliding_window_pattern": file.integer(key, pattern)}
-    layers = file.integer(f"{name}.block_count")
+        return {"sliding_window_pattern": file.count(key, pattern)}
+    layers = count_layers(file)
     return {
         "layer_types": [
             "sliding_attention" if each else "full_attention"
@@ -21,23 +29,21 @@ def windows(file: GgufFile, pattern: int) -> dict[str, Json]:
     }
 
 
-def delta_net(file: GgufFile) -> dict[str, Json]:
+def read_delta_net(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Qwen's hybrids, whose layers are gated delta nets or attention."""
-    name = file.architecture
-    layers = file.integer(f"{name}.block_count")
-    layers -= file.integer(f"{name}.nextn_predict_layers", 0)
-    interval = max(file.integer(f"{name}.full_attention_interval", 4), 1)
-    recurrent = file.numbers(f"{name}.attention.recurrent_layers") or [
+    own, layers = file.own, count_layers(file)
+    interval = file.count(own("full_attention_interval"), 4)
+    recurrent = file.numbers(own("attention.recurrent_layers")) or [
         (layer + 1) % interval for layer in range(layers)
     ]
-    value_heads = file.integer(f"{name}.ssm.time_step_rank")
+    value_heads = file.count(own("ssm.time_step_rank"))
     return {
         "layer_types": [
             "linear_attention" if each else "full_attention" for each in recurrent[:layers]
         ],
-        "linear_conv_kernel_dim": file.integer(f"{name}.ssm.conv_kernel"),
-        "linear_key_head_dim": file.integer(f"{name}.ssm.state_size"),
-        "linear_num_key_heads": file.integer(f"{name}.ssm.group_count"),
+        "linear_conv_kernel_dim": file.integer(own("ssm.conv_kernel")),
+        "linear_key_head_dim": file.integer(own("ssm.state_size")),
+        "linear_num_key_heads": file.integer(own("ssm.group_count")),
         "linear_num_value_heads": value_heads,
-        "linear_value_head_dim": file.integer(f"{name}.ssm.inner_size") // max(value_heads, 1),
+        "linear_value_head_dim": file.integer(own("ssm.inner_size")) // value_heads,
     }

@@ -3,7 +3,7 @@
 from services.common.gguf.gguf_file import GgufFile
 from services.common.json_values import Json
 
-__all__ = ["rope_scaling"]
+__all__ = ["read_rope_scaling"]
 
 
 _YARN = {
@@ -14,11 +14,11 @@ _YARN = {
 """Keys of YaRN, and their names in config.json"""
 
 
-def rope_scaling(file: GgufFile) -> dict[str, Json]:
+def read_rope_scaling(file: GgufFile) -> dict[str, Json]:
     """Return the scaling of the layers without a window."""
-    prefix = f"{file.architecture}.rope.scaling"
-    context = file.integer(f"{file.architecture}.context_length")
-    original = file.integer(f"{prefix}.original_context_length", context)
+    prefix = file.own("rope.scaling")
+    context = file.count(file.own("context_length"))
+    original = file.count(f"{prefix}.original_context_length", context)
     long = file.floats("rope_factors_long.weight")
     short = file.floats("rope_factors_short.weight")
     if long is not None and short is not None:
@@ -49,11 +49,11 @@ def rope_scaling(file: GgufFile) -> dict[str, Json]:
         "original_max_position_embeddings": original,
     }
     if kind == "yarn":
-        scaling |= _yarn(file, prefix)
+        scaling |= _read_yarn(file, prefix)
     return scaling
 
 
-def _yarn(file: GgufFile, prefix: str) -> dict[str, Json]:
+def _read_yarn(file: GgufFile, prefix: str) -> dict[str, Json]:
     found: dict[str, Json] = {
         ours: file.number(f"{prefix}.{theirs}")
         for theirs, ours in _YARN.items()
@@ -61,6 +61,6 @@ def _yarn(file: GgufFile, prefix: str) -> dict[str, Json]:
     }
     if weight := file.number(f"{prefix}.yarn_log_multiplier", 0.0):
         found |= {"mscale": 1.0, "mscale_all_dim": weight}
-    if growth := file.number(f"{file.architecture}.attention.temperature_scale", 0.0):
+    if growth := file.number(file.own("attention.temperature_scale"), 0.0):
         found["llama_4_scaling_beta"] = growth
     return found

@@ -83,7 +83,10 @@ def _bytes(file: GgufFile) -> dict[str, Json]:
 
 
 def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
-    for merge in file.texts(f"{_PREFIX}.merges"):
+    key = f"{_PREFIX}.merges"
+    if key not in file.metadata:
+        raise GgufError(f"{file.path} lacks {key}.")
+    for merge in file.texts(key):
         left, space, right = merge.partition(" ")
         if not space or " " in right:
             raise GgufError(f"{file.path}: the merge {merge!r} does not have two parts.")

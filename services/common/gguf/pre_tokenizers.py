@@ -1,7 +1,7 @@
 """Pre-tokenizers of llama.cpp: how each cuts a text into the words that BPE merges.
 
-Source: the names and expressions in llama-vocab.cpp, which has them of the models' own
-tokenizer.json.
+Source: llama-vocab.cpp of llama.cpp. Where it quotes the expression of a model's own tokenizer.json
+beside a simpler one, the model's own is used.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,8 @@ class PreTokenizer:
     """It follows a normalisation to NFC"""
 
 
-_DIGITS_OF_THREE = r"\p{N}{1,3}"
+_UP_TO_THREE_DIGITS = r"\p{N}{1,3}"
+_THREE_DIGITS = "[0-9][0-9][0-9]"
 _HAN_AND_KANA = "[一-龥぀-ゟ゠-ヿ]+"
 _EAST_ASIAN = "[一-龥ࠀ-一가-퟿]+"
 _PUNCTUATION = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
@@ -56,16 +57,12 @@ _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _KIMI = (
     rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{CONTRACTIONS}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?|{_DIGITS_OF_THREE}|{REST}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{CONTRACTIONS}?|{_UP_TO_THREE_DIGITS}|{REST}"
 )
 _RUNS = "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16"))
 _JAIS2 = (
-    rf"{CONTRACTIONS}|{WORDS}|{_DIGITS_OF_THREE}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
+    rf"{CONTRACTIONS}|{WORDS}|{_UP_TO_THREE_DIGITS}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
     rf"|{_RUNS}|\s{{8}}(?!\S)|\s{{4}}(?!\S)|\s{{1,2}}(?!\S)|\s"
-)
-_BAILING = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
-    r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 _SEED_CODER = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _EXAONE_EXPERTS = (
@@ -76,35 +73,33 @@ _YOUTU = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ
 _LLAMA3 = PreTokenizer((LLAMA3,), keeps_words=True, has_bos=True)
 _QWEN2 = PreTokenizer((QWEN2,))
 _GPT2 = PreTokenizer((GPT2,))
+_DIGITS_AND_GPT2 = PreTokenizer((NUMBER, GPT2))
 _GPT4O = PreTokenizer((GPT4O,))
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _GPT2),
+    "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", _THREE_DIGITS)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _GPT2),
     **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "exaone4", "granite-docling"), _GPT2),
-    **dict.fromkeys(("jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "jina-v1-en"), _GPT2),
-    **dict.fromkeys(("jina-v2-code", "roberta-bpe", "modern-bert"), _GPT2),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), _LLAMA3),
-    **dict.fromkeys(("pixtral", "midm-2.0", "lfm2", "jina-v5-nano"), _LLAMA3),
+    **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((LLAMA3,))),
     "jais-2": PreTokenizer((_JAIS2,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), replace(_QWEN2, composes=True)),
     **dict.fromkeys(("kormo", "f2llmv2", "stablelm2", "megrez", "hunyuan"), _QWEN2),
     **dict.fromkeys(("solar-open", "grok-2"), _QWEN2),
+    # their expression is written in another way, but cuts the same words
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _QWEN2),
     "qwen35": PreTokenizer((QWEN35,), composes=True),
     "seed-coder": PreTokenizer((_SEED_CODER,)),
     "ufakzeka": PreTokenizer((rf"{WORDS}|\p{{N}}|{REST}",)),
     "laguna": PreTokenizer((r"[^\n]+|\n+", QWEN2)),
     "minicpm5": PreTokenizer(
-        (_DIGITS_OF_THREE, rf"{CONTRACTIONS}|{WORDS}|\p{{N}}+|{REST}"), keeps_words=True
+        (_UP_TO_THREE_DIGITS, rf"{CONTRACTIONS}|{WORDS}|\p{{N}}+|{REST}"), keeps_words=True
     ),
-    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), PreTokenizer((_BAILING,))),
-    **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-        PreTokenizer((NUMBER, GPT2)),
-    ),
-    "mellum2": PreTokenizer((NUMBER, GPT2)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _DIGITS_AND_GPT2),
+    **dict.fromkeys(("codeshell", "exaone", "minerva-7b", "mellum2"), _DIGITS_AND_GPT2),
     "exaone-moe": PreTokenizer((_EXAONE_EXPERTS,)),
-    "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9][0-9][0-9]")),
+    "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", GPT2, _THREE_DIGITS)),
     **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), PreTokenizer((_BLOOM,))),
     "viking": PreTokenizer((_BLOOM, NUMBER)),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, NUMBER)),
@@ -117,11 +112,10 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     ),
     **dict.fromkeys(
         ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
-        PreTokenizer((_DIGITS_OF_THREE, _HAN_AND_KANA, _DEEPSEEK3)),
+        PreTokenizer((_UP_TO_THREE_DIGITS, _HAN_AND_KANA, _DEEPSEEK3)),
     ),
     "tekken": PreTokenizer((TEKKEN,), keeps_words=True, has_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
-    "granite-embed-multi-97m": replace(_GPT4O, keeps_words=True),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O))),
     "youtu": PreTokenizer((_YOUTU, GPT4O.replace(r"\p{N}{1,3}", r"\p{N}")), keeps_words=True),
     "kimi-k2": PreTokenizer((_KIMI,)),

@@ -537,11 +537,11 @@ def _llama3_divisors(rope: dict[str, Any], rotated: int) -> Numbers:
 
 
 def _write_tokens(writer: GGUFWriter, size: int) -> None:
-    """Write a byte-level vocabulary without merges."""
+    """Write a byte-level vocabulary with one merge."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([f"<{number}>" for number in range(size)])
+    writer.add_token_list([*(f"<{number}>" for number in range(size - 3)), "a", "b", "ab"])
     writer.add_token_types([TokenType.CONTROL] * 3 + [TokenType.NORMAL] * (size - 3))
-    writer.add_token_merges([])
+    writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

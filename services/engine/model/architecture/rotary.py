@@ -259,6 +259,8 @@ def _yarn(
 ) -> Tensor:
     """Scale by YaRN's NTK-by-parts interpolation (https://arxiv.org/abs/2309.00071)."""
     original = rope.positive_number("original_max_position_embeddings", context_length)
+    if base == 1:
+        raise CheckpointError(f"{rope.file}: rope_theta must not be 1 with rope_type yarn.")
 
     def dimension(rotations: float) -> float:
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -313,6 +315,10 @@ def _longrope_attention(rope: Config, context_length: int, original: float) -> f
     if rope.has("attention_factor"):
         return rope.number("attention_factor")
     factor = rope.positive_number("factor", context_length / original)
+    if factor > 1 and original <= 1:
+        raise CheckpointError(
+            f"{rope.file}: original_max_position_embeddings must be above 1, not {original}."
+        )
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 

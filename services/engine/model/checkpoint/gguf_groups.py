@@ -43,14 +43,14 @@ class _Format:
     """Form of a block: its codes, and the numbers of its groups."""
 
     bits: int
-    """Of the codes in memory"""
+    """Bits of a code in memory"""
     planes: Sequence[Plane]
     numbers: Callable[[_Array], tuple[_Numbers, _Numbers | None]]
     """Returns the scales of blocks [blocks, bytes], and the offsets if there are any"""
     lifted: Sequence[int] = ()
     """`values` of BlockLayout. Without offsets, the middle one means zero."""
     values: tuple[int, ...] = ()
-    """As in QuantizedWeight"""
+    """Number that each code stands for, before the scale; empty if the code itself is the number"""
 
 
 def has_codes(kind: GGMLQuantizationType) -> bool:

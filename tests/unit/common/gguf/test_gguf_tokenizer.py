@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: the ids of the library that made the vocabulary, on 100,000 lines."""
+"""Tokenizers of GGUF files: the original's ids of 100,000 lines, and the words of one text."""
 
 import inspect
 import io
@@ -34,10 +34,13 @@ from transformers.models.qwen2 import tokenization_qwen2
 from transformers.models.qwen3_5 import tokenization_qwen3_5
 
 from services.common.checkpoint import opened_checkpoint
+from services.common.gguf.pre_tokenizers import PRE_TOKENIZERS
 from services.common.settings import StartupError
 from services.tokenizer.text.vocabulary import Vocabulary
 
 ARCHITECTURE = "llama"
+BYTES = 257
+"""Size of the vocabulary that `write_bytes` writes"""
 
 
 def tiktoken_pattern() -> str:
@@ -127,32 +130,21 @@ def test_byte_level_ids_equal_those_of_the_original(
     assert "".join(decoded) == sample
 
 
-SERVED = (
-    *("default", "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
-    *("lfm2", "jina-v5-nano", "deepseek-llm", "deepseek-coder", "deepseek-v3", "youtu", "falcon"),
-    *("mpt", "starcoder", "gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es"),
-    *("jina-v2-de", "a.x-4.0", "mellum", "modern-bert", "jais-2", "jina-v1-en", "jina-v2-code"),
-    *("roberta-bpe", "refact", "command-r", "qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2"),
-    *("qwen35", "stablelm2", "olmo", "dbrx", "smaug-bpe", "poro-chat", "glm4", "chatglm-bpe"),
-    *("viking", "jais", "tekken", "smollm", "codeshell", "bloom", "gpt3-finnish", "exaone"),
-    *("exaone4", "exaone-moe", "minerva-7b", "megrez", "gpt-4o", "llama4", "kanana2", "talkie"),
-    *("granite-embed-multi-97m", "tiny_aya", "cohere2moe", "trillion", "granite-docling"),
-    *("bailingmoe", "bailingmoe2", "llada-moe", "seed-coder", "hunyuan", "hunyuan-dense"),
-    *("hy_v4", "joyai-llm", "kimi-k2", "ufakzeka", "grok-2", "laguna", "minimax-m2"),
-    *("solar-open", "mellum2", "minicpm5"),
-)
 REFUSED = (
-    *("spark2_5", "gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace", "chameleon"),
-    *("superbpe", "afmoe"),
+    *("spark2_5", "gemma4", "sarvam-moe", "chameleon", "superbpe", "afmoe"),
+    # the encoders'
+    *("whitespace", "granite-embed-multi-311m", "granite-embed-multi-97m", "modern-bert"),
+    *("jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code"),
+    *("jina-v5-nano", "roberta-bpe"),
 )
-"""With SERVED, all names of llama.cpp"""
+"""With PRE_TOKENIZERS, all names of llama.cpp"""
 SAMPLE = "It's 12345 naïve  words,\r\n\n\t中文、かな 한국어 ΑΒγ! don't x²+y³ = ½…   \n"
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_text_survives_every_pre_tokenizer(tmp_path: Path, name: str) -> None:
     """An expression that is no expression, or drops characters, would fail only with a model."""
-    vocabulary = vocabulary_of(tmp_path, 256, lambda writer: write_bytes(writer, name))
+    vocabulary = vocabulary_of(tmp_path, BYTES, lambda writer: write_bytes(writer, name))
     ids = vocabulary.encode(SAMPLE)
     assert "".join(vocabulary.decode(ids, skip_special_tokens=False)) == SAMPLE
     assert len(ids) == len(SAMPLE.encode())
@@ -161,7 +153,7 @@ def test_text_survives_every_pre_tokenizer(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_pre_tokenizers_are_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(StartupError, match=f"the pre-tokenizer {name} is not supported"):
-        vocabulary_of(tmp_path, 256, lambda writer: write_bytes(writer, name))
+        vocabulary_of(tmp_path, BYTES, lambda writer: write_bytes(writer, name))
 
 
 @pytest.mark.parametrize("name", ["bert", "rwkv", "plamo2"])
@@ -170,58 +162,168 @@ def test_other_tokenizers_are_refused_by_name(tmp_path: Path, name: str) -> None
         vocabulary_of(tmp_path, 256, lambda writer: writer.add_tokenizer_model(name))
 
 
-def write_bytes(writer: GGUFWriter, pre_tokenizer: str) -> None:
-    """Write a vocabulary of the 256 bytes."""
+def write_bytes(writer: GGUFWriter, pre_tokenizer: str, *, further: Sequence[str] = ()) -> None:
+    """Write a vocabulary of the 256 bytes, the one merge without which it is none, and more."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer)
-    writer.add_token_list(sorted(ByteLevel.alphabet()))
-    writer.add_token_merges([])
-    writer.add_add_bos_token(False)
+    writer.add_token_list([*sorted(ByteLevel.alphabet()), "!!", *further])
+    writer.add_token_merges(["! !"])
 
 
+TEXT = "I'm he'LLo  12345 x 67 e\u0301a 中文かな 한국 ก็ดี\r\n\n  fooBar(), ^_^`\n/\n a       b_c  "
 WORDS = {
-    "deepseek-llm": [
-        *("Hello", ",", " world", "!", " ", " x", "=", "1", "2", "3", "4", "5", ";", "\n", "\n"),
-        *(
-            " ",
-            " '",
-            "don",
-            "'",
-            "t",
-            "'",
-            " ",
-            "猫はかわいい",
-            " ",
-            "안녕",
-            " foo",
-            "_",
-            "bar",
-            "  ",
-        ),
-    ],
-    "deepseek-v3": [
-        *("Hello", ",", " world", "!", " ", " x", "=", "123", "45", ";\n\n"),
-        *(" ", " '", "don", "'t", "'", " ", "猫はかわいい", " 안녕", " foo", "_bar", "  "),
-    ],
+    "default": (
+        "I|'|m| he|'|LLo| | |123|45| x| |67| e|\u0301|a| 中文かな| 한국| ก|็|ด|ี|\r\n\n "
+        "| fooBar|(),| |^_^|`|\n|/|\n| a|      | b|_|c|  "
+    ),
+    "gpt-2": (
+        "I|'m| he|'|LLo| | 12345| x| 67| e|\u0301|a| 中文かな| 한국| ก|็|ด|ี|\r\n\n "
+        "| fooBar|(),| ^_^`|\n|/|\n| a|      | b|_|c|  "
+    ),
+    "llama-bpe": (
+        "I|'m| he|'LL|o| | |123|45| x| |67| e|\u0301a| 中文かな| 한국| ก|็ด|ี\r\n\n| "
+        "| fooBar|(),| ^_^`\n|/\n| a|      | b|_c|  "
+    ),
+    "jais-2": (
+        "I|'m| he|'LL|o| | |123|45| x| |67| e|\u0301a| 中文かな| 한국| ก|็ด|ี\r\n\n| "
+        "| fooBar|(),| ^_^`\n|/\n| a|    |  | b|_c|  "
+    ),
+    "qwen2": (
+        "I|'m| he|'LL|o| | |1|2|3|4|5| x| |6|7| e|\u0301a| 中文かな| 한국| ก|็ด|ี\r\n\n| "
+        "| fooBar|(),| ^_^`\n|/\n| a|      | b|_c|  "
+    ),
+    "qwen35": (
+        "I|'m| he|'LL|o| | |1|2|3|4|5| x| |6|7| e\u0301a| 中文かな| 한국| ก็ดี|\r\n\n| "
+        "| fooBar|(),| ^_^`\n|/\n| a|      | b|_c|  "
+    ),
+    "seed-coder": (
+        "I|'m| he|'LL|o| | |1|2|3|4|5| x| |6|7| e|\u0301a| 中文かな| 한국| ก|็ด|ี|\r\n\n| "
+        "| fooBar|(),| ^_^`|\n|/|\n| a|      | b|_c|  "
+    ),
+    "ufakzeka": (
+        "I|'m| he|'LLo| | |1|2|3|4|5| x| |6|7| e|\u0301a| 中文かな| 한국| ก|็ด|ี\r\n\n| "
+        "| fooBar|(),| ^_^`\n|/\n| a|      | b|_c|  "
+    ),
+    "laguna": (
+        "I|'m| he|'LL|o| | |1|2|3|4|5| x| |6|7| e|\u0301a| 中文かな| 한국| ก|็ด|ี\r|\n\n| "
+        "| fooBar|(),| ^_^`|\n|/|\n| a|      | b|_c|  "
+    ),
+    "minicpm5": (
+        "I|'m| he|'LL|o|  |123|45| x| |67| e|\u0301a| 中文かな| 한국| ก|็ด|ี\r\n\n| "
+        "| fooBar|(),| ^_^`\n|/\n| a|      | b|_c|  "
+    ),
+    "starcoder": (
+        "I|'m| he|'|LLo|  |1|2|3|4|5| x| |6|7| e|\u0301|a| 中文かな| 한국| ก|็|ด|ี|\r\n\n "
+        "| fooBar|(),| ^_^`|\n|/|\n| a|      | b|_|c|  "
+    ),
+    "exaone-moe": (
+        "I|'m| he|'LL|o| | |1|2|3|4|5| x| |6|7| e\u0301a 中文かな 한국 ก็ดี|\r\n\n| "
+        "| fooBar|(),| ^_^`\n|/\n| a|      | b|_c|  "
+    ),
+    "falcon": (
+        "I|'|m| he|'|LLo| | |123|45| x| 67| e|\u0301|a| 中文かな| 한국| ก|็|ด|ี|\r\n\n "
+        "| fooBar|(),| |^_^`|\n|/|\n| a|      | b|_|c|  "
+    ),
+    "bloom": (
+        "I'm| he'LLo| | 12345| x| 67| e\u0301a| 中文かな| 한국| ก็ดี|\r\n\n "
+        "| fooBar|(),| ^_^`|\n|/|\n| a|      | b_c|  "
+    ),
+    "viking": (
+        "I'm| he'LLo| | |1|2|3|4|5| x| |6|7| e\u0301a| 中文かな| 한국| ก็ดี|\r\n\n "
+        "| fooBar|(),| ^_^`|\n|/|\n| a|      | b_c|  "
+    ),
+    "deepseek-coder": (
+        "I|'|m| he|'|LLo|  |1|2|3|4|5| x| |6|7| e|\u0301|a| |中文かな| |한국| |ก|็|ด|ี|\r|\n|\n| "
+        "| fooBar|(),| ^|_|^`|\n|/|\n| a|      | b|_|c|  "
+    ),
+    "deepseek-llm": (
+        "I|'|m| he|'|LLo|  |1|2|3|4|5| x| |6|7| e|\u0301|a| |中文かな| |한국| |ก็ดี|\r|\n|\n| "
+        "| fooBar|(),| ^_^`|\n|/|\n| a|      | b|_|c|  "
+    ),
+    "deepseek-v3": (
+        "I|'m| he|'LLo|  |123|45| x| |67| e\u0301a| |中文かな| 한국| ก็ดี|\r\n\n| "
+        "| fooBar|(),| ^_^`\n|/\n| a|      | b|_c|  "
+    ),
+    "tekken": (
+        "I|'m| he|'LLo| | |1|2|3|4|5| x| |6|7| e\u0301a| 中文かな| 한국| ก็ดี|\r\n\n| "
+        "| foo|Bar|(),| ^_^`\n/\n| a|      | b|_c|  "
+    ),
+    "gpt-4o": (
+        "I'm| he'LL|o| | |123|45| x| |67| e\u0301a| 中文かな| 한국| ก็ดี|\r\n\n| "
+        "| foo|Bar|(),| ^_^`\n/\n| a|      | b|_c|  "
+    ),
+    "tiny_aya": (
+        "I'm| he'LL|o|  |12|345| x| |67| e\u0301a| 中文かな| 한국| ก็ดี|\r\n\n| "
+        "| foo|Bar|(),| ^_^`\n/\n| a|      | b|_c|  "
+    ),
+    "youtu": (
+        "I'm| he'LL|o| | |1|2|3|4|5| x| |6|7| e\u0301a| |中文かな| |한국| ก็ดี|\r\n\n| "
+        "| foo|Bar|(),| ^_^`\n/\n| a|      | b|_c|  "
+    ),
+    "kimi-k2": (
+        "I'm| he'LL|o| | |123|45| x| |67| e\u0301a| |中文|かな| 한국| ก็ดี|\r\n\n| "
+        "| foo|Bar|(),| ^_^`\n|/\n| a|      | b|_c|  "
+    ),
 }
-"""Words of one text, by the expressions of DeepSeek's own files: no library has them"""
+"""Words of TEXT, by hand from the expressions of llama.cpp and of the models' own files"""
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_text_is_cut_into_the_words_of_deepseek(tmp_path: Path, name: str) -> None:
-    """Digits, Chinese and Japanese are cut before the words of other scripts."""
-    text = "".join(WORDS[name])
-
-    def write(writer: GGUFWriter) -> None:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(name)
-        writer.add_token_list(sorted(ByteLevel.alphabet()))
-        writer.add_token_merges([])
-
-    vocabulary_of(tmp_path, 256, write)
+def test_text_is_cut_into_the_words_of_the_original(tmp_path: Path, name: str) -> None:
+    """Other words have other ids: the model would read a text that it was not trained on."""
+    vocabulary_of(tmp_path, BYTES, lambda writer: write_bytes(writer, name))
     with opened_checkpoint(tmp_path / "model.gguf") as directory:
         cutter = Tokenizer.from_file(str(directory / "tokenizer.json")).pre_tokenizer
-    assert [text[slice(*span)] for _, span in cutter.pre_tokenize_str(text)] == WORDS[name]
+    words = [TEXT[slice(*span)] for _, span in cutter.pre_tokenize_str(TEXT)]
+    assert words == WORDS[name].split("|")
+
+
+def test_words_of_each_pre_tokenizer_are_known() -> None:
+    tried = {PRE_TOKENIZERS[name].splits for name in WORDS}
+    assert tried == {each.splits for each in PRE_TOKENIZERS.values()}
+
+
+LLAMA3 = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
+HAS_BOS = LLAMA3 | {"tekken"}
+KEEPS_WORDS = HAS_BOS | {"minicpm5", "youtu"}
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_name_decides_on_whole_words_and_bos(tmp_path: Path, name: str) -> None:
+    """A word without merges would be letters, and a prompt would begin without its BOS."""
+
+    def write(writer: GGUFWriter) -> None:
+        write_bytes(writer, name, further=["word", "<s>"])
+        writer.add_bos_token_id(BYTES + 1)
+
+    vocabulary = vocabulary_of(tmp_path, BYTES + 2, write)
+    assert vocabulary.adds_bos == (name in HAS_BOS)
+    assert len(vocabulary.encode("word")) - vocabulary.adds_bos == (1 if name in KEEPS_WORDS else 4)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "gemma4"])
+def test_tokenizer_without_merges_is_refused(tmp_path: Path, model: str) -> None:
+    """Each text would be its bytes."""
+
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model(model)
+        writer.add_token_list(sorted(ByteLevel.alphabet()))
+        writer.add_token_scores([0.0] * 256)
+
+    with pytest.raises(StartupError, match=r"model\.gguf lacks tokenizer\.ggml\.merges\.$"):
+        vocabulary_of(tmp_path, 256, write)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("key", ["token_type", "precompiled_charsmap", "scores"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, key: str, value: float) -> None:
+    def write(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("t5")
+        writer.add_token_list(sorted(ByteLevel.alphabet()))
+        writer.add_array(f"tokenizer.ggml.{key}", [value] * 256)
+
+    with pytest.raises(StartupError, match=rf"model\.gguf: tokenizer\.ggml\.{key} must be a list"):
+        vocabulary_of(tmp_path, 256, write)
 
 
 def test_gemma4_ids_equal_those_of_the_original(tmp_path: Path, corpus: Sequence[str]) -> None:
@@ -347,9 +449,7 @@ def kind_of(original: SentencePieceProcessor, token: int) -> TokenType:
 
 def test_chat_templates_come_from_the_file(tmp_path: Path) -> None:
     def write(writer: GGUFWriter) -> None:
-        writer.add_tokenizer_model("gpt2")
-        writer.add_token_list(sorted(ByteLevel.alphabet()))
-        writer.add_token_merges([])
+        write_bytes(writer, "gpt-2")
         writer.add_chat_template(
             [
                 {"name": "default", "template": "{{ messages }}"},
@@ -357,7 +457,7 @@ def test_chat_templates_come_from_the_file(tmp_path: Path) -> None:
             ]
         )
 
-    vocabulary = vocabulary_of(tmp_path, 256, write)
+    vocabulary = vocabulary_of(tmp_path, BYTES, write)
     assert vocabulary.chat_templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
 
 

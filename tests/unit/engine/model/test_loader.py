@@ -123,6 +123,13 @@ DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
         ["rope_type", "xpos", "yarn"],
     ),
     (
+        "yarn without a base",
+        lambda p: set_config(
+            p, rope_parameters={"rope_type": "yarn", "rope_theta": 1, "factor": 4}
+        ),
+        ["config.json", "rope_theta must not be 1", "yarn"],
+    ),
+    (
         "MXFP4 without experts",
         lambda p: set_config(p, quantization_config={"quant_method": "mxfp4"}),
         ["quantization_config", "mxfp4"],
@@ -164,6 +171,7 @@ LAYERNORM = "transformer.h.2.ln_1.bias"
 PHI = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7} | {
     "original_max_position_embeddings": 32
 }
+SHORTEST = {"long_factor": [1.0] * 8, "original_max_position_embeddings": 1}
 FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("qwen3 moe", lambda p: set_tensor(p, EXPERT, None), [EXPERT]),
     (
@@ -181,6 +189,11 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("gemma2", lambda p: set_config(p, layer_types=["linear"] * 3), ["linear"]),
     ("smollm3", lambda p: set_config(p, no_rope_layers=[1]), ["no_rope_layers", "3"]),
     ("phi3", lambda p: set_config(p, rope_parameters=PHI), ["long_factor", "8", "7"]),
+    (
+        "phi3",
+        lambda p: set_config(p, rope_parameters=PHI | SHORTEST),
+        ["config.json", "original_max_position_embeddings", "above 1"],
+    ),
     ("olmoe", lambda p: set_config(p, clip_qkv=8.0), ["clip_qkv"]),
     ("phi", lambda p: set_config(p, qk_layernorm=True), ["qk_layernorm"]),
     ("phi", lambda p: set_tensor(p, "lm_head.bias", None), ["lm_head.bias"]),
