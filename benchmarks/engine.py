@@ -55,6 +55,7 @@ _PARTS = {
     Kernel.DECODE: "attention",
     Kernel.DELTA_RULE: "attention",
     Kernel.ARRANGE: "norm, rotation",
+    Kernel.STATE_SCAN: "attention",
 }
 
 Arguments = ParamSpec("Arguments")

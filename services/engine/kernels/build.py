@@ -42,6 +42,7 @@ _ANYWHERE = (
     _Unit("draw.cpp", defines="TW_DRAW=draw_baseline"),
     _Unit("score.cpp", defines="TW_SCORE=score_baseline"),
     _Unit("delta_rule.cpp", defines="TW_DELTA=delta_baseline"),
+    _Unit("state_scan.cpp", defines="TW_SCAN=scan_baseline"),
     _Unit("grouped.cpp", defines="TW_GROUPED=grouped_baseline"),
     _Unit("grouped_pack.cpp"),
 )
@@ -62,6 +63,8 @@ _X86_64 = (
     _Unit("score.cpp", _AVX512, "TW_SCORE=score_avx512"),
     _Unit("delta_rule.cpp", _AVX2, "TW_DELTA=delta_avx2"),
     _Unit("delta_rule.cpp", _AVX512, "TW_DELTA=delta_avx512"),
+    _Unit("state_scan.cpp", _AVX2, "TW_SCAN=scan_avx2"),
+    _Unit("state_scan.cpp", _AVX512, "TW_SCAN=scan_avx512"),
     _Unit("grouped.cpp", _AVX2, "TW_GROUPED=grouped_avx2"),
     _Unit("grouped.cpp", (*_AVX512, *_VNNI), "TW_GROUPED=grouped_vnni"),
     _Unit("pack.cpp", _AVX512_BF16),
