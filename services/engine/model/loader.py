@@ -12,9 +12,11 @@ from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.kernels.memory import give_back_freed
 from services.engine.model.adapters.adapters import Adapters
+from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.gguf_tensors import GgufTensors
@@ -94,6 +96,10 @@ def load_spec(path: str | Path) -> ModelSpec:
         unknown = sorted(set(spec.eos_token_ids) - set(known))
         _LOG.warning("ignoring end-of-sequence ids outside the model's vocabulary: %s", unknown)
         spec = dataclasses.replace(spec, eos_token_ids=known)
+    if not spec.is_encoder and not layer_groups(spec):
+        raise CheckpointError(
+            f"{config.file}: no layer is attention. Such models are not supported."
+        )
     return spec
 
 

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
-from services.engine.model.architecture.delta_reader import read_delta_layers
 from services.engine.model.architecture.gemma3n_layers import gemma3n_layers
 from services.engine.model.architecture.gemma4_layers import gemma4_layers
 from services.engine.model.architecture.latent_reader import read_latent
@@ -15,9 +14,13 @@ from services.engine.model.architecture.layers import (
     FeedForwardSpec,
     LayerSpec,
     MixerSpec,
+    ParallelSpec,
 )
+from services.engine.model.architecture.mamba_shape import MambaShape
+from services.engine.model.architecture.recurrent_reader import read_recurrent_layers
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
+from services.engine.model.architecture.single_parts import single_parts
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family, QkNorm, WindowRule
 
@@ -44,13 +47,24 @@ def read_layers(
         mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
     else:
         mixers += [read_latent(config, family, hidden_size, context_length)] * num_layers
-    for layer, shape in read_delta_layers(config, family, num_layers).items():
-        mixers[layer] = shape
+    recurrent = read_recurrent_layers(config, family, hidden_size, num_layers)
+    if family.has_parallel_mixers:
+        mixers = [_parallel(mixer, recurrent[layer]) for layer, mixer in enumerate(mixers)]
+    else:
+        mixers = [recurrent.get(layer, mixer) for layer, mixer in enumerate(mixers)]
     feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
+    if family.has_single_parts:
+        return single_parts(config, mixers, feed_forwards)
     layers = tuple(map(LayerSpec, mixers, feed_forwards))
     if family.names.altup is not None:
         return gemma3n_layers(config, layers)
     return gemma4_layers(config, layers, context_length) if family.is_gemma4 else layers
+
+
+def _parallel(attention: MixerSpec, mamba: MixerSpec) -> ParallelSpec:
+    assert isinstance(attention, AttentionSpec)
+    assert isinstance(mamba, MambaShape)
+    return ParallelSpec(attention, mamba)
 
 
 def _attention_layers(
@@ -118,10 +132,12 @@ def _feed_forward_layers(
         activations = _xielus(config, activation, num_layers)
     has_bias = family.reads_mlp_bias and config.flag("mlp_bias", False)
     widths = config.per_layer("intermediate_size", num_layers, inner)
+    if config.flag("block_auto_adjust_ff_dim", False):
+        widths = tuple(_adjusted_width(config, width) for width in widths)
     dense = [
         DenseSpec(width, each, has_bias) for width, each in zip(widths, activations, strict=True)
     ]
-    if family.names.experts is None or family.is_gemma4:
+    if family.names.experts is None or family.is_gemma4 or not _num_experts(config):
         return [*dense]
     experts = [
         _experts(config, family, layer, per_token, has_mxfp4)
@@ -131,6 +147,21 @@ def _feed_forward_layers(
     ]
     have_experts = _expert_layers(config, num_layers)
     return [(experts if layer in have_experts else dense)[layer] for layer in range(num_layers)]
+
+
+def _adjusted_width(config: Config, width: int) -> int:
+    """Return the width that LFM2 makes of the one in its file."""
+    width = 2 * width // 3
+    if config.has("block_ffn_dim_multiplier"):
+        multiple = config.positive("block_multiple_of")
+        width = int(config.positive_number("block_ffn_dim_multiplier") * width)
+        width = -(-width // multiple) * multiple
+    if width <= 0:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('intermediate_size')} is too small for "
+            "block_auto_adjust_ff_dim."
+        )
+    return width
 
 
 def _expert_layers(config: Config, num_layers: int) -> set[int]:
@@ -182,8 +213,7 @@ def _xielus(config: Config, activation: Activation, num_layers: int) -> list[Act
 def _experts(
     config: Config, family: Family, dense: DenseSpec, per_token: int, has_mxfp4: bool
 ) -> ExpertsSpec:
-    # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
-    count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
+    count = _num_experts(config)
     if per_token > count:
         raise CheckpointError(
             f"{config.file}: {config.file_key('num_experts_per_tok')} ({per_token}) exceeds the "
@@ -201,6 +231,18 @@ def _experts(
     )
 
 
+def _num_experts(config: Config) -> int:
+    """Return the experts of a layer; 0: there are none, as in the dense models of Granite 4."""
+    # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
+    key = "num_experts" if config.has("num_experts") else "num_local_experts"
+    count = config.integer(key)
+    if count < 0:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key(key)} must not be negative, got {count}."
+        )
+    return count
+
+
 def _routing(config: Config, family: Family, count: int, per_token: int) -> Routing:
     assert family.names.experts is not None
     jitter = None
@@ -214,7 +256,7 @@ def _routing(config: Config, family: Family, count: int, per_token: int) -> Rout
     return Routing(
         per_token,
         config.flag("norm_topk_prob", False),
-        has_bias=bool(family.names.experts.choice_bias),
+        has_bias=bool(family.names.experts.choice_bias) and config.flag("use_expert_bias", True),
         least_sum=config.number("moe_norm_min", 0.0),
         jitter=jitter,
         has_sigmoids=family.scores_by_sigmoid,
@@ -226,7 +268,7 @@ def _routing(config: Config, family: Family, count: int, per_token: int) -> Rout
 
 def _expert_groups(config: Config, family: Family, count: int, per_token: int) -> tuple[int, int]:
     """Return the groups of experts, and those of them among which a token's are chosen."""
-    if family.names.latent is None:
+    if family.names.latent is None and not family.scores_by_sigmoid:
         return 1, 1
     kind = "sigmoid" if family.scores_by_sigmoid else "softmax"
     methods = ("noaux_tc",) if family.scores_by_sigmoid else ("greedy", "group_limited_greedy")
@@ -277,7 +319,8 @@ def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
     if not config.flag("scale_attn_weights", True):
         return 1.0
     if family.reads_multipliers:
-        return config.positive_number("attention_multiplier", 1.0)
+        usual = head_dim**-0.5 if family.has_parallel_mixers else 1.0
+        return config.positive_number("attention_multiplier", usual)
     return 1 / math.sqrt(config.positive_number("query_pre_attn_scalar", head_dim))
 
 
@@ -311,6 +354,11 @@ def _rotaries(
     rope = config.section("rope_parameters")
     has_base = not rope.values or rope.has("rope_theta") or config.has("rope_theta")
     if family.names.positions is not None or (family.rotates_with_base and not has_base):
+        return (None,) * num_layers
+    if family.reads_position_type and (
+        not config.has("position_embedding_type")
+        or config.text("position_embedding_type") != "rope"
+    ):
         return (None,) * num_layers
     everywhere = RotarySpec.from_config(config, head_dim, context_length, family.multimodal_axes)
     if family.local_rotary:

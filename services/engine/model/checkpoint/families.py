@@ -15,6 +15,7 @@ from services.engine.model.checkpoint.family import (
     TensorNames,
     WindowRule,
 )
+from services.engine.model.checkpoint.recurrent_families import RECURRENT_FAMILIES
 
 __all__ = ["FAMILIES"]
 
@@ -962,6 +963,7 @@ FAMILIES: Mapping[str, Family] = {
             windows=WindowRule.PATTERN,
             clamped_swiglu=True,
         ),
+        *RECURRENT_FAMILIES,
     )
 }
 """Families by architecture name, as in config.json."""

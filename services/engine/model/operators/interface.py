@@ -150,7 +150,8 @@ class ExpertWeights:
     """
 
     gate: Weight
-    up: Weight
+    up: Weight | None
+    """None: the activation is not gated"""
     down: Weight
     gate_bias: Tensor | None
     up_bias: Tensor | None
@@ -202,7 +203,7 @@ class Operators(ABC):
     rows_at_once = 32
     """Rows that a product computes at once: with fewer it takes as long"""
     groups_experts = False
-    """True if a mixture never waits for the host, so that CUDA graphs hold it"""
+    """True if a mixture of gated experts never waits for the host, so that CUDA graphs hold it"""
     keeps_groups = False
     """True if a QuantizedWeight stays as it is in memory"""
 
@@ -455,9 +456,10 @@ class _LoopedMixture(Mixture):
 
 def _expert_gate(expert: ExpertWeights, activation: Activation, operators: Operators) -> Gate:
     gate, up, biases = expert.gate, expert.up, (expert.gate_bias, expert.up_bias)
-    if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight):
+    if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight | None):
         return operators.grouped_gate(gate, up, *biases, activation)
-    return operators.gate(decoded(gate), decoded(up), *biases, activation)
+    factor = None if up is None else decoded(up)
+    return operators.gate(decoded(gate), factor, *biases, activation)
 
 
 def _expert_down(expert: ExpertWeights, operators: Operators) -> Projection:

@@ -67,7 +67,7 @@ class TorchOperators(Operators):
     def mixture(
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
-        if not self.groups_experts:
+        if not self.groups_experts or not activation.gated:
             return super().mixture(experts, count, per_row, activation)
         # Imported here, because only GPU machines need Triton.
         from services.engine.model.operators.expert_kernels import GroupedMixture

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,11 +10,22 @@ from torch import Tensor
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.interface import Gate, Mixture, Operators, Projection
 
-__all__ = ["Beside", "Dense", "Experts", "FeedForward", "NormedExperts", "SharedExpert"]
+__all__ = [
+    "Beside",
+    "Dense",
+    "EmptyFeedForward",
+    "Experts",
+    "FeedForward",
+    "NormedExperts",
+    "SharedExpert",
+]
 
 
 class FeedForward(ABC):
     """The second half of a decoder layer."""
+
+    is_empty: ClassVar[bool] = False
+    """True if the layer has no such half, so that the residual need not be normed"""
 
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
@@ -21,6 +33,15 @@ class FeedForward(ABC):
 
         rows, out: [n, hidden_size]; inner: scratch space [n, intermediate_size].
         """
+
+
+class EmptyFeedForward(FeedForward):
+    """The half of a layer that is a mixer alone."""
+
+    is_empty = True
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
