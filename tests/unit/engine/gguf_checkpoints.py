@@ -289,7 +289,7 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         yield name.replace("qkvz", "qkv"), qkv
         yield name.replace("in_proj_qkvz", "in_proj_z"), gate
         return
-    if "shared_mlp" in name:
+    if config.model_type == "granitemoehybrid" and "shared_mlp" in name:
         yield from _shared_layer(name, tensor, config)
         return
     if name.endswith("expert_bias"):
@@ -395,7 +395,7 @@ def _multiplied(name: str, tensor: Tensor, config: Any) -> Tensor:
     widths = torch.tensor([config.mamba_d_ssm] * 2 + [state] * 2 + [config.mamba_n_heads])
     rows = torch.tensor(config.ssm_multipliers).repeat_interleave(widths)[:, None]
     before = config.attention_in_multiplier
-    factors = {
+    factors: dict[str, Tensor | float] = {
         "embed_tokens": config.embedding_multiplier,
         "lm_head": config.lm_head_multiplier,
         "q_proj": before,
