@@ -17,6 +17,7 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -26,6 +27,7 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
@@ -35,12 +37,14 @@ from transformers import (
     GraniteMoeConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HYV3Config,
     Idefics3Config,
     InternLM3Config,
     KimiLinearConfig,
     LlamaConfig,
     LlavaConfig,
     MiniCPM3Config,
+    MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
     MistralConfig,
@@ -74,6 +78,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SmolVLMConfig,
+    SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
     YoutuConfig,
@@ -522,6 +527,35 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **LATENT
         | ROUTED
         | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    ),
+    "glm4 moe": Glm4MoeConfig(**WIDE | ROUTED, use_qk_norm=True, attention_bias=True),
+    "glm4 moe, groups": Glm4MoeConfig(
+        **SHAPE | ROUTED | {"first_k_dense_replace": 2, "norm_topk_prob": False},
+        n_group=4,
+        topk_group=2,
+    ),
+    "solar open": SolarOpenConfig(
+        **{key: value for key, value in SHAPE.items() if key != "intermediate_size"} | ROUTED,
+        head_dim=32,
+        attention_bias=True,
+    ),
+    "minimax m2": MiniMaxM2Config(  # type: ignore[call-arg]
+        **SHAPE | {"head_dim": 32}, num_local_experts=5, num_experts_per_tok=2, rotary_dim=16
+    ),
+    "dots1": Dots1Config(
+        **SHAPE | ROUTED,
+        first_k_dense_replace=1,
+        attention_bias=True,
+        sliding_window=9,
+        max_window_layers=1,
+        norm_topk_prob=True,
+    ),
+    "dots1, groups": Dots1Config(**SHAPE | ROUTED, n_group=4, topk_group=2, sliding_window=None),
+    "hy v3": HYV3Config(
+        **WIDE | {"num_shared_experts": 2},
+        **EXPERTS,
+        attention_bias=True,
+        mlp_bias=True,
     ),
     "kimi linear": KimiLinearConfig(
         **LATENT | {"initializer_range": 0.12, "q_lora_rank": None, "num_hidden_layers": 4},

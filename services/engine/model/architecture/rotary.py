@@ -72,8 +72,9 @@ class RotarySpec:
 def _read(
     config: Config, rope: Config, base: float, head_dim: int, context_length: int
 ) -> RotarySpec:
+    whole = config.positive("rotary_dim", head_dim) / head_dim
     share = rope.positive_number(
-        "partial_rotary_factor", config.positive_number("partial_rotary_factor", 1.0)
+        "partial_rotary_factor", config.positive_number("partial_rotary_factor", whole)
     )
     width = int(head_dim * share)
     if not 0 < width <= head_dim or width % 2:

@@ -9,6 +9,7 @@ from services.engine.model.checkpoint.family import Family
 from services.engine.model.checkpoint.gemma_families import GEMMA_FAMILIES
 from services.engine.model.checkpoint.latent_families import LATENT_FAMILIES
 from services.engine.model.checkpoint.layer_norm_families import LAYER_NORM_FAMILIES
+from services.engine.model.checkpoint.sigmoid_families import SIGMOID_FAMILIES
 
 __all__ = ["FAMILIES"]
 
@@ -19,6 +20,7 @@ FAMILIES: Mapping[str, Family] = {
         *GEMMA_FAMILIES,
         *LAYER_NORM_FAMILIES,
         *EXPERT_FAMILIES,
+        *SIGMOID_FAMILIES,
         *LATENT_FAMILIES,
         *DELTA_FAMILIES,
     )

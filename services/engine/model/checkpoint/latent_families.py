@@ -3,31 +3,22 @@
 from dataclasses import replace
 
 from services.engine.model.checkpoint.family import Family, LatentNames, TensorNames
-from services.engine.model.checkpoint.shared_names import EXPERTS, LATENT_WIDTHS
+from services.engine.model.checkpoint.shared_names import (
+    BIASED_EXPERTS,
+    DEEPSEEK_EXPERTS,
+    DEEPSEEK_KEYS,
+    LATENT_WIDTHS,
+)
 
 __all__ = ["LATENT_FAMILIES"]
 
-_DEEPSEEK_EXPERTS = replace(
-    EXPERTS,
-    shared_gate=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    shared_down="mlp.shared_experts.down_proj",
-)
-_DEEPSEEK_KEYS = {
-    "moe_layer_start_index": "first_k_dense_replace",
-    "moe_num_shared_experts": "n_shared_experts",
-    "num_local_experts": "n_routed_experts",
-}
 _DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     names=TensorNames(
         latent=LatentNames(),
-        experts=replace(
-            _DEEPSEEK_EXPERTS,
-            choice_bias="mlp.gate.e_score_correction_bias",
-            choice_bias_is_row=False,
-        ),
+        experts=BIASED_EXPERTS,
     ),
-    keys=_DEEPSEEK_KEYS,
+    keys=DEEPSEEK_KEYS,
     defaults={
         **LATENT_WIDTHS,
         "num_nextn_predict_layers": 1,
@@ -48,8 +39,8 @@ _DEEPSEEK_V3 = Family(
 LATENT_FAMILIES: tuple[Family, ...] = (
     Family(
         "DeepseekV2ForCausalLM",
-        names=TensorNames(latent=LatentNames(), experts=_DEEPSEEK_EXPERTS),
-        keys=_DEEPSEEK_KEYS,
+        names=TensorNames(latent=LatentNames(), experts=DEEPSEEK_EXPERTS),
+        keys=DEEPSEEK_KEYS,
         defaults={
             **LATENT_WIDTHS,
             "first_k_dense_replace": 0,

@@ -6,6 +6,9 @@ from services.engine.model.checkpoint.config import JsonObject
 from services.engine.model.checkpoint.family import ExpertTensorNames, TensorNames
 
 __all__ = [
+    "BIASED_EXPERTS",
+    "DEEPSEEK_EXPERTS",
+    "DEEPSEEK_KEYS",
     "EXPERTS",
     "HUNYUAN",
     "LATENT_WIDTHS",
@@ -40,6 +43,21 @@ QWEN_EXPERTS = replace(
     shared_down="mlp.shared_expert.down_proj",
     shared_router="mlp.shared_expert_gate",
 )
+DEEPSEEK_EXPERTS = replace(
+    EXPERTS,
+    shared_gate=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared_down="mlp.shared_experts.down_proj",
+)
+BIASED_EXPERTS = replace(
+    DEEPSEEK_EXPERTS,
+    choice_bias="mlp.gate.e_score_correction_bias",
+    choice_bias_is_row=False,
+)
+DEEPSEEK_KEYS = {
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_num_shared_experts": "n_shared_experts",
+    "num_local_experts": "n_routed_experts",
+}
 LATENT_WIDTHS: JsonObject = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
