@@ -18,6 +18,8 @@ def expert_layers(config: Config, num_layers: int) -> set[int]:
     if config.has("mlp_layer_types"):
         kinds = config.kind_per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
         return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
+    if config.has("moe_layers"):
+        return set(config.ids("moe_layers"))
     if (every := config.integer("moe_layer_freq", 1)) != 1:
         raise CheckpointError(f"{config.file}: moe_layer_freq {every} is not supported.")
     plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)
@@ -72,6 +74,7 @@ def _routing(config: Config, family: Family, count: int, per_token: int) -> Rout
         least_sum=config.number("moe_norm_min", 0.0),
         jitter=jitter,
         has_sigmoids=family.scores_by_sigmoid,
+        scales_inputs=family.scales_experts_inputs,
         groups=groups,
         kept_groups=kept_groups,
         scale=config.positive_number("routed_scaling_factor", 1.0),

@@ -21,6 +21,9 @@ from services.engine.model.checkpoint.family import Family, QkNorm, WindowRule
 
 __all__ = ["read_layers"]
 
+_CHUNK_STEP = 32
+"""Number that divides a chunk of attention: blocks of the cache must not belong to two"""
+
 
 def read_layers(
     config: Config, family: Family, hidden_size: int, context_length: int, *, has_mxfp4: bool
@@ -59,7 +62,13 @@ def _attention_layers(
             f"multiple of num_key_value_heads ({num_kv_heads})."
         )
     head_dim = _head_dim(config, hidden_size, num_heads)
-    local = _local_layers(config, family.windows, num_layers)
+    local = _local_layers(config, family, num_layers)
+    is_chunked = family.windows is WindowRule.CHUNKED
+    if is_chunked and any(local) and config.positive("sliding_window") % _CHUNK_STEP:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('sliding_window')} must be a multiple of "
+            f"{_CHUNK_STEP}, got {config.positive('sliding_window')}."
+        )
     window = config.positive("sliding_window") if any(local) else 0
     if family.encoder is not None:
         window = window // 2 + 1
@@ -79,13 +88,20 @@ def _attention_layers(
             qkv_bias=family.qkv_bias or has_bias,
             output_bias=output_key is not None and config.flag(output_key, False),
             has_sinks=family.names.sinks is not None,
-            qk_norm=qk_norm,
+            qk_norm=_qk_norm_of(qk_norm, rotary),
             has_output_gate=family.has_output_gate,
+            is_chunked=is_chunked and is_local,
         )
         for is_local, rotary in zip(
             local, _rotaries(config, family, local, head_dim, context_length), strict=True
         )
     ]
+
+
+def _qk_norm_of(norm: QkNorm, rotary: RotarySpec | None) -> QkNorm:
+    """Return a layer's norm: Llama 4's layers without rotation have none."""
+    rotates = rotary is not None and rotary.width > 0
+    return QkNorm.NONE if norm is QkNorm.HEAD_UNWEIGHTED and not rotates else norm
 
 
 def _head_dim(config: Config, hidden_size: int, num_heads: int) -> int:
@@ -169,17 +185,20 @@ def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
     return 1 / math.sqrt(config.positive_number("query_pre_attn_scalar", head_dim))
 
 
-def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it attends over a sliding window only."""
+def _local_layers(config: Config, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it attends over a window only."""
+    rule = family.windows
     has_windows = rule is not WindowRule.NONE and config.has("sliding_window")
     if not has_windows or not config.flag("use_sliding_window", True):
         return (False,) * num_layers
     if rule is WindowRule.ALL:
         return (True,) * num_layers
     if config.has("layer_types"):
-        known = ("sliding_attention", "full_attention")
-        kinds = config.kind_per_layer("layer_types", num_layers, known)
-        return tuple(kind == "sliding_attention" for kind in kinds)
+        local = "chunked_attention" if rule is WindowRule.CHUNKED else "sliding_attention"
+        kinds = config.kind_per_layer("layer_types", num_layers, (local, "full_attention"))
+        return tuple(kind == local for kind in kinds)
+    if rule is WindowRule.CHUNKED:
+        return tuple(_rotating_layers(config, num_layers))
     if rule is WindowRule.SPACED:
         pattern = config.positive("sliding_window_pattern")
         return tuple(layer % pattern != 0 for layer in range(num_layers))
@@ -208,6 +227,14 @@ def _rotaries(
         return tuple(everywhere if is_local else None for is_local in local)
     if not family.reads_no_rope_layers:
         return (everywhere,) * num_layers
+    nowhere = RotarySpec.growth_from_config(config) if family.reads_temperature else None
+    return tuple(
+        everywhere if rotates else nowhere for rotates in _rotating_layers(config, num_layers)
+    )
+
+
+def _rotating_layers(config: Config, num_layers: int) -> list[bool]:
+    """Return for each layer whether no_rope_layers gives it RoPE."""
     interval = config.positive("no_rope_layer_interval")
     rotates = config.ids("no_rope_layers") or tuple(
         (layer + 1) % interval for layer in range(num_layers)
@@ -217,4 +244,4 @@ def _rotaries(
             f"{config.file}: no_rope_layers names {len(rotates)} layers, "
             f"num_hidden_layers {num_layers}."
         )
-    return tuple(everywhere if rotates[layer] else None for layer in range(num_layers))
+    return [bool(rotates[layer]) for layer in range(num_layers)]

@@ -2,7 +2,14 @@
 
 from dataclasses import replace
 
-from services.engine.model.checkpoint.family import Family, QkNorm, TensorNames, WindowRule
+from services.engine.model.checkpoint.family import (
+    ExpertStack,
+    ExpertTensorNames,
+    Family,
+    QkNorm,
+    TensorNames,
+    WindowRule,
+)
 from services.engine.model.checkpoint.shared_names import (
     BIASED_EXPERTS,
     DEEPSEEK_KEYS,
@@ -89,6 +96,56 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         qk_norm=QkNorm.HEAD,
         windows=WindowRule.LISTED,
         scores_by_sigmoid=True,
+    ),
+    Family(
+        "Llama4ForCausalLM",
+        names=TensorNames(
+            gate=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+            experts=ExpertTensorNames(
+                router="feed_forward.router",
+                gate=("feed_forward.experts.gate_up_proj",),
+                down="feed_forward.experts.down_proj",
+                stack=ExpertStack(transposed=True),
+                shared_gate=(
+                    "feed_forward.shared_expert.gate_proj",
+                    "feed_forward.shared_expert.up_proj",
+                ),
+                shared_down="feed_forward.shared_expert.down_proj",
+                module="feed_forward",
+            ),
+        ),
+        keys={
+            "decoder_sparse_step": "interleave_moe_layer_step",
+            "intermediate_size": "intermediate_size_mlp",
+            "moe_intermediate_size": "intermediate_size",
+            "shared_expert_intermediate_size": "intermediate_size",
+            "sliding_window": "attention_chunk_size",
+        },
+        defaults={
+            "attention_chunk_size": 8192,
+            "attn_scale": 0.1,
+            "floor_scale": 8192,
+            "head_dim": 128,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "no_rope_layer_interval": 4,
+            "num_experts_per_tok": 1,
+            "num_key_value_heads": 8,
+            "num_local_experts": 16,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "use_qk_norm": True,
+        },
+        reads_attention_bias=True,
+        qk_norm=QkNorm.HEAD_UNWEIGHTED,
+        qk_norm_key="use_qk_norm",
+        interleaved_rotary=True,
+        windows=WindowRule.CHUNKED,
+        reads_no_rope_layers=True,
+        reads_temperature=True,
+        scores_by_sigmoid=True,
+        scales_experts_inputs=True,
     ),
     Family(
         "HYV3ForCausalLM",
