@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from services.common.gguf.gguf_experts import read_sigmoid_routing
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_gemma import (
     read_gemma2,
@@ -114,8 +115,18 @@ def _read_ernie_experts(file: GgufFile) -> dict[str, Json]:
     }
 
 
+def _read_glm_experts(file: GgufFile) -> dict[str, Json]:
+    has_norms = "blk.0.attn_q_norm.weight" in file.tensors
+    return {**read_sigmoid_routing(file), "use_qk_norm": has_norms}
+
+
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 _USE_BIAS = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+_DEEPSEEK_KEYS = {
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_num_shared_experts": "n_shared_experts",
+    "num_local_experts": "n_routed_experts",
+}
 _OLMO3 = Architecture("Olmo3ForCausalLM", extra_keys=_read_olmo3)
 _MIXTRAL = Architecture("MixtralForCausalLM", extra_keys=lambda _: {"norm_topk_prob": True})
 _ARCHITECTURES: Mapping[str, Architecture] = {
@@ -204,5 +215,11 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         extra_keys=_read_stablelm,
     ),
     "qwen3next": Architecture("Qwen3NextForCausalLM", extra_keys=read_delta_net),
-    "deepseek2": Architecture("DeepseekV2ForCausalLM", extra_keys=read_latent),
+    "deepseek2": Architecture("DeepseekV2ForCausalLM", _DEEPSEEK_KEYS, read_latent),
+    "dots1": Architecture("Dots1ForCausalLM", _DEEPSEEK_KEYS, read_sigmoid_routing),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM",
+        extra_keys=lambda file: {**read_sigmoid_routing(file), "norm_topk_prob": True},
+    ),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", _DEEPSEEK_KEYS, _read_glm_experts),
 }

@@ -59,6 +59,10 @@ ARCHITECTURES = {
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
+    "dots1": MODEL_ARCH.DOTS1,
+    "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    "solar_open": MODEL_ARCH.GLM4_MOE,
+    "glm4_moe": MODEL_ARCH.GLM4_MOE,
     "glm4_moe_lite": MODEL_ARCH.DEEPSEEK2,
     "youtu": MODEL_ARCH.DEEPSEEK2,
     "glm": MODEL_ARCH.CHATGLM,
@@ -83,6 +87,10 @@ _INTERLEAVED = {
     *("granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"),
     *("internlm3", "ministral3"),
 }
+_SIGMOIDS = {
+    *("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open"),
+}
+"""Families whose experts are weighed by sigmoids"""
 _WITHOUT_OFFSET = ("gemma2", "gemma3_", "qwen3_5", "qwen3_next", "nemotron")
 """Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
@@ -366,6 +374,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     writer.add_value_length(head_dim)
     _write_norms(writer, config)
     _write_rope(writer, config, head_dim)
+    if hasattr(config, "kv_lora_rank") or config.model_type in _SIGMOIDS:
+        _write_routing(writer, config)
     if hasattr(config, "kv_lora_rank"):
         _write_latent(writer, config)
     if config.model_type == "gemma4_text":
@@ -415,17 +425,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         writer.add_full_attention_interval(4)
 
 
-def _write_latent(writer: GGUFWriter, config: Any) -> None:
-    latent, rotated = config.kv_lora_rank, config.qk_rope_head_dim
-    writer.add_head_count_kv(1)
-    writer.add_key_length(latent + rotated)
-    writer.add_value_length(latent)
-    writer.add_key_length_mla(config.qk_nope_head_dim + rotated)
-    writer.add_value_length_mla(config.v_head_dim)
-    writer.add_kv_lora_rank(latent)
-    if config.q_lora_rank is not None:
-        writer.add_q_lora_rank(config.q_lora_rank)
-    kinds = getattr(config, "mlp_layer_types", ["dense"] * config.num_hidden_layers)
+def _write_routing(writer: GGUFWriter, config: Any) -> None:
+    kinds = getattr(config, "mlp_layer_types", [])
     dense = getattr(config, "first_k_dense_replace", kinds.count("dense"))
     writer.add_leading_dense_block_count(dense)
     writer.add_expert_shared_count(getattr(config, "n_shared_experts", 0))
@@ -436,8 +437,20 @@ def _write_latent(writer: GGUFWriter, config: Any) -> None:
         if (config.n_group or 1) > 1:
             writer.add_expert_group_count(config.n_group)
             writer.add_expert_group_used_count(config.topk_group)
-        if config.model_type != "deepseek_v2":
+        if config.model_type in _SIGMOIDS:
             writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+
+
+def _write_latent(writer: GGUFWriter, config: Any) -> None:
+    latent, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    writer.add_head_count_kv(1)
+    writer.add_key_length(latent + rotated)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config.qk_nope_head_dim + rotated)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_kv_lora_rank(latent)
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
     if (weight := config.rope_parameters.get("mscale_all_dim")) is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
 

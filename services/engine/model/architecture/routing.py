@@ -31,6 +31,8 @@ class Routing:
     """Groups among which a token's experts are chosen"""
     scale: float = 1.0
     """Factor on all weights"""
+    scales_inputs: bool = False
+    """True if the weights multiply what experts read rather than what they return"""
 
     @property
     def is_plain(self) -> bool:
@@ -47,7 +49,8 @@ class Routing:
         if self.jitter is not None:
             return self._mix_sparsely(scores, self.jitter)
         weights = scores.sigmoid() if self.has_sigmoids else scores.softmax(dim=1)
-        ranked = weights if bias is None else weights + bias
+        # equal weights may have rounded away which score is higher
+        ranked = scores if bias is None else weights + bias
         if self.kept_groups < self.groups:
             ranked = self._in_best_groups(ranked)
         chosen = ranked.topk(self.per_token, dim=1).indices

@@ -35,6 +35,7 @@ class WindowRule(Enum):
     LISTED = "if use_sliding_window: as layer_types lists, or from layer max_window_layers on"
     PATTERN = "as layer_types lists, or all but every sliding_window_pattern-th"
     SPACED = "as layer_types lists, or all but the first and every sliding_window_pattern-th after"
+    CHUNKED = "as layer_types lists, or layers with RoPE, which see their own chunk alone"
     EVEN = "if use_sliding_window: as layer_types lists, or even layers below max_window_layers"
 
 
@@ -44,6 +45,7 @@ class QkNorm(Enum):
     NONE = "none"
     HEAD = "RMSNorm over each head, before the rotation"
     HEAD_ROTATED = "RMSNorm over each head, after the rotation"
+    HEAD_UNWEIGHTED = "RMSNorm over each head without weights, after the rotation if there is one"
     HEAD_LAYER_NORM = "LayerNorm over each head with weights of its own, before the rotation"
     ALL_HEADS = "RMSNorm over all heads of a token together, before the rotation"
 
@@ -366,6 +368,9 @@ class Family:
     """Layers have no RoPE if rope_parameters has no rope_theta"""
     reads_no_rope_layers: bool = False
     """no_rope_layers has a 0 for each layer without RoPE"""
+    reads_temperature: bool = False
+    """If attn_temperature_tuning is true, attn_scale and floor_scale let the queries of layers
+    without RoPE grow with the position"""
     reads_soft_caps: bool = False
     """attn_logit_softcapping and final_logit_softcapping soft-cap attention scores and logits"""
     multimodal_axes: MultimodalAxes = MultimodalAxes.NONE
@@ -376,6 +381,8 @@ class Family:
     """A part of the keys of latent attention rotates"""
     scores_by_sigmoid: bool = False
     """Experts are weighed by sigmoids rather than a softmax"""
+    scales_experts_inputs: bool = False
+    """Experts read rows times their weights"""
     mixes_sparsely: bool = False
     """SparseMixer chooses experts, with router_jitter_noise"""
     clamped_swiglu: bool = False

@@ -25,6 +25,8 @@ _INTERLEAVED = {
     "SmolLM3ForCausalLM",
 }
 """Families whose queries and keys llama.cpp reorders for its own RoPE"""
+_POST_ATTENTION_NORM = {"Glm4MoeForCausalLM", "SeedOssForCausalLM"}
+"""Families whose feed-forward layers' norm has the name of one behind attention"""
 _IGNORED = ("rope_freqs.weight", "rope_factors_*.weight", "*.attn_rot_embd")
 _KEYS = ("blk.*.attn_k.weight", "blk.*.attn_k_norm.weight", "blk.*.attn_v.weight")
 """Tensors that files may hold for layers that share the keys of earlier ones"""
@@ -75,7 +77,7 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
     fused_qkv: queries, keys and values are one tensor.
     """
     names = _names(family.names, fused_qkv)
-    if family.architecture == "SeedOssForCausalLM":
+    if family.architecture in _POST_ATTENTION_NORM:
         names = replace(names, feed_forward_norm="post_attention_norm")
     shares_keys = family.is_gemma4 or family.names.altup is not None
     return replace(

@@ -91,7 +91,7 @@ def _stored_norm(
 ) -> tuple[StoredTensor, ...]:
     size = spec.head_dim
     match spec.qk_norm:
-        case QkNorm.NONE:
+        case QkNorm.NONE | QkNorm.HEAD_UNWEIGHTED:
             return ()
         case QkNorm.HEAD | QkNorm.HEAD_ROTATED:
             return (names.tensor(f"{name}.weight", size),)
@@ -106,7 +106,8 @@ def _stored_norm(
 
 def _norms_apart(spec: AttentionSpec) -> bool:
     """Return whether the norms of queries and keys are no part of the rotation."""
-    return spec.rotary is None or spec.qk_norm in (QkNorm.HEAD_ROTATED, QkNorm.HEAD_LAYER_NORM)
+    fused = (QkNorm.HEAD, QkNorm.ALL_HEADS)
+    return spec.rotary is None or spec.qk_norm not in fused
 
 
 def _qkv(
@@ -166,6 +167,9 @@ def _qk_norms(
 
     They are [heads, head_dim] for LayerNorms, else [head_dim] or [heads * head_dim].
     """
+    if spec.qk_norm is QkNorm.HEAD_UNWEIGHTED:
+        ones = torch.ones(spec.head_dim, dtype=reader.dtype, device=reader.device)
+        return ones, ones
     queries = keys = Shard()
     if spec.qk_norm in (QkNorm.ALL_HEADS, QkNorm.HEAD_LAYER_NORM):
         queries, keys = reader.shard, reader.shard.of_heads(spec.num_kv_heads)

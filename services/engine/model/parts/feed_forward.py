@@ -52,10 +52,22 @@ class Experts(FeedForward):
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         scores = torch.empty(len(rows), self.count, device=rows.device)
         self.router.into(rows, scores)
-        choice = self.operators.choose(scores, self.routing, self.bias)
-        self.mixture.add_to(rows, *choice, out)
+        chosen, factors = self.operators.choose(scores, self.routing, self.bias)
+        if self.routing.scales_inputs:
+            self._add_scaled(rows, chosen, factors, out)
+        else:
+            self.mixture.add_to(rows, chosen, factors, out)
         if self.shared is not None:
             self.shared.add_to(rows, out, inner)
+
+    def _add_scaled(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
+        """Add the outputs of experts that read the rows times their factors."""
+        plain, ones = self.operators.plain(rows), torch.ones_like(factors[:, :1])
+        scaled = self.operators.temporary(*rows.shape)
+        for number in range(self.routing.per_token):
+            column = slice(number, number + 1)
+            self.operators.arrange((plain * factors[:, column]).to(plain.dtype), scaled)
+            self.mixture.add_to(scaled, chosen[:, column], ones, out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ WIDE_TIED = WIDE | {"tie_word_embeddings": True}
 QUANTIZED = (
     *("phimoe", "ernie moe", "hunyuan moe", "ministral3"),
     *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
-    *("stablelm", "stablelm, norms", "internlm3", "olmo3"),
+    *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2"),
 )
 """Families that are tried with codes too; the first four have other shapes than in CONFIGS"""
 YARN = {
@@ -96,6 +96,7 @@ FAMILIES = {
         *("gemma4, shared keys", "gemma4, experts", "gpt2", "qwen3", "qwen3, tied"),
         *("qwen3.5", "qwen3.5 moe", "qwen3 next"),
         *("olmoe", "arcee", "ernie", "granite moe", "deepseek v2", "glm4 moe lite"),
+        *("glm4 moe, groups", "solar open", "dots1, groups"),
         *QUANTIZED[4:],
         "exaone4, no windows",
     )

@@ -45,6 +45,8 @@ ARCHITECTURES = {
     "phimoe": "PhimoeForCausalLM",
     "deepseek v2, groups": "DeepseekV2ForCausalLM",
     "deepseek v3": "DeepseekV3ForCausalLM",
+    "glm4 moe": "Glm4MoeForCausalLM",
+    "minimax m2": "MiniMaxM2ForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "kimi linear": "KimiLinearForCausalLM",
 }
@@ -213,6 +215,8 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("deepseek v3", lambda p: set_config(p, topk_group=1), ["topk_group", "fewer", "3"]),
     ("deepseek v3", lambda p: set_config(p, num_nextn_predict_layers=-3), ["num_nextn", "-3"]),
     ("deepseek v3", lambda p: set_config(p, num_nextn_predict_layers=10**9), ["num_nextn"]),
+    ("glm4 moe", lambda p: set_config(p, n_group=3), ["n_group", "3", "8 experts"]),
+    ("glm4 moe", lambda p: set_config(p, use_qk_norm=False), ["self_attn.k_norm"]),
     ("deepseek v2", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
     ("minicpm3", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
     ("youtu", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
@@ -392,7 +396,8 @@ DEFAULTED = [
     *("olmo3", "glm", "glm4", "cohere", "cohere2", "exaone4", "gpt-neox", "phi", "stablelm"),
     *("nemotron", "arcee", "hunyuan", "apertus", "ernie", "ministral3", "seed oss"),
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
-    *("deepseek v3", "glm4 moe lite", "youtu", "minicpm3"),
+    *("deepseek v3", "glm4 moe", "solar open", "minimax m2", "hy v3", "glm4 moe lite"),
+    *("youtu", "minicpm3"),
 ]
 LEAST_KEYS = {
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
