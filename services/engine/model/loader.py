@@ -15,9 +15,11 @@ from services.engine.model.adapters.adapters import Adapters
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
+from services.engine.model.checkpoint.config import Config
 from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.gguf_tensors import GgufTensors
+from services.engine.model.checkpoint.model_code import ModelCode, code_of
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.quantized_tensors import QuantizedTensors
 from services.engine.model.checkpoint.tensors import Checkpoint, TensorFiles
@@ -26,6 +28,7 @@ from services.engine.model.encoder import Encoder
 from services.engine.model.encoder_reader import EncoderReader
 from services.engine.model.lockstep import LeadingDecoder
 from services.engine.model.manifest import Manifest
+from services.engine.model.model import Model
 from services.engine.model.operators.fp8_weights import Fp8Rounding
 from services.engine.model.operators.grouped_operators import GroupedOperators
 from services.engine.model.operators.interface import Operators
@@ -86,7 +89,11 @@ def load_spec(path: str | Path) -> ModelSpec:
     """
     directory = Path(path)
     config = Checkpoint.config(directory)
-    spec = ModelSpec.from_config(config.values, config.file)
+    return _with_known_ends(ModelSpec.from_config(config.values, config.file), directory)
+
+
+def _with_known_ends(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """Return a spec with the EOS ids of generation_config.json, but those without a logit."""
     if eos_token_ids := generation_config(directory).ids("eos_token_id"):
         spec = dataclasses.replace(spec, eos_token_ids=eos_token_ids)
     known = tuple(eos for eos in spec.eos_token_ids if 0 <= eos < spec.vocab_size)
@@ -106,7 +113,8 @@ def load_model(
     weights: str = "full",
     with_xformers: bool = False,
     ranks: RankGroup = SINGLE_RANK,
-) -> Decoder:
+    code: str = "auto",
+) -> Model:
     """Load a checkpoint, one layer at a time from the mapped files.
 
     progress: show a bar on a terminal, or log a few lines without one.
@@ -118,11 +126,16 @@ def load_model(
     with_xformers: decode with xformers' kernel on a GPU.
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
+    code: "native", "transformers" (its modules compute the model, with our attention and products)
+    or "auto" (native where there is such code).
     Raises CheckpointError before loading if a tensor is missing or of another shape.
     Raises StartupError if this machine can't multiply int8 or FP8 weights, the ranks can't share
     the model, or xformers is missing.
     """
     directory = Path(path)
+    config = Checkpoint.config(directory)
+    if code_of(config, code) is ModelCode.TRANSFORMERS:
+        return _load_on_transformers(directory, config, dtype, progress, device, weights, ranks)
     whole = load_spec(directory)
     if whole.is_encoder:
         return _load_encoder(directory, whole, dtype, progress, device, weights, ranks)
@@ -176,6 +189,43 @@ def load_model(
     decoder.runs_in_pieces = ranks.rank.is_alone  # rank 0 announces whole passes
     decoder.adapters = adapters
     return decoder
+
+
+def _load_on_transformers(
+    directory: Path,
+    config: Config,
+    dtype: torch.dtype,
+    progress: bool,
+    device: torch.device,
+    weights: str,
+    ranks: RankGroup,
+) -> Model:
+    """Do `load_model` for a model that runs on transformers' modules."""
+    # imported here, because transformers is optional, and takes seconds
+    from services.engine.model.transformers_code.paged_model import TransformersModel
+    from services.engine.model.transformers_code.plan import ModelPlan
+    from services.engine.model.transformers_code.reader import CheckpointReader
+
+    if not ranks.rank.is_alone:
+        raise StartupError(
+            "A model on transformers' code can't be shared by several ranks. Start without them."
+        )
+    if (directory / PARTS).is_dir():
+        raise StartupError(f"{directory}: transformers' code can't run a GGUF file.")
+    plan = ModelPlan.of(config, dtype)
+    spec = _with_known_ends(plan.spec, directory)
+    operators = _choose_operators(spec, dtype, device, weights)
+    with _open_tensors(directory, spec) as checkpoint:
+        reader = CheckpointReader(plan, checkpoint, operators, device)
+        bar = LoadProgress(reader.require(), shown=progress)
+        try:
+            reader.read(bar)
+        finally:
+            bar.finish()
+    give_back_freed()
+    tiled = isinstance(operators, TiledOperators)
+    attention = choose_backend(spec, dtype, device, tiled=tiled)
+    return TransformersModel(plan, spec, dtype, device, operators, attention, reader.step_bytes)
 
 
 def _with_stored_experts(spec: ModelSpec, root: str, checkpoint: TensorFiles) -> ModelSpec:

@@ -92,7 +92,7 @@ from transformers.models.auto.modeling_auto import (
 
 from services.engine.batch.step_batch import OutputRows, StateSegments, StepBatch
 from services.engine.execution.piece_graphs import PieceGraphs
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 
 VOCABULARY = 97
 
@@ -690,7 +690,7 @@ class Driver:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         sequences: Sequence[Tensor],
         block_size: int = 32,
         *,

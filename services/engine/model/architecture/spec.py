@@ -22,7 +22,7 @@ from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.gguf_families import gguf_family
 from services.engine.model.checkpoint.schemes import SCHEMES, Scheme
 
-__all__ = ["ModelSpec"]
+__all__ = ["ModelSpec", "dtype_of", "quantization_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class ModelSpec:
             family = gguf_family(family, fused_qkv=whole.section(MARK).flag("fused_qkv", False))
         nested = {} if family.section is None else whole.section(family.section).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
-        stored_as = _quantization(config, family)
+        stored_as = quantization_of(config, family)
         hidden_size = config.positive("hidden_size")
         context_length = config.positive("max_position_embeddings")
         encoder = family.encoder
@@ -199,7 +199,7 @@ class ModelSpec:
             parallel_residual=family.reads_parallel_residual
             and config.flag("use_parallel_residual", False),
             head_bias=family.head_bias_key is not None and config.flag(family.head_bias_key, False),
-            dtype=_dtype(config),
+            dtype=dtype_of(config),
             fp8=stored_as if isinstance(stored_as, Fp8Format) else None,
             scheme=stored_as if isinstance(stored_as, Scheme) else None,
             eos_token_ids=config.ids("eos_token_id"),
@@ -215,7 +215,7 @@ class ModelSpec:
         )
 
 
-def _quantization(config: Config, family: Family) -> Fp8Format | Scheme | Literal["mxfp4"] | None:
+def quantization_of(config: Config, family: Family) -> Fp8Format | Scheme | Literal["mxfp4"] | None:
     """Return how weights are quantized. Raises CheckpointError for what is not read."""
     if not config.has("quantization_config"):
         return None
@@ -280,7 +280,8 @@ def _num_labels(config: Config) -> int:
     return len(names) or config.positive("num_labels", 2)
 
 
-def _dtype(config: Config) -> str:
+def dtype_of(config: Config) -> str:
+    """Return the dtype of stored weights. Raises CheckpointError for one that is not read."""
     # transformers 5 writes dtype, older releases torch_dtype.
     dtype = config.text("dtype" if config.has("dtype") else "torch_dtype", "float32")
     if dtype not in ("float32", "bfloat16", "float16"):

@@ -104,6 +104,15 @@ class TensorFiles(ABC):
     def holds(self, name: str) -> bool:
         return name in self._found
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all tensors in the files."""
+        return tuple(self._found)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a tensor of the files in the shape that it has there."""
+        return StoredTensor(name, self._found[name].shape)
+
     def require(
         self,
         wanted: Iterable[StoredTensor],

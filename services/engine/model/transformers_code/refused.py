@@ -1,0 +1,8 @@
+"""Architectures whose refusal a look at their modules and a trial pass would not give."""
+
+from collections.abc import Mapping
+
+__all__ = ["REFUSED"]
+
+REFUSED: Mapping[str, str] = {}
+"""Reason of each, a clause"""
