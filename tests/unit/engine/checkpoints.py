@@ -504,8 +504,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **{key: value for key, value in SHAPE.items() if key != "intermediate_size"} | DELTA_NET,
         num_experts=5,
         num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
     ),
     "deepseek v2": DeepseekV2Config(
         **LATENT | ROUTED | {"q_lora_rank": None},

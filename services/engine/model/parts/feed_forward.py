@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.routing import Routing
-from services.engine.model.operators.interface import Gate, Mixture, Operators, Projection
+from services.engine.model.operators.interface import (
+    Gate,
+    Mixture,
+    Operators,
+    Projection,
+    RoutedMixture,
+    SharedParts,
+)
 
 __all__ = ["Beside", "Dense", "Experts", "FeedForward", "NormedExperts", "SharedExpert"]
 
@@ -48,8 +55,13 @@ class Experts(FeedForward):
     """float32 [count], added to the experts' weights for the choice alone"""
     operators: Operators
     shared: "SharedExpert | None" = None
+    routed: RoutedMixture | None = None
+    """All of the layer as one kernel; None: there is no such kernel"""
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        if self.routed is not None and not self.routed.is_adapted:
+            self.routed.add_to(rows, out)
+            return
         scores = torch.empty(len(rows), self.count, device=rows.device)
         self.router.into(rows, scores)
         chosen, factors = self.operators.choose(scores, self.routing, self.bias)
@@ -123,6 +135,10 @@ class SharedExpert(FeedForward):
     router: Projection | None
     """To the logit of the factor; None: there is no factor"""
     operators: Operators
+
+    @property
+    def parts(self) -> SharedParts:
+        return SharedParts(self.expert.gate, self.expert.down, self.router)
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         product = self.operators.temporary(len(rows), out.shape[1])

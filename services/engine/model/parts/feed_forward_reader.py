@@ -151,14 +151,17 @@ class FeedForwardReader:
         router = reader.operators.exact_projection(decoded(weight), bias)
         reader.step_bytes += mixture.weight_bytes + router.weight_bytes
         router = reader.adapted(router, self._router_site(stored, norm))
+        bias = self._choice_bias(stored.choice_bias)
+        shared = self._shared_expert(stored.shared, content.shared, norm)
         layer_experts = Experts(
             router=router,
             mixture=mixture,
             count=content.count,
             routing=routing,
-            bias=self._choice_bias(stored.choice_bias),
+            bias=bias,
             operators=reader.operators,
-            shared=self._shared_expert(stored.shared, content.shared, norm),
+            shared=shared,
+            routed=mixture.routed(router, routing, bias, None if shared is None else shared.parts),
         )
         return reader.shard.summed_experts(layer_experts)
 
