@@ -12,7 +12,7 @@ from services.common.gguf.gguf_gemma import (
     read_gemma4,
 )
 from services.common.gguf.gguf_latent import choose_latent_model, read_latent
-from services.common.gguf.gguf_layers import read_delta_net, read_windows
+from services.common.gguf.gguf_layers import count_layers, read_delta_net, read_windows
 from services.common.gguf.gguf_rope import read_rope_scaling
 from services.common.json_values import Json
 
@@ -113,6 +113,24 @@ def _read_ernie_experts(file: GgufFile) -> dict[str, Json]:
         "moe_layer_interval": file.integer(file.own("interleave_moe_layer_step"), 1),
         "moe_num_shared_experts": file.integer(file.own("expert_shared_count"), 0),
     }
+
+
+def _read_llama4(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Llama 4. What they don't say is in llama.cpp's code.
+
+    A window of 0 marks a model without chunks, all of whose layers rotate. The one with 128 experts
+    has no norms of queries and keys.
+    """
+    values: dict[str, Json] = {
+        "interleave_moe_layer_step": file.integer("llama4.interleave_moe_layer_step", 1),
+        "use_qk_norm": file.integer("llama4.expert_count", 0) != _MAVERICK_EXPERTS,
+    }
+    if file.integer("llama4.attention.sliding_window", 1) == 0:
+        values |= {"attention_chunk_size": None, "no_rope_layers": [1] * count_layers(file)}
+    return values
+
+
+_MAVERICK_EXPERTS = 128
 
 
 def _read_glm_experts(file: GgufFile) -> dict[str, Json]:
@@ -220,6 +238,26 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "minimax-m2": Architecture(
         "MiniMaxM2ForCausalLM",
         extra_keys=lambda file: {**read_sigmoid_routing(file), "norm_topk_prob": True},
+    ),
+    "mistral4": Architecture("Mistral4ForCausalLM", _DEEPSEEK_KEYS, read_latent),
+    "afmoe": Architecture(
+        "AfmoeForCausalLM",
+        {
+            "moe_layer_start_index": "num_dense_layers",
+            "moe_num_shared_experts": "num_shared_experts",
+            "num_local_experts": "num_experts",
+            "routed_scaling_factor": "route_scale",
+            "sliding_window_pattern": "global_attn_every_n_layers",
+        },
+        lambda file: {**read_sigmoid_routing(file), **read_windows(file, 4), "mup_enabled": True},
+    ),
+    "llama4": Architecture(
+        "Llama4ForCausalLM",
+        {
+            "intermediate_size": "intermediate_size_mlp",
+            "moe_intermediate_size": "intermediate_size",
+        },
+        _read_llama4,
     ),
     "glm4moe": Architecture("Glm4MoeForCausalLM", _DEEPSEEK_KEYS, _read_glm_experts),
 }

@@ -74,6 +74,7 @@ def _attention_layers(
         window = window // 2 + 1
     has_bias = family.reads_attention_bias and config.flag("attention_bias", False)
     has_qk_norm = family.qk_norm_key is None or config.flag(family.qk_norm_key, False)
+    has_gate = family.has_output_gate or family.names.output_gate is not None
     qk_norm = family.qk_norm if has_qk_norm else QkNorm.NONE
     output_key = family.output_bias_key if family.reads_attention_bias else None
     return [
@@ -89,7 +90,7 @@ def _attention_layers(
             output_bias=output_key is not None and config.flag(output_key, False),
             has_sinks=family.names.sinks is not None,
             qk_norm=_qk_norm_of(qk_norm, rotary),
-            has_output_gate=family.has_output_gate,
+            has_output_gate=has_gate,
             is_chunked=is_chunked and is_local,
         )
         for is_local, rotary in zip(

@@ -192,7 +192,7 @@ class ModelSpec:
             if family.reads_soft_caps
             else 0.0,
             embedding_scale=hidden_size**0.5
-            if family.scaled_embedding
+            if family.scaled_embedding and _is_set(config, family.embedding_key)
             else _multiplier(config, family, "embedding_multiplier"),
             residual_scale=_residual_scale(config, family),
             logit_scale=_logit_scale(config, family, hidden_size),
@@ -232,6 +232,11 @@ def _quantization(config: Config, family: Family) -> Fp8Format | Scheme | Litera
         f"fp8, {', '.join(SCHEMES)}, and mxfp4 for the experts of gpt-oss; or serve a float32, "
         "bfloat16 or float16 checkpoint."
     )
+
+
+def _is_set(config: Config, key: str | None) -> bool:
+    """Return whether a flag is true, which counts as true if the family has none."""
+    return key is None or config.flag(key, False)
 
 
 def _residual_scale(config: Config, family: Family) -> float:

@@ -207,6 +207,8 @@ class TensorNames:
     """A name with "{}" stands for one tensor for each head"""
     sinks: str | None = None
     """Attention sinks: one extra logit in each head's softmax, without a value"""
+    output_gate: str | None = None
+    """Gate of attention's output in a tensor of its own; None: none, or behind the queries"""
     output: str = "self_attn.o_proj"
     attention_post_norm: str | None = None
     """Norm of attention's output before it joins the residual"""
@@ -357,6 +359,8 @@ class Family:
     """If sliding_window is set, layers without a window have no RoPE"""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the square root of hidden_size"""
+    embedding_key: str | None = None
+    """Key without which they are not; None: they always are"""
     reads_multipliers: bool = False
     """config.json has embedding_, residual_ and attention_multiplier and logits_scaling"""
     reads_depth: bool = False
@@ -381,6 +385,8 @@ class Family:
     """A part of the keys of latent attention rotates"""
     scores_by_sigmoid: bool = False
     """Experts are weighed by sigmoids rather than a softmax"""
+    ranks_groups_by_two: bool = False
+    """The two best experts of a group rank it, as they do with scores_by_sigmoid"""
     scales_experts_inputs: bool = False
     """Experts read rows times their weights"""
     mixes_sparsely: bool = False

@@ -118,6 +118,7 @@ def _names(names: TensorNames, fused_qkv: bool) -> TensorNames:
         query_norm="attn_q_norm",
         key_norm="attn_k_norm",
         sinks="attn_sinks.weight" if is_gpt_oss else None,
+        output_gate=None if names.output_gate is None else "attn_gate",
         output="attn_output",
         attention_post_norm=None if names.attention_post_norm is None else "post_attention_norm",
         feed_forward_norm=feed_forward_norm,
