@@ -130,6 +130,16 @@ def _read_llama4(file: GgufFile) -> dict[str, Json]:
     return values
 
 
+def _read_falcon(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Falcon, which has two norms, several key heads, or neither."""
+    has_both = "blk.0.attn_norm_2.weight" in file.tensors
+    key_heads = file.integers("falcon.attention.head_count_kv", 1, 1)[0]
+    return {
+        "new_decoder_architecture": has_both or key_heads > 1,
+        "num_ln_in_parallel_attn": 2 if has_both else 1,
+    }
+
+
 _MAVERICK_EXPERTS = 128
 
 
@@ -140,6 +150,14 @@ def _read_glm_experts(file: GgufFile) -> dict[str, Json]:
 
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 _USE_BIAS = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+_GPT2_KEYS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
 _DEEPSEEK_KEYS = {
     "moe_layer_start_index": "first_k_dense_replace",
     "moe_num_shared_experts": "n_shared_experts",
@@ -177,14 +195,23 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gpt2": Architecture(
         "GPT2LMHeadModel",
+        _GPT2_KEYS,
+    ),
+    "starcoder": Architecture(
+        "GPTBigCodeForCausalLM",
+        _GPT2_KEYS,
+        lambda file: {"multi_query": file.integers("starcoder.attention.head_count_kv", 1)[0] == 1},
+    ),
+    "falcon": Architecture(
+        "FalconForCausalLM",
         {
-            "hidden_size": "n_embd",
-            "intermediate_size": "n_inner",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
+            "attention_bias": "bias",
+            "intermediate_size": "ffn_hidden_size",
+            "mlp_bias": "bias",
+            "num_key_value_heads": "num_kv_heads",
             "rms_norm_eps": "layer_norm_epsilon",
         },
+        _read_falcon,
     ),
     "gpt-oss": Architecture("GptOssForCausalLM", extra_keys=_read_gpt_oss),
     "qwen35": Architecture("Qwen3_5ForCausalLM", extra_keys=read_delta_net),

@@ -22,6 +22,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3nTextConfig,
@@ -32,6 +33,9 @@ from transformers import (
     Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -58,6 +62,7 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     OlmoHybridConfig,
+    OPTConfig,
     Phi3Config,
     PhiConfig,
     PhimoeConfig,
@@ -211,6 +216,23 @@ _QWEN_VISION: dict[str, Any] = {
     "intermediate_size": 8,
     "num_heads": 1,
     "out_hidden_size": 64,
+}
+
+GPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_positions": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FALCON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
 }
 
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -429,6 +451,42 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         initializer_range=0.2,
         bos_token_id=1,
         eos_token_id=2,
+    ),
+    "gpt bigcode": GPTBigCodeConfig(**GPT, n_head=4),
+    "gpt bigcode, own keys": GPTBigCodeConfig(**GPT, n_head=2, multi_query=False),
+    "gpt-neo": GPTNeoConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_layers=4,
+        num_heads=2,
+        attention_types=[[["global", "local"], 2]],
+        window_size=9,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    ),
+    "gpt-j": GPTJConfig(**GPT, n_head=2, rotary_dim=16),
+    "opt": OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        init_std=0.2,
+    ),
+    "falcon": FalconConfig(**FALCON, num_attention_heads=4),
+    "falcon, two norms": FalconConfig(
+        **FALCON, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True, bias=True
+    ),
+    "falcon, one norm": FalconConfig(
+        **FALCON,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        num_ln_in_parallel_attn=1,
+    ),
+    "falcon, in turn": FalconConfig(
+        **FALCON, num_attention_heads=2, multi_query=False, parallel_attn=False, bias=True
     ),
     "mixtral": MixtralConfig(**WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=30),
     "qwen2 moe": Qwen2MoeConfig(

@@ -59,6 +59,8 @@ ARCHITECTURES = {
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
+    "falcon": MODEL_ARCH.FALCON,
+    "gpt_bigcode": MODEL_ARCH.STARCODER,
     "afmoe": MODEL_ARCH.AFMOE,
     "llama4_text": MODEL_ARCH.LLAMA4,
     "mistral4": MODEL_ARCH.MISTRAL4,
@@ -323,6 +325,11 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
     if kind == "gpt_neox" and "query_key_value" in name:
         by_head = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
         return by_head.transpose(0, 1).reshape(tensor.shape)
+    if kind == "falcon" and "query_key_value" in name:
+        keys = config.num_kv_heads if config.new_decoder_architecture else 1
+        by_head = tensor.view(keys, -1, config.head_dim, *tensor.shape[1:])
+        parts = (by_head[:, :-2], by_head[:, -2], by_head[:, -1])
+        return torch.cat([each.reshape(-1, *tensor.shape[1:]) for each in parts])
     if kind == "gpt2" and name.endswith(("attn.weight", "fc.weight", "proj.weight")):
         return tensor.T
     if kind in _INTERLEAVED and ("q_proj" in name or "k_proj" in name):
@@ -378,7 +385,7 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         inner = getattr(config, "intermediate_size_mlp", inner)
         writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
+    writer.add_head_count_kv(_key_heads(config))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -436,6 +443,13 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         recurrent = [kind == "linear_attention" for kind in config.layer_types]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
         writer.add_full_attention_interval(4)
+
+
+def _key_heads(config: Any) -> int:
+    if config.model_type == "falcon" and not config.new_decoder_architecture:
+        return 1
+    own = _first_of(config, "num_key_value_heads", "num_kv_heads")
+    return int(own or config.num_attention_heads)
 
 
 def _write_routing(writer: GGUFWriter, config: Any) -> None:

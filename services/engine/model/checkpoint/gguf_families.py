@@ -85,6 +85,7 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
         names=replace(names, ignored=(*_IGNORED, *(_KEYS if shares_keys else ()))),
         output_bias_key="attention_output_bias",
         qkv_by_head=False,
+        parallel_norms=("attn_norm_2", "attn_norm"),
         norm_offset=False,
         transposed=False,
         interleaved_rotary=family.interleaved_rotary or family.architecture in _INTERLEAVED,

@@ -78,7 +78,7 @@ QUANTIZED = (
     *("phimoe", "ernie moe", "hunyuan moe", "ministral3"),
     *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
-    *("mistral4", "llama4"),
+    *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
 )
 """Families that are tried with codes too; the first four have other shapes than in CONFIGS"""
 YARN = {

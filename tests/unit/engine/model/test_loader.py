@@ -48,6 +48,8 @@ ARCHITECTURES = {
     "glm4 moe": "Glm4MoeForCausalLM",
     "minimax m2": "MiniMaxM2ForCausalLM",
     "llama4": "Llama4ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gpt-neo": "GPTNeoForCausalLM",
     "afmoe": "AfmoeForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
@@ -222,6 +224,10 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("llama4", lambda p: set_config(p, attention_chunk_size=48), ["attention_chunk_size", "48"]),
     ("llama4", lambda p: set_config(p, layer_types=["sliding_attention"] * 4), ["sliding_att"]),
     ("llama4", lambda p: set_config(p, floor_scale=0), ["floor_scale"]),
+    ("opt", lambda p: set_config(p, do_layer_norm_before=False), ["do_layer_norm_before"]),
+    ("opt", lambda p: set_config(p, word_embed_proj_dim=32, hidden_size=128), ["[97, 128]"]),
+    ("falcon", lambda p: set_config(p, alibi=True), ["alibi"]),
+    ("gpt-neo", lambda p: set_config(p, attention_layers=["near"] * 4), ["attention_layers"]),
     ("afmoe", lambda p: set_config(p, attention_bias=True), ["attention_bias"]),
     ("glm4 moe", lambda p: set_config(p, use_qk_norm=False), ["self_attn.k_norm"]),
     ("deepseek v2", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
@@ -404,7 +410,7 @@ DEFAULTED = [
     *("nemotron", "arcee", "hunyuan", "apertus", "ernie", "ministral3", "seed oss"),
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
     *("deepseek v3", "solar open", "minimax m2", "hy v3", "glm4 moe lite", "llama4", "afmoe"),
-    *("youtu", "minicpm3", "mistral4"),
+    *("youtu", "minicpm3", "mistral4", "opt", "falcon"),
 ]
 LEAST_KEYS = {
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
