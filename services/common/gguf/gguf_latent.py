@@ -7,35 +7,34 @@ from services.common.json_values import Json
 
 __all__ = ["choose_latent_model", "read_latent"]
 
-_GATING = "deepseek2.expert_gating_func"
 _GLM_VOCABULARY = 154_880
 
 
 def choose_latent_model(file: GgufFile) -> str:
     """Return the architecture in transformers: DeepSeek V2 or V3, or a dense model.
 
-    Raises GgufError for Mistral Large 3, whose queries grow with the position, and for experts that
-    another function weighs.
+    Mistral Large 3 is Mistral 4 with other widths. Raises GgufError for experts that another
+    function weighs.
     """
-    if (growth := "deepseek2.attention.temperature_scale") in file.metadata:
-        raise GgufError(f"{file.path}: {growth} (Mistral Large 3) is not supported.")
     if "deepseek2.expert_count" not in file.metadata:
         return "YoutuForCausalLM"
-    return "DeepseekV3ForCausalLM" if _has_sigmoids(file) else "DeepseekV2ForCausalLM"
+    if _has_sigmoids(file):
+        return "DeepseekV3ForCausalLM"
+    grows = "deepseek2.attention.temperature_scale" in file.metadata
+    return "Mistral4ForCausalLM" if grows else "DeepseekV2ForCausalLM"
 
 
 def _has_sigmoids(file: GgufFile) -> bool:
     """Return whether sigmoids weigh the experts, as in DeepSeek V3. V2 has a softmax."""
-    gating = file.count(_GATING, 0, least=0, most=SIGMOIDS)
+    key = file.own("expert_gating_func")
+    gating = file.count(key, 0, least=0, most=SIGMOIDS)
     if gating:
         return gating == SIGMOIDS
     table = file.tensors.get("token_embd.weight")
     if table is not None and table.shape[0] == _GLM_VOCABULARY:
         return True  # files of GLM-4.7 Flash leave the function out
     if any(".exp_probs_b" in name for name in file.tensors):
-        raise GgufError(
-            f"{file.path} has exp_probs_b, so {_GATING} must be {SIGMOIDS}, for sigmoids."
-        )
+        raise GgufError(f"{file.path} has exp_probs_b, so {key} must be {SIGMOIDS}, for sigmoids.")
     return False
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AfmoeConfig,
     ApertusConfig,
     ArceeConfig,
     Cohere2Config,
@@ -21,6 +22,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3nTextConfig,
@@ -31,6 +33,9 @@ from transformers import (
     Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -48,6 +53,8 @@ from transformers import (
     MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -55,6 +62,7 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     OlmoHybridConfig,
+    OPTConfig,
     Phi3Config,
     PhiConfig,
     PhimoeConfig,
@@ -208,6 +216,23 @@ _QWEN_VISION: dict[str, Any] = {
     "intermediate_size": 8,
     "num_heads": 1,
     "out_hidden_size": 64,
+}
+
+GPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_positions": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FALCON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
 }
 
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -427,6 +452,42 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         bos_token_id=1,
         eos_token_id=2,
     ),
+    "gpt bigcode": GPTBigCodeConfig(**GPT, n_head=4),
+    "gpt bigcode, own keys": GPTBigCodeConfig(**GPT, n_head=2, multi_query=False),
+    "gpt-neo": GPTNeoConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_layers=4,
+        num_heads=2,
+        attention_types=[[["global", "local"], 2]],
+        window_size=9,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    ),
+    "gpt-j": GPTJConfig(**GPT, n_head=2, rotary_dim=16),
+    "opt": OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        init_std=0.2,
+    ),
+    "falcon": FalconConfig(**FALCON, num_attention_heads=4),
+    "falcon, two norms": FalconConfig(
+        **FALCON, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True, bias=True
+    ),
+    "falcon, one norm": FalconConfig(
+        **FALCON,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        num_ln_in_parallel_attn=1,
+    ),
+    "falcon, in turn": FalconConfig(
+        **FALCON, num_attention_heads=2, multi_query=False, parallel_attn=False, bias=True
+    ),
     "mixtral": MixtralConfig(**WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=30),
     "qwen2 moe": Qwen2MoeConfig(
         **SHAPE,
@@ -551,7 +612,6 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         max_window_layers=1,
         norm_topk_prob=True,
     ),
-    "dots1, groups": Dots1Config(**SHAPE | ROUTED, n_group=4, topk_group=2, sliding_window=None),
     "llama4": Llama4TextConfig(  # type: ignore[call-arg]
         **SHAPE | {"num_hidden_layers": 4, "head_dim": 16},
         intermediate_size_mlp=80,
@@ -573,6 +633,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         no_rope_layers=[1, 1, 0],
         rope_parameters=_LLAMA3,
     ),
+    "afmoe": AfmoeConfig(
+        **SHAPE | {"head_dim": 32, "num_hidden_layers": 4},
+        **EXPERTS,
+        num_shared_experts=2,
+        route_scale=1.5,
+        sliding_window=9,
+        global_attn_every_n_layers=3,
+        mup_enabled=True,
+    ),
     "hy v3": HYV3Config(
         **WIDE | {"num_shared_experts": 2},
         **EXPERTS,
@@ -589,6 +658,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=24,
         n_group=4,
         topk_group=2,
+    ),
+    "mistral4": Mistral4Config(
+        **LATENT | ROUTED,
+        rope_parameters=_YARN | {"mscale": 0.8, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.4},
+    ),
+    "mistral4, groups": Mistral4Config(
+        **LATENT | ROUTED | {"first_k_dense_replace": 1}, n_group=4, topk_group=2
     ),
     "youtu": YoutuConfig(**LATENT, rope_interleave=False),
     "minicpm3": MiniCPM3Config(**LATENT, scale_emb=3, dim_model_base=40),
@@ -630,8 +706,7 @@ def make_checkpoint(
 ) -> PreTrainedModel:
     """Save a model with random weights, norms and biases; return it as the reference."""
     torch.manual_seed(3)
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    model: PreTrainedModel = kind.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
+    model = _new_model(config)
     is_offset = isinstance(config, _WITH_OFFSETS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -651,6 +726,15 @@ def make_checkpoint(
         file = directory / "model.safetensors"
         tensors = load_file(file)
         save_file({re.sub(*names, name): tensors[name] for name in tensors}, file)
+    return model
+
+
+def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
+    if isinstance(config, Mistral4Config):  # transformers counts it among vision-language models
+        config._attn_implementation = "eager"
+        return Mistral4ForCausalLM(config)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
     return model
 
 

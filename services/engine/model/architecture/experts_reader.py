@@ -77,6 +77,7 @@ def _routing(config: Config, family: Family, count: int, per_token: int) -> Rout
         scales_inputs=family.scales_experts_inputs,
         groups=groups,
         kept_groups=kept_groups,
+        group_leaders=2 if family.scores_by_sigmoid or family.ranks_groups_by_two else 1,
         scale=config.positive_number("routed_scaling_factor", 1.0),
     )
 

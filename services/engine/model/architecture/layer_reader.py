@@ -37,6 +37,9 @@ def read_layers(
     for key in family.refused:
         if config.values.get(key):
             raise CheckpointError(f"{config.file}: {key} is set, which is not supported.")
+    for key in family.required:
+        if not config.flag(key, True):
+            raise CheckpointError(f"{config.file}: {key} is false, which is not supported.")
     mixers: list[MixerSpec] = []
     if family.names.latent is None:
         mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
@@ -55,7 +58,7 @@ def _attention_layers(
     config: Config, family: Family, hidden_size: int, context_length: int, num_layers: int
 ) -> list[AttentionSpec]:
     num_heads = config.positive("num_attention_heads")
-    num_kv_heads = config.positive("num_key_value_heads", num_heads)
+    num_kv_heads = _kv_heads(config, family, num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"{config.file}: {config.file_key('num_attention_heads')} ({num_heads}) is not a "
@@ -74,6 +77,7 @@ def _attention_layers(
         window = window // 2 + 1
     has_bias = family.reads_attention_bias and config.flag("attention_bias", False)
     has_qk_norm = family.qk_norm_key is None or config.flag(family.qk_norm_key, False)
+    has_gate = family.has_output_gate or family.names.output_gate is not None
     qk_norm = family.qk_norm if has_qk_norm else QkNorm.NONE
     output_key = family.output_bias_key if family.reads_attention_bias else None
     return [
@@ -89,13 +93,19 @@ def _attention_layers(
             output_bias=output_key is not None and config.flag(output_key, False),
             has_sinks=family.names.sinks is not None,
             qk_norm=_qk_norm_of(qk_norm, rotary),
-            has_output_gate=family.has_output_gate,
+            has_output_gate=has_gate,
             is_chunked=is_chunked and is_local,
         )
         for is_local, rotary in zip(
             local, _rotaries(config, family, local, head_dim, context_length), strict=True
         )
     ]
+
+
+def _kv_heads(config: Config, family: Family, num_heads: int) -> int:
+    if family.reads_multi_query and not config.flag("new_decoder_architecture", False):
+        return 1 if config.flag("multi_query", True) else num_heads
+    return config.positive("num_key_value_heads", num_heads)
 
 
 def _qk_norm_of(norm: QkNorm, rotary: RotarySpec | None) -> QkNorm:
@@ -154,6 +164,7 @@ def _activation(config: Config, family: Family) -> Activation:
         "gelu": Nonlinearity.GELU,
         "gelu_new": Nonlinearity.GELU_TANH,
         "gelu_pytorch_tanh": Nonlinearity.GELU_TANH,
+        "relu": Nonlinearity.RELU,
         "relu2": Nonlinearity.RELU_SQUARED,
     }
     if family.names.activation is not None or config.has("xielu_beta"):
@@ -193,6 +204,11 @@ def _local_layers(config: Config, family: Family, num_layers: int) -> tuple[bool
         return (False,) * num_layers
     if rule is WindowRule.ALL:
         return (True,) * num_layers
+    if rule is WindowRule.LISTED_LOCAL:
+        if not config.has("attention_layers"):
+            return tuple(layer % 2 == 1 for layer in range(num_layers))
+        kinds = config.kind_per_layer("attention_layers", num_layers, ("local", "global"))
+        return tuple(kind == "local" for kind in kinds)
     if config.has("layer_types"):
         local = "chunked_attention" if rule is WindowRule.CHUNKED else "sliding_attention"
         kinds = config.kind_per_layer("layer_types", num_layers, (local, "full_attention"))

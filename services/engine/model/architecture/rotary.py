@@ -43,15 +43,20 @@ class RotarySpec:
         head_dim: int,
         context_length: int,
         axes: MultimodalAxes = MultimodalAxes.NONE,
+        *,
+        is_whole: bool = False,
     ) -> "RotarySpec":
-        """Read rope_parameters (transformers 5), or the older rope_theta and rope_scaling."""
+        """Read rope_parameters (transformers 5), or the older rope_theta and rope_scaling.
+
+        is_whole: all of head_dim rotates, whatever partial_rotary_factor says.
+        """
         rope = config.section(
             "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
         )
         if rope.has("full_attention"):
             rope = rope.section("full_attention")
         base = rope.positive_number("rope_theta", config.positive_number("rope_theta", 10000.0))
-        spec = _read(config, rope, base, head_dim, context_length)
+        spec = _read(config, rope, base, head_dim, context_length, is_whole=is_whole)
         growth, period = rope.number("llama_4_scaling_beta", 0.0), 1
         if growth:
             period = rope.positive("original_max_position_embeddings")
@@ -86,13 +91,19 @@ class RotarySpec:
 
 
 def _read(
-    config: Config, rope: Config, base: float, head_dim: int, context_length: int
+    config: Config,
+    rope: Config,
+    base: float,
+    head_dim: int,
+    context_length: int,
+    *,
+    is_whole: bool = False,
 ) -> RotarySpec:
     whole = config.positive("rotary_dim", head_dim) / head_dim
     share = rope.positive_number(
         "partial_rotary_factor", config.positive_number("partial_rotary_factor", whole)
     )
-    width = int(head_dim * share)
+    width = head_dim if is_whole else int(head_dim * share)
     if not 0 < width <= head_dim or width % 2:
         raise CheckpointError(
             f"{config.file}: a partial_rotary_factor of {share} rotates {width} of {head_dim} "

@@ -1,7 +1,7 @@
 """Typed architecture of a checkpoint, read from config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.common.gguf.gguf_config import MARK
@@ -165,13 +165,14 @@ class ModelSpec:
             family = gguf_family(family, fused_qkv=whole.section(MARK).flag("fused_qkv", False))
         nested = {} if family.section is None else whole.section(family.section).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
+        family = _with_parallel_norms(family, config)
         stored_as = quantization_of(config, family)
         hidden_size = config.positive("hidden_size")
         context_length = config.positive("max_position_embeddings")
         encoder = family.encoder
-        offset = 0
+        padding = 0
         if encoder is not None and encoder.positions_after_padding:
-            offset = config.integer("pad_token_id") + 1
+            padding = config.integer("pad_token_id") + 1
 
         bos_token_ids = config.ids("bos_token_id")
         layers = read_layers(
@@ -183,7 +184,7 @@ class ModelSpec:
         return ModelSpec(
             family=family,
             vocab_size=config.positive("vocab_size"),
-            context_length=context_length - offset,
+            context_length=context_length - padding,
             hidden_size=hidden_size,
             layers=layers,
             norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
@@ -192,7 +193,7 @@ class ModelSpec:
             if family.reads_soft_caps
             else 0.0,
             embedding_scale=hidden_size**0.5
-            if family.scaled_embedding
+            if family.scaled_embedding and _is_set(config, family.embedding_key)
             else _multiplier(config, family, "embedding_multiplier"),
             residual_scale=_residual_scale(config, family),
             logit_scale=_logit_scale(config, family, hidden_size),
@@ -206,7 +207,7 @@ class ModelSpec:
             bos_token_id=bos_token_ids[0] if bos_token_ids else None,
             input_vocab_size=input_vocab_size,
             pad_token_id=_pad_token_id(config, input_vocab_size) if input_vocab_size else 0,
-            position_offset=offset,
+            position_offset=padding or family.position_offset,
             num_draft_layers=_draft_layers(config),
             num_token_types=0
             if encoder is None or encoder.token_types is None
@@ -232,6 +233,21 @@ def quantization_of(config: Config, family: Family) -> Fp8Format | Scheme | Lite
         f"fp8, {', '.join(SCHEMES)}, and mxfp4 for the experts of gpt-oss; or serve a float32, "
         "bfloat16 or float16 checkpoint."
     )
+
+
+def _with_parallel_norms(family: Family, config: Config) -> Family:
+    """Return the family with the names of Falcon's two norms, if a layer has them."""
+    norms = family.parallel_norms
+    if norms is None or not config.flag("new_decoder_architecture", False):
+        return family
+    if config.integer("num_ln_in_parallel_attn", len(norms)) != len(norms):
+        return family
+    return replace(family, names=family.names.with_norms(*norms), shares_norm=False)
+
+
+def _is_set(config: Config, key: str | None) -> bool:
+    """Return whether a flag is true, which counts as true if the family has none."""
+    return key is None or config.flag(key, False)
 
 
 def _residual_scale(config: Config, family: Family) -> float:

@@ -7,6 +7,7 @@ from services.engine.model.checkpoint.dense_families import DENSE_FAMILIES
 from services.engine.model.checkpoint.expert_families import EXPERT_FAMILIES
 from services.engine.model.checkpoint.family import Family
 from services.engine.model.checkpoint.gemma_families import GEMMA_FAMILIES
+from services.engine.model.checkpoint.gpt_families import GPT_FAMILIES
 from services.engine.model.checkpoint.latent_families import LATENT_FAMILIES
 from services.engine.model.checkpoint.layer_norm_families import LAYER_NORM_FAMILIES
 from services.engine.model.checkpoint.sigmoid_families import SIGMOID_FAMILIES
@@ -19,6 +20,7 @@ FAMILIES: Mapping[str, Family] = {
         *DENSE_FAMILIES,
         *GEMMA_FAMILIES,
         *LAYER_NORM_FAMILIES,
+        *GPT_FAMILIES,
         *EXPERT_FAMILIES,
         *SIGMOID_FAMILIES,
         *LATENT_FAMILIES,

@@ -148,6 +148,48 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         scales_experts_inputs=True,
     ),
     Family(
+        "AfmoeForCausalLM",
+        names=TensorNames(
+            output_gate="self_attn.gate_proj",
+            attention_post_norm="post_attention_layernorm",
+            feed_forward_norm="pre_mlp_layernorm",
+            feed_forward_post_norm="post_mlp_layernorm",
+            experts=replace(
+                BIASED_EXPERTS,
+                router="mlp.router.gate",
+                router_name="router.gate",
+                choice_bias="mlp.expert_bias",
+            ),
+        ),
+        keys={
+            "moe_layer_start_index": "num_dense_layers",
+            "moe_num_shared_experts": "num_shared_experts",
+            "num_local_experts": "num_experts",
+            "routed_scaling_factor": "route_scale",
+            "sliding_window_pattern": "global_attn_every_n_layers",
+        },
+        defaults={
+            "global_attn_every_n_layers": 4,
+            "head_dim": 128,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+            "num_dense_layers": 1,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "num_shared_experts": 2,
+            "rms_norm_eps": 1e-5,
+            "route_scale": 1.0,
+            "sliding_window": 1024,
+        },
+        qk_norm=QkNorm.HEAD,
+        windows=WindowRule.PATTERN,
+        rotates_windows_only=True,
+        scaled_embedding=True,
+        embedding_key="mup_enabled",
+        refused=("attention_bias",),
+        scores_by_sigmoid=True,
+    ),
+    Family(
         "HYV3ForCausalLM",
         names=TensorNames(
             experts=replace(

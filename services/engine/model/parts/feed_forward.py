@@ -16,7 +16,15 @@ from services.engine.model.operators.interface import (
     SharedParts,
 )
 
-__all__ = ["Beside", "Dense", "Experts", "FeedForward", "NormedExperts", "SharedExpert"]
+__all__ = [
+    "Beside",
+    "Dense",
+    "Experts",
+    "FeedForward",
+    "NormedExperts",
+    "NormedOutput",
+    "SharedExpert",
+]
 
 
 class FeedForward(ABC):
@@ -124,6 +132,21 @@ class Beside(FeedForward):
         self.dense.add_to(rows, total, inner)
         self.experts.add_to(out, sparse, inner)
         self.operators.add_rms_norm(sparse, self.experts_norm, self.epsilon, total)
+        self.operators.add_rms_norm(total, self.norm, self.epsilon, out)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedOutput(FeedForward):
+    """A layer whose output has a norm before it joins the residual."""
+
+    content: FeedForward
+    norm: Tensor
+    epsilon: float
+    operators: Operators
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        total = self.operators.temporary(*out.shape).zero_()
+        self.content.add_to(rows, total, inner)
         self.operators.add_rms_norm(total, self.norm, self.epsilon, out)
 
 

@@ -31,6 +31,7 @@ from services.engine.model.parts.feed_forward import (
     Experts,
     FeedForward,
     NormedExperts,
+    NormedOutput,
     SharedExpert,
 )
 from services.engine.model.parts.stored import StoredNorm
@@ -73,7 +74,8 @@ class FeedForwardReader:
             return self._read_beside(stored, content, norm, post_norm)
         if isinstance(stored, StoredExperts):
             assert isinstance(content, ExpertsSpec)
-            return self._read_experts(stored, content, norm)
+            experts = self._read_experts(stored, content, norm)
+            return experts if post_norm is None else self._normed_output(experts, post_norm)
         assert isinstance(content, DenseSpec)
         return self._read_dense(stored, content, norm, post_norm)
 
@@ -86,6 +88,11 @@ class FeedForwardReader:
     ) -> Dense:
         gate = self._dense_gate(stored, content, norm)
         return Dense(gate, self._reader.residual_projection(stored.down, post_norm))
+
+    def _normed_output(self, content: FeedForward, norm: StoredNorm) -> NormedOutput:
+        reader = self._reader
+        weight = reader.norm_weight(reader.tensor(norm.weight))
+        return NormedOutput(content, weight, reader.spec.norm_epsilon, reader.operators)
 
     def _read_beside(
         self,

@@ -47,6 +47,9 @@ _ROUGH = ("gemma4, shared keys",)
 """Models whose rounding random adapters amplify: ours and transformers' are each within 1.1e-4 of
 float64, and up to 2e-4 apart"""
 
+_UNNAMED = "afmoe"
+"""Model of which PEFT makes no adapter: its output gate has the name of an expert's product"""
+
 
 def load(decoder: Decoder, number: int, folder: Path) -> None:
     assert decoder.adapters is not None
@@ -85,7 +88,7 @@ def assert_rows_equal_merged_models(
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != _UNNAMED])
 def test_rows_of_several_adapters_and_none_equal_the_merged_models(
     name: str, tmp_path: Path
 ) -> None:
