@@ -14,7 +14,12 @@ from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, 
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.model.transformers_code.experts import ProjectedExperts, hold
-from services.engine.model.transformers_code.linear import ProjectedLinear
+from services.engine.model.transformers_code.linear import (
+    JointProduct,
+    ProjectedLinear,
+    joined,
+)
+from services.engine.model.transformers_code.norms import replace_norms
 from services.engine.model.transformers_code.plan import ModelPlan
 from services.engine.model.transformers_code.stored_names import StoredNames
 
@@ -77,9 +82,10 @@ class CheckpointReader:
         """Fill the model: products first, then the other tensors, then what is computed."""
         embedding = self._model.get_input_embeddings()
         head: nn.Module | None = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        for name, linear in self._plan.linears.items():
-            operators = self._operators.for_logits() if linear is head else self._operators
-            self._read_linear(name, linear, operators, bar)
+        for names in joined(self._plan.linears):
+            is_head = self._plan.linears[names[0]] is head
+            operators = self._operators.for_logits() if is_head else self._operators
+            self._read_linears(names, operators, bar)
         for name, module in self._plan.experts.items():
             self._read_experts(name, module, bar)
         for name, empty in self._plain.items():
@@ -101,21 +107,34 @@ class CheckpointReader:
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
                 module._parameters[last] = parameter
         self._compute_buffers()
+        replace_norms(self._model)
 
-    def _read_linear(
-        self, name: str, linear: ProjectedLinear, operators: Operators, bar: LoadProgress
-    ) -> None:
-        bias = self._tensor(f"{name}.bias", bar) if linear.has_bias else None
-        weight = self._weight(name, linear, operators, bar)
+    def _read_linears(self, names: Sequence[str], operators: Operators, bar: LoadProgress) -> None:
+        """Make one product of linear layers that read the same rows."""
+        linears = [self._plan.linears[name] for name in names]
+        biases = [
+            self._tensor(f"{name}.bias", bar)
+            for name, linear in zip(names, linears, strict=True)
+            if linear.has_bias
+        ]
+        bias = torch.cat(biases) if biases else None
+        weights = [
+            self._weight(name, linear, operators, bar)
+            for name, linear in zip(names, linears, strict=True)
+        ]
+        quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
         projection: Projection
-        if isinstance(weight, QuantizedWeight):
-            projection = operators.grouped_projection([weight], bias)
-        elif name.rpartition(".")[2] in _ROUTERS:
-            projection = operators.exact_projection(decoded(weight), bias)
+        if len(quantized) == len(weights):
+            projection = operators.grouped_projection(quantized, bias)
         else:
-            projection = operators.projection(decoded(weight), bias)
+            whole = torch.cat([decoded(weight) for weight in weights])
+            is_router = names[0].rpartition(".")[2] in _ROUTERS
+            make = operators.exact_projection if is_router else operators.projection
+            projection = make(whole, bias)
         self.step_bytes += projection.weight_bytes
-        linear.hold(projection, operators)
+        product = JointProduct(projection, [each.out_features for each in linears], operators)
+        for number, linear in enumerate(linears):
+            linear.hold(product, number)
 
     def _read_experts(self, name: str, module: Any, bar: LoadProgress) -> None:
         """Make products of a module's stacked experts, and drop its parameters."""

@@ -85,6 +85,8 @@ def _reason(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return "it is an encoder with a decoder"
+    if set(config.sub_configs) - {"text_config"}:
+        return "it reads more than text"
     if kind._is_stateful:
         return "its layers are recurrent"
     kinds = {kind for kind in getattr(text, "layer_types", None) or () if kind not in _ATTENTION}
