@@ -23,6 +23,8 @@ __all__ = ["build_skeleton", "text_config"]
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
 _OVER_TOKENS = (nn.Conv1d, nn.RNNBase)
 """Modules that combine the tokens of a sequence"""
+_OF_DECODERS = frozenset({"attn_config", "ffn_config", "text_config"})
+"""Parts of a config that describe the decoder; others describe towers"""
 _UNUSED = frozenset({"auto_map", "quantization_config", "torch_dtype", "dtype"})
 """Keys of config.json that the modules don't need"""
 
@@ -85,7 +87,7 @@ def _reason(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return "it is an encoder with a decoder"
-    if set(config.sub_configs) - {"text_config"}:
+    if set(config.sub_configs) - _OF_DECODERS:
         return "it reads more than text"
     if kind._is_stateful:
         return "its layers are recurrent"
