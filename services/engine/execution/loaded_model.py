@@ -25,8 +25,9 @@ from services.engine.kernels.memory import touch
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
-from services.engine.model.loader import load_model, resolve_dtype
+from services.engine.model.loader import resolve_dtype
 from services.engine.model.model import Model
+from services.engine.model.model_loader import load_any_model
 from services.engine.model.pooler import Pooler, load_pooler
 from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
@@ -82,15 +83,15 @@ def load(settings: EngineSettings) -> LoadedModel:
         free = available_memory(device) * rank.count
         weights = stored_weights(settings.model)
         require_room(weights, settings.weights, free, dtype.itemsize, ("fp8",))
-    decoder = load_model(
+    decoder = load_any_model(
         settings.model,
         dtype,
+        settings.model_code,
         progress=rank.leads,
         device=device,
         weights=settings.weights,
         with_xformers=settings.attention == "xformers",
         ranks=ranks,
-        code=settings.model_code,
     )
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
     _reserve(settings, decoder, ranks)

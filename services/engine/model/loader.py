@@ -15,11 +15,9 @@ from services.engine.model.adapters.adapters import Adapters
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
-from services.engine.model.checkpoint.config import Config
 from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.gguf_tensors import GgufTensors
-from services.engine.model.checkpoint.model_code import ModelCode, code_of
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.quantized_tensors import QuantizedTensors
 from services.engine.model.checkpoint.tensors import Checkpoint, TensorFiles
@@ -28,7 +26,6 @@ from services.engine.model.encoder import Encoder
 from services.engine.model.encoder_reader import EncoderReader
 from services.engine.model.lockstep import LeadingDecoder
 from services.engine.model.manifest import Manifest
-from services.engine.model.model import Model
 from services.engine.model.operators.fp8_weights import Fp8Rounding
 from services.engine.model.operators.grouped_operators import GroupedOperators
 from services.engine.model.operators.interface import Operators
@@ -46,7 +43,14 @@ from services.engine.model.parts.tensor_reader import TensorReader
 from services.engine.model.weight_reader import WeightReader
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 
-__all__ = ["load_model", "load_spec", "resolve_dtype"]
+__all__ = [
+    "choose_operators",
+    "load_model",
+    "load_spec",
+    "open_tensors",
+    "resolve_dtype",
+    "with_known_ends",
+]
 
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
@@ -83,17 +87,17 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def load_spec(path: str | Path) -> ModelSpec:
-    """Read config.json, with the EOS ids of generation_config.json if it has any.
-
-    Raises CheckpointError. Drops EOS ids outside the vocabulary and logs a warning.
-    """
+    """Read config.json, and the EOS ids as `with_known_ends` does. Raises CheckpointError."""
     directory = Path(path)
     config = Checkpoint.config(directory)
-    return _with_known_ends(ModelSpec.from_config(config.values, config.file), directory)
+    return with_known_ends(ModelSpec.from_config(config.values, config.file), directory)
 
 
-def _with_known_ends(spec: ModelSpec, directory: Path) -> ModelSpec:
-    """Return a spec with the EOS ids of generation_config.json, but those without a logit."""
+def with_known_ends(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """Return a spec with the EOS ids of generation_config.json, if it has any.
+
+    Drops EOS ids outside the vocabulary and logs a warning.
+    """
     if eos_token_ids := generation_config(directory).ids("eos_token_id"):
         spec = dataclasses.replace(spec, eos_token_ids=eos_token_ids)
     known = tuple(eos for eos in spec.eos_token_ids if 0 <= eos < spec.vocab_size)
@@ -113,8 +117,7 @@ def load_model(
     weights: str = "full",
     with_xformers: bool = False,
     ranks: RankGroup = SINGLE_RANK,
-    code: str = "auto",
-) -> Model:
+) -> Decoder:
     """Load a checkpoint, one layer at a time from the mapped files.
 
     progress: show a bar on a terminal, or log a few lines without one.
@@ -126,26 +129,21 @@ def load_model(
     with_xformers: decode with xformers' kernel on a GPU.
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
-    code: "native", "transformers" (its modules compute the model, with our attention and products)
-    or "auto" (native where there is such code).
     Raises CheckpointError before loading if a tensor is missing or of another shape.
     Raises StartupError if this machine can't multiply int8 or FP8 weights, the ranks can't share
     the model, or xformers is missing.
     """
     directory = Path(path)
-    config = Checkpoint.config(directory)
-    if code_of(config, code) is ModelCode.TRANSFORMERS:
-        return _load_on_transformers(directory, config, dtype, progress, device, weights, ranks)
     whole = load_spec(directory)
     if whole.is_encoder:
         return _load_encoder(directory, whole, dtype, progress, device, weights, ranks)
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
-    operators = _choose_operators(spec, dtype, device, weights)
+    operators = choose_operators(spec, dtype, device, weights)
     named = str(dtype).removeprefix("torch.")
     if spec.fp8 is not None and operators.without_fp8() is operators:
         _LOG.warning("decoding the FP8 weights of %s to %s", directory, named)
-    with _open_tensors(directory, whole) as checkpoint:
+    with open_tensors(directory, whole) as checkpoint:
         rounds = weights not in ("full", "decoded", "fp8" if spec.fp8 is not None else "")
         if checkpoint.is_quantized and rounds:
             raise StartupError(
@@ -191,43 +189,6 @@ def load_model(
     return decoder
 
 
-def _load_on_transformers(
-    directory: Path,
-    config: Config,
-    dtype: torch.dtype,
-    progress: bool,
-    device: torch.device,
-    weights: str,
-    ranks: RankGroup,
-) -> Model:
-    """Do `load_model` for a model that runs on transformers' modules."""
-    # imported here, because transformers is optional, and takes seconds
-    from services.engine.model.transformers_code.paged_model import TransformersModel
-    from services.engine.model.transformers_code.plan import ModelPlan
-    from services.engine.model.transformers_code.reader import CheckpointReader
-
-    if not ranks.rank.is_alone:
-        raise StartupError(
-            "A model on transformers' code can't be shared by several ranks. Start without them."
-        )
-    if (directory / PARTS).is_dir():
-        raise StartupError(f"{directory}: transformers' code can't run a GGUF file.")
-    plan = ModelPlan.of(config, dtype)
-    spec = _with_known_ends(plan.spec, directory)
-    operators = _choose_operators(spec, dtype, device, weights)
-    with _open_tensors(directory, spec) as checkpoint:
-        reader = CheckpointReader(plan, checkpoint, operators, device)
-        bar = LoadProgress(reader.require(), shown=progress)
-        try:
-            reader.read(bar)
-        finally:
-            bar.finish()
-    give_back_freed()
-    tiled = isinstance(operators, TiledOperators)
-    attention = choose_backend(spec, dtype, device, tiled=tiled)
-    return TransformersModel(plan, spec, dtype, device, operators, attention, reader.step_bytes)
-
-
 def _with_stored_experts(spec: ModelSpec, root: str, checkpoint: TensorFiles) -> ModelSpec:
     """Return a spec with the names of experts that the files have, apart or stacked."""
     names = spec.family.names
@@ -256,7 +217,7 @@ def _load_encoder(
         raise StartupError("An encoder can't be shared by several ranks. Start without them.")
     if spec.fp8 is not None or spec.scheme is not None:
         raise StartupError(f"{directory}: quantized encoders are not supported.")
-    operators = _choose_operators(spec, dtype, device, weights)
+    operators = choose_operators(spec, dtype, device, weights)
     tiled = isinstance(operators, TiledOperators)
     with Checkpoint(directory) as checkpoint:
         reader = EncoderReader(checkpoint, spec, dtype, device, operators, shows_progress=progress)
@@ -266,7 +227,8 @@ def _load_encoder(
     return Encoder(spec, dtype, loaded, operators, attention)
 
 
-def _open_tensors(directory: Path, spec: ModelSpec) -> TensorFiles:
+def open_tensors(directory: Path, spec: ModelSpec) -> TensorFiles:
+    """Return the reader of a checkpoint's files, which opens them when it is entered."""
     if (directory / PARTS).is_dir():
         return GgufTensors(directory)
     if spec.scheme is not None:
@@ -274,7 +236,7 @@ def _open_tensors(directory: Path, spec: ModelSpec) -> TensorFiles:
     return Checkpoint(directory) if spec.fp8 is None else Fp8Tensors(directory, spec.fp8)
 
 
-def _choose_operators(
+def choose_operators(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: str
 ) -> Operators:
     """Return the fastest operators for this machine, dtype and shape."""

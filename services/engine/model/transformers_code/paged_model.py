@@ -95,6 +95,8 @@ class TransformersModel(Model):
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
         ids, positions = batch.token_ids[None], batch.positions[None]
+        if self.spec.position_offset:
+            positions = positions + self.spec.position_offset
 
         def forward() -> Tensor:
             made = self._layers(input_ids=ids, position_ids=positions, use_cache=False)

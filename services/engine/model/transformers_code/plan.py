@@ -15,6 +15,7 @@ from services.engine.model.checkpoint.family import Family
 from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.schemes import Scheme
 from services.engine.model.transformers_code.experts import experts_of
+from services.engine.model.transformers_code.gated import GatedLayer, replace_gated
 from services.engine.model.transformers_code.linear import ProjectedLinear, replace_linears
 from services.engine.model.transformers_code.refusal import refusal
 from services.engine.model.transformers_code.skeleton import build_skeleton, text_config
@@ -32,9 +33,11 @@ class ModelPlan:
     spec: ModelSpec
     """Each layer is one call of attention"""
     model: PreTrainedModel
-    """On the device "meta", with `linears` in place of its linear layers"""
+    """On the device "meta", with `linears` and `gated` in place of its layers"""
     linears: dict[str, ProjectedLinear]
     """By name"""
+    gated: dict[str, GatedLayer]
+    """Feed-forward layers by name, each in place of three of `linears`"""
     experts: dict[str, nn.Module]
     """Modules of experts, by name"""
     callers: tuple[nn.Module, ...]
@@ -46,11 +49,12 @@ class ModelPlan:
         model = build_skeleton(config, dtype)
         architecture = type(model).__name__
         linears = replace_linears(model)
+        gated = replace_gated(model)
         try:
             if model.base_model is model:
                 raise UnsupportedError("its layers and its output are one module")
             trial = try_pass(model)
-            text = text_config(model)
+            text, offset = text_config(model), _position_offset(model)
             family = Family(architecture)
             stored_as = quantization_of(config, family)
             width = _width(linears, text.hidden_size)
@@ -59,7 +63,7 @@ class ModelPlan:
             spec = ModelSpec(
                 family=family,
                 vocab_size=_vocab_size(model, text),
-                context_length=_context_length(text),
+                context_length=_context_length(text) - offset,
                 hidden_size=text.hidden_size,
                 layers=layers,
                 norm_epsilon=1.0,
@@ -75,10 +79,11 @@ class ModelPlan:
                 scheme=stored_as if isinstance(stored_as, Scheme) else None,
                 eos_token_ids=_ids(text.eos_token_id),
                 bos_token_id=next(iter(_ids(text.bos_token_id)), None),
+                position_offset=offset,
             )
         except UnsupportedError as error:
             raise refusal(config.file, architecture, str(error)) from error
-        return ModelPlan(spec, model, linears, experts_of(model), tuple(trial.modules))
+        return ModelPlan(spec, model, linears, gated, experts_of(model), tuple(trial.modules))
 
 
 def _width(linears: dict[str, ProjectedLinear], hidden_size: int) -> int:
@@ -98,6 +103,15 @@ def _context_length(text: PreTrainedConfig) -> int:
         if isinstance(value, int) and value > 0:
             return value
     raise UnsupportedError("config.json states no context length (max_position_embeddings)")
+
+
+def _position_offset(model: nn.Module) -> int:
+    """Return the first position, which lies behind the padding's in models of RoBERTa's kind."""
+    for module in model.modules():
+        padding = getattr(module, "padding_idx", None)
+        if hasattr(module, "create_position_ids_from_input_ids") and padding is not None:
+            return int(padding) + 1
+    return 0
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

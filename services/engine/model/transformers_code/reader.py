@@ -14,7 +14,9 @@ from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, 
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.model.transformers_code.experts import ProjectedExperts, hold
-from services.engine.model.transformers_code.linear import ProjectedLinear
+from services.engine.model.transformers_code.gated import PARTS, GatedLayer
+from services.engine.model.transformers_code.linear import JointProduct, joined
+from services.engine.model.transformers_code.norms import replace_norms
 from services.engine.model.transformers_code.plan import ModelPlan
 from services.engine.model.transformers_code.stored_names import StoredNames
 
@@ -77,9 +79,14 @@ class CheckpointReader:
         """Fill the model: products first, then the other tensors, then what is computed."""
         embedding = self._model.get_input_embeddings()
         head: nn.Module | None = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        for name, linear in self._plan.linears.items():
-            operators = self._operators.for_logits() if linear is head else self._operators
-            self._read_linear(name, linear, operators, bar)
+        for name, layer in self._plan.gated.items():
+            self._read_gated(name, layer, bar)
+        for names in joined(self._plan.linears):
+            if names[0].rpartition(".")[0] in self._plan.gated:
+                continue
+            is_head = self._plan.linears[names[0]] is head
+            operators = self._operators.for_logits() if is_head else self._operators
+            self._read_linears(names, operators, bar)
         for name, module in self._plan.experts.items():
             self._read_experts(name, module, bar)
         for name, empty in self._plain.items():
@@ -101,21 +108,34 @@ class CheckpointReader:
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
                 module._parameters[last] = parameter
         self._compute_buffers()
+        replace_norms(self._model)
 
-    def _read_linear(
-        self, name: str, linear: ProjectedLinear, operators: Operators, bar: LoadProgress
-    ) -> None:
-        bias = self._tensor(f"{name}.bias", bar) if linear.has_bias else None
-        weight = self._weight(name, linear, operators, bar)
-        projection: Projection
-        if isinstance(weight, QuantizedWeight):
-            projection = operators.grouped_projection([weight], bias)
-        elif name.rpartition(".")[2] in _ROUTERS:
-            projection = operators.exact_projection(decoded(weight), bias)
-        else:
-            projection = operators.projection(decoded(weight), bias)
+    def _read_linears(self, names: Sequence[str], operators: Operators, bar: LoadProgress) -> None:
+        """Make one product of linear layers that read the same rows."""
+        linears = [self._plan.linears[name] for name in names]
+        biases = [each for name in names if (each := self._bias(name, bar)) is not None]
+        weights = [self._weight(name, operators, bar) for name in names]
+        is_router = names[0].rpartition(".")[2] in _ROUTERS
+        projection = _projection(weights, biases, operators, is_router=is_router)
         self.step_bytes += projection.weight_bytes
-        linear.hold(projection, operators)
+        product = JointProduct(projection, [each.out_features for each in linears], operators)
+        for number, linear in enumerate(linears):
+            linear.hold(product, number)
+
+    def _read_gated(self, name: str, layer: GatedLayer, bar: LoadProgress) -> None:
+        operators = self._operators
+        gate_name, up_name, down_name = (f"{name}.{part}" for part in PARTS)
+        gate, up = (self._weight(each, operators, bar) for each in (gate_name, up_name))
+        biases = (self._bias(gate_name, bar), self._bias(up_name, bar))
+        if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight):
+            unit = operators.grouped_gate(gate, up, *biases, layer.activation)
+        else:
+            unit = operators.gate(decoded(gate), decoded(up), *biases, layer.activation)
+        bias = self._bias(down_name, bar)
+        weights = [self._weight(down_name, operators, bar)]
+        down = _projection(weights, [] if bias is None else [bias], operators)
+        self.step_bytes += unit.weight_bytes + down.weight_bytes
+        layer.hold(unit, down, operators)
 
     def _read_experts(self, name: str, module: Any, bar: LoadProgress) -> None:
         """Make products of a module's stacked experts, and drop its parameters."""
@@ -141,10 +161,14 @@ class CheckpointReader:
         self.step_bytes += experts.weight_bytes
         hold(module, experts)
 
-    def _weight(
-        self, name: str, linear: ProjectedLinear, operators: Operators, bar: LoadProgress
-    ) -> Weight:
-        """Read a weight [outputs, inputs]."""
+    def _bias(self, name: str, bar: LoadProgress) -> Tensor | None:
+        """Read the bias of a linear layer."""
+        has_bias = self._plan.linears[name].has_bias
+        return self._tensor(f"{name}.bias", bar) if has_bias else None
+
+    def _weight(self, name: str, operators: Operators, bar: LoadProgress) -> Weight:
+        """Read a weight [outputs, inputs] of a linear layer."""
+        linear = self._plan.linears[name]
         source = self._source(f"{name}.weight")
         if operators.keeps_groups and not linear.is_transposed and source in self._names.direct:
             stored = self._stored(source)
@@ -202,6 +226,24 @@ class CheckpointReader:
             if not missing:  # transformers leaves a module alone that has this mark
                 setattr(module, "_is_hf_initialized", True)  # noqa: B010
         self._model.initialize_weights()  # type: ignore[no-untyped-call]
+
+
+def _projection(
+    weights: Sequence[Weight],
+    biases: Sequence[Tensor],
+    operators: Operators,
+    *,
+    is_router: bool = False,
+) -> Projection:
+    """Make a projection of the outputs of all weights, which have all biases or none."""
+    bias = torch.cat(list(biases)) if biases else None
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if len(quantized) == len(weights):
+        return operators.grouped_projection(quantized, bias)
+    whole = torch.cat([decoded(weight) for weight in weights])
+    if is_router:
+        return operators.exact_projection(whole, bias)
+    return operators.projection(whole, bias)
 
 
 def _stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -4,5 +4,7 @@ from collections.abc import Mapping
 
 __all__ = ["REFUSED"]
 
-REFUSED: Mapping[str, str] = {}
+REFUSED: Mapping[str, str] = {
+    "OPTForCausalLM": "its head calls modules inside its layers",
+}
 """Reason of each, a clause"""

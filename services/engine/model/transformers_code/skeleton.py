@@ -23,6 +23,8 @@ __all__ = ["build_skeleton", "text_config"]
 _ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
 _OVER_TOKENS = (nn.Conv1d, nn.RNNBase)
 """Modules that combine the tokens of a sequence"""
+_OF_DECODERS = frozenset({"attn_config", "ffn_config", "text_config"})
+"""Parts of a config that describe the decoder; others describe towers"""
 _UNUSED = frozenset({"auto_map", "quantization_config", "torch_dtype", "dtype"})
 """Keys of config.json that the modules don't need"""
 
@@ -35,11 +37,11 @@ def build_skeleton(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     architecture = architecture_in_transformers(config)
     if (reason := REFUSED.get(architecture)) is not None:
         raise refusal(config.file, architecture, reason)
-    parsed = _parsed(config, architecture)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(parsed), None)
-    if getattr(kind, "__name__", "") != architecture:
-        raise refusal(config.file, architecture, "it is no model that continues texts")
-    if (reason := _reason(parsed, kind)) is not None:
+    kind = _config_class(config)
+    if (reason := _reason_of_class(kind, architecture)) is not None:
+        raise refusal(config.file, architecture, reason)
+    parsed = _parsed(config, kind, architecture)
+    if (reason := _reason(parsed)) is not None:
         raise refusal(config.file, architecture, reason)
     try:
         with _quiet(), torch.device("meta"):
@@ -64,29 +66,42 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return found
 
 
-def _parsed(config: Config, architecture: str) -> PreTrainedConfig:
+def _config_class(config: Config) -> type[PreTrainedConfig]:
     model_type = config.text("model_type")
     if model_type not in CONFIG_MAPPING:
         raise CheckpointError(
             f"{config.file}: the installed transformers does not know the model_type {model_type}."
         )
+    kind: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
+    return kind
+
+
+def _reason_of_class(kind: type[PreTrainedConfig], architecture: str) -> str | None:
+    """Return why no model of this kind is served, a clause; None if some may be."""
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    if getattr(model, "__name__", "") != architecture:
+        return "it is no model that continues texts"
+    if set(kind.sub_configs) - _OF_DECODERS:
+        return "it reads more than text"
+    return "its layers are recurrent" if model._is_stateful else None
+
+
+def _parsed(config: Config, kind: type[PreTrainedConfig], architecture: str) -> PreTrainedConfig:
     values = {key: value for key, value in config.values.items() if key not in _UNUSED}
     try:
         with _quiet():
-            parsed: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+            parsed: PreTrainedConfig = kind.from_dict(values)
     except Exception as error:  # validation of huggingface_hub, and whatever a config checks
         reason = f"transformers does not accept its config ({_one_line(error)})"
         raise refusal(config.file, architecture, reason) from error
     return parsed
 
 
-def _reason(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+def _reason(config: PreTrainedConfig) -> str | None:
     """Return why a model is not served, a clause; None if nothing speaks against it yet."""
-    text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder:
         return "it is an encoder with a decoder"
-    if kind._is_stateful:
-        return "its layers are recurrent"
+    text = config.get_text_config(decoder=True)
     kinds = {kind for kind in getattr(text, "layer_types", None) or () if kind not in _ATTENTION}
     if kinds:
         return f"it has layers of the type {', '.join(sorted(map(str, kinds)))}"

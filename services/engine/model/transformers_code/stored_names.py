@@ -14,6 +14,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from services.engine.model.checkpoint.config import CheckpointError
+
 __all__ = ["Conversion", "StoredNames"]
 
 
@@ -76,11 +78,14 @@ class StoredNames:
                 conversion.sources.append((name, pattern))
 
     def making(self, name: str) -> Conversion:
-        """Return the conversion that makes a tensor of the model."""
+        """Return the conversion that makes a tensor of the model.
+
+        Raises CheckpointError if the files have nothing to make it of.
+        """
         if name in self.conversions:
             return self.conversions[name]
         for target, conversion in self.conversions.items():
             first, *others = conversion.targets
             if any(target.replace(first, other) == name for other in others):
                 return conversion
-        raise KeyError(name)
+        raise CheckpointError(f"No file holds the tensors that {name} is made of.")

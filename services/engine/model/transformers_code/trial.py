@@ -1,5 +1,6 @@
 """A pass without numbers, which tells what each layer of a model passes to attention."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,8 @@ def try_pass(model: PreTrainedModel) -> Trial:
 
     Raises UnsupportedError for what is not supported.
     """
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise UnsupportedError("its layers take no positions")
     trial = Trial()
     connect(model, trial)
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
@@ -112,10 +115,14 @@ def _window(module: nn.Module, mask: Tensor | None, arguments: Mapping[str, Any]
         if not causal:
             raise UnsupportedError("its tokens see later tokens")
         return 0
+    sight: int | str | None = None
     for tensor in (mask, mask._base):
-        window = getattr(tensor, "tokenwire_window", None)
-        if window is not None and mask.shape[-2:] == (_TOKENS, _TOKENS):
-            return int(window)
+        if sight is None and mask.shape[-2:] == (_TOKENS, _TOKENS):
+            sight = getattr(tensor, "tokenwire_sight", None)
+    if isinstance(sight, str):
+        raise UnsupportedError(sight)
+    if sight is not None:
+        return sight
     raise UnsupportedError("it computes masks of its own")
 
 
@@ -143,8 +150,14 @@ def _mask(
     local_size: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return a mask that tells its window, for a pass on the device "meta"."""
-    window = local_size or 0
+    """Return a mask that tells what a token sees, for a pass on the device "meta"."""
+    mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")
+    mask.tokenwire_sight = _sight(mask_function, local_size or 0)  # type: ignore[attr-defined]
+    return mask
+
+
+def _sight(mask_function: Callable[..., Tensor], window: int) -> int | str:
+    """Return the tokens that a token sees, itself included, 0 = all before it; or the problem."""
     end = 2 * window + 8
     rows = sorted({0, 1, 5, end - 1, *(max(window + near, 0) for near in (-1, 0, 1))})
     queries = torch.tensor(rows)[:, None]
@@ -154,15 +167,12 @@ def _mask(
         visible &= keys > queries - window
     try:
         told = mask_function(0, 0, queries, keys)
-        is_equal = torch.equal(torch.broadcast_to(told, visible.shape), visible)
-    except (IndexError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise UnsupportedError("its masks depend on more than positions") from error
-    if not is_equal:
-        kind = "chunks or blocks" if window else "other tokens than those before it"
-        raise UnsupportedError(f"a token sees {kind}")
-    mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")
-    mask.tokenwire_window = window  # type: ignore[attr-defined]
-    return mask
+        is_equal = torch.equal(torch.broadcast_to(torch.as_tensor(told), visible.shape), visible)
+    except (IndexError, NotImplementedError, RuntimeError, TypeError):
+        return "its masks depend on more than positions"
+    if is_equal:
+        return window
+    return "its tokens see chunks" if window else "its tokens see later tokens"
 
 
 AttentionMaskInterface.register(TRIAL, _mask)
