@@ -17,7 +17,6 @@ from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
 from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
-from services.engine.model.checkpoint.gguf_tensors import GgufTensors
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.quantized_tensors import QuantizedTensors
 from services.engine.model.checkpoint.tensors import Checkpoint, TensorFiles
@@ -169,7 +168,7 @@ def load_model(
         total = checkpoint.require(manifest.tensors(), (*names.ignored, *head, *drafts))
         bar = LoadProgress(total, shown=progress)
         adapters: Adapters | None = None
-        if not isinstance(checkpoint, GgufTensors):  # PEFT's names are those of safetensors
+        if checkpoint.has_peft_names:
             adapters = Adapters(operators, dtype, device, names.roots)
         try:
             reader = TensorReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
@@ -230,6 +229,9 @@ def _load_encoder(
 def open_tensors(directory: Path, spec: ModelSpec) -> TensorFiles:
     """Return the reader of a checkpoint's files, which opens them when it is entered."""
     if (directory / PARTS).is_dir():
+        # imported here only: gguf imports much of what is installed, such as mistral_common
+        from services.engine.model.checkpoint.gguf_tensors import GgufTensors
+
         return GgufTensors(directory)
     if spec.scheme is not None:
         return QuantizedTensors(directory, spec.scheme)

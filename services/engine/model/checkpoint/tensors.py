@@ -61,6 +61,8 @@ class TensorFiles(ABC):
     """Types of quantized weights that are decoded at loading in any case"""
     has_mxfp4_experts = False
     """True if `mxfp4` returns the weights of experts, or of some of them"""
+    has_peft_names = True
+    """True if the tensors have the names by which PEFT's adapters refer to them"""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
