@@ -436,6 +436,7 @@ class RoutingCall(ctypes.Structure):
         ("per_row", c_int64),
         ("groups", c_int64),
         ("kept_groups", c_int64),
+        ("group_leaders", c_int64),
         ("least_sum", c_float),
         ("scale", c_float),
         ("has_sigmoids", c_int32),

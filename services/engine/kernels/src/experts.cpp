@@ -70,9 +70,12 @@ class Chooser {
   void choose(const float *scores, int64_t *chosen, float *factors) {
     weigh(routing_, scores, weights_);
     const float *bias = routing_.bias;
-    for (int64_t i = 0; i < routing_.experts; i++) ranks_[i] = weights_[i] + (bias ? bias[i] : 0.0f);
+    const bool has_groups = routing_.kept_groups < routing_.groups;
+    // Equal weights may have rounded away which score is higher.
+    const float *const ranked = bias || has_groups ? weights_ : scores;
+    for (int64_t i = 0; i < routing_.experts; i++) ranks_[i] = ranked[i] + (bias ? bias[i] : 0.0f);
     for (int64_t i = 0; i < routing_.experts; i++) keys_[i] = key_of(ranks_[i]);
-    if (routing_.kept_groups < routing_.groups) keep_groups();
+    if (has_groups) keep_groups();
     float sum = 0;
     for (int64_t k = 0; k < routing_.per_row; k++) {
       chosen[k] = take_best(keys_, routing_.experts);
@@ -86,15 +89,14 @@ class Chooser {
   }
 
  private:
-  // Leaves out the experts of all groups but the best. A group is as good as its best expert, or with
-  // sigmoids as its two best.
+  // Leaves out the experts of all groups but the best. A group is as good as its leaders together.
   void keep_groups() {
     const int64_t size = routing_.experts / routing_.groups;
     for (int64_t g = 0; g < routing_.groups; g++) {
       int32_t *keys = keys_ + g * size;
-      const int64_t best = take_best(keys, size);
-      float sum = ranks_[g * size + best];
-      if (routing_.has_sigmoids) sum += ranks_[g * size + take_best(keys, size)];
+      float sum = 0;
+      for (int64_t k = 0; k < routing_.group_leaders; k++)
+        sum += ranks_[g * size + take_best(keys, size)];
       group_keys_[g] = key_of(sum);
     }
     for (int64_t i = 0; i < routing_.experts; i++) keys_[i] = kLeftOut;

@@ -118,6 +118,7 @@ struct tw_routing {
   int64_t per_row;
   int64_t groups;       // of neighbouring experts
   int64_t kept_groups;  // groups among which a row's experts are chosen
+  int64_t group_leaders;  // best experts of a group whose weights together rank it
   float least_sum;      // by which normalized weights are divided
   float scale;          // of all weights
   int32_t has_sigmoids;  // whether weights are sigmoids of the scores, else parts of a softmax

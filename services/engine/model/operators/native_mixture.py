@@ -49,7 +49,7 @@ def run_mixture(native: Native, call: MixtureCall, rows: Tensor, out: Tensor) ->
 
 def routing_call(routing: Routing, experts: int, bias: Tensor | None) -> RoutingCall | None:
     """Describe a rule to the kernels; None if they don't follow it. `bias` must outlive it."""
-    if routing.jitter is not None:
+    if routing.jitter is not None or routing.scales_inputs:
         return None
     return RoutingCall(
         bias=None if bias is None else bias.data_ptr(),
@@ -57,6 +57,7 @@ def routing_call(routing: Routing, experts: int, bias: Tensor | None) -> Routing
         per_row=routing.per_token,
         groups=routing.groups,
         kept_groups=routing.kept_groups,
+        group_leaders=routing.group_leaders,
         least_sum=routing.least_sum,
         scale=routing.scale,
         has_sigmoids=routing.has_sigmoids,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ Stored = Callable[[int, int], Weight]
 
 
 def plain_weight(outputs: int, inputs: int) -> Tensor:
-    return torch.randn(outputs, inputs) / inputs**0.5
+    return torch.randn(outputs, inputs).div(inputs**0.5)
 
 
 def grouped_weight(outputs: int, inputs: int) -> QuantizedWeight:
@@ -95,7 +96,7 @@ KINDS = {
     for name, form in _TILED_FORMS.items()
 } | {
     f"{instructions.name}, {name}, {dtype}": Kind(
-        instructions, lambda native, dtype=dtype: GroupedOperators(native, dtype), stored, dtype
+        instructions, partial(GroupedOperators, dtype=dtype), stored, dtype
     )
     for instructions in _PORTABLE
     for name, stored in (("groups", grouped_weight), ("mxfp4", mxfp4_weight))
@@ -131,7 +132,7 @@ class Case:
         return out
 
 
-@pytest.fixture(params=KINDS.values(), ids=KINDS.keys())
+@pytest.fixture(params=list(KINDS.values()), ids=list(KINDS))
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     with restrict_kernels(request.param.instructions) as native:
         yield Case(request.param, native)
@@ -207,7 +208,8 @@ class _Layer:
         self.parted = self._experts(operators, router, looped, routing, bias, shared, None)
 
     def _shared(self, operators: Operators, weighs: bool) -> SharedExpert:
-        gate = operators.gate(*(plain_weight(2 * WIDTH, HIDDEN) for _ in range(2)), None, None)
+        first, second = (plain_weight(2 * WIDTH, HIDDEN) for _ in range(2))
+        gate = operators.gate(first, second, None, None)
         down = operators.projection(plain_weight(HIDDEN, 2 * WIDTH), None)
         logit = operators.exact_projection(plain_weight(1, HIDDEN), None) if weighs else None
         return SharedExpert(Dense(gate, down), logit, operators)
@@ -301,6 +303,7 @@ def test_kernel_chooses_as_torch_does(
         has_sigmoids=has_sigmoids,
         groups=groups,
         kept_groups=kept,
+        group_leaders=int(torch.randint(1, size + 1, ())),
         scale=1.5,
     )
     scores = 3 * torch.randn(rows, groups * size)
