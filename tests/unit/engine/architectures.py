@@ -145,7 +145,7 @@ def make_small(model_type: str, directory: Path) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
-                parameter += torch.empty_like(parameter).uniform_(-0.2, 0.2)
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.2, 0.2))
             else:
                 parameter.copy_(torch.empty_like(parameter).normal_(0, 0.08))
     model.eval().save_pretrained(directory)  # type: ignore[no-untyped-call]
@@ -285,8 +285,8 @@ def _reason(finding: Finding) -> str:
 def main(names: Sequence[str]) -> None:
     """Survey the named architectures, or all, and write the page."""
     signal.signal(signal.SIGALRM, _stop)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     known = architecture_names()
     findings = []
     for name in names or known:

@@ -612,7 +612,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         max_window_layers=1,
         norm_topk_prob=True,
     ),
-    "llama4": Llama4TextConfig(  # type: ignore[call-arg]
+    "llama4": Llama4TextConfig(
         **SHAPE | {"num_hidden_layers": 4, "head_dim": 16},
         intermediate_size_mlp=80,
         interleave_moe_layer_step=2,
@@ -622,7 +622,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         floor_scale=8,
         attn_scale=0.4,
     ),
-    "llama4, two experts": Llama4TextConfig(  # type: ignore[call-arg]
+    "llama4, two experts": Llama4TextConfig(
         **WIDE,
         num_local_experts=4,
         num_experts_per_tok=2,

@@ -124,8 +124,8 @@ def _qkv(
     whole, stored_parts = torch.arange(sum(widths)), reader.linear(stored.qkv, norm)
     if reader.spec.family.qkv_by_head:
         heads = whole.view(spec.num_kv_heads, -1, spec.head_dim)
-        parts = (heads[:, :-2], heads[:, -2], heads[:, -1])
-        whole = torch.cat([part.flatten() for part in parts])
+        by_kind = (heads[:, :-2], heads[:, -2], heads[:, -1])
+        whole = torch.cat([part.flatten() for part in by_kind])
         stored_parts = [take_rows(part, whole) for part in stored_parts]
     stored_parts = split_parts(stored_parts, widths)
     places = whole.split_with_sizes(widths)

@@ -26,7 +26,7 @@ def separates_sequences(model: Model) -> bool:
     """
     with model.device:  # where tensors are made
         ids = (torch.arange(sum(_LENGTHS)) * 31 + 7) % model.spec.vocab_size
-        sequences = ids.split(list(_LENGTHS))
+        sequences = ids.split_with_sizes(list(_LENGTHS))
         alone = [_run(model, [tokens], [[len(tokens)]])[0] for tokens in sequences]
         together = _run(model, sequences, _CHUNKS)
     for mine, other in zip(alone, together, strict=True):
@@ -63,6 +63,6 @@ def _run(model: Model, sequences: Sequence[Tensor], steps: Sequence[Sequence[int
         )
         batch = batch.with_groups([batch.slots] * (groups - 1), [tables] * (groups - 1))
         hidden = model.states(model.forward(batch, cache))
-        for number, part in enumerate(hidden.split(list(counts))):
+        for number, part in enumerate(hidden.split_with_sizes(list(counts))):
             states[number].append(part)
     return [torch.cat(parts) for parts in states]

@@ -80,7 +80,7 @@ def rounded_rows(rows: Tensor) -> Tensor:
     """Round rows to 8 bits with a scale for each 32 inputs, and back; outliers stay as they are."""
     blocks = rows.float().view(len(rows), -1, 32)
     sizes = blocks.abs()
-    largest, rest = sizes.topk(2, dim=2).values.split(1, dim=2)
+    largest, rest = sizes.topk(2, dim=2).values.split_with_sizes((1, 1), dim=2)
     is_apart = (rest <= largest / 6) & (rest >= 1e-30)
     is_outlier = is_apart & (sizes == largest)
     largest = torch.where(is_apart, rest, largest)

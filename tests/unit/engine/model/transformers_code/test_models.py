@@ -5,10 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    GPTJConfig,
-    PreTrainedModel,
-)
+from transformers import HeliumConfig, PreTrainedModel
 
 from services.engine.engine import Engine
 from services.engine.messages import RequestDone, Token
@@ -18,7 +15,7 @@ from services.engine.model.model_loader import load_any_model
 from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints import (
     CONFIGS,
-    VOCABULARY,
+    SHAPE,
     Driver,
     make_checkpoint,
     random_tokens,
@@ -26,12 +23,10 @@ from tests.unit.engine.checkpoints import (
 )
 
 TOKENS = 60
-GPTJ = GPTJConfig(
-    vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=128
-)
+HELIUM = HeliumConfig(**SHAPE, head_dim=16)
 """No family of ours"""
 FAMILIES = {
-    "gptj": GPTJ,
+    "helium": HELIUM,
     "llama": CONFIGS["llama"],
     "qwen3, tied": CONFIGS["qwen3, tied"],
     "gemma2, with caps and windows": CONFIGS["gemma2"],
@@ -84,17 +79,17 @@ def test_only_output_rows_get_logits(checkpoint: tuple[Path, PreTrainedModel]) -
 
 
 @pytest.fixture(scope="module")
-def gptj(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gptj")
-    make_checkpoint(path, GPTJ)
+def helium(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("helium")
+    make_checkpoint(path, HELIUM)
     return path
 
 
-def test_preempted_sequences_generate_what_each_generates_alone(gptj: Path) -> None:
+def test_preempted_sequences_generate_what_each_generates_alone(helium: Path) -> None:
     """A cache for 96 tokens, and three sequences of 50: some are computed twice."""
-    settings = EngineSettings(dtype="float32", device="cpu", kv_memory="96KiB")
+    settings = EngineSettings(dtype="float32", device="cpu", kv_memory="72KiB")
     prompts = [random_tokens(20, seed).tolist() for seed in range(3)]
-    with Engine(gptj, settings) as engine:
+    with Engine(helium, settings) as engine:
         assert engine.model.model_code == "transformers"
         alone = [
             engine.generate(each, max_tokens=30, temperature=0, ignore_eos=True).token_ids
@@ -124,7 +119,7 @@ def test_flag_chooses_the_code_of_a_family_of_ours(
     assert load_any_model(tmp_path, torch.float32, code=code).code is runs_on
 
 
-def test_native_code_alone_refuses_other_architectures(gptj: Path) -> None:
-    assert load_any_model(gptj, torch.float32).code is ModelCode.TRANSFORMERS
-    with pytest.raises(CheckpointError, match="the architecture GPTJForCausalLM is not supported"):
-        load_any_model(gptj, torch.float32, code="native")
+def test_native_code_alone_refuses_other_architectures(helium: Path) -> None:
+    assert load_any_model(helium, torch.float32).code is ModelCode.TRANSFORMERS
+    with pytest.raises(CheckpointError, match="architecture HeliumForCausalLM is not supported"):
+        load_any_model(helium, torch.float32, code="native")

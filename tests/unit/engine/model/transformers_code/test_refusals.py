@@ -19,7 +19,7 @@ from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.model_loader import load_any_model
 
 REFUSED = {
-    "BloomForCausalLM": (BloomConfig(), "its attention does not go through"),
+    "BloomForCausalLM": (BloomConfig(), "its layers take no positions"),
     "MambaForCausalLM": (MambaConfig(num_hidden_layers=2), "its layers are recurrent"),
     "BertLMHeadModel": (BertConfig(num_hidden_layers=2), "its tokens see later tokens"),
     "Llama4ForCausalLM": (
@@ -55,7 +55,7 @@ def test_missing_transformers_is_named_with_the_extra_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(services.engine.model.checkpoint.model_code, "find_spec", lambda name: None)
-    write_config(tmp_path, {"architectures": ["GPTJForCausalLM"], "model_type": "gptj"})
+    write_config(tmp_path, {"architectures": ["HeliumForCausalLM"], "model_type": "helium"})
     with pytest.raises(CheckpointError, match=r"pip install 'tokenwire\[transformers\]'"):
         load_any_model(tmp_path, torch.float32)
 
