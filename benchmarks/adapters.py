@@ -18,13 +18,13 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.frontend.child_process import limit_thread_spinning
 from services.engine.model.adapters.peft_files import LowRankPair, PeftAdapter
 from services.engine.model.attention import KVCache
-from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, resolve_dtype
+from services.engine.model.model import Model
 
 _CONTEXT = 256
 
 
-def random_adapter(decoder: Decoder, rank: int, seed: int) -> PeftAdapter:
+def random_adapter(decoder: Model, rank: int, seed: int) -> PeftAdapter:
     """Make an adapter of all layers that may have one."""
     assert decoder.adapters is not None
     generator = torch.Generator().manual_seed(seed)
@@ -39,7 +39,7 @@ def random_adapter(decoder: Decoder, rank: int, seed: int) -> PeftAdapter:
     return PeftAdapter(pairs)
 
 
-def decode_batch(decoder: Decoder, cache: KVCache, adapters: Sequence[int]) -> StepBatch:
+def decode_batch(decoder: Model, cache: KVCache, adapters: Sequence[int]) -> StepBatch:
     """Return a step in which each sequence decodes one token; adapters: theirs, by number."""
     count, size = len(adapters), cache.block_size
     width = -(-_CONTEXT // size)

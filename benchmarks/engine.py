@@ -74,6 +74,7 @@ class MeasuredEngine(Engine):
         weights: str = "full",
         device: str = "cpu",
         streams: int = 1,
+        model_code: str = "auto",
     ) -> None:
         """tokens: what the KV cache has to hold; streams: sequences that run at once."""
         spec, itemsize = load_spec(model), resolve_dtype(dtype, torch.device(device)).itemsize
@@ -86,6 +87,7 @@ class MeasuredEngine(Engine):
             dtype=dtype,
             device=device,
             weights=weights,
+            model_code=model_code,
             speculate="ngram" if speculate else "off",
             kv_memory=str(memory),
         )

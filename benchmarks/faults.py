@@ -138,6 +138,12 @@ class Stack:
                 await _until(lambda target=target: is_serving(target))  # type: ignore[misc]
             await _until(lambda: is_ready(f"{self.url}/ready"))
 
+    def processes(self) -> list[psutil.Process]:
+        """Return the services' processes and those that they have started."""
+        services = [psutil.Process(process.pid) for process in self._processes.values()]
+        children = [child for each in services for child in each.children(recursive=True)]
+        return services + children
+
     async def inflict(self, fault: Fault) -> None:
         """Signal a process, wait for its end, and start the service again."""
         process = self._processes[fault.service]

@@ -3,24 +3,28 @@
     python -m benchmarks.floods
 
 The benchmark starts the four services and prints one row per flood: the other client's
-inter-token times in one stream, and the latency of its requests for four tokens.
+inter-token times in one stream, the latency of its requests for four tokens, and the memory that
+the services took meanwhile.
 """
 
 import argparse
 import asyncio
 import contextlib
+import json
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
 import httpx
+import psutil
 
 from benchmarks.faults import Stack
+from benchmarks.http2_frames import HTTP2_FLOODS, send_frames
 from tokenwire.channel import connect
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
@@ -28,7 +32,8 @@ from tokenwire.serving.stack_layout import embedded_checkpoint
 
 __all__ = ["main"]
 
-Flood: TypeAlias = Callable[[Stack, httpx.AsyncClient], Awaitable[None]]
+Flood: TypeAlias = Callable[[Stack, httpx.AsyncClient], Awaitable[str | None]]
+"""What sends the flood, and says where the server cut it"""
 
 _SECONDS = 15.0
 _NEWCOMER_SECONDS = 0.5
@@ -38,6 +43,8 @@ _GREEDY = {"model": "default", "temperature": 0, "ignore_eos": True}
 _MANY_PROMPTS = b'{"model":"default","prompt":[' + b"[1]," * 2_000_000 + b"[1]]}"
 _MANY_STARTS = 100_000
 _CHOICES = 128
+_LARGE_CHATS = 60
+_CHAT_BYTES = 4_000_000
 _LONG_PROMPT = [5] * 1_900
 
 
@@ -48,6 +55,10 @@ class Bystander:
     gaps: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
     refused: int = 0
+    cut: str = ""
+    """Where the server cut the flood"""
+    taken_bytes: int = 0
+    """Largest growth of the services' memory"""
 
     async def read(self, stack: Stack, http: httpx.AsyncClient) -> None:
         """Stream completions, one after another, and record the times between their events."""
@@ -72,6 +83,25 @@ class Bystander:
             self.refused += answer.status_code != 200
             await asyncio.sleep(_NEWCOMER_SECONDS)
 
+    async def watch(self, stack: Stack) -> None:
+        """Record how much memory the services take, which changes by pages of their caches too."""
+        before = _memory(stack)
+        while True:
+            await asyncio.sleep(0.1)
+            self.taken_bytes = max(self.taken_bytes, _memory(stack) - before)
+
+    async def suffer(self, flood: Flood, stack: Stack, http: httpx.AsyncClient) -> None:
+        """Run a flood against the services."""
+        self.cut = await flood(stack, http) or ""
+
+
+def _memory(stack: Stack) -> int:
+    total = 0
+    for process in stack.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += process.memory_info().rss
+    return total
+
 
 async def _calm(stack: Stack, http: httpx.AsyncClient) -> None:
     await asyncio.sleep(_SECONDS)
@@ -88,6 +118,23 @@ async def _large_bodies(stack: Stack, http: httpx.AsyncClient) -> None:
             stack.url + _PATH, content=_MANY_PROMPTS, headers={"content-type": "application/json"}
         )
         assert 400 <= answer.status_code < 500, answer.status_code
+
+
+async def _large_chats(stack: Stack, http: httpx.AsyncClient) -> None:
+    """Send 60 chats of 4 MB at once."""
+    message = {"role": "user", "content": "word " * (_CHAT_BYTES // 5)}
+    content = json.dumps({"model": "default", "messages": [message]}).encode()
+    headers = {"content-type": "application/json"}
+    url = f"{stack.url}/v1/chat/completions"
+    posts = (http.post(url, content=content, headers=headers) for _ in range(_LARGE_CHATS))
+    await asyncio.gather(*posts)
+
+
+def _frames(frames: Callable[[], Iterable[bytes]]) -> Flood:
+    async def flood(stack: Stack, http: httpx.AsyncClient) -> str:
+        return await send_frames(stack.targets["tokenizer"], frames())
+
+    return flood
 
 
 async def _many_starts(stack: Stack, http: httpx.AsyncClient) -> None:
@@ -147,6 +194,8 @@ _FLOODS: Mapping[str, Flood] = {
     "2 connections with n=128": _many_choices,
     "n=128 on 1,900 tokens": _long_choices,
     "6 streams with n=128, never read": _never_reading,
+    "60 chats of 4 MB": _large_chats,
+    **{name: _frames(frames) for name, frames in HTTP2_FLOODS.items()},
 }
 
 
@@ -169,8 +218,10 @@ async def _beside(stack: Stack, flood: Flood) -> Bystander:
     async with (
         httpx.AsyncClient(timeout=300, limits=limits) as http,
         httpx.AsyncClient(timeout=300, limits=limits) as flooding,
-        _running(bystander.read(stack, http), bystander.arrive(stack, http)),
-        _running(flood(stack, flooding)),
+        _running(
+            bystander.read(stack, http), bystander.arrive(stack, http), bystander.watch(stack)
+        ),
+        _running(bystander.suffer(flood, stack, flooding)),
     ):
         await asyncio.sleep(_SECONDS)
     return bystander
@@ -184,7 +235,8 @@ def _row(name: str, seen: Bystander) -> str:
         f"{1000 * seconds:.0f}"
         for seconds in (statistics.median(seen.latencies), max(seen.latencies))
     )
-    return f"| {name} | {stream} | {late} | {seen.refused} |"
+    taken = f"{seen.taken_bytes / 2**20:.0f}"
+    return f"| {name} | {stream} | {late} | {seen.refused} | {taken} | {seen.cut} |"
 
 
 async def _measure(arguments: argparse.Namespace) -> None:
@@ -192,11 +244,12 @@ async def _measure(arguments: argparse.Namespace) -> None:
     try:
         await stack.start()
         print(
-            "| flood | inter-token p50, ms | p99 | most | 4 tokens, median, ms | most | refused |"
+            "| flood | inter-token p50, ms | p99 | most | 4 tokens, median, ms | most | refused"
+            " | memory, MiB | cut |"
         )
-        print("|---|---|---|---|---|---|---|")
+        print("|---|---|---|---|---|---|---|---|---|")
         for name, flood in _FLOODS.items():
-            if arguments.only in name:
+            if name == "none" or arguments.only in name:
                 print(_row(name, await _beside(stack, flood)), flush=True)
                 await stack.until_ready()
                 await asyncio.sleep(_SECONDS)  # The engine ends the flood's requests meanwhile.

@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument(
         "--weights", default="full", choices=("full", "decoded", "int4", "int8", "w8a8")
     )
+    parser.add_argument("--model-code", default="auto", choices=("auto", "native", "transformers"))
     parser.add_argument("--batches", type=_numbers, default=BATCHES, metavar="1,2,…")
     parser.add_argument("--contexts", type=_numbers, default=CONTEXTS, metavar="128,…")
     parser.add_argument("--prompts", type=_numbers, default=PROMPTS, metavar="32,…")
@@ -176,6 +177,7 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> None:
         tokens,
         weights=arguments.weights,
         streams=max(arguments.batches),
+        model_code=arguments.model_code,
     )
     try:
         bandwidth = measure_bandwidth()

@@ -1,5 +1,6 @@
 """gRPC channels to the services, and the channel options that both ends share."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,14 @@ import grpc
 from tokenwire.caller_channel import CallerChannel
 from tokenwire.tls import ClientTls
 
-__all__ = ["LOST_SECONDS", "MESSAGE_LIMIT", "MESSAGE_LIMITS", "QUIET", "connect"]
+__all__ = [
+    "LOST_SECONDS",
+    "MESSAGE_LIMIT",
+    "MESSAGE_LIMITS",
+    "QUIET",
+    "connect",
+    "stop_writing_at_end",
+]
 
 LOST_SECONDS = 20.0
 """Seconds without an answer to a ping after which a server counts as lost"""
@@ -74,3 +82,15 @@ def connect(
     if tls is None and token is None:
         return open_channel()
     return CallerChannel(open_channel, () if tls is None else tls.files, token)
+
+
+def stop_writing_at_end(call: grpc.aio.Call, writer: "asyncio.Task[None]") -> None:
+    """Cancel a stream's writer once the peer has ended the call, so that its status stays.
+
+    In grpcio, a write that fails after the status has arrived replaces it by INTERNAL.
+    """
+
+    def on_end(_: object) -> None:
+        writer.cancel()
+
+    call.add_done_callback(on_end)

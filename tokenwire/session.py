@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from tokenwire.channel import MESSAGE_LIMIT
+from tokenwire.channel import MESSAGE_LIMIT, stop_writing_at_end
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
@@ -116,6 +116,7 @@ class Session(Generic[Command, Event]):
             self._lose(_lost(f"The stream can't be opened: {failure}"))
             return
         writer = asyncio.ensure_future(self._write(call))
+        stop_writing_at_end(call, writer)
         error = _lost("The stream ended.")
         try:
             while (response := cast(Any, await call.read())) is not grpc.aio.EOF:

@@ -225,7 +225,8 @@ def parse(settings: type[S], prog: str, prefix: str, arguments: Sequence[str] | 
     for field in fields:
         variable, choices = f"{prefix}_{field.name.upper()}", field.metadata["choices"]
         kind, default = type(field.default), field.default
-        meaning = f"{field.metadata['help']} [{variable}]"
+        # argparse formats help texts with %
+        meaning = f"{field.metadata['help']} [{variable}]".replace("%", "%%")
         if kind is bool:
             if variable in os.environ:
                 default = _boolean(variable, os.environ[variable])

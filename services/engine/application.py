@@ -66,10 +66,11 @@ class EngineApplication(Application):
         os.nice(_NICENESS)
         model = self._frontend.model
         _LOG.info(
-            "serving %s: %s in %s, %.2f GiB of weights, KV cache for %d tokens (%.2f GiB)",
+            "serving %s: %s in %s, %s code, %.2f GiB of weights, KV cache for %d tokens (%.2f GiB)",
             self._frontend.model_id,
             model.architecture,
             model.dtype,
+            model.model_code,
             model.weight_bytes / 2**30,
             model.total_blocks * model.block_size,
             model.kv_bytes / 2**30,

@@ -630,6 +630,8 @@ class ModelDescription:
     weight_bytes: int
     kernels: str
     """Instruction set of the CPU kernels; "cuda" on a GPU, "none" if torch computes on a CPU"""
+    model_code: str = "native"
+    """Code that computes the model: "native" or "transformers" """
     takes_adapters: bool = True
     """False if the model is an encoder, or in a GGUF file"""
     generates: bool = True

@@ -37,6 +37,12 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
         "w8a8 (AMX, AVX-512 BF16) = int8, with the inputs of products in int8 too.",
         choices=("full", "decoded", "int4", "int8", "w8a8", "fp8"),
     )
+    model_code: str = setting(
+        "auto",
+        "Code that computes the model: native, or transformers' modules with our attention and "
+        "products; auto = native where there is such code.",
+        choices=("auto", "native", "transformers"),
+    )
     generation_config: bool = setting(
         False,
         "Sample as generation_config.json recommends where a request says nothing.",

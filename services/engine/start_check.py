@@ -8,8 +8,8 @@ from services.common.gguf.gguf_config import config_of
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.settings import StartupError
 from services.engine.host_memory import free_host_memory, in_units
-from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.model_code import code_of
 from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings, parse_bytes, parse_share
@@ -36,17 +36,17 @@ def check_start(settings: EngineSettings) -> None:
     try:
         gguf = _gguf(model)
         if gguf is None:
-            check_config(Config.read(model / "config.json"))
+            check_config(Config.read(model / "config.json"), settings)
         else:
-            check_config(Config(str(gguf), config_of(GgufFile(gguf))))
+            check_config(Config(str(gguf), config_of(GgufFile(gguf))), settings)
         check_room(stored_weights(model), settings)
     except (CheckpointError, GgufError) as error:
         raise StartupError(str(error)) from None
 
 
-def check_config(config: Config) -> None:
+def check_config(config: Config, settings: EngineSettings) -> None:
     """Raise CheckpointError for a config.json of an architecture that is not served."""
-    family_of(config)
+    code_of(config, settings.model_code)
 
 
 def stored_weights(model: Path) -> StoredWeights:

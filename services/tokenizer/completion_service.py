@@ -157,6 +157,7 @@ class CompletionServicer(CompletionServiceServicer):
             embedding_width=0 if limits.vectors_are_scores else limits.vector_width,
             scores_pairs=limits.vectors_are_scores and limits.vector_width == 1,
             only_embeds=limits.only_embeds,
+            model_code=limits.model_code,
         )
         models = [model]
         for name in sorted(self._pool.adapters):

@@ -25,6 +25,8 @@ class ModelLimits:
     max_stop_strings: int
     appends_suffix: bool
     """True if a suffix is appended, rather than refused, if the model can't infill"""
+    model_code: str = ""
+    """Code that computes the model, "native" or "transformers"; empty = not known"""
     vector_width: int = 0
     """Numbers of an embedding, or labels that a text is scored for; 0 = the model makes neither"""
     vectors_are_scores: bool = False

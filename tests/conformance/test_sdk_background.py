@@ -16,12 +16,18 @@ from tests.conformance.test_sdk_responses import BASE, without_ids
 from tests.services.shim import running_shim
 from tests.stack import Stack
 
-NUMBERS = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 600, "maxItems": 600}
-ENDLESS: dict[str, Any] = BASE | {
-    "text": {"format": {"type": "json_schema", "name": "numbers", "schema": NUMBERS}},
-    "max_output_tokens": 1800,
-    "background": True,
-}
+
+def numbers(count: int) -> dict[str, Any]:
+    """Return a request for an array of `count` numbers, each of some tokens."""
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": count, "maxItems": count}
+    return BASE | {
+        "text": {"format": {"type": "json_schema", "name": "numbers", "schema": schema}},
+        "max_output_tokens": 3 * count,
+        "background": True,
+    }
+
+
+ENDLESS = numbers(600)
 """A request whose answer takes some seconds"""
 
 
@@ -63,7 +69,7 @@ def test_response_in_the_background_is_queued_and_ends_as_any_other(client: Open
 
 
 def test_stream_goes_on_without_its_client_and_is_read_from_any_event_on(client: OpenAI) -> None:
-    stream = client.responses.create(**ENDLESS | {"stream": True})
+    stream = client.responses.create(**numbers(200) | {"stream": True})
     seen = dumped(islice(iter(stream), 6))
     stream.close()
     identity, last = seen[0]["response"]["id"], seen[-1]["sequence_number"]
@@ -163,10 +169,10 @@ async def test_too_many_responses_in_the_background_are_refused(stack: Stack) ->
 
 
 async def test_dropped_events_are_refused_and_the_response_is_whole(stack: Stack) -> None:
-    flags = ("--tokenizer", stack.tokenizer, "--max-event-bytes", "20000")
+    flags = ("--tokenizer", stack.tokenizer, "--max-event-bytes", "5000")
     async with running_shim(*flags) as shim:
         client = client_of(shim.url)
-        stream = client.responses.create(**ENDLESS | {"stream": True})
+        stream = client.responses.create(**numbers(60) | {"stream": True})
         first = next(iter(stream))
         stream.close()
         whole = await asyncio.to_thread(ended, client, first.response.id)

@@ -230,6 +230,7 @@ async def test_models_list_shows_aliases_variants_and_limits(http: httpx.AsyncCl
     assert (one["aliases"], one["variants"]) == (["one"], ["acme/one:short", "acme/one:narrow"])
     assert one["max_model_len"] == two["max_model_len"] == one["max_output_length"]
     assert two["max_output_length"] == 8
+    assert [each["model_code"] for each in (one, two, away)] == ["native", "native", None]
     assert (away["max_model_len"], away["placeholder"], away["grammar"]) == (4096, False, None)
     assert (soon["placeholder"], soon["max_model_len"]) == (True, None)
     assert (await http.get("/v1/models/one")).json() == one

@@ -49,7 +49,7 @@ def check_before_download(checkpoint: HubCheckpoint, flags: Sequence[str]) -> No
         file = checkpoint.download_config()
         config = None if file is None else _config(checkpoint, file)
         if config is not None:
-            check_config(config)
+            check_config(config, settings)
         check_room(StoredWeights.of_sizes(checkpoint.weight_bytes(), config), settings)
     except StartupError as error:
         raise ServeError(f"engine: {error}") from None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from services.common.gguf.gguf_experts import read_sigmoid_routing
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_gemma import (
     read_gemma2,
@@ -11,7 +12,7 @@ from services.common.gguf.gguf_gemma import (
     read_gemma4,
 )
 from services.common.gguf.gguf_latent import choose_latent_model, read_latent
-from services.common.gguf.gguf_layers import read_delta_net, read_windows
+from services.common.gguf.gguf_layers import count_layers, read_delta_net, read_windows
 from services.common.gguf.gguf_recurrent import (
     read_convolutions,
     read_falcon_h1,
@@ -126,8 +127,54 @@ def _read_ernie_experts(file: GgufFile) -> dict[str, Json]:
     }
 
 
+def _read_llama4(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Llama 4. What they don't say is in llama.cpp's code.
+
+    A window of 0 marks a model without chunks, all of whose layers rotate. The one with 128 experts
+    has no norms of queries and keys.
+    """
+    values: dict[str, Json] = {
+        "interleave_moe_layer_step": file.integer("llama4.interleave_moe_layer_step", 1),
+        "use_qk_norm": file.integer("llama4.expert_count", 0) != _MAVERICK_EXPERTS,
+    }
+    if file.integer("llama4.attention.sliding_window", 1) == 0:
+        values |= {"attention_chunk_size": None, "no_rope_layers": [1] * count_layers(file)}
+    return values
+
+
+def _read_falcon(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Falcon, which has two norms, several key heads, or neither."""
+    has_both = "blk.0.attn_norm_2.weight" in file.tensors
+    key_heads = file.integers("falcon.attention.head_count_kv", 1, 1)[0]
+    return {
+        "new_decoder_architecture": has_both or key_heads > 1,
+        "num_ln_in_parallel_attn": 2 if has_both else 1,
+    }
+
+
+_MAVERICK_EXPERTS = 128
+
+
+def _read_glm_experts(file: GgufFile) -> dict[str, Json]:
+    has_norms = "blk.0.attn_q_norm.weight" in file.tensors
+    return {**read_sigmoid_routing(file), "use_qk_norm": has_norms}
+
+
 _XIELU = ("alpha_p", "alpha_n", "beta", "eps")
 _USE_BIAS = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+_GPT2_KEYS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
+_DEEPSEEK_KEYS = {
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_num_shared_experts": "n_shared_experts",
+    "num_local_experts": "n_routed_experts",
+}
 _OLMO3 = Architecture("Olmo3ForCausalLM", extra_keys=_read_olmo3)
 _MIXTRAL = Architecture("MixtralForCausalLM", extra_keys=lambda _: {"norm_topk_prob": True})
 _ARCHITECTURES: Mapping[str, Architecture] = {
@@ -174,14 +221,23 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gpt2": Architecture(
         "GPT2LMHeadModel",
+        _GPT2_KEYS,
+    ),
+    "starcoder": Architecture(
+        "GPTBigCodeForCausalLM",
+        _GPT2_KEYS,
+        lambda file: {"multi_query": file.integers("starcoder.attention.head_count_kv", 1)[0] == 1},
+    ),
+    "falcon": Architecture(
+        "FalconForCausalLM",
         {
-            "hidden_size": "n_embd",
-            "intermediate_size": "n_inner",
-            "max_position_embeddings": "n_positions",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
+            "attention_bias": "bias",
+            "intermediate_size": "ffn_hidden_size",
+            "mlp_bias": "bias",
+            "num_key_value_heads": "num_kv_heads",
             "rms_norm_eps": "layer_norm_epsilon",
         },
+        _read_falcon,
     ),
     "gpt-oss": Architecture("GptOssForCausalLM", extra_keys=_read_gpt_oss),
     "qwen35": Architecture("Qwen3_5ForCausalLM", extra_keys=read_delta_net),
@@ -230,11 +286,37 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         extra_keys=_read_stablelm,
     ),
     "qwen3next": Architecture("Qwen3NextForCausalLM", extra_keys=read_delta_net),
+    "deepseek2": Architecture("DeepseekV2ForCausalLM", _DEEPSEEK_KEYS, read_latent),
+    "dots1": Architecture("Dots1ForCausalLM", _DEEPSEEK_KEYS, read_sigmoid_routing),
+    "minimax-m2": Architecture(
+        "MiniMaxM2ForCausalLM",
+        extra_keys=lambda file: {**read_sigmoid_routing(file), "norm_topk_prob": True},
+    ),
+    "mistral4": Architecture("Mistral4ForCausalLM", _DEEPSEEK_KEYS, read_latent),
+    "afmoe": Architecture(
+        "AfmoeForCausalLM",
+        {
+            "moe_layer_start_index": "num_dense_layers",
+            "moe_num_shared_experts": "num_shared_experts",
+            "num_local_experts": "num_experts",
+            "routed_scaling_factor": "route_scale",
+            "sliding_window_pattern": "global_attn_every_n_layers",
+        },
+        lambda file: {**read_sigmoid_routing(file), **read_windows(file, 4), "mup_enabled": True},
+    ),
+    "llama4": Architecture(
+        "Llama4ForCausalLM",
+        {
+            "intermediate_size": "intermediate_size_mlp",
+            "moe_intermediate_size": "intermediate_size",
+        },
+        _read_llama4,
+    ),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", _DEEPSEEK_KEYS, _read_glm_experts),
     "lfm2": Architecture(
         "Lfm2ForCausalLM", {"rms_norm_eps": "norm_eps"}, extra_keys=read_convolutions
     ),
     "lfm2moe": Architecture(
         "Lfm2MoeForCausalLM", {"rms_norm_eps": "norm_eps"}, extra_keys=read_convolutions
     ),
-    "deepseek2": Architecture("DeepseekV2ForCausalLM", extra_keys=read_latent),
 }

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.attention import KVCache
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 
 __all__ = ["DecodeGraphs"]
 
@@ -37,7 +37,7 @@ class DecodeGraphs:
     On the CPU there are no graphs: padded batches run directly.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache) -> None:
+    def __init__(self, decoder: Model, cache: KVCache) -> None:
         self._decoder = decoder
         self._cache = cache
         self._is_cuda = decoder.device.type == "cuda"

@@ -7,7 +7,7 @@ import torch
 
 from services.engine.batch.step_batch import StateSegments, StepBatch
 from services.engine.model.attention import KVCache
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 
 __all__ = ["run_first_steps"]
 
@@ -15,7 +15,7 @@ _PROMPT = 2
 """Tokens of the prompt; more rows than one take other kernels than a decode does"""
 
 
-def run_first_steps(decoder: Decoder, cache: KVCache) -> None:
+def run_first_steps(decoder: Model, cache: KVCache) -> None:
     """Compute a prompt, and a decode behind it, in the first block of `cache`."""
     steps = [range(_PROMPT)]
     if not decoder.computes_whole_prompts:
@@ -28,7 +28,7 @@ def run_first_steps(decoder: Decoder, cache: KVCache) -> None:
             decoder.states(hidden)
 
 
-def _batch(decoder: Decoder, positions: range) -> StepBatch:
+def _batch(decoder: Model, positions: range) -> StepBatch:
     """Return a batch of one sequence in the first block."""
     device, count = decoder.device, len(positions)
     places = torch.tensor(positions, dtype=torch.int64, device=device)

@@ -25,8 +25,9 @@ from services.engine.kernels.memory import touch
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
-from services.engine.model.decoder import Decoder
-from services.engine.model.loader import load_model, resolve_dtype
+from services.engine.model.loader import resolve_dtype
+from services.engine.model.model import Model
+from services.engine.model.model_loader import load_any_model
 from services.engine.model.pooler import Pooler, load_pooler
 from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
@@ -45,7 +46,7 @@ _LEAST_DRIVERS = {"12": "525 or later", "13": "580 or later"}
 class LoadedModel:
     """This rank's part of the model, ready to compute."""
 
-    decoder: Decoder
+    decoder: Model
     cache: KVCache
     ranks: RankGroup
     blocks: tuple[int, ...]
@@ -82,9 +83,10 @@ def load(settings: EngineSettings) -> LoadedModel:
         free = available_memory(device) * rank.count
         weights = stored_weights(settings.model)
         require_room(weights, settings.weights, free, dtype.itemsize, ("fp8",))
-    decoder = load_model(
+    decoder = load_any_model(
         settings.model,
         dtype,
+        settings.model_code,
         progress=rank.leads,
         device=device,
         weights=settings.weights,
@@ -129,7 +131,7 @@ def load(settings: EngineSettings) -> LoadedModel:
     )
 
 
-def step_tokens(settings: EngineSettings, decoder: Decoder) -> int:
+def step_tokens(settings: EngineSettings, decoder: Model) -> int:
     """Return the most prompt tokens of a step; a whole text where the model can't divide it."""
     if not decoder.computes_whole_prompts:
         return settings.max_step_tokens
@@ -137,7 +139,7 @@ def step_tokens(settings: EngineSettings, decoder: Decoder) -> int:
     return max(settings.max_step_tokens, longest)
 
 
-def _cache_need(settings: EngineSettings, decoder: Decoder) -> CacheNeed:
+def _cache_need(settings: EngineSettings, decoder: Model) -> CacheNeed:
     """Return what the caches are for, with the bytes of this rank's part of a block."""
     spec, size = decoder.spec, decoder.block_size
     # the layers of an encoder share the cache of one
@@ -156,7 +158,7 @@ def _cache_need(settings: EngineSettings, decoder: Decoder) -> CacheNeed:
     )
 
 
-def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> None:
+def _reserve(settings: EngineSettings, decoder: Model, ranks: RankGroup) -> None:
     """Allocate the buffers of the largest step, or raise StartupError."""
     tokens = step_tokens(settings, decoder) + settings.max_running
     rows = max_logit_rows(settings.max_running) if decoder.computes_logits else 0
@@ -172,7 +174,7 @@ def _reserve(settings: EngineSettings, decoder: Decoder, ranks: RankGroup) -> No
 
 def _choose_num_blocks(
     settings: EngineSettings,
-    decoder: Decoder,
+    decoder: Model,
     ranks: RankGroup,
     need: CacheNeed,
     step_bytes: int,
@@ -196,7 +198,7 @@ def _choose_num_blocks(
 
 
 def _context_length(
-    settings: EngineSettings, decoder: Decoder, need: CacheNeed, num_blocks: int
+    settings: EngineSettings, decoder: Model, need: CacheNeed, num_blocks: int
 ) -> int:
     """Return the tokens of a sequence, at most."""
     if decoder.computes_whole_prompts:
@@ -205,7 +207,7 @@ def _context_length(
 
 
 def graph_capacity(
-    settings: EngineSettings, decoder: Decoder, context_length: int
+    settings: EngineSettings, decoder: Model, context_length: int
 ) -> StepCapacity | None:
     """Return the size of the largest decode step if decode steps run as CUDA graphs.
 
@@ -218,13 +220,13 @@ def graph_capacity(
     return StepCapacity(tokens, settings.max_running, blocks)
 
 
-def _sharers(decoder: Decoder, ranks: RankGroup) -> int:
+def _sharers(decoder: Model, ranks: RankGroup) -> int:
     """Return how many ranks share this rank's memory."""
     return ranks.rank.local_count if decoder.device.type == "cpu" else 1
 
 
 def _allocate_cache(
-    decoder: Decoder, num_blocks: int, need: CacheNeed, context_length: int
+    decoder: Model, num_blocks: int, need: CacheNeed, context_length: int
 ) -> KVCache:
     is_on_gpu = decoder.device.type == "cuda"
     allocating = time.monotonic()

@@ -23,7 +23,7 @@ from services.engine.model.adapters.adapters import AdapterChange
 from services.engine.model.adapters.reading import AdapterReading
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 from services.engine.scheduling.cache_pools import BlockCopy
 from services.engine.scheduling.sequence import Sequence
 from services.engine.scheduling.sequence_cache import StateRun
@@ -73,7 +73,7 @@ class ModelRunner:
     """Builds a flat batch from each plan, and runs it through the decoder."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, graph_capacity: StepCapacity | None = None
+        self, decoder: Model, cache: KVCache, graph_capacity: StepCapacity | None = None
     ) -> None:
         """graph_capacity: pad steps, and run them as CUDA graphs on a GPU. No step may be larger.
         Padding writes to the last block of each cache group."""

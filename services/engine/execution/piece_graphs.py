@@ -6,7 +6,7 @@ from torch import Tensor
 from services.engine.batch.buckets import TOKEN_BUCKETS, token_bucket
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.attention import KVCache
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 
 __all__ = ["PieceGraphs"]
 
@@ -26,7 +26,7 @@ class PieceGraphs:
     On the CPU there are no graphs: the padded pieces run directly.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, tokens: int) -> None:
+    def __init__(self, decoder: Model, cache: KVCache, tokens: int) -> None:
         """tokens: size of the largest step, for which the decoder has reserved its buffers; at
         least the smallest of `TOKEN_BUCKETS`."""
         self._decoder = decoder

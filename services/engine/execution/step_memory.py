@@ -15,7 +15,7 @@ from services.engine.batch.buckets import decode_sizes, row_bucket, table_width
 from services.engine.batch.step_batch import StateSegments, StepBatch
 from services.engine.execution.model_runner import ModelRunner, StepCapacity, max_logit_rows
 from services.engine.model.attention import KVCache
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 
 __all__ = ["largest_step", "measure_steps", "total_of_graphs", "usable_kernels"]
 
@@ -39,7 +39,7 @@ class StepMemory:
         return self.largest + self.graphs
 
 
-def measure_steps(decoder: Decoder, tokens: int, rows: int, capacity: StepCapacity | None) -> int:
+def measure_steps(decoder: Model, tokens: int, rows: int, capacity: StepCapacity | None) -> int:
     """Run the largest steps and return the bytes that they take beside weights and KV cache.
 
     tokens: prompt tokens of a step; rows: its decodes. capacity: size of the CUDA graphs; None =
@@ -70,7 +70,7 @@ def usable_kernels() -> Iterator[None]:
         raise StartupError(f"The GPU can't run the model's kernels: {why}") from error
 
 
-def largest_step(decoder: Decoder, cache: KVCache, tokens: int, rows: int) -> StepBatch:
+def largest_step(decoder: Model, cache: KVCache, tokens: int, rows: int) -> StepBatch:
     """Return a batch of `rows` decodes behind full contexts, and prompts of `tokens` tokens.
 
     Its block tables are as wide as a full context, and name blocks of `cache` in turn.
@@ -106,7 +106,7 @@ def total_of_graphs(first: int, further: int, count: int) -> int:
     return first + max(further, _LEAST_GRAPH) * (count - 1)
 
 
-def _measure_largest(decoder: Decoder, cache: KVCache, tokens: int, rows: int) -> int:
+def _measure_largest(decoder: Model, cache: KVCache, tokens: int, rows: int) -> int:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     free_before = _release()
@@ -124,7 +124,7 @@ def _measure_largest(decoder: Decoder, cache: KVCache, tokens: int, rows: int) -
     return peak + max(outside, 0) + copies
 
 
-def _measure_graphs(decoder: Decoder, cache: KVCache, capacity: StepCapacity) -> int:
+def _measure_graphs(decoder: Model, cache: KVCache, capacity: StepCapacity) -> int:
     runner = ModelRunner(decoder, cache, capacity)
     enough = capacity.blocks + row_bucket(capacity.sequences)  # so that no size is left out
     decodes = decode_sizes(capacity.sequences, capacity.blocks, enough)

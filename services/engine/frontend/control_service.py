@@ -78,6 +78,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             weights_fingerprint=model.weights_fingerprint,
             weights=settings.weights,
             kernels=model.kernels,
+            model_code=model.model_code,
             adapters=map(_adapter, self._frontend.adapters),
             max_adapters=self._frontend.adapters.most if model.takes_adapters else 0,
             vector_width=model.vector_width,

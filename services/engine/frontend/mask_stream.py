@@ -16,6 +16,7 @@ from services.common.block_hash import tenant_salt
 from services.common.logging import request_id, traceparent
 from services.common.priority import TENANT_KEY
 from services.engine.messages import bitmask
+from tokenwire.channel import stop_writing_at_end
 from tokenwire.errors import ServiceError
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
@@ -174,6 +175,7 @@ class MaskStream:
             async with asyncio.timeout(None) as timeout:
                 clock = _AnswerClock(timeout, self._answer_seconds)
                 writer = asyncio.ensure_future(self._write(call, clock))
+                stop_writing_at_end(call, writer)
                 await self._read(call, clock)
         except grpc.aio.AioRpcError as failure:
             error = _service_error(failure)

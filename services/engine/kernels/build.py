@@ -44,7 +44,9 @@ _ANYWHERE = (
     _Unit("delta_rule.cpp", defines="TW_DELTA=delta_baseline"),
     _Unit("state_scan.cpp", defines="TW_SCAN=scan_baseline"),
     _Unit("grouped.cpp", defines="TW_GROUPED=grouped_baseline"),
+    _Unit("experts.cpp", defines="TW_EXPERTS=experts_baseline"),
     _Unit("grouped_pack.cpp"),
+    _Unit("mixture.cpp"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (
@@ -65,6 +67,8 @@ _X86_64 = (
     _Unit("delta_rule.cpp", _AVX512, "TW_DELTA=delta_avx512"),
     _Unit("state_scan.cpp", _AVX2, "TW_SCAN=scan_avx2"),
     _Unit("state_scan.cpp", _AVX512, "TW_SCAN=scan_avx512"),
+    _Unit("experts.cpp", _AVX2, "TW_EXPERTS=experts_avx2"),
+    _Unit("experts.cpp", _AVX512, "TW_EXPERTS=experts_avx512"),
     _Unit("grouped.cpp", _AVX2, "TW_GROUPED=grouped_avx2"),
     _Unit("grouped.cpp", (*_AVX512, *_VNNI), "TW_GROUPED=grouped_vnni"),
     _Unit("pack.cpp", _AVX512_BF16),

@@ -23,12 +23,14 @@ __all__ = [
     "Format",
     "GateCall",
     "GroupedCall",
+    "GroupedExpertCall",
     "InstructionSet",
     "KeepCall",
     "Kernel",
     "LayerNormCall",
     "LinearCall",
     "LowRankCall",
+    "MixtureCall",
     "Native",
     "NormCall",
     "Numbers",
@@ -37,6 +39,7 @@ __all__ = [
     "PassCall",
     "PlaneCall",
     "RotationCall",
+    "RoutingCall",
     "RowNormCall",
     "ScoreCall",
     "StateScanCall",
@@ -108,7 +111,8 @@ class Kernel(IntEnum):
     DECODE = 8
     DELTA_RULE = 9
     ARRANGE = 10
-    STATE_SCAN = 11
+    MIXTURE = 11
+    STATE_SCAN = 12
 
 
 class DrawCall(ctypes.Structure):
@@ -367,6 +371,8 @@ class LinearCall(ctypes.Structure):
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("out_stride", c_int64),
+        ("first_panel", c_int64),
+        ("last_panel", c_int64),
         ("epilogue", c_int32),
         ("format", c_int32),
         ("alpha", c_float),
@@ -441,6 +447,9 @@ class GateCall(ctypes.Structure):
         ("out", c_void_p),
         ("num_rows", c_int64),
         ("width", c_int64),
+        ("out_stride", c_int64),
+        ("alpha", c_float),
+        ("limit", c_float),
         ("dtype", c_int32),
     ]
 
@@ -460,6 +469,56 @@ class ArrangeCall(ctypes.Structure):
     ]
 
 
+class RoutingCall(ctypes.Structure):
+    """struct tw_routing"""
+
+    _fields_ = [
+        ("bias", c_void_p),
+        ("experts", c_int64),
+        ("per_row", c_int64),
+        ("groups", c_int64),
+        ("kept_groups", c_int64),
+        ("group_leaders", c_int64),
+        ("least_sum", c_float),
+        ("scale", c_float),
+        ("has_sigmoids", c_int32),
+        ("is_normalized", c_int32),
+    ]
+
+
+class GroupedExpertCall(ctypes.Structure):
+    """struct tw_grouped_expert"""
+
+    _fields_ = [("gate", GroupedCall), ("up", GroupedCall), ("down", GroupedCall)]
+
+
+class MixtureCall(ctypes.Structure):
+    """struct tw_mixture"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("out", c_void_p),
+        ("chosen", c_void_p),
+        ("factors", c_void_p),
+        ("router", POINTER(LinearCall)),
+        ("routing", POINTER(RoutingCall)),
+        ("shared_router", POINTER(LinearCall)),
+        ("gates", POINTER(LinearCall)),
+        ("downs", POINTER(LinearCall)),
+        ("grouped", POINTER(GroupedExpertCall)),
+        ("num_rows", c_int64),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("experts", c_int64),
+        ("per_row", c_int64),
+        ("alpha", c_float),
+        ("limit", c_float),
+        ("has_shared", c_int32),
+        ("dtype", c_int32),
+        ("out_dtype", c_int32),
+    ]
+
+
 class _AnyCall(ctypes.Union):
     _fields_ = [
         ("norm", NormCall),
@@ -473,6 +532,7 @@ class _AnyCall(ctypes.Union):
         ("decode", AttentionCall),
         ("delta_rule", DeltaRuleCall),
         ("arrange", ArrangeCall),
+        ("mixture", MixtureCall),
         ("state_scan", StateScanCall),
     ]
 
@@ -547,6 +607,9 @@ class Native:
             *("tw_grouped_pack", None, POINTER(GroupedCall), POINTER(CodesCall)),
             *(POINTER(NumbersCall), POINTER(NumbersCall), c_void_p, size, size),
         )
+        self.choose_experts = function(
+            *("tw_choose_experts", None, POINTER(RoutingCall), c_void_p, size, c_void_p, c_void_p)
+        )
         self.packed_elements = function("tw_tiled_packed_elements", size, size, size)
         self.pack = function(
             "tw_tiled_pack", None, c_int32, c_void_p, c_void_p, size, size, size, size
@@ -572,6 +635,7 @@ class Native:
             Kernel.DECODE: function("tw_paged_decode", None, POINTER(AttentionCall)),
             Kernel.DELTA_RULE: function("tw_delta_rule", None, POINTER(DeltaRuleCall)),
             Kernel.ARRANGE: function("tw_arrange_rows", None, POINTER(ArrangeCall)),
+            Kernel.MIXTURE: function("tw_mix_experts", None, POINTER(MixtureCall)),
             Kernel.STATE_SCAN: function("tw_state_scan", None, POINTER(StateScanCall)),
         }
         self._recorder = _Recorder()

@@ -16,7 +16,7 @@ from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.checkpoint.sentence_modules import Pooling
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 from services.engine.sampling.warm_up import warm_up
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
@@ -89,6 +89,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
         kernels=_kernels(decoder),
+        model_code=decoder.code.value,
         takes_adapters=decoder.adapters is not None,
         images_are_consecutive=spec.has_grid_positions or spec.images_see_ahead,
         generates=not spec.is_encoder and spec.family.has_logits,
@@ -108,7 +109,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
     return LoadedLoop(steps, caches, model, description)
 
 
-def _warm_up(decoder: Decoder, cache: KVCache, description: ModelDescription) -> None:
+def _warm_up(decoder: Model, cache: KVCache, description: ModelDescription) -> None:
     """Do first what the first request would wait for, seconds on a busy machine."""
     if decoder.device.type == "cpu":
         run_first_steps(decoder, cache)
@@ -141,7 +142,7 @@ def _capture_graphs(runner: ModelRunner, settings: EngineSettings, model: Loaded
         runner.capture_pieces(runner.piece_sizes, progress)
 
 
-def _kernels(decoder: Decoder) -> str:
+def _kernels(decoder: Model) -> str:
     if decoder.device.type != "cpu":
         return f"{decoder.device.type} {decoder.attention_name}"
     instructions = instruction_set()

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.memory import touch
-from services.engine.model.adapters.adapters import AdapterChange, Adapters
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.spec import ModelSpec
@@ -19,6 +18,7 @@ from services.engine.model.embedding import Embedding
 from services.engine.model.layer_inputs import LayerInputs
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
+from services.engine.model.model import Model
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.model.parts.feed_forward import FeedForward
 from services.engine.model.residual import Residual, ResidualRows
@@ -118,11 +118,8 @@ class _Layer:
     residual: Residual
 
 
-class Decoder:
+class Decoder(Model):
     """A decoder-only transformer. Not thread-safe: passes share buffers."""
-
-    computes_whole_prompts = False
-    """True if a step must compute all tokens of a prompt, and the cache keeps none of them"""
 
     def __init__(
         self,
@@ -132,19 +129,17 @@ class Decoder:
         operators: Operators,
         attention: AttentionBackend,
     ) -> None:
-        self.spec = spec
-        self.dtype = dtype
-        self.device = weights.device
-        self.weight_bytes = weights.step_bytes
-        self.block_size = attention.block_size
-        self.rows_at_once = operators.rows_at_once
+        super().__init__(
+            spec,
+            dtype,
+            weights.device,
+            attention,
+            weight_bytes=weights.step_bytes,
+            rows_at_once=operators.rows_at_once,
+        )
         self.runs_in_pieces = True
-        """True if a pass may run by `compute_piece`, `mix` and `finish`: this rank is alone"""
-        self.adapters: Adapters | None = None
-        """The adapters that passes may use; None = this decoder has none"""
         self._weights = weights
         self._operators = operators
-        self._attention = attention
         maker = MixerMaker(spec, dtype, self.device, operators, attention)
         self._rotaries = maker.rotaries
         mixers = [
@@ -175,7 +170,6 @@ class Decoder:
 
     @property
     def is_capturable(self) -> bool:
-        """True if a CUDA graph of a decode step serves all decode steps of its size."""
         # Else the host reads the experts that the router chose, which a graph can't.
         has_fixed_launches = not self.spec.has_experts or self._operators.groups_experts
         has_fixed_launches &= all(mixer.is_capturable for mixer in self._shapes)
@@ -183,22 +177,10 @@ class Decoder:
 
     @property
     def computes_logits(self) -> bool:
-        """True if `logits` works."""
         return self._weights.output is not None
 
     @property
-    def reads_shared_once(self) -> bool:
-        """True if decodes with `StepBatch.shared_tokens` take less time."""
-        return self.runs_in_pieces and self._attention.reads_shared_once
-
-    @property
-    def attention_name(self) -> str:
-        """Name of the attention backend in metrics."""
-        return self._attention.name
-
-    @property
     def buffers(self) -> object:
-        """Buffers that passes write to; a captured graph must keep them alive."""
         return self._activations
 
     def allocate_cache(
@@ -207,17 +189,7 @@ class Decoder:
         block_size: int | None = None,
         num_states: int = 0,
     ) -> KVCache:
-        """Allocate a cache for `forward`, in the attention backend's layout.
-
-        num_blocks: of every cache group, or of each; num_states: slots of the recurrent layers'
-        states, if there are such layers.
-        """
-        groups = [group.layers for group in layer_groups(self.spec)]
-        blocks = [num_blocks] * len(groups) if isinstance(num_blocks, int) else num_blocks
-        counts = {
-            layer: count for layers, count in zip(groups, blocks, strict=True) for layer in layers
-        }
-        size = block_size or self.block_size
+        counts, size = self._block_counts(num_blocks), block_size or self.block_size
         cache = self._attention.allocate(counts, size)
         latents = {
             index: self._layers[index].mixer.allocate_latents(counts[index], size)
@@ -228,58 +200,26 @@ class Decoder:
             cache,
             latents=latents,
             states={index: state for index, state in states if state},
-            groups=groups,
+            groups=[group.layers for group in layer_groups(self.spec)],
         )
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one slot of all recurrent layers' states; 0 = there are none."""
         states = (layer.mixer.allocate_states(1) for layer in self._layers)
         return sum(tensor.nbytes for tensors in states for tensor in tensors)
 
     def reserve(self, tokens: int, rows: int) -> None:
-        """Allocate the buffers of passes of up to `tokens` tokens and `rows` rows of logits.
-
-        Lack of memory then fails the start rather than the first long prompt.
-        """
         buffers, logits = self._buffers(tokens), self._logits_buffer(rows)
         if self.device.type == "cpu":
             touch((*buffers.large, logits))
 
     def bytes_to_reserve(self, tokens: int, rows: int) -> int:
-        """Return the memory that `reserve` allocates."""
         allocated = sum(buffer.nbytes for buffer in self._activations.large)
         logits_bytes = rows * self.spec.vocab_size * self._logits.itemsize
         return tokens * allocated // len(self._activations.hidden) + logits_bytes
 
-    def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        """Return hidden states [rows, hidden_size] before the final norm.
-
-        There is a row for each token, or for each of `batch.output_rows`; they are valid until
-        the next call. Writes the step's keys and values to `cache`.
-        """
-        self.announce(batch)
-        return self.compute(batch, cache)
-
-    def announce(self, batch: StepBatch, *, as_graph: bool = False, captures: bool = False) -> None:
-        """Have all other ranks `compute` the batch, if there are several ranks.
-
-        as_graph: they run it as a CUDA graph; captures: they capture that graph.
-        """
-
-    def announce_adapter(self, change: AdapterChange, number: int, directory: str = "") -> None:
-        """Have all other ranks read, insert or drop an adapter, if there are several ranks."""
-
-    def agree_on_adapter(self, failure: str, num_bytes: int) -> tuple[str, int]:
-        """Return the first failure among the ranks to read an adapter, and the bytes of all."""
-        return failure, num_bytes
-
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        """Do `forward` on this rank alone, while the other ranks do it too.
-
-        This part can be captured in a CUDA graph.
-        """
         buffers = self._buffers(len(batch.token_ids))
         kept = self._kept(batch, buffers)
         begin = partial(self._begin, batch, buffers)
@@ -315,7 +255,6 @@ class Decoder:
 
     @torch.inference_mode()
     def mix(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
-        """Let a layer's mixer combine the tokens, after its piece, which wrote to `cache`."""
         buffers = self._buffers(len(batch.token_ids))
         kept = None
         if layer == self.spec.num_layers - 1:
@@ -326,34 +265,12 @@ class Decoder:
 
     @torch.inference_mode()
     def finish(self, batch: StepBatch) -> Tensor:
-        """Compute what follows the last mixing. Return hidden states as `forward` does."""
         kept = self._kept(batch, self._buffers(len(batch.token_ids)))
         self._after_mixing(self.spec.num_layers - 1, kept)
         return kept.hidden
 
     @torch.inference_mode()
-    def copy_blocks(self, cache: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy blocks: cache group, source and target each, and no target is a source."""
-        self.announce_copies(copies)
-        cache.copy_blocks(copies)
-
-    def announce_copies(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Have all other ranks copy the same blocks, if there are several ranks."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [rows, vocab_size] for rows of `forward`'s result.
-
-        They are valid until the next call.
-        """
-        self.announce_logits(hidden)
-        return self.compute_logits(hidden)
-
-    def announce_logits(self, hidden: Tensor) -> None:
-        """Have all other ranks `compute_logits` of the same rows, if there are several ranks."""
-
-    @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Do `logits` on this rank alone, while the other ranks do it too."""
         assert self._weights.output is not None
         normed = self._final_norm(hidden)
         logits = self._logits_buffer(hidden.shape[0])
@@ -366,17 +283,12 @@ class Decoder:
 
     @property
     def has_argmax(self) -> bool:
-        """True if `argmax` is supported."""
         spec, output = self.spec, self._weights.output
         has_argmax = output is not None and output.has_argmax
         return has_argmax and spec.logit_scale == 1 and not spec.logit_cap
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor) -> Tensor:
-        """Return the id of each row's highest logit, int64 [rows], without storing the logits.
-
-        Of equal logits it is the lowest id; of a row of NaN it is -1.
-        """
         assert self._weights.output is not None
         normed = self._final_norm(hidden)
         ids = torch.empty(len(hidden), dtype=torch.int64)
@@ -385,7 +297,6 @@ class Decoder:
 
     @torch.inference_mode()
     def states(self, hidden: Tensor) -> Tensor:
-        """Return float32 [rows, hidden_size], the final norms of rows of `forward`'s result."""
         return self._operators.plain(self._final_norm(hidden)).float()
 
     def _final_norm(self, hidden: Tensor) -> Tensor:

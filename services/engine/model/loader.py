@@ -19,7 +19,6 @@ from services.engine.model.attention import choose_backend
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
-from services.engine.model.checkpoint.gguf_tensors import GgufTensors
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.quantized_tensors import QuantizedTensors
 from services.engine.model.checkpoint.tensors import Checkpoint, TensorFiles
@@ -45,7 +44,14 @@ from services.engine.model.parts.tensor_reader import TensorReader
 from services.engine.model.weight_reader import WeightReader
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 
-__all__ = ["load_model", "load_spec", "resolve_dtype"]
+__all__ = [
+    "choose_operators",
+    "load_model",
+    "load_spec",
+    "open_tensors",
+    "resolve_dtype",
+    "with_known_ends",
+]
 
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
@@ -82,13 +88,22 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def load_spec(path: str | Path) -> ModelSpec:
-    """Read config.json, with the EOS ids of generation_config.json if it has any.
-
-    Raises CheckpointError. Drops EOS ids outside the vocabulary and logs a warning.
-    """
+    """Read config.json, and the EOS ids as `with_known_ends` does. Raises CheckpointError."""
     directory = Path(path)
     config = Checkpoint.config(directory)
     spec = ModelSpec.from_config(config.values, config.file)
+    if not spec.is_encoder and not layer_groups(spec):
+        raise CheckpointError(
+            f"{config.file}: no layer is attention. Such models are not supported."
+        )
+    return with_known_ends(spec, directory)
+
+
+def with_known_ends(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """Return a spec with the EOS ids of generation_config.json, if it has any.
+
+    Drops EOS ids outside the vocabulary and logs a warning.
+    """
     if eos_token_ids := generation_config(directory).ids("eos_token_id"):
         spec = dataclasses.replace(spec, eos_token_ids=eos_token_ids)
     known = tuple(eos for eos in spec.eos_token_ids if 0 <= eos < spec.vocab_size)
@@ -96,10 +111,6 @@ def load_spec(path: str | Path) -> ModelSpec:
         unknown = sorted(set(spec.eos_token_ids) - set(known))
         _LOG.warning("ignoring end-of-sequence ids outside the model's vocabulary: %s", unknown)
         spec = dataclasses.replace(spec, eos_token_ids=known)
-    if not spec.is_encoder and not layer_groups(spec):
-        raise CheckpointError(
-            f"{config.file}: no layer is attention. Such models are not supported."
-        )
     return spec
 
 
@@ -134,11 +145,11 @@ def load_model(
         return _load_encoder(directory, whole, dtype, progress, device, weights, ranks)
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
-    operators = _choose_operators(spec, dtype, device, weights)
+    operators = choose_operators(spec, dtype, device, weights)
     named = str(dtype).removeprefix("torch.")
     if spec.fp8 is not None and operators.without_fp8() is operators:
         _LOG.warning("decoding the FP8 weights of %s to %s", directory, named)
-    with _open_tensors(directory, whole) as checkpoint:
+    with open_tensors(directory, whole) as checkpoint:
         rounds = weights not in ("full", "decoded", "fp8" if spec.fp8 is not None else "")
         if checkpoint.is_quantized and rounds:
             raise StartupError(
@@ -164,7 +175,7 @@ def load_model(
         total = checkpoint.require(manifest.tensors(), (*names.ignored, *head, *drafts))
         bar = LoadProgress(total, shown=progress)
         adapters: Adapters | None = None
-        if not isinstance(checkpoint, GgufTensors):  # PEFT's names are those of safetensors
+        if checkpoint.has_peft_names:
             adapters = Adapters(operators, dtype, device, names.roots)
         try:
             reader = TensorReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
@@ -212,7 +223,7 @@ def _load_encoder(
         raise StartupError("An encoder can't be shared by several ranks. Start without them.")
     if spec.fp8 is not None or spec.scheme is not None:
         raise StartupError(f"{directory}: quantized encoders are not supported.")
-    operators = _choose_operators(spec, dtype, device, weights)
+    operators = choose_operators(spec, dtype, device, weights)
     tiled = isinstance(operators, TiledOperators)
     with Checkpoint(directory) as checkpoint:
         reader = EncoderReader(checkpoint, spec, dtype, device, operators, shows_progress=progress)
@@ -222,15 +233,19 @@ def _load_encoder(
     return Encoder(spec, dtype, loaded, operators, attention)
 
 
-def _open_tensors(directory: Path, spec: ModelSpec) -> TensorFiles:
+def open_tensors(directory: Path, spec: ModelSpec) -> TensorFiles:
+    """Return the reader of a checkpoint's files, which opens them when it is entered."""
     if (directory / PARTS).is_dir():
+        # imported here only: gguf imports much of what is installed, such as mistral_common
+        from services.engine.model.checkpoint.gguf_tensors import GgufTensors
+
         return GgufTensors(directory)
     if spec.scheme is not None:
         return QuantizedTensors(directory, spec.scheme)
     return Checkpoint(directory) if spec.fp8 is None else Fp8Tensors(directory, spec.fp8)
 
 
-def _choose_operators(
+def choose_operators(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: str
 ) -> Operators:
     """Return the fastest operators for this machine, dtype and shape."""

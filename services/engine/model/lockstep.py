@@ -20,6 +20,7 @@ from services.engine.model.adapters.reading import AdapterReading
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.decoder import Decoder, DecoderWeights
+from services.engine.model.model import Model
 from services.engine.model.operators.interface import Operators
 from services.engine.ranks.group import RankGroup
 
@@ -143,7 +144,7 @@ class Follower:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         cache: KVCache,
         ranks: RankGroup,
         run_graph: Callable[[StepBatch], Tensor] | None = None,

@@ -64,7 +64,7 @@ class Manifest:
         names = spec.family.names
         positions = None
         if names.positions is not None:
-            shape = (spec.context_length, spec.hidden_size)
+            shape = (spec.context_length + spec.position_offset, spec.hidden_size)
             positions = StoredTensor(f"{root}{names.positions}.weight", shape)
         table = (spec.vocab_size, spec.hidden_size)
         return Manifest(

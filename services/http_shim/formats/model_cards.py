@@ -31,6 +31,8 @@ class ModelCard(Struct):
     scores_pairs: bool | None = None
     """It scores pairs of texts by itself, rather than by their embeddings"""
     generates: bool | None = None
+    model_code: str | None = None
+    """Code that computes it: native, or transformers for modules of that library"""
     parent: str | None = None
     """Id of the model that this one is a LoRA adapter of"""
 
@@ -73,6 +75,7 @@ def catalog_card(
         embedding_width=None if model is None else model.embedding_width,
         scores_pairs=None if model is None else model.scores_pairs,
         generates=None if model is None else not model.only_embeds,
+        model_code=None if model is None else model.model_code or None,
         parent=row.adapter_of or (None if model is None else model.parent) or None,
     )
 

@@ -414,6 +414,7 @@ class EnginePool:
             max_stop_strings=self._settings.max_stop_strings,
             appends_suffix=self._settings.appends_suffix,
             vector_width=model.vector_width,
+            model_code=model.model_code,
             vectors_are_scores=model.vectors_are_scores,
             vectors_are_normalized=model.vectors_are_normalized,
             takes_pairs=model.takes_pairs,

@@ -9,6 +9,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
@@ -97,7 +98,12 @@ def _modules() -> dict[str, Path]:
 MODULES = _modules()
 
 
-def _imports() -> Iterator[Import]:
+@cache
+def _imports() -> list[Import]:
+    return list(_read_imports())
+
+
+def _read_imports() -> Iterator[Import]:
     for source, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -109,9 +115,6 @@ def _imports() -> Iterator[Import]:
                 continue
             for target in sorted(targets & MODULES.keys()):
                 yield Import(f"{path.relative_to(ROOT)}:{node.lineno}", source, target)
-
-
-IMPORTS = list(_imports())
 
 
 def _package(module: str) -> str:
@@ -159,7 +162,7 @@ def test_every_room_has_a_layer() -> None:
 def test_every_import_is_allowed() -> None:
     units = {_unit(module) for module in MODULES}
     faults = []
-    for place, source, target in IMPORTS:
+    for place, source, target in _imports():
         unit = _unit(source)
         if not _is_allowed(unit, _unit(target)):
             own = [each for each in units if _package(each) == _package(unit)]
@@ -173,7 +176,7 @@ def test_every_import_is_allowed() -> None:
 def test_no_imports_form_a_cycle() -> None:
     """A room counts as one unit, a top-level module as one of its own."""
     graph = defaultdict(set)
-    for _, source, target in IMPORTS:
+    for _, source, target in _imports():
         if _unit(source) != _unit(target):
             graph[_unit(source)].add(_unit(target))
     try:

@@ -79,6 +79,16 @@ def test_an_unknown_flag_is_reported_in_one_sentence(
     assert "--kv-memroy" in refusal(EngineSettings)
 
 
+@pytest.mark.parametrize("settings", SERVICES)
+def test_help_lists_every_flag(settings: type[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(settings, "it", "TOKENWIRE_IT", ["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    flags = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(settings)}
+    assert {flag for flag in flags if flag not in printed} == set()
+
+
 def test_metrics_beyond_the_last_port_are_refused_with_the_remedy() -> None:
     """The default port of metrics is the gRPC port + 1000, which is invalid for 65000."""
     with pytest.raises(StartupError, match=r"66000.*--metrics-port"):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AfmoeConfig,
     ApertusConfig,
     ArceeConfig,
     BambaConfig,
@@ -18,9 +19,11 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconConfig,
     FalconH1Config,
     Gemma2Config,
     Gemma3Config,
@@ -28,9 +31,13 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -38,16 +45,21 @@ from transformers import (
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    HYV3Config,
     Idefics3Config,
     InternLM3Config,
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
     MiniCPM3Config,
+    MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -56,6 +68,7 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     OlmoHybridConfig,
+    OPTConfig,
     Phi3Config,
     PhiConfig,
     PhimoeConfig,
@@ -80,6 +93,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     SmolVLMConfig,
+    SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
     YoutuConfig,
@@ -92,7 +106,7 @@ from transformers.models.auto.modeling_auto import (
 
 from services.engine.batch.step_batch import OutputRows, StateSegments, StepBatch
 from services.engine.execution.piece_graphs import PieceGraphs
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 
 VOCABULARY = 97
 
@@ -237,6 +251,23 @@ _QWEN_VISION: dict[str, Any] = {
     "intermediate_size": 8,
     "num_heads": 1,
     "out_hidden_size": 64,
+}
+
+GPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_positions": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FALCON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
 }
 
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -456,6 +487,42 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         bos_token_id=1,
         eos_token_id=2,
     ),
+    "gpt bigcode": GPTBigCodeConfig(**GPT, n_head=4),
+    "gpt bigcode, own keys": GPTBigCodeConfig(**GPT, n_head=2, multi_query=False),
+    "gpt-neo": GPTNeoConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_layers=4,
+        num_heads=2,
+        attention_types=[[["global", "local"], 2]],
+        window_size=9,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+    ),
+    "gpt-j": GPTJConfig(**GPT, n_head=2, rotary_dim=16),
+    "opt": OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        init_std=0.2,
+    ),
+    "falcon": FalconConfig(**FALCON, num_attention_heads=4),
+    "falcon, two norms": FalconConfig(
+        **FALCON, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True, bias=True
+    ),
+    "falcon, one norm": FalconConfig(
+        **FALCON,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        num_ln_in_parallel_attn=1,
+    ),
+    "falcon, in turn": FalconConfig(
+        **FALCON, num_attention_heads=2, multi_query=False, parallel_attn=False, bias=True
+    ),
     "mixtral": MixtralConfig(**WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=30),
     "qwen2 moe": Qwen2MoeConfig(
         **SHAPE,
@@ -533,8 +600,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **{key: value for key, value in SHAPE.items() if key != "intermediate_size"} | DELTA_NET,
         num_experts=5,
         num_experts_per_tok=2,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
     ),
     "deepseek v2": DeepseekV2Config(
         **LATENT | ROUTED | {"q_lora_rank": None},
@@ -557,6 +624,64 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **LATENT
         | ROUTED
         | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    ),
+    "glm4 moe": Glm4MoeConfig(**WIDE | ROUTED, use_qk_norm=True, attention_bias=True),
+    "glm4 moe, groups": Glm4MoeConfig(
+        **SHAPE | ROUTED | {"first_k_dense_replace": 2, "norm_topk_prob": False},
+        n_group=4,
+        topk_group=2,
+    ),
+    "solar open": SolarOpenConfig(
+        **{key: value for key, value in SHAPE.items() if key != "intermediate_size"} | ROUTED,
+        head_dim=32,
+        attention_bias=True,
+    ),
+    "minimax m2": MiniMaxM2Config(  # type: ignore[call-arg]
+        **SHAPE | {"head_dim": 32}, num_local_experts=5, num_experts_per_tok=2, rotary_dim=16
+    ),
+    "dots1": Dots1Config(
+        **SHAPE | ROUTED,
+        first_k_dense_replace=1,
+        attention_bias=True,
+        sliding_window=9,
+        max_window_layers=1,
+        norm_topk_prob=True,
+    ),
+    "llama4": Llama4TextConfig(
+        **SHAPE | {"num_hidden_layers": 4, "head_dim": 16},
+        intermediate_size_mlp=80,
+        interleave_moe_layer_step=2,
+        num_local_experts=5,
+        attention_chunk_size=32,
+        no_rope_layer_interval=3,
+        floor_scale=8,
+        attn_scale=0.4,
+    ),
+    "llama4, two experts": Llama4TextConfig(
+        **WIDE,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attention_chunk_size=64,
+        attention_bias=True,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        no_rope_layers=[1, 1, 0],
+        rope_parameters=_LLAMA3,
+    ),
+    "afmoe": AfmoeConfig(
+        **SHAPE | {"head_dim": 32, "num_hidden_layers": 4},
+        **EXPERTS,
+        num_shared_experts=2,
+        route_scale=1.5,
+        sliding_window=9,
+        global_attn_every_n_layers=3,
+        mup_enabled=True,
+    ),
+    "hy v3": HYV3Config(
+        **WIDE | {"num_shared_experts": 2},
+        **EXPERTS,
+        attention_bias=True,
+        mlp_bias=True,
     ),
     "kimi linear": KimiLinearConfig(
         **LATENT | {"initializer_range": 0.12, "q_lora_rank": None, "num_hidden_layers": 4},
@@ -639,6 +764,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "falcon h1, gated norms": FalconH1Config(
         **SHAPE | MAMBA, mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=False
     ),
+    "mistral4": Mistral4Config(
+        **LATENT | ROUTED,
+        rope_parameters=_YARN | {"mscale": 0.8, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.4},
+    ),
+    "mistral4, groups": Mistral4Config(
+        **LATENT | ROUTED | {"first_k_dense_replace": 1}, n_group=4, topk_group=2
+    ),
     "youtu": YoutuConfig(**LATENT, rope_interleave=False),
     "minicpm3": MiniCPM3Config(**LATENT, scale_emb=3, dim_model_base=40),
     "gpt-oss": GptOssConfig(
@@ -679,8 +811,7 @@ def make_checkpoint(
 ) -> PreTrainedModel:
     """Save a model with random weights, norms and biases; return it as the reference."""
     torch.manual_seed(3)
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    model: PreTrainedModel = kind.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
+    model = _new_model(config)
     is_offset = isinstance(config, _WITH_OFFSETS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -700,6 +831,15 @@ def make_checkpoint(
         file = directory / "model.safetensors"
         tensors = load_file(file)
         save_file({re.sub(*names, name): tensors[name] for name in tensors}, file)
+    return model
+
+
+def _new_model(config: PreTrainedConfig) -> PreTrainedModel:
+    if isinstance(config, Mistral4Config):  # transformers counts it among vision-language models
+        config._attn_implementation = "eager"
+        return Mistral4ForCausalLM(config)
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(config, attn_implementation="eager")  # type: ignore[no-untyped-call]
     return model
 
 
@@ -739,7 +879,7 @@ class Driver:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Model,
         sequences: Sequence[Tensor],
         block_size: int = 32,
         *,

@@ -59,6 +59,15 @@ ARCHITECTURES = {
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
+    "falcon": MODEL_ARCH.FALCON,
+    "gpt_bigcode": MODEL_ARCH.STARCODER,
+    "afmoe": MODEL_ARCH.AFMOE,
+    "llama4_text": MODEL_ARCH.LLAMA4,
+    "mistral4": MODEL_ARCH.MISTRAL4,
+    "dots1": MODEL_ARCH.DOTS1,
+    "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    "solar_open": MODEL_ARCH.GLM4_MOE,
+    "glm4_moe": MODEL_ARCH.GLM4_MOE,
     "glm4_moe_lite": MODEL_ARCH.DEEPSEEK2,
     "youtu": MODEL_ARCH.DEEPSEEK2,
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
@@ -90,6 +99,11 @@ _INTERLEAVED = {
     *("granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"),
     *("internlm3", "ministral3"),
 }
+_SIGMOIDS = {
+    "afmoe",
+    *("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open"),
+}
+"""Families whose experts are weighed by sigmoids"""
 _WITHOUT_OFFSET = ("gemma2", "gemma3_", "qwen3_5", "qwen3_next", "nemotron")
 """Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
@@ -278,6 +292,11 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
         yield name.replace("kv_b_proj", "v_b_proj"), values
         return
+    if name.endswith("expert_bias"):
+        yield f"{name}.bias", tensor
+        return
+    if config.model_type == "llama4_text" and ".experts." in name:
+        tensor = tensor.transpose(1, 2)
     if config.model_type.startswith("granitemoe"):  # as the names map knows them
         name = name.replace("block_sparse_moe.experts", "mlp.experts")
         name = name.replace("router.weight", "router.layer.weight")
@@ -331,6 +350,11 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
     if kind == "gpt_neox" and "query_key_value" in name:
         by_head = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
         return by_head.transpose(0, 1).reshape(tensor.shape)
+    if kind == "falcon" and "query_key_value" in name:
+        keys = config.num_kv_heads if config.new_decoder_architecture else 1
+        by_head = tensor.view(keys, -1, config.head_dim, *tensor.shape[1:])
+        parts = (by_head[:, :-2], by_head[:, -2], by_head[:, -1])
+        return torch.cat([each.reshape(-1, *tensor.shape[1:]) for each in parts])
     if kind == "gpt2" and name.endswith(("attn.weight", "fc.weight", "proj.weight")):
         return tensor.T
     if kind in _INTERLEAVED and ("q_proj" in name or "k_proj" in name):
@@ -425,14 +449,17 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     writer.add_block_count(config.num_hidden_layers)
     if config.model_type != "qwen3_5_moe_text":  # none of its layers is dense
         inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        inner = getattr(config, "intermediate_size_mlp", inner)
         writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", None) or heads)
+    writer.add_head_count_kv(_key_heads(config))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     _write_norms(writer, config)
     _write_rope(writer, config, head_dim)
+    if hasattr(config, "kv_lora_rank") or config.model_type in _SIGMOIDS:
+        _write_routing(writer, config)
     if hasattr(config, "kv_lora_rank"):
         _write_latent(writer, config)
     if config.model_type == "gemma4_text":
@@ -471,6 +498,9 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if getattr(config, "shared_expert_intermediate_size", None):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "llama4_text":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
     if hasattr(config, "conv_L_cache"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
         attends = [kind == "full_attention" for kind in config.layer_types]
@@ -525,6 +555,37 @@ def _write_nemotron(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_group_used_count(config.topk_group)
 
 
+def _key_heads(config: Any) -> int:
+    if config.model_type == "falcon" and not config.new_decoder_architecture:
+        return 1
+    own = _first_of(config, "num_key_value_heads", "num_kv_heads")
+    return int(own or config.num_attention_heads)
+
+
+def _write_routing(writer: GGUFWriter, config: Any) -> None:
+    kinds = getattr(config, "mlp_layer_types", [])
+    dense = _first_of(config, "first_k_dense_replace", "num_dense_layers")
+    writer.add_leading_dense_block_count(kinds.count("dense") if dense is None else dense)
+    shared = _first_of(config, "n_shared_experts", "num_shared_experts")
+    writer.add_expert_shared_count(shared or 0)
+    scale = _first_of(config, "routed_scaling_factor", "route_scale")
+    if scale is None:
+        return
+    writer.add_expert_weights_scale(scale)
+    if getattr(config, "norm_topk_prob", True):
+        writer.add_expert_weights_norm(True)
+    if (getattr(config, "n_group", None) or 1) > 1:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if config.model_type in _SIGMOIDS:
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+
+
+def _first_of(config: Any, *names: str) -> Any:
+    """Return the first attribute that is there; None: none is."""
+    return next((each for name in names if (each := getattr(config, name, None)) is not None), None)
+
+
 def _write_latent(writer: GGUFWriter, config: Any) -> None:
     latent, rotated = config.kv_lora_rank, config.qk_rope_head_dim
     writer.add_head_count_kv(1)
@@ -535,19 +596,6 @@ def _write_latent(writer: GGUFWriter, config: Any) -> None:
     writer.add_kv_lora_rank(latent)
     if config.q_lora_rank is not None:
         writer.add_q_lora_rank(config.q_lora_rank)
-    kinds = getattr(config, "mlp_layer_types", ["dense"] * config.num_hidden_layers)
-    dense = getattr(config, "first_k_dense_replace", kinds.count("dense"))
-    writer.add_leading_dense_block_count(dense)
-    writer.add_expert_shared_count(getattr(config, "n_shared_experts", 0))
-    if hasattr(config, "routed_scaling_factor"):
-        writer.add_expert_weights_scale(config.routed_scaling_factor)
-        if config.norm_topk_prob:
-            writer.add_expert_weights_norm(config.norm_topk_prob)
-        if (config.n_group or 1) > 1:
-            writer.add_expert_group_count(config.n_group)
-            writer.add_expert_group_used_count(config.topk_group)
-        if config.model_type != "deepseek_v2":
-            writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if (weight := config.rope_parameters.get("mscale_all_dim")) is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
 

@@ -2,6 +2,7 @@
 #include "buffer.h"
 #include "delta_rule.h"
 #include "draw.h"
+#include "experts.h"
 #include "grouped.h"
 #include "portable.h"
 #include "state_scan.h"
@@ -116,6 +117,19 @@ void tw_score_tokens(tw_score *scores, int64_t count, int64_t vocabulary, int64_
   if (in_use == TW_AVX2) return score_avx2(scores, count, vocabulary, width);
 #endif
   score_baseline(scores, count, vocabulary, width);
+}
+
+const ExpertKernels &expert_kernels() {
+#if defined(__x86_64__)
+  if (in_use >= TW_AVX512) return experts_avx512;
+  if (in_use == TW_AVX2) return experts_avx2;
+#endif
+  return experts_baseline;
+}
+
+void tw_choose_experts(const tw_routing *routing, const float *scores, int64_t num_rows,
+                       int64_t *chosen, float *weights) {
+  expert_kernels().choose(routing, scores, num_rows, chosen, weights);
 }
 
 void tw_grouped_linear(const tw_grouped *grouped) {

@@ -1,6 +1,6 @@
 // Products with weights in groups of 4-, 6- or 8-bit codes. Codes of 4 bits may be indices into a
 // table of 16 values. Rows are rounded to 8 bits on the way in, so that a product of codes is one
-// of bytes.
+// of bytes. Outliers' products are added to it.
 //
 // Vectors have 256 bits on every x86 processor, and hold 8 neighbouring outputs: a strip.
 #include "grouped.h"
@@ -14,6 +14,7 @@
 #include "buffer.h"
 #include "exponential.h"
 #include "grouped_layout.h"
+#include "outliers.h"
 #include "threads.h"
 
 namespace {
@@ -43,7 +44,17 @@ struct Rows {
   int8_t *codes;  // [rows, inputs], -127 to 127
   float *scales;  // [rows, inputs / 32]
   float *sums;    // [rows, groups] of the rounded values in each group of weights
+  Outlier *outliers;  // [rows, inputs / 32], of which the first are set; their codes are 0
+  int32_t *counts;    // [rows] of outliers
 };
+
+// Returns the largest size of 32 values but one.
+inline float largest_but(const float *values, int64_t but) {
+  float largest = 0;
+  for (int64_t i = 0; i < kBlock; i++)
+    if (i != but) largest = maximum(largest, __builtin_fabsf(values[i]));
+  return largest;
+}
 
 #if defined(__AVX2__)
 
@@ -60,8 +71,8 @@ inline float total(__m256 v) {
 }
 
 // Rounds 32 values to codes of one scale, and writes the sums of each 16 codes. A NaN or an infinity
-// makes the scale NaN.
-inline float round_block(const float *values, int8_t *codes, int32_t *sums) {
+// makes the scale NaN. Returns the number of an outlier, or -1.
+inline int64_t round_block(const float *values, int8_t *codes, int32_t *sums, float *scale) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   __m256 parts[4], largest = _mm256_setzero_ps(), broken = _mm256_setzero_ps();
   for (int i = 0; i < 4; i++) {
@@ -69,7 +80,26 @@ inline float round_block(const float *values, int8_t *codes, int32_t *sums) {
     largest = _mm256_max_ps(largest, _mm256_andnot_ps(sign, parts[i]));
     broken = _mm256_fmadd_ps(parts[i], _mm256_setzero_ps(), broken);
   }
-  const float most = highest(largest);
+  float most = highest(largest);
+  const __m256 neighbours = _mm256_set1_ps(most / kOutlier);
+  uint32_t above = 0;
+  for (int i = 0; i < 4; i++) {
+    const __m256 size = _mm256_andnot_ps(sign, parts[i]);
+    const int mask = _mm256_movemask_ps(_mm256_cmp_ps(size, neighbours, _CMP_GT_OQ));
+    above |= static_cast<uint32_t>(mask) << 8 * i;
+  }
+  int64_t outlier = -1;
+  if (above && !(above & (above - 1))) {
+    const int at = __builtin_ctz(above);
+    const float rest = largest_but(values, at);
+    if (rest >= kLeastRest) {
+      const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+      const __m256i is_outlier = _mm256_cmpeq_epi32(lanes, _mm256_set1_epi32(at % 8));
+      parts[at / 8] = _mm256_andnot_ps(_mm256_castsi256_ps(is_outlier), parts[at / 8]);
+      outlier = at;
+      most = rest;
+    }
+  }
   const __m256 inverse = _mm256_set1_ps(most > 0 ? 127.0f / most : 0.0f);
   __m256i whole[4];
   for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(parts[i], inverse));
@@ -83,26 +113,36 @@ inline float round_block(const float *values, int8_t *codes, int32_t *sums) {
                      _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   for (int i = 0; i < 2; i++)
     sums[i] = fours[4 * i] + fours[4 * i + 1] + fours[4 * i + 2] + fours[4 * i + 3];
-  return most / 127.0f + total(broken);
+  *scale = most / 127.0f + total(broken);
+  return outlier;
 }
 
 #else
 
 // Rounds 32 values to codes of one scale, and writes the sums of each 16 codes. A NaN or an infinity
-// makes the scale NaN.
-float round_block(const float *values, int8_t *codes, int32_t *sums) {
-  float largest = 0, broken = 0;
+// makes the scale NaN. Returns the number of an outlier, or -1.
+int64_t round_block(const float *values, int8_t *codes, int32_t *sums, float *scale) {
+  float broken = 0;
+  int64_t outlier = 0;
   for (int64_t i = 0; i < kBlock; i++) {
-    largest = maximum(largest, __builtin_fabsf(values[i]));
+    if (__builtin_fabsf(values[i]) > __builtin_fabsf(values[outlier])) outlier = i;
     broken += values[i] * 0.0f;
   }
-  float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  float most = __builtin_fabsf(values[outlier]);
+  const float rest = largest_but(values, outlier);
+  if (rest >= kLeastRest && rest <= most / kOutlier)
+    most = rest;
+  else
+    outlier = -1;
+  float inverse = most > 0 ? 127.0f / most : 0.0f;
   sums[0] = sums[1] = 0;
   for (int64_t i = 0; i < kBlock; i++) {
-    codes[i] = static_cast<int8_t>(__builtin_rintf(broken == 0 ? values[i] * inverse : 0.0f));
+    const bool is_coded = broken == 0 && i != outlier;
+    codes[i] = static_cast<int8_t>(__builtin_rintf(is_coded ? values[i] * inverse : 0.0f));
     sums[i / (kBlock / 2)] += codes[i];
   }
-  return largest / 127.0f + broken;
+  *scale = most / 127.0f + broken;
+  return outlier;
 }
 
 #endif
@@ -120,12 +160,16 @@ void round_row(const tw_grouped &g, int64_t row, const Rows &to) {
   const T *from = static_cast<const T *>(g.rows) + row * g.inputs;
   int8_t *codes = to.codes + row * g.inputs;
   float *scales = to.scales + row * blocks, *sums = to.sums + row * (g.inputs / g.group);
+  Outlier *next = to.outliers + row * blocks;
   memset(sums, 0, sizeof(float) * static_cast<size_t>(g.inputs / g.group));
   for (int64_t b = 0; b < blocks; b++) {
     float values[kBlock];
     int32_t halves[2];
     load_block(from + b * kBlock, values);
-    scales[b] = round_block(values, codes + b * kBlock, halves);
+    const int64_t outlier = round_block(values, codes + b * kBlock, halves, scales + b);
+    if (outlier >= 0)
+      *next++ = {static_cast<int32_t>(b * kBlock + outlier), static_cast<int32_t>(row),
+                 values[outlier]};
     if (g.group < kBlock) {
       for (int64_t half = 0; half < 2; half++)
         sums[2 * b + half] = scales[b] * static_cast<float>(halves[half]);
@@ -137,6 +181,7 @@ void round_row(const tw_grouped &g, int64_t row, const Rows &to) {
     left = g.group;
     sums++;
   }
+  to.counts[row] = static_cast<int32_t>(next - (to.outliers + row * blocks));
 }
 
 #if defined(__AVX2__)
@@ -342,6 +387,31 @@ inline void multiply_values(const uint8_t *const *codes, const int8_t *rows, int
   });
 }
 
+// Returns the codes of an input of 8 outputs as numbers. codes: of its group.
+template <int kCoding>
+inline Vector load_input(const tw_grouped &g, const uint8_t *codes, int64_t input) {
+  const int64_t four = input / 4;
+  __m256i bytes;
+  if (kCoding == 8) {
+    bytes = load_codes(codes + four * 32);
+  } else if (kCoding == 6) {
+    bytes = load_sixes(codes + input / 16 * kSixes, static_cast<int>(four % 4));
+  } else {
+    bytes = load_codes(codes + four / 2 * 32);
+    bytes = _mm256_and_si256(four % 2 ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
+    if (kCoding == kValues) {
+      const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i *>(g.values));
+      bytes = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), bytes);
+    }
+  }
+  const __m128i shift = _mm_cvtsi64_si128((3 - input % 4) * 8);
+  bytes = _mm256_sll_epi32(bytes, shift);
+  constexpr bool kSigned = kCoding == 8 || kCoding == kValues;
+  return _mm256_cvtepi32_ps(kSigned ? _mm256_srai_epi32(bytes, 24) : _mm256_srli_epi32(bytes, 24));
+}
+
+inline Vector load(const float *from) { return _mm256_loadu_ps(from); }
+
 #else  // any processor
 
 struct Vector {
@@ -438,6 +508,25 @@ inline void multiply_values(const uint8_t *const *codes, const int8_t *rows, int
                               });
 }
 
+// Returns the codes of an input of 8 outputs as numbers. codes: of its group.
+template <int kCoding>
+inline Vector load_input(const tw_grouped &g, const uint8_t *codes, int64_t input) {
+  Vector v;
+  for (int64_t lane = 0; lane < kStrip; lane++) {
+    const int32_t code = kCoding == 8 ? static_cast<int8_t>(codes[byte_at(lane, input)])
+                         : kCoding == 6 ? six(codes, lane, input)
+                                        : nibble(codes, lane, input);
+    v.lanes[lane] = static_cast<float>(kCoding == kValues ? g.values[code] : code);
+  }
+  return v;
+}
+
+inline Vector load(const float *from) {
+  Vector v;
+  memcpy(v.lanes, from, sizeof v.lanes);
+  return v;
+}
+
 #endif
 
 // Loads the scales or offsets of a strip's group. factors: those of its 256 inputs, for levels.
@@ -446,6 +535,30 @@ inline Vector load_numbers(const uint8_t *from, const uint8_t *factors) {
   if (kNumbers == TW_LEVELS) return times(load_halves(factors), load_levels(from));
   if (kNumbers == TW_EXPONENTS) return load_exponents(from);
   return kNumbers == TW_HALVES ? load_halves(from) : load_floats(from);
+}
+
+// Adds the products of a row's outliers and a strip. out: [kStrip].
+template <int kCoding, int kNumbers, bool kOffsets>
+void add_outliers(const tw_grouped &g, const uint8_t *packed, const Rows &rows, int64_t row,
+                  float *out) {
+  constexpr int64_t kEach = kStrip * bytes_each(kNumbers), kKinds = kOffsets ? 2 : 1;
+  constexpr bool kSigned = kCoding == 8 || kCoding == kValues;
+  const int64_t group_bytes = kEach * kKinds + g.group * kStrip * bits_of(kCoding) / 8;
+  const Outlier *at = rows.outliers + row * (g.inputs / kBlock);
+  Vector sum = load(out);
+  for (const Outlier *last = at + rows.counts[row]; at < last; at++) {
+    const int64_t group = at->input / g.group, super = at->input / kSuper;
+    const uint8_t *factors = packed + super * (kSuper / g.group * group_bytes + factor_bytes(g));
+    const uint8_t *numbers = packed + group * group_bytes + (super + 1) * factor_bytes(g);
+    Vector code = load_input<kCoding>(g, numbers + kEach * kKinds, at->input % g.group);
+    if (!kSigned && !kOffsets) code = less(code, broadcast(zero_of(kCoding)));
+    Vector weight = times(code, load_numbers<kNumbers>(numbers, factors));
+    if (kOffsets)
+      weight = fused(broadcast(1), load_numbers<kNumbers>(numbers + kEach, factors + kStrip * 2),
+                     weight);
+    sum = fused(weight, broadcast(at->value), sum);
+  }
+  store(out, sum);
 }
 
 // Multiplies kRows rows by two strips, `strip_bytes` apart. out: [kStrips][kRows][kStrip].
@@ -526,7 +639,11 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
 #pragma GCC unroll 8
   for (int s = 0; s < kStrips; s++)
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++) store(out + (s * kRows + r) * kStrip, totals[s][r]);
+    for (int r = 0; r < kRows; r++) {
+      float *const to = out + (s * kRows + r) * kStrip;
+      store(to, totals[s][r]);
+      add_outliers<kCoding, kNumbers, kOffsets>(g, packed + s * apart, rows, first + r, to);
+    }
 }
 
 using MultiplyStrips = decltype(&multiply_strips<1, 4, 32, TW_FLOATS, false>);
@@ -582,12 +699,16 @@ void write(const tw_grouped &g, const float *strip, int64_t first_row, int64_t n
 
 void TW_GROUPED(const tw_grouped *call) {
   const tw_grouped g = *call;
-  static thread_local Buffer memory[3];
+  static thread_local Buffer memory[5];
   Rows rows;
   int64_t blocks = g.inputs / kBlock, groups = g.inputs / g.group;
   rows.codes = static_cast<int8_t *>(memory[0].reserve(g.num_rows * g.inputs));
   rows.scales = static_cast<float *>(memory[1].reserve(g.num_rows * blocks * 4));
   rows.sums = static_cast<float *>(memory[2].reserve(g.num_rows * groups * 4));
+  const auto outlier_bytes = static_cast<int64_t>(sizeof(Outlier));
+  rows.outliers =
+      static_cast<Outlier *>(memory[3].reserve(g.num_rows * blocks * outlier_bytes));
+  rows.counts = static_cast<int32_t *>(memory[4].reserve(g.num_rows * 4));
   parallel_for((g.num_rows + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t item) {
     int64_t end = minimum((item + 1) * kRowsAtOnce, g.num_rows);
     for (int64_t row = item * kRowsAtOnce; row < end; row++)

@@ -151,6 +151,23 @@ class Codes {
     expand<kCoding>(strips.first + place, strips.second + place, values_, take);
   }
 
+  // Returns the weights of an input.
+  template <int kCoding>
+  __m512 column(const Strips &strips, int64_t input) const {
+    const int64_t within = input % kHalf;
+    const Place at = place<kCoding>(input - within);
+    __m512i bytes = _mm512_setzero_si512();
+    expand_at<kCoding>(strips, at.codes, [&](int four, __m512i codes) TW_ALWAYS_INLINE {
+      if (four == within / 4) bytes = codes;
+    });
+    const __m128i shift = _mm_cvtsi64_si128(within % 4 * 8);
+    bytes = _mm512_and_si512(_mm512_srl_epi32(bytes, shift), _mm512_set1_epi32(255));
+    const TileNumbers found = numbers<kCoding>(strips, at);
+    const __m512 code = _mm512_cvtepi32_ps(bytes);
+    if (has_offsets_) return _mm512_fmadd_ps(found.scale, code, found.offset);
+    return _mm512_mul_ps(found.scale, _mm512_sub_ps(code, _mm512_set1_ps(zero_of(kCoding))));
+  }
+
   template <int kCoding>
   TW_ALWAYS_INLINE TileNumbers numbers(const Strips &strips, const Place &at) const {
     const __m512 scale = load(strips, at.numbers, at.factors);

@@ -59,12 +59,14 @@ struct tw_rotation {
 };
 void tw_rotate(const tw_rotation *rotation);
 
-// SiLU of a row's first half times its second half.
+// SiLU of a row's first half times its second half, or the TW_GATE_CLAMPED of both.
 struct tw_gate {
   const void *both;  // [num_rows, 2 * width]; null = what tw_grouped_linear wrote last in this thread
   void *out;         // [num_rows, width]
   int64_t num_rows;
   int64_t width;
+  int64_t out_stride;
+  float alpha, limit;  // of TW_GATE_CLAMPED; a limit of 0: SiLU
   int32_t dtype;
 };
 void tw_gate_rows(const tw_gate *gate);
@@ -108,6 +110,25 @@ struct tw_adapt {
   int32_t dtype;
 };
 void tw_adapt_rows(const tw_adapt *adapt);
+
+// Rule by which scores choose a row's experts and weigh them.
+struct tw_routing {
+  const float *bias;  // [experts], added to the weights for the choice alone; or null
+  int64_t experts;
+  int64_t per_row;
+  int64_t groups;       // of neighbouring experts
+  int64_t kept_groups;  // groups among which a row's experts are chosen
+  int64_t group_leaders;  // best experts of a group whose weights together rank it
+  float least_sum;      // by which normalized weights are divided
+  float scale;          // of all weights
+  int32_t has_sigmoids;  // whether weights are sigmoids of the scores, else parts of a softmax
+  int32_t is_normalized;  // whether a row's weights are divided by their sum
+};
+
+// Writes each row's experts, the highest weights first and equals by number, and their weights:
+// [num_rows, per_row] each. scores: [num_rows, experts]. A NaN is above all numbers.
+void tw_choose_experts(const tw_routing *routing, const float *scores, int64_t num_rows,
+                       int64_t *chosen, float *weights);
 
 // Moves the kept rows to the front, in place. Stride and size are in bytes.
 struct tw_keep {
@@ -413,6 +434,8 @@ struct tw_linear {
   int64_t inputs;
   int64_t outputs;     // columns of the product, before a gate halves them
   int64_t out_stride;  // elements between two rows of out, if it is not in tiles
+  int64_t first_panel;  // of the panels to compute
+  int64_t last_panel;   // the one after them; 0: all
   int32_t epilogue;
   int32_t format;
   float alpha, limit;  // of TW_GATE_CLAMPED
@@ -425,6 +448,37 @@ void tw_tiled_linear(const tw_linear *linear);
 // [block_size / 32][head_dim / 16] tiles, pairs of 32 tokens in the order 0 1 8 9 2 3 10 11 etc.
 // block_size and head_dim are multiples of 32.
 void tw_tiled_attend(const tw_attention *attention);
+
+// Products of one expert with weights in groups, on rows row by row.
+struct tw_grouped_expert {
+  tw_grouped gate, up, down;
+};
+
+// A mixture of experts: adds to `out` each row's sum of its experts' outputs, times their factors.
+// The sum is in the order of the experts' numbers, so that it is independent of the other rows.
+// Experts are those of `gates` and `downs`, from TW_AVX512_BF16 on, or of `grouped`.
+struct tw_mixture {
+  const void *rows;       // [num_rows, inputs], in tiles for `gates`
+  void *out;              // [num_rows, outputs]
+  const int64_t *chosen;  // [num_rows, per_row], different in a row; null: by `routing`
+  const float *factors;   // [num_rows, per_row]; null: by `routing`
+  const tw_linear *router;        // to the scores by which `routing` chooses
+  const tw_routing *routing;
+  const tw_linear *shared_router;  // to the logit of the shared expert's factor; null: it is 1
+  const tw_linear *gates;  // [experts + 1 if has_shared] with their epilogues; the shared one is last
+  const tw_linear *downs;
+  const tw_grouped_expert *grouped;  // [experts]
+  int64_t num_rows;
+  int64_t inputs;
+  int64_t outputs;
+  int64_t experts;
+  int64_t per_row;
+  float alpha, limit;  // of the activation of `grouped`, as in tw_gate
+  int32_t has_shared;  // whether every row has one more expert
+  int32_t dtype;       // of rows
+  int32_t out_dtype;
+};
+void tw_mix_experts(const tw_mixture *mixture);
 
 // Kernels of a recorded pass through a model's layers. Replaying it avoids calls from Python, each
 // of which takes as long as a small kernel.
@@ -440,7 +494,8 @@ enum tw_kernel : int32_t {
   TW_DECODE = 8,
   TW_DELTA_RULE = 9,
   TW_ARRANGE = 10,
-  TW_STATE_SCAN = 11,
+  TW_MIXTURE = 11,
+  TW_STATE_SCAN = 12,
 };
 
 struct tw_operation {
@@ -457,6 +512,7 @@ struct tw_operation {
     tw_attention decode;
     tw_delta delta_rule;
     tw_arrange arrange;
+    tw_mixture mixture;
     tw_scan state_scan;
   };
 };

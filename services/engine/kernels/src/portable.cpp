@@ -78,11 +78,23 @@ void rotate(const tw_rotation &r) {
   });
 }
 
+// A NaN stays one: the minimum and the maximum are the second argument if either is a NaN.
+template <typename T>
+void clamped_gate(const T *gate, const T *up, T *to, const tw_gate &g) {
+#pragma omp simd
+  for (int64_t i = 0; i < g.width; i++) {
+    float x = minimum(g.limit, load(gate[i])), y = minimum(g.limit, load(up[i]));
+    float opened = x / (1.0f + exponential(-g.alpha * x));
+    store(to + i, opened * (maximum(-g.limit, y) + 1.0f));
+  }
+}
+
 template <typename T>
 void gate_rows(const tw_gate &g) {
   for_rows(g.num_rows, [=](int64_t row) {
     const T *gate = static_cast<const T *>(g.both) + row * 2 * g.width, *up = gate + g.width;
-    T *to = static_cast<T *>(g.out) + row * g.width;
+    T *to = static_cast<T *>(g.out) + row * g.out_stride;
+    if (g.limit > 0) return clamped_gate(gate, up, to, g);
 #pragma omp simd
     for (int64_t i = 0; i < g.width; i++) {
       float x = load(gate[i]);

@@ -185,7 +185,8 @@ thread_local Buffer products;
 // Distributes the product over threads; multiply(share, order, sums) computes one share.
 template <typename Multiply>
 void distribute(const tw_linear &a, const Limits &limits, const Multiply &multiply) {
-  int64_t panels = divide_up(a.outputs, kPair), shares = kShares * num_threads();
+  const int64_t end = a.last_panel ? a.last_panel : divide_up(a.outputs, kPair);
+  int64_t panels = end - a.first_panel, shares = kShares * num_threads();
   int64_t most = limits.elements / a.inputs / kPair * kPair;
   most = larger(smaller(most, kMostRows), limits.rows);
   int64_t chunks = divide_up(a.num_rows, most);
@@ -199,8 +200,8 @@ void distribute(const tw_linear &a, const Limits &limits, const Multiply &multip
   auto *best = a.epilogue == TW_ARGMAX ? static_cast<uint64_t *>(a.out) : nullptr;
   if (best) memset(best, 0, static_cast<size_t>(a.num_rows) * sizeof *best);
   parallel_for(chunks * columns, [&](int64_t item) {
-    int64_t start = item / columns * rows, first = item % columns * width;
-    Share share{start, smaller(start + rows, a.num_rows), first, smaller(first + width, panels)};
+    int64_t start = item / columns * rows, first = a.first_panel + item % columns * width;
+    Share share{start, smaller(start + rows, a.num_rows), first, smaller(first + width, end)};
     const Largest *found = best ? begin_search(a, share.start, share.end) : nullptr;
     multiply(share, order, static_cast<float *>(products.reserve(sums * kPair * kPair * 4)));
     if (best) end_search(found, share.start, share.end, best);

@@ -58,6 +58,9 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
     case TW_ARRANGE:
       operation.arrange.num_rows = rows.count;
       return tw_arrange_rows(&operation.arrange);
+    case TW_MIXTURE:
+      operation.mixture.num_rows = rows.count;
+      return tw_mix_experts(&operation.mixture);
     case TW_DECODE:
       return tw_paged_decode(&of_pass(operation.decode, pass, rows));
     case TW_DELTA_RULE:

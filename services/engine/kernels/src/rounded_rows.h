@@ -6,6 +6,7 @@
 #include "buffer.h"
 #include "grouped_layout.h"
 #include "kernels.h"
+#include "outliers.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -17,6 +18,8 @@ struct RoundedRows {
   float *scales;    // [rows / 16][inputs / 32][16]
   float *sums;      // [rows / 16][units][16] of the rounded values
   int32_t *starts;  // the same of the codes, times -zero
+  Outlier *outliers;  // [rows / 16][inputs / 32 * 16], by input and row; their codes are 0
+  int32_t *counts;    // [rows / 16] of outliers
   bool halves;      // whether a unit has 16 inputs
   int32_t zero;     // code of weights that stands for 0
 };
@@ -36,8 +39,16 @@ inline float bfloat16(int32_t bits) {
 // 32 inputs of a row as codes of 8 bits.
 struct RoundedBlock {
   __m512i codes[2];
-  float scale;  // NaN if an input is none or infinite
+  float scale;          // NaN if an input is none or infinite
+  __mmask32 is_outlier;  // at most one input, whose code is 0
 };
+
+// Returns the leading bits of a number: those of bfloat16.
+inline int16_t to_bits(float value) {
+  int32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return static_cast<int16_t>(bits >> 16);
+}
 
 constexpr int32_t kInfinity = 0x7f80;  // bits in bfloat16; those of NaNs are larger
 
@@ -52,15 +63,29 @@ inline int32_t largest_of(__m512i sizes) {
 }
 
 inline RoundedBlock round_block(const uint16_t *values) {
-  const __m512i both = _mm512_loadu_si512(values);
-  const int32_t largest = largest_of(_mm512_and_si512(both, _mm512_set1_epi16(0x7fff)));
-  const float most = bfloat16(largest);
+  __m512i both = _mm512_loadu_si512(values);
+  const __m512i sizes = _mm512_and_si512(both, _mm512_set1_epi16(0x7fff));
+  const int32_t largest = largest_of(sizes);
+  float most = bfloat16(largest);
+  __mmask32 is_outlier = _mm512_cmpgt_epu16_mask(sizes, _mm512_set1_epi16(to_bits(most / kOutlier)));
+  if (__builtin_popcount(is_outlier) == 1) {
+    const float rest = bfloat16(largest_of(_mm512_maskz_mov_epi16(~is_outlier, sizes)));
+    if (rest >= kLeastRest) {
+      both = _mm512_maskz_mov_epi16(~is_outlier, both);
+      most = rest;
+    } else {
+      is_outlier = 0;
+    }
+  } else {
+    is_outlier = 0;
+  }
   const __m512 inverse = _mm512_set1_ps(most > 0 ? 127.0f / most : 0.0f);
   const __m512 low = to_float(_mm512_castsi512_si256(both));
   const __m512 high = to_float(_mm512_extracti64x4_epi64(both, 1));
   return {{_mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)),
            _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse))},
-          largest >= kInfinity ? __builtin_nanf("") : most / 127.0f};
+          largest >= kInfinity ? __builtin_nanf("") : most / 127.0f,
+          is_outlier};
 }
 
 inline void store_block(const RoundedBlock &from, const RoundedRows &to, int64_t block,
@@ -79,28 +104,37 @@ inline void store_block(const RoundedBlock &from, const RoundedRows &to, int64_t
 
 // Rounds all rows of a product. The result is valid until the thread's next call.
 inline RoundedRows round_rows(const tw_linear &a, bool halves) {
-  static thread_local Buffer memory[4];
+  static thread_local Buffer memory[6];
   const int64_t strips = divide_up(a.num_rows, kTileRows), blocks = a.inputs / kTileInner;
   const int64_t numbers = strips * blocks * kTileRows;
   const RoundedRows rows{static_cast<int8_t *>(memory[0].reserve(numbers * kTileInner)),
                          static_cast<float *>(memory[1].reserve(numbers * 4)),
                          static_cast<float *>(memory[2].reserve(numbers * 8)),
                          static_cast<int32_t *>(memory[3].reserve(numbers * 8)),
+                         static_cast<Outlier *>(memory[4].reserve(numbers * static_cast<int64_t>(sizeof(Outlier)))),
+                         static_cast<int32_t *>(memory[5].reserve(strips * 4)),
                          halves,
                          zero_of(coding_of(*a.groups))};
   const auto *tiles = static_cast<const uint16_t *>(a.rows);
   parallel_for(strips, [&](int64_t strip) {
-    const int64_t count = smaller(kTileRows, a.num_rows - strip * kTileRows);
+    const int64_t first = strip * kTileRows, count = smaller(kTileRows, a.num_rows - first);
+    Outlier *next = rows.outliers + strip * blocks * kTileRows;
     for (int64_t block = 0; block < blocks; block++)
-      for (int64_t row = 0; row < count; row++)
-        store_block(
-            round_block(tiles + tiled(strip * kTileRows + row, block * kTileInner, a.inputs)), rows,
-            strip * blocks + block, row);
+      for (int64_t row = 0; row < count; row++) {
+        const uint16_t *from = tiles + tiled(first + row, block * kTileInner, a.inputs);
+        const RoundedBlock rounded = round_block(from);
+        store_block(rounded, rows, strip * blocks + block, row);
+        if (!rounded.is_outlier) continue;
+        const int32_t at = __builtin_ctz(rounded.is_outlier);
+        *next++ = {static_cast<int32_t>(block * kTileInner) + at, static_cast<int32_t>(first + row),
+                   bfloat16(from[at])};
+      }
+    rows.counts[strip] = static_cast<int32_t>(next - (rows.outliers + strip * blocks * kTileRows));
   });
   return rows;
 }
 
-// The same, but returns the rounded values in tiles.
+// The same, but returns the rounded values in tiles, and outliers as they are.
 inline const uint16_t *round_tiles(const tw_linear &a) {
   static thread_local Buffer memory;
   const int64_t strips = divide_up(a.num_rows, kTileRows), blocks = a.inputs / kTileInner;
@@ -116,7 +150,9 @@ inline const uint16_t *round_tiles(const tw_linear &a) {
         const __m512 scale = _mm512_set1_ps(rounded.scale);
         const __m512 low = _mm512_mul_ps(_mm512_cvtepi32_ps(rounded.codes[0]), scale);
         const __m512 high = _mm512_mul_ps(_mm512_cvtepi32_ps(rounded.codes[1]), scale);
-        _mm512_store_si512(to + at, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
+        const auto line = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+        _mm512_store_si512(to + at, _mm512_mask_mov_epi16(line, rounded.is_outlier,
+                                                          _mm512_loadu_si512(from + at)));
       }
   });
   return to;

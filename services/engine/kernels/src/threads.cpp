@@ -1,4 +1,5 @@
-// Parallel loops on a thread pool of their own, or on OpenMP's threads, which torch shares.
+// Parallel loops on a thread pool of their own, or on OpenMP's threads, which torch shares. A loop
+// within an item of another runs on the item's thread alone.
 //
 // A step is some 200 short loops. OpenMP ends each with a barrier for all threads: if other
 // services share the cores, one descheduled thread stalls every loop for milliseconds. The pool
@@ -25,6 +26,14 @@ inline void pause() {
 #if defined(__x86_64__)
   _mm_pause();
 #endif
+}
+
+thread_local bool is_in_loop = false;  // whether this thread runs an item
+
+inline void run_item(void (*body)(void *, int64_t), void *context, int64_t i) {
+  is_in_loop = true;
+  body(context, i);
+  is_in_loop = false;
 }
 
 class Pool {
@@ -66,7 +75,7 @@ class Pool {
     for (;;) {
       int64_t left = left_.fetch_sub(1);
       if (left <= 0) return;
-      body_(context_, count_ - left);
+      run_item(body_, context_, count_ - left);
       done_.fetch_add(1, std::memory_order_release);
     }
   }
@@ -108,7 +117,10 @@ Pool &pool = *new Pool;
 
 void tw_use_pool(int64_t threads) { pool.resize(threads); }
 
-int64_t num_threads() { return pool.threads() ? pool.threads() : omp_get_max_threads(); }
+int64_t num_threads() {
+  if (is_in_loop) return 1;
+  return pool.threads() ? pool.threads() : omp_get_max_threads();
+}
 
 void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context) {
   if (count == 1 || num_threads() == 1) {
@@ -117,6 +129,6 @@ void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context) {
     pool.run(count, body, context);
   } else {
 #pragma omp parallel for schedule(dynamic)
-    for (int64_t i = 0; i < count; i++) body(context, i);
+    for (int64_t i = 0; i < count; i++) run_item(body, context, i);
   }
 }

@@ -3,10 +3,11 @@
 
 #include <cstdint>
 
-// Calls body(context, i) for every i below count, in any order, on several threads.
+// Calls body(context, i) for every i below count, in any order, on several threads. Within an item of
+// another loop it calls them on this thread.
 void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context);
 
-// Returns the number of threads that a loop may use.
+// Returns the number of threads that a loop may use, 1 within an item of another.
 int64_t num_threads();
 
 // parallel_for of a lambda. Internal linkage, because every instruction set compiles its own.

@@ -1,5 +1,5 @@
 // Linear layers with weights in groups, on rows in tiles, on AVX-512 VNNI. Rows are rounded to 8 bits
-// on the way in, so that a product of codes is one of bytes.
+// on the way in, so that a product of codes is one of bytes. Outliers' products are added to it.
 #include "byte_products.h"
 #include "grouped_codes.h"
 #include "product.h"
@@ -159,10 +159,29 @@ void multiply_parts(const StripRows &rows, const TilePart *parts, int64_t steps,
       _mm512_store_ps(sums + r * kPair + tile * kTileRows, totals[tile * kRows + r]);
 }
 
+// Adds the products of outliers of some rows and a tile. out: [count] with kPair columns.
+template <int kCoding>
+void add_outliers(const Codes &codes, const Strips &strips, const RoundedRows &rows, int64_t depth,
+                  int64_t row, int64_t count, float *out) {
+  const int64_t end = row + count;
+  for (int64_t strip = row / kTileRows; strip * kTileRows < end; strip++) {
+    const Outlier *at = rows.outliers + strip * depth * kTileRows;
+    __m512 column = _mm512_setzero_ps();
+    int64_t input = -1;
+    for (const Outlier *last = at + rows.counts[strip]; at < last; at++) {
+      if (at->row < row || at->row >= end) continue;
+      if (at->input != input) column = codes.column<kCoding>(strips, input = at->input);
+      float *const to = out + (at->row - row) * kPair;
+      _mm512_store_ps(to, _mm512_fmadd_ps(column, _mm512_set1_ps(at->value), _mm512_load_ps(to)));
+    }
+  }
+}
+
 // The kernels for one format.
 struct Kernels {
   decltype(&read_part<4>) read;
   decltype(&multiply_parts<1, 1, false>) parts;
+  decltype(&add_outliers<4>) add;
   decltype(&multiply_few<1, 4, 1, false>) few[4];  // of 1, 2, 4 and 8 rows
 };
 
@@ -170,6 +189,7 @@ template <int kCoding, int kHalves, bool kOffsets>
 Kernels kernels() {
   return {read_part<kCoding>,
           multiply_parts<kRowsAtOnce, kHalves, kOffsets>,
+          add_outliers<kCoding>,
           {multiply_few<1, kCoding, kHalves, kOffsets>, multiply_few<2, kCoding, kHalves, kOffsets>,
            multiply_few<4, kCoding, kHalves, kOffsets>, multiply_few<8, kCoding, kHalves, kOffsets>}};
 }
@@ -195,8 +215,12 @@ void few_rows(const tw_linear &a, const Codes &codes, const Kernels &kernels,
   const StripRows strip(rows, share.start, 0, depth);
   codes.begin(share.first);
   for (int64_t panel = share.first; panel < share.last; panel++) {
-    for (int64_t tile = 0; tile < 2; tile++)
-      multiply(codes, codes.strips(panel, tile), strip, depth, products + tile * kTileRows);
+    for (int64_t tile = 0; tile < 2; tile++) {
+      const Strips strips = codes.strips(panel, tile);
+      float *const out = products + tile * kTileRows;
+      multiply(codes, strips, strip, depth, out);
+      kernels.add(codes, strips, rows, depth, share.start, count, out);
+    }
     finish_rows(a, {products, share.start, count, panel}, 0, count);
   }
 }
@@ -219,6 +243,9 @@ void many_rows(const tw_linear &a, const Codes &codes, const Kernels &kernels,
         kernels.parts(strip, parts, steps, products + row * kPair);
       }
     }
+    for (int64_t tile = 0; tile < 2; tile++)
+      kernels.add(codes, codes.strips(panel, tile), rows, depth, share.start, count,
+                  products + tile * kTileRows);
     for (int64_t row = 0; row < count; row += kPair)
       finish_rows(a, {products + row * kPair, share.start + row, smaller(count - row, kPair), panel},
                   0, kPair);

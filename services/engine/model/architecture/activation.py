@@ -17,6 +17,7 @@ class Nonlinearity(Enum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_pytorch_tanh"
+    RELU = "relu"
     RELU_SQUARED = "relu2"
     """relu(x)² (https://arxiv.org/abs/2109.08668)"""
     XIELU = "xielu"
@@ -75,6 +76,8 @@ class Activation:
             return silu(rows)
         if self.nonlinearity is Nonlinearity.XIELU:
             return self._xielu(rows.float()).to(rows.dtype)
+        if self.nonlinearity is Nonlinearity.RELU:
+            return relu(rows)
         if self.nonlinearity is Nonlinearity.RELU_SQUARED:
             return relu(rows).square()
         exact = self.nonlinearity is Nonlinearity.GELU

@@ -40,7 +40,9 @@ def read_latent(
         shared_width=shared_width,
         value_width=config.positive("v_head_dim", hidden_size // num_heads),
         scale=scale * _yarn_scale(config) if rotates else scale,
-        rotary=RotarySpec.from_config(config, shared_width, context_length) if rotates else None,
+        rotary=RotarySpec.from_config(config, shared_width, context_length, is_whole=True)
+        if rotates
+        else None,
         is_interleaved=rotates and config.flag("rope_interleave", family.interleaved_rotary),
         has_bias=config.flag("attention_bias", False),
         norm_epsilon=_EPSILON,

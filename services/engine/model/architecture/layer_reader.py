@@ -1,16 +1,19 @@
 """Layers of a decoder or an encoder, read from config.json."""
 
 import math
-from dataclasses import replace
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
+from services.engine.model.architecture.experts_reader import (
+    expert_layers,
+    num_experts,
+    read_experts,
+)
 from services.engine.model.architecture.gemma3n_layers import gemma3n_layers
 from services.engine.model.architecture.gemma4_layers import gemma4_layers
 from services.engine.model.architecture.latent_reader import read_latent
 from services.engine.model.architecture.layers import (
     AttentionSpec,
     DenseSpec,
-    ExpertsSpec,
     FeedForwardSpec,
     LayerSpec,
     MixerSpec,
@@ -19,15 +22,14 @@ from services.engine.model.architecture.layers import (
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.recurrent_reader import read_recurrent_layers
 from services.engine.model.architecture.rotary import RotarySpec
-from services.engine.model.architecture.routing import Routing
 from services.engine.model.architecture.single_parts import single_parts
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family, QkNorm, WindowRule
 
 __all__ = ["read_layers"]
 
-_SPARSE_MIXER = 2
-"""Experts of a token that SparseMixer chooses"""
+_CHUNK_STEP = 32
+"""Number that divides a chunk of attention: blocks of the cache must not belong to two"""
 
 
 def read_layers(
@@ -42,6 +44,9 @@ def read_layers(
     for key in family.refused:
         if config.values.get(key):
             raise CheckpointError(f"{config.file}: {key} is set, which is not supported.")
+    for key in family.required:
+        if not config.flag(key, True):
+            raise CheckpointError(f"{config.file}: {key} is false, which is not supported.")
     mixers: list[MixerSpec] = []
     if family.names.latent is None:
         mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
@@ -71,19 +76,26 @@ def _attention_layers(
     config: Config, family: Family, hidden_size: int, context_length: int, num_layers: int
 ) -> list[AttentionSpec]:
     num_heads = config.positive("num_attention_heads")
-    num_kv_heads = config.positive("num_key_value_heads", num_heads)
+    num_kv_heads = _kv_heads(config, family, num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
             f"{config.file}: {config.file_key('num_attention_heads')} ({num_heads}) is not a "
             f"multiple of num_key_value_heads ({num_kv_heads})."
         )
     head_dim = _head_dim(config, hidden_size, num_heads)
-    local = _local_layers(config, family.windows, num_layers)
+    local = _local_layers(config, family, num_layers)
+    is_chunked = family.windows is WindowRule.CHUNKED
+    if is_chunked and any(local) and config.positive("sliding_window") % _CHUNK_STEP:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('sliding_window')} must be a multiple of "
+            f"{_CHUNK_STEP}, got {config.positive('sliding_window')}."
+        )
     window = config.positive("sliding_window") if any(local) else 0
     if family.encoder is not None:
         window = window // 2 + 1
     has_bias = family.reads_attention_bias and config.flag("attention_bias", False)
     has_qk_norm = family.qk_norm_key is None or config.flag(family.qk_norm_key, False)
+    has_gate = family.has_output_gate or family.names.output_gate is not None
     qk_norm = family.qk_norm if has_qk_norm else QkNorm.NONE
     output_key = family.output_bias_key if family.reads_attention_bias else None
     return [
@@ -98,13 +110,26 @@ def _attention_layers(
             qkv_bias=family.qkv_bias or has_bias,
             output_bias=output_key is not None and config.flag(output_key, False),
             has_sinks=family.names.sinks is not None,
-            qk_norm=qk_norm,
-            has_output_gate=family.has_output_gate,
+            qk_norm=_qk_norm_of(qk_norm, rotary),
+            has_output_gate=has_gate,
+            is_chunked=is_chunked and is_local,
         )
         for is_local, rotary in zip(
             local, _rotaries(config, family, local, head_dim, context_length), strict=True
         )
     ]
+
+
+def _kv_heads(config: Config, family: Family, num_heads: int) -> int:
+    if family.reads_multi_query and not config.flag("new_decoder_architecture", False):
+        return 1 if config.flag("multi_query", True) else num_heads
+    return config.positive("num_key_value_heads", num_heads)
+
+
+def _qk_norm_of(norm: QkNorm, rotary: RotarySpec | None) -> QkNorm:
+    """Return a layer's norm: Llama 4's layers without rotation have none."""
+    rotates = rotary is not None and rotary.width > 0
+    return QkNorm.NONE if norm is QkNorm.HEAD_UNWEIGHTED and not rotates else norm
 
 
 def _head_dim(config: Config, hidden_size: int, num_heads: int) -> int:
@@ -137,15 +162,15 @@ def _feed_forward_layers(
     dense = [
         DenseSpec(width, each, has_bias) for width, each in zip(widths, activations, strict=True)
     ]
-    if family.names.experts is None or family.is_gemma4 or not _num_experts(config):
+    if family.names.experts is None or family.is_gemma4 or not num_experts(config):
         return [*dense]
     experts = [
-        _experts(config, family, layer, per_token, has_mxfp4)
+        read_experts(config, family, layer, per_token, has_mxfp4=has_mxfp4)
         for layer, per_token in zip(
             dense, config.per_layer("num_experts_per_tok", num_layers), strict=True
         )
     ]
-    have_experts = _expert_layers(config, num_layers)
+    have_experts = expert_layers(config, num_layers)
     return [(experts if layer in have_experts else dense)[layer] for layer in range(num_layers)]
 
 
@@ -164,21 +189,6 @@ def _adjusted_width(config: Config, width: int) -> int:
     return width
 
 
-def _expert_layers(config: Config, num_layers: int) -> set[int]:
-    """Return the layers that are mixtures of experts."""
-    if config.has("mlp_layer_types"):
-        kinds = config.kind_per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
-        return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
-    if (every := config.integer("moe_layer_freq", 1)) != 1:
-        raise CheckpointError(f"{config.file}: moe_layer_freq {every} is not supported.")
-    plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)
-    first, last = config.integer("moe_layer_start_index", 0), -1
-    if config.has("moe_layer_end_index"):
-        last = config.integer("moe_layer_end_index")
-    layers = range(max(first, 0), num_layers if last == -1 else last + 1)
-    return {layer for layer in layers if layer not in plain and (layer + 1) % step == 0}
-
-
 def _activation(config: Config, family: Family) -> Activation:
     if family.clamped_swiglu:
         alpha, limit = config.number("swiglu_alpha"), config.positive_number("swiglu_limit")
@@ -189,6 +199,7 @@ def _activation(config: Config, family: Family) -> Activation:
         "gelu": Nonlinearity.GELU,
         "gelu_new": Nonlinearity.GELU_TANH,
         "gelu_pytorch_tanh": Nonlinearity.GELU_TANH,
+        "relu": Nonlinearity.RELU,
         "relu2": Nonlinearity.RELU_SQUARED,
     }
     if family.names.activation is not None or config.has("xielu_beta"):
@@ -210,109 +221,6 @@ def _xielus(config: Config, activation: Activation, num_layers: int) -> list[Act
     return [activation.with_constants(*each) for each in layers]
 
 
-def _experts(
-    config: Config, family: Family, dense: DenseSpec, per_token: int, has_mxfp4: bool
-) -> ExpertsSpec:
-    count = _num_experts(config)
-    if per_token > count:
-        raise CheckpointError(
-            f"{config.file}: {config.file_key('num_experts_per_tok')} ({per_token}) exceeds the "
-            f"{count} experts."
-        )
-    width = config.positive("moe_intermediate_size", dense.width)
-    return ExpertsSpec(
-        count=count,
-        routing=_routing(config, family, count, per_token),
-        width=width,
-        activation=dense.activation,
-        has_bias=dense.has_bias and family.experts_have_bias,
-        is_mxfp4=has_mxfp4,
-        shared=_shared_expert(config, family, dense, width),
-    )
-
-
-def _num_experts(config: Config) -> int:
-    """Return the experts of a layer; 0: there are none, as in the dense models of Granite 4."""
-    # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
-    key = "num_experts" if config.has("num_experts") else "num_local_experts"
-    count = config.integer(key)
-    if count < 0:
-        raise CheckpointError(
-            f"{config.file}: {config.file_key(key)} must not be negative, got {count}."
-        )
-    return count
-
-
-def _routing(config: Config, family: Family, count: int, per_token: int) -> Routing:
-    assert family.names.experts is not None
-    jitter = None
-    if family.mixes_sparsely:
-        jitter = config.number("router_jitter_noise")
-        if per_token != _SPARSE_MIXER:
-            raise CheckpointError(
-                f"{config.file}: num_experts_per_tok must be {_SPARSE_MIXER}, got {per_token}."
-            )
-    groups, kept_groups = _expert_groups(config, family, count, per_token)
-    return Routing(
-        per_token,
-        config.flag("norm_topk_prob", False),
-        has_bias=bool(family.names.experts.choice_bias) and config.flag("use_expert_bias", True),
-        least_sum=config.number("moe_norm_min", 0.0),
-        jitter=jitter,
-        has_sigmoids=family.scores_by_sigmoid,
-        groups=groups,
-        kept_groups=kept_groups,
-        scale=config.positive_number("routed_scaling_factor", 1.0),
-    )
-
-
-def _expert_groups(config: Config, family: Family, count: int, per_token: int) -> tuple[int, int]:
-    """Return the groups of experts, and those of them among which a token's are chosen."""
-    if family.names.latent is None and not family.scores_by_sigmoid:
-        return 1, 1
-    kind = "sigmoid" if family.scores_by_sigmoid else "softmax"
-    methods = ("noaux_tc",) if family.scores_by_sigmoid else ("greedy", "group_limited_greedy")
-    method, scores = config.text("topk_method", methods[0]), config.text("scoring_func", kind)
-    if method not in methods or scores != kind:
-        raise CheckpointError(
-            f"{config.file}: topk_method {method} with scoring_func {scores} is not supported "
-            f"here. Supported: {', '.join(methods)} with {kind}."
-        )
-    if method == "greedy":
-        return 1, 1
-    groups, kept = config.positive("n_group", 1), config.positive("topk_group", 1)
-    key = config.file_key("n_group")
-    size = count // groups
-    problem = None
-    if count % groups:
-        problem = f"{key} ({groups}) must divide the {count} experts"
-    elif kept > groups:
-        problem = f"topk_group ({kept}) must be at most {key} ({groups})"
-    elif kept * size < per_token:
-        problem = (
-            f"topk_group ({kept}) groups of {size} experts have fewer than "
-            f"num_experts_per_tok ({per_token})"
-        )
-    elif groups > kept and size < 2:
-        problem = f"{key} ({groups}) makes groups of one expert, which are not supported"
-    if problem is not None:
-        raise CheckpointError(f"{config.file}: {problem}.")
-    return groups, kept
-
-
-def _shared_expert(
-    config: Config, family: Family, dense: DenseSpec, width: int
-) -> DenseSpec | None:
-    """Return the expert that every token has, which may be as wide as several others together."""
-    assert family.names.experts is not None
-    if not family.names.experts.shared_gate:
-        return None
-    if not config.has("moe_num_shared_experts"):
-        return replace(dense, width=config.positive("shared_expert_intermediate_size"))
-    count = config.integer("moe_num_shared_experts")
-    return replace(dense, width=count * width) if count > 0 else None
-
-
 def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
     if config.flag("scale_attn_by_inverse_layer_idx", False):
         raise CheckpointError(f"{config.file}: scale_attn_by_inverse_layer_idx is not supported.")
@@ -324,17 +232,25 @@ def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
     return 1 / math.sqrt(config.positive_number("query_pre_attn_scalar", head_dim))
 
 
-def _local_layers(config: Config, rule: WindowRule, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether it attends over a sliding window only."""
+def _local_layers(config: Config, family: Family, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it attends over a window only."""
+    rule = family.windows
     has_windows = rule is not WindowRule.NONE and config.has("sliding_window")
     if not has_windows or not config.flag("use_sliding_window", True):
         return (False,) * num_layers
     if rule is WindowRule.ALL:
         return (True,) * num_layers
+    if rule is WindowRule.LISTED_LOCAL:
+        if not config.has("attention_layers"):
+            return tuple(layer % 2 == 1 for layer in range(num_layers))
+        kinds = config.kind_per_layer("attention_layers", num_layers, ("local", "global"))
+        return tuple(kind == "local" for kind in kinds)
     if config.has("layer_types"):
-        known = ("sliding_attention", "full_attention")
-        kinds = config.kind_per_layer("layer_types", num_layers, known)
-        return tuple(kind == "sliding_attention" for kind in kinds)
+        local = "chunked_attention" if rule is WindowRule.CHUNKED else "sliding_attention"
+        kinds = config.kind_per_layer("layer_types", num_layers, (local, "full_attention"))
+        return tuple(kind == local for kind in kinds)
+    if rule is WindowRule.CHUNKED:
+        return tuple(_rotating_layers(config, num_layers))
     if rule is WindowRule.SPACED:
         pattern = config.positive("sliding_window_pattern")
         return tuple(layer % pattern != 0 for layer in range(num_layers))
@@ -368,6 +284,14 @@ def _rotaries(
         return tuple(everywhere if is_local else None for is_local in local)
     if not family.reads_no_rope_layers:
         return (everywhere,) * num_layers
+    nowhere = RotarySpec.growth_from_config(config) if family.reads_temperature else None
+    return tuple(
+        everywhere if rotates else nowhere for rotates in _rotating_layers(config, num_layers)
+    )
+
+
+def _rotating_layers(config: Config, num_layers: int) -> list[bool]:
+    """Return for each layer whether no_rope_layers gives it RoPE."""
     interval = config.positive("no_rope_layer_interval")
     rotates = config.ids("no_rope_layers") or tuple(
         (layer + 1) % interval for layer in range(num_layers)
@@ -377,4 +301,4 @@ def _rotaries(
             f"{config.file}: no_rope_layers names {len(rotates)} layers, "
             f"num_hidden_layers {num_layers}."
         )
-    return tuple(everywhere if rotates[layer] else None for layer in range(num_layers))
+    return [bool(rotates[layer]) for layer in range(num_layers)]

@@ -55,6 +55,8 @@ class AttentionSpec:
     """Values have an RMSNorm over each head, without a weight"""
     keys_are_values: bool = False
     """Values are the product that keys are made of"""
+    is_chunked: bool = False
+    """Tokens see those of their own chunk of `window` tokens, not the last `window`"""
     reads_layer: int | None = None
     """Layer whose keys and values this one reads; None: it has its own"""
 

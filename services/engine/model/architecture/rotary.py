@@ -19,7 +19,8 @@ class RotarySpec:
     """Rotation frequencies after the checkpoint's RoPE scaling."""
 
     frequencies: tuple[float, ...]
-    """Radians per position, one per pair of dimensions; the remaining pairs do not rotate"""
+    """Radians per position, one per pair of dimensions; the remaining pairs do not rotate, and none
+    does if there are no radians"""
     attention_factor: float
     """Factor on cosines and sines; other than 1 for YaRN and LongRoPE only"""
     axes: tuple[int, ...] = ()
@@ -28,6 +29,8 @@ class RotarySpec:
     query_growth: float = 0.0
     """Queries are multiplied by 1 + query_growth * log(1 + position // query_period); 0: not"""
     query_period: int = 1
+    query_offset: int = 0
+    """Number that is added to the position before it is divided by query_period"""
 
     @property
     def width(self) -> int:
@@ -40,15 +43,20 @@ class RotarySpec:
         head_dim: int,
         context_length: int,
         axes: MultimodalAxes = MultimodalAxes.NONE,
+        *,
+        is_whole: bool = False,
     ) -> "RotarySpec":
-        """Read rope_parameters (transformers 5), or the older rope_theta and rope_scaling."""
+        """Read rope_parameters (transformers 5), or the older rope_theta and rope_scaling.
+
+        is_whole: all of head_dim rotates, whatever partial_rotary_factor says.
+        """
         rope = config.section(
             "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
         )
         if rope.has("full_attention"):
             rope = rope.section("full_attention")
         base = rope.positive_number("rope_theta", config.positive_number("rope_theta", 10000.0))
-        spec = _read(config, rope, base, head_dim, context_length)
+        spec = _read(config, rope, base, head_dim, context_length, is_whole=is_whole)
         growth, period = rope.number("llama_4_scaling_beta", 0.0), 1
         if growth:
             period = rope.positive("original_max_position_embeddings")
@@ -57,6 +65,19 @@ class RotarySpec:
             axes=_axes(rope, axes, len(spec.frequencies)),
             query_growth=growth,
             query_period=period,
+        )
+
+    @staticmethod
+    def growth_from_config(config: Config) -> "RotarySpec | None":
+        """Read how the queries of Llama 4's layers without rotation grow; None: they don't."""
+        if not config.flag("attn_temperature_tuning", True):
+            return None
+        return RotarySpec(
+            (),
+            attention_factor=1.0,
+            query_growth=config.number("attn_scale"),
+            query_period=config.positive("floor_scale"),
+            query_offset=1,
         )
 
     @staticmethod
@@ -70,12 +91,19 @@ class RotarySpec:
 
 
 def _read(
-    config: Config, rope: Config, base: float, head_dim: int, context_length: int
+    config: Config,
+    rope: Config,
+    base: float,
+    head_dim: int,
+    context_length: int,
+    *,
+    is_whole: bool = False,
 ) -> RotarySpec:
+    whole = config.positive("rotary_dim", head_dim) / head_dim
     share = rope.positive_number(
-        "partial_rotary_factor", config.positive_number("partial_rotary_factor", 1.0)
+        "partial_rotary_factor", config.positive_number("partial_rotary_factor", whole)
     )
-    width = int(head_dim * share)
+    width = head_dim if is_whole else int(head_dim * share)
     if not 0 < width <= head_dim or width % 2:
         raise CheckpointError(
             f"{config.file}: a partial_rotary_factor of {share} rotates {width} of {head_dim} "
@@ -147,6 +175,7 @@ class Rotary:
         self._frequencies = torch.zeros(head_dim // 2, device=device)
         self._frequencies[: len(spec.frequencies)] = torch.tensor(spec.frequencies)
         self._growth, self._period = spec.query_growth, spec.query_period
+        self._offset = spec.query_offset
         self._factors: Tensor | None = None
         if spec.attention_factor != 1.0:
             self._factors = torch.ones(head_dim // 2, device=device)
@@ -166,7 +195,8 @@ class Rotary:
         """
         angles = out.sines
         if out.query_scales is not None:
-            periods = (positions if positions.dim() == 1 else positions[0]) // self._period
+            places = positions if positions.dim() == 1 else positions[0]
+            periods = (places + self._offset) // self._period
             out.query_scales.copy_(periods).log1p_().mul_(self._growth).add_(1)
         if positions.dim() == 2:
             turns = positions.index_select(0, self._axes).T.to(torch.float32)

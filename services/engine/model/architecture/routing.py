@@ -29,8 +29,12 @@ class Routing:
     """Equal groups of neighbouring experts"""
     kept_groups: int = 1
     """Groups among which a token's experts are chosen"""
+    group_leaders: int = 1
+    """Best experts of a group whose weights together rank it"""
     scale: float = 1.0
     """Factor on all weights"""
+    scales_inputs: bool = False
+    """True if the weights multiply what experts read rather than what they return"""
 
     @property
     def is_plain(self) -> bool:
@@ -47,9 +51,10 @@ class Routing:
         if self.jitter is not None:
             return self._mix_sparsely(scores, self.jitter)
         weights = scores.sigmoid() if self.has_sigmoids else scores.softmax(dim=1)
-        ranked = weights if bias is None else weights + bias
+        # equal weights may have rounded away which score is higher
+        ranked = scores if bias is None else weights + bias
         if self.kept_groups < self.groups:
-            ranked = self._in_best_groups(ranked)
+            ranked = self._in_best_groups(weights if bias is None else ranked)
         chosen = ranked.topk(self.per_token, dim=1).indices
         factors = weights.gather(1, chosen)
         if self.normalized:
@@ -60,8 +65,7 @@ class Routing:
     def _in_best_groups(self, ranked: Tensor) -> Tensor:
         """Rank the experts of all groups but the best last."""
         groups = ranked.view(len(ranked), self.groups, -1)
-        best_of_group = 2 if self.has_sigmoids else 1
-        ranks = groups.topk(best_of_group, dim=2).values.sum(dim=2)
+        ranks = groups.topk(self.group_leaders, dim=2).values.sum(dim=2)
         best = ranks.topk(self.kept_groups, dim=1).indices
         is_left_out = torch.ones_like(ranks, dtype=torch.bool).scatter_(1, best, False)
         return groups.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)

@@ -1,7 +1,7 @@
 """Typed architecture of a checkpoint, read from config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from services.common.gguf.gguf_config import MARK
@@ -24,7 +24,7 @@ from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.gguf_families import gguf_family
 from services.engine.model.checkpoint.schemes import SCHEMES, Scheme
 
-__all__ = ["ModelSpec"]
+__all__ = ["ModelSpec", "dtype_of", "quantization_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +163,16 @@ class ModelSpec:
             family = gguf_family(family, fused_qkv=whole.section(MARK).flag("fused_qkv", False))
         nested = {} if family.section is None else whole.section(family.section).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
+        family = _with_parallel_norms(family, config)
         if family.has_single_parts:
             config = with_parts(config)
-        stored_as = _quantization(config, family)
+        stored_as = quantization_of(config, family)
         hidden_size = config.positive("hidden_size")
         context_length = config.positive("max_position_embeddings")
         encoder = family.encoder
-        offset = 0
+        padding = 0
         if encoder is not None and encoder.positions_after_padding:
-            offset = config.integer("pad_token_id") + 1
+            padding = config.integer("pad_token_id") + 1
 
         bos_token_ids = config.ids("bos_token_id")
         layers = read_layers(
@@ -183,7 +184,7 @@ class ModelSpec:
         return ModelSpec(
             family=family,
             vocab_size=config.positive("vocab_size"),
-            context_length=context_length - offset,
+            context_length=context_length - padding,
             hidden_size=hidden_size,
             layers=layers,
             norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
@@ -192,21 +193,21 @@ class ModelSpec:
             if family.reads_soft_caps
             else 0.0,
             embedding_scale=hidden_size**0.5
-            if family.scaled_embedding
+            if family.scaled_embedding and _is_set(config, family.embedding_key)
             else _multiplier(config, family, "embedding_multiplier"),
             residual_scale=_residual_scale(config, family),
             logit_scale=_logit_scale(config, family, hidden_size),
             parallel_residual=family.reads_parallel_residual
             and config.flag("use_parallel_residual", False),
             head_bias=family.head_bias_key is not None and config.flag(family.head_bias_key, False),
-            dtype=_dtype(config),
+            dtype=dtype_of(config),
             fp8=stored_as if isinstance(stored_as, Fp8Format) else None,
             scheme=stored_as if isinstance(stored_as, Scheme) else None,
             eos_token_ids=config.ids("eos_token_id"),
             bos_token_id=bos_token_ids[0] if bos_token_ids else None,
             input_vocab_size=input_vocab_size,
             pad_token_id=_pad_token_id(config, input_vocab_size) if input_vocab_size else 0,
-            position_offset=offset,
+            position_offset=padding or family.position_offset,
             num_draft_layers=_draft_layers(config),
             num_token_types=0
             if encoder is None or encoder.token_types is None
@@ -227,7 +228,7 @@ def _weight_factors(config: Config, family: Family, layer: LayerSpec) -> tuple[W
     return read_weight_factors(config, family, layer.mixer.mamba)
 
 
-def _quantization(config: Config, family: Family) -> Fp8Format | Scheme | Literal["mxfp4"] | None:
+def quantization_of(config: Config, family: Family) -> Fp8Format | Scheme | Literal["mxfp4"] | None:
     """Return how weights are quantized. Raises CheckpointError for what is not read."""
     if not config.has("quantization_config"):
         return None
@@ -244,6 +245,21 @@ def _quantization(config: Config, family: Family) -> Fp8Format | Scheme | Litera
         f"fp8, {', '.join(SCHEMES)}, and mxfp4 for the experts of gpt-oss; or serve a float32, "
         "bfloat16 or float16 checkpoint."
     )
+
+
+def _with_parallel_norms(family: Family, config: Config) -> Family:
+    """Return the family with the names of Falcon's two norms, if a layer has them."""
+    norms = family.parallel_norms
+    if norms is None or not config.flag("new_decoder_architecture", False):
+        return family
+    if config.integer("num_ln_in_parallel_attn", len(norms)) != len(norms):
+        return family
+    return replace(family, names=family.names.with_norms(*norms), shares_norm=False)
+
+
+def _is_set(config: Config, key: str | None) -> bool:
+    """Return whether a flag is true, which counts as true if the family has none."""
+    return key is None or config.flag(key, False)
 
 
 def _residual_scale(config: Config, family: Family) -> float:
@@ -292,7 +308,8 @@ def _num_labels(config: Config) -> int:
     return len(names) or config.positive("num_labels", 2)
 
 
-def _dtype(config: Config) -> str:
+def dtype_of(config: Config) -> str:
+    """Return the dtype of stored weights. Raises CheckpointError for one that is not read."""
     # transformers 5 writes dtype, older releases torch_dtype.
     dtype = config.text("dtype" if config.has("dtype") else "torch_dtype", "float32")
     if dtype not in ("float32", "bfloat16", "float16"):

@@ -93,7 +93,7 @@ class AttentionStep:
     """Operands of one step's attention: buffers that all layers share.
 
     Queries, keys and values are after RoPE. They may be views of one wider tensor: only their first
-    dimension may have gaps.
+    dimension may have gaps, the same in all three.
     """
 
     queries: Tensor

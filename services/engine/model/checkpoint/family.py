@@ -36,6 +36,8 @@ class WindowRule(Enum):
     LISTED = "if use_sliding_window: as layer_types lists, or from layer max_window_layers on"
     PATTERN = "as layer_types lists, or all but every sliding_window_pattern-th"
     SPACED = "as layer_types lists, or all but the first and every sliding_window_pattern-th after"
+    CHUNKED = "as layer_types lists, or layers with RoPE, which see their own chunk alone"
+    LISTED_LOCAL = "those that attention_layers calls local, or every second one"
     EVEN = "if use_sliding_window: as layer_types lists, or even layers below max_window_layers"
 
 
@@ -45,6 +47,7 @@ class QkNorm(Enum):
     NONE = "none"
     HEAD = "RMSNorm over each head, before the rotation"
     HEAD_ROTATED = "RMSNorm over each head, after the rotation"
+    HEAD_UNWEIGHTED = "RMSNorm over each head without weights, after the rotation if there is one"
     HEAD_LAYER_NORM = "LayerNorm over each head with weights of its own, before the rotation"
     ALL_HEADS = "RMSNorm over all heads of a token together, before the rotation"
 
@@ -206,6 +209,8 @@ class TensorNames:
     """A name with "{}" stands for one tensor for each head"""
     sinks: str | None = None
     """Attention sinks: one extra logit in each head's softmax, without a value"""
+    output_gate: str | None = None
+    """Gate of attention's output in a tensor of its own; None: none, or behind the queries"""
     output: str = "self_attn.o_proj"
     attention_post_norm: str | None = None
     """Norm of attention's output before it joins the residual"""
@@ -234,6 +239,10 @@ class TensorNames:
     """Tensors of latent attention; None: layers have queries, keys and values"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors that some files hold and the model does not need"""
+
+    def with_norms(self, attention: str, feed_forward: str) -> "TensorNames":
+        """Return these names with other norms before the two parts of a layer."""
+        return replace(self, attention_norm=attention, feed_forward_norm=feed_forward)
 
     @property
     def in_delta_layers(self) -> "TensorNames":
@@ -329,7 +338,10 @@ class Family:
     head_bias_key: str | None = None
     """Key that gives the output projection a bias; None: it has none"""
     qkv_by_head: bool = False
-    """The tensor of q, k and v holds those of the first head, then those of the next one, …"""
+    """The tensor of q, k and v holds those of the first key head, then those of the next one, …"""
+    reads_multi_query: bool = False
+    """multi_query lets all heads share one key head, unless new_decoder_architecture is true; where
+    it is false, each head has its own"""
     qk_norm: QkNorm = QkNorm.NONE
     qk_norm_key: str | None = None
     """Key without which there is no such norm; None: there always is"""
@@ -341,6 +353,9 @@ class Family:
     """use_parallel_residual makes the feed-forward layer read what attention reads"""
     shares_norm: bool = False
     """Both parts of a layer read the same norm if the residual is parallel"""
+    parallel_norms: tuple[str, str] | None = None
+    """Norms of the two parts if new_decoder_architecture is true and num_ln_in_parallel_attn is 2;
+    None: the names of norms do not depend on config.json"""
     norm_offset: bool = False
     """Norm weights are stored minus one"""
     transposed: bool = False
@@ -360,6 +375,8 @@ class Family:
     """If sliding_window is set, layers without a window have no RoPE"""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the square root of hidden_size"""
+    embedding_key: str | None = None
+    """Key without which they are not; None: they always are"""
     reads_multipliers: bool = False
     """config.json has embedding_, residual_ and attention_multiplier and logits_scaling"""
     reads_depth: bool = False
@@ -377,16 +394,27 @@ class Family:
     """Layers have no RoPE if rope_parameters has no rope_theta"""
     reads_no_rope_layers: bool = False
     """no_rope_layers has a 0 for each layer without RoPE"""
+    reads_temperature: bool = False
+    """If attn_temperature_tuning is true, attn_scale and floor_scale let the queries of layers
+    without RoPE grow with the position"""
     reads_soft_caps: bool = False
     """attn_logit_softcapping and final_logit_softcapping soft-cap attention scores and logits"""
     multimodal_axes: MultimodalAxes = MultimodalAxes.NONE
     image_sight: ImageSight = ImageSight.NONE
     refused: tuple[str, ...] = ()
     """Keys that must be absent, null or false"""
+    required: tuple[str, ...] = ()
+    """Keys that must be absent, null or true"""
+    position_offset: int = 0
+    """Number of the first learned position"""
     rotates_latents: bool = True
     """A part of the keys of latent attention rotates"""
     scores_by_sigmoid: bool = False
     """Experts are weighed by sigmoids rather than a softmax"""
+    ranks_groups_by_two: bool = False
+    """The two best experts of a group rank it, as they do with scores_by_sigmoid"""
+    scales_experts_inputs: bool = False
+    """Experts read rows times their weights"""
     mixes_sparsely: bool = False
     """SparseMixer chooses experts, with router_jitter_noise"""
     clamped_swiglu: bool = False

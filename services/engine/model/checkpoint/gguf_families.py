@@ -27,6 +27,8 @@ _INTERLEAVED = {
     "SmolLM3ForCausalLM",
 }
 """Families whose queries and keys llama.cpp reorders for its own RoPE"""
+_POST_ATTENTION_NORM = {"Glm4MoeForCausalLM", "SeedOssForCausalLM"}
+"""Families whose feed-forward layers' norm has the name of one behind attention"""
 _IGNORED = ("rope_freqs.weight", "rope_factors_*.weight", "*.attn_rot_embd")
 _KEYS = ("blk.*.attn_k.weight", "blk.*.attn_k_norm.weight", "blk.*.attn_v.weight")
 """Tensors that files may hold for layers that share the keys of earlier ones"""
@@ -93,7 +95,7 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
     names = _names(family.names, fused_qkv, family.gated)
     if family.has_single_parts:
         names = replace(names, feed_forward_norm="attn_norm")
-    if family.architecture == "SeedOssForCausalLM":
+    if family.architecture in _POST_ATTENTION_NORM:
         names = replace(names, feed_forward_norm="post_attention_norm")
     if family.architecture == "GraniteMoeHybridForCausalLM":
         names = replace(names, gate=("ffn_gate", "ffn_up"))
@@ -103,6 +105,7 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
         names=replace(names, ignored=(*_IGNORED, *(_KEYS if shares_keys else ()))),
         output_bias_key="attention_output_bias",
         qkv_by_head=False,
+        parallel_norms=("attn_norm_2", "attn_norm"),
         norm_offset=False,
         transposed=False,
         interleaved_rotary=family.interleaved_rotary or family.architecture in _INTERLEAVED,
@@ -137,6 +140,7 @@ def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
         query_norm="attn_q_norm",
         key_norm="attn_k_norm",
         sinks="attn_sinks.weight" if is_gpt_oss else None,
+        output_gate=None if names.output_gate is None else "attn_gate",
         output="attn_output",
         attention_post_norm=None if names.attention_post_norm is None else "post_attention_norm",
         feed_forward_norm=feed_forward_norm,

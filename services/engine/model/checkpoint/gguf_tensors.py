@@ -82,6 +82,8 @@ class GgufTensors(TensorFiles):
     So is each product of a stack of Gemma 3n: altup_proj.0.weight.
     """
 
+    has_peft_names = False
+
     def __init__(self, directory: Path) -> None:
         """Read the headers. Raises CheckpointError for a damaged or truncated file."""
         super().__init__(directory)

@@ -61,6 +61,8 @@ class TensorFiles(ABC):
     """Types of quantized weights that are decoded at loading in any case"""
     has_mxfp4_experts = False
     """True if `mxfp4` returns the weights of experts, or of some of them"""
+    has_peft_names = True
+    """True if the tensors have the names by which PEFT's adapters refer to them"""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -103,6 +105,15 @@ class TensorFiles(ABC):
 
     def holds(self, name: str) -> bool:
         return name in self._found
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all tensors in the files."""
+        return tuple(self._found)
+
+    def stored(self, name: str) -> StoredTensor:
+        """Return a tensor of the files in the shape that it has there."""
+        return StoredTensor(name, self._found[name].shape)
 
     def require(
         self,

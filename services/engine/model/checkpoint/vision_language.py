@@ -54,6 +54,17 @@ _DECODERS: Mapping[str, tuple[str, JsonObject]] = {
             "max_position_embeddings": 262144,
         },
     ),
+    "mistral4": (
+        "Mistral4ForCausalLM",
+        {
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 1048576,
+        },
+    ),
     "qwen2": (
         "Qwen2ForCausalLM",
         {
@@ -218,6 +229,14 @@ _KIMI_K25 = VisionLanguage(
     others=("*vision_tower.*", "*mm_projector.*"),
 )
 
+_LLAMA4 = VisionLanguage(
+    "Llama4ForConditionalGeneration",
+    decoder=FAMILIES["Llama4ForCausalLM"],
+    roots={"language_model.model.": "language_model.lm_head"},
+    vision=(),
+    others=("vision_model.*", "multi_modal_projector.*"),
+)
+
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
     model.architecture: model
     for model in (
@@ -230,6 +249,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
         _LLAVA,
         replace(_LLAVA, architecture="Mistral3ForConditionalGeneration"),
         _IDEFICS3,
+        _LLAMA4,
         replace(_IDEFICS3, architecture="SmolVLMForConditionalGeneration"),
         _QWEN2_VL,
         replace(_QWEN2_VL, architecture="Qwen2_5_VLForConditionalGeneration"),

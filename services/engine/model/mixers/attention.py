@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from services.engine.batch.chunks import in_chunks
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.rotary import Rotation
@@ -111,7 +112,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         self, rows: Tensor, scratch: AttentionScratch, rotations: Sequence[Rotation]
     ) -> None:
         self._weights.qkv.into(rows, scratch.qkv)
-        is_rotated = self._spec.qk_norm is QkNorm.HEAD_ROTATED
+        is_rotated = self._spec.qk_norm in (QkNorm.HEAD_ROTATED, QkNorm.HEAD_UNWEIGHTED)
         if not is_rotated:
             self._norm_heads(scratch)
         if self._rotation is not None:
@@ -164,6 +165,8 @@ class AttentionMixer(Mixer[AttentionScratch]):
             if self._spec.has_output_gate:
                 self._operators.keep(scratch.gates, rows)
             batch = batch.narrowed
+        if self._spec.is_chunked:
+            batch = in_chunks(batch, self._spec.window, cache.block_size)
         is_written = is_written or self._spec.reads_layer is not None
         step = self._step(batch, cache, scratch, attending, is_written)
         self._backend.attend(self._layer, step)

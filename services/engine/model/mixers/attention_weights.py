@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.layers import AttentionSpec
-from services.engine.model.checkpoint.family import QkNorm
+from services.engine.model.checkpoint.family import QkNorm, TensorNames
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.operators.interface import HeadNorms, Projection
@@ -25,6 +25,9 @@ from services.engine.model.parts.tensor_reader import (
 )
 
 __all__ = ["StoredAttention", "read_attention", "stored_attention"]
+
+_VALUES = 2
+"""Place of values behind queries and keys"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,10 @@ def stored_attention(names: LayerNames, spec: AttentionSpec) -> StoredAttention:
     """Name the tensors of a layer's attention."""
     own, hidden = names.names, names.spec.hidden_size
     attended = spec.num_heads * spec.head_dim
-    widths = _widths(spec)
+    widths = _widths(own, spec)
     qkv = own.qkv if len(own.qkv) == 1 else own.qkv[: len(widths)]
+    if own.output_gate is not None:
+        qkv = (*qkv, own.output_gate)
     has_keys = spec.reads_layer is None
     return StoredAttention(
         qkv=names.linear(qkv, widths, hidden, spec.qkv_bias),
@@ -91,7 +96,7 @@ def _stored_norm(
 ) -> tuple[StoredTensor, ...]:
     size = spec.head_dim
     match spec.qk_norm:
-        case QkNorm.NONE:
+        case QkNorm.NONE | QkNorm.HEAD_UNWEIGHTED:
             return ()
         case QkNorm.HEAD | QkNorm.HEAD_ROTATED:
             return (names.tensor(f"{name}.weight", size),)
@@ -106,7 +111,8 @@ def _stored_norm(
 
 def _norms_apart(spec: AttentionSpec) -> bool:
     """Return whether the norms of queries and keys are no part of the rotation."""
-    return spec.rotary is None or spec.qk_norm in (QkNorm.HEAD_ROTATED, QkNorm.HEAD_LAYER_NORM)
+    fused = (QkNorm.HEAD, QkNorm.ALL_HEADS)
+    return spec.rotary is None or spec.qk_norm not in fused
 
 
 def _qkv(
@@ -114,14 +120,16 @@ def _qkv(
 ) -> Projection:
     """Read this rank's output gates, queries, keys and values as one product."""
     shard, keys = reader.shard, reader.shard.of_heads(spec.num_kv_heads)
-    widths = _widths(spec)
+    widths = _widths(reader.spec.family.names, spec)
     whole, stored_parts = torch.arange(sum(widths)), reader.linear(stored.qkv, norm)
     if reader.spec.family.qkv_by_head:
-        whole = whole.view(spec.num_heads, 3, -1).transpose(0, 1).flatten()
+        heads = whole.view(spec.num_kv_heads, -1, spec.head_dim)
+        by_kind = (heads[:, :-2], heads[:, -2], heads[:, -1])
+        whole = torch.cat([part.flatten() for part in by_kind])
         stored_parts = [take_rows(part, whole) for part in stored_parts]
     stored_parts = split_parts(stored_parts, widths)
     places = whole.split_with_sizes(widths)
-    shards = (shard, keys, keys)[: len(widths)]
+    shards = [keys if part in (1, 2) else shard for part in range(len(widths))]
     parts = [shard_rows(*each) for each in zip(stored_parts, shards, strict=True)]
     rows = [each.rows(place) for each, place in zip(shards, places, strict=True)]
     taken, order = [], []
@@ -132,12 +140,18 @@ def _qkv(
     return reader.adapted(product, reader.site(stored.qkv, norm, torch.cat(order)))
 
 
-def _widths(spec: AttentionSpec) -> tuple[int, ...]:
-    """Return the outputs of the stored queries, keys and values, as far as the layer has them."""
-    queries = spec.num_heads * spec.head_dim * (2 if spec.has_output_gate else 1)
+def _widths(names: TensorNames, spec: AttentionSpec) -> tuple[int, ...]:
+    """Return the outputs of the stored queries, keys and values, as far as the layer has them.
+
+    Those of an output gate with a tensor of its own follow.
+    """
+    queries = attended = spec.num_heads * spec.head_dim
+    has_own = names.output_gate is not None
+    if spec.has_output_gate and not has_own:
+        queries *= 2
     cached = spec.num_kv_heads * spec.head_dim
     count = 0 if spec.reads_layer is not None else 1 if spec.keys_are_values else 2
-    return (queries, *(cached,) * count)
+    return (queries, *(cached,) * count, *(attended,) * has_own)
 
 
 def _rows_in_order(
@@ -146,10 +160,13 @@ def _rows_in_order(
     """Yield the parts of the product: the number of a stored part, and rows of it in order.
 
     widths: rows of the stored parts: queries, keys and values; without values, keys serve as these,
-    without keys there is neither. A head's output gate is stored behind its queries.
+    without keys there is neither. A head's output gate is stored behind its queries, or all are
+    behind the values.
     """
     queries, *cached = map(torch.arange, widths)
-    if spec.has_output_gate:
+    if len(cached) == _VALUES + 1:
+        yield _VALUES + 1, cached.pop()
+    elif spec.has_output_gate:
         pairs = queries.view(-1, 2, spec.head_dim)
         queries = pairs[:, 0].flatten()
         yield 0, pairs[:, 1].flatten()
@@ -166,6 +183,9 @@ def _qk_norms(
 
     They are [heads, head_dim] for LayerNorms, else [head_dim] or [heads * head_dim].
     """
+    if spec.qk_norm is QkNorm.HEAD_UNWEIGHTED:
+        ones = torch.ones(spec.head_dim, dtype=reader.dtype, device=reader.device)
+        return ones, ones
     queries = keys = Shard()
     if spec.qk_norm in (QkNorm.ALL_HEADS, QkNorm.HEAD_LAYER_NORM):
         queries, keys = reader.shard, reader.shard.of_heads(spec.num_kv_heads)

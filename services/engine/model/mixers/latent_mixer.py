@@ -131,6 +131,9 @@ class LatentMixer(Mixer[LatentScratch]):
             shared = scratch.queries[:, own:].view(len(rows), -1, spec.shared_width)
             self._rotate(shared, rotations[self._rotation])
             self._rotate(scratch.latents[:, None, spec.latent_width :], rotations[self._rotation])
+            scales = rotations[self._rotation].query_scales
+            if scales is not None:
+                scratch.queries.mul_(scales[:, None])
 
     def _rotate(self, heads: Tensor, rotation: Rotation) -> None:
         self._operators.rotate(heads, heads.shape[1], rotation, None, None, 0.0)

@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
-from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
+from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight
 from services.engine.model.operators.low_rank import (
     LowRank,
     LowRankProduct,
@@ -32,7 +33,9 @@ __all__ = [
     "NormedProjection",
     "Operators",
     "Projection",
+    "RoutedMixture",
     "SequenceDelta",
+    "SharedParts",
 ]
 
 
@@ -43,6 +46,11 @@ class Projection(ABC):
     """True if `argmax` is supported"""
     weight_bytes: int
     """Bytes of weights that a product reads, in the stored layout"""
+
+    @property
+    def is_adapted(self) -> bool:
+        """True if adapters add to the products of the present step."""
+        return False
 
     @abstractmethod
     def into(self, rows: Tensor, out: Tensor) -> None:
@@ -113,14 +121,18 @@ class AdaptedProjection(Projection):
         self._delta = delta
         self.weight_bytes = base.weight_bytes
 
+    @property
+    def is_adapted(self) -> bool:
+        return self._delta.is_active
+
     def into(self, rows: Tensor, out: Tensor) -> None:
         self.base.into(rows, out)
-        if self._delta.is_active:
+        if self.is_adapted:
             self._delta.add_to(rows, out)
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         self.base.add_to(rows, out)
-        if self._delta.is_active:
+        if self.is_adapted:
             self._delta.add_to(rows, out)
 
 
@@ -129,6 +141,11 @@ class Gate(ABC):
 
     weight_bytes: int
     """Bytes of weights that its products read, in the stored layout"""
+
+    @property
+    def is_adapted(self) -> bool:
+        """True if adapters add to the products of the present step."""
+        return False
 
     @abstractmethod
     def adapt(self, delta: Delta) -> None:
@@ -177,6 +194,28 @@ class HeadNorms:
     """They are LayerNorms without a bias rather than RMSNorms"""
 
 
+class SharedParts(NamedTuple):
+    """An expert that every row has."""
+
+    gate: Gate
+    down: Projection
+    router: Projection | None
+    """To the logit of a factor on its output; None: there is no factor"""
+
+
+class RoutedMixture(ABC):
+    """A mixture, its router and perhaps a shared expert, computed by one kernel."""
+
+    @property
+    @abstractmethod
+    def is_adapted(self) -> bool:
+        """True if adapters add to the products of the present step: the kernel can't."""
+
+    @abstractmethod
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        """Add the output of all experts that `rows` [n, inputs] have to `out` [n, outputs]."""
+
+
 class Mixture(ABC):
     """The experts of a layer, among which a router has chosen."""
 
@@ -195,6 +234,15 @@ class Mixture(ABC):
         float32 [n, k]; out: [n, outputs] in the model's dtype or float32. A row's sum is
         independent of the other rows.
         """
+
+    def routed(
+        self, router: Projection, routing: Routing, bias: Tensor | None, shared: SharedParts | None
+    ) -> RoutedMixture | None:
+        """Join this mixture with its router and a shared expert; None if no kernel computes that.
+
+        bias: as for `Routing.choose`.
+        """
+        return None
 
 
 class Operators(ABC):
@@ -263,6 +311,7 @@ class Operators(ABC):
         second = None if up is None else up.decode()
         return self.gate(gate.decode(), second, gate_bias, up_bias, activation)
 
+    @abstractmethod
     def mixture(
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
@@ -270,7 +319,6 @@ class Operators(ABC):
 
         Their weights are copied, one expert at a time.
         """
-        return _LoopedMixture(experts, activation, self)
 
     def choose(
         self, scores: Tensor, routing: Routing, bias: Tensor | None
@@ -408,61 +456,3 @@ class ChainedProjection(Projection):
         self._first.into(rows, product)
         self._operators.arrange(product, arranged)
         return arranged
-
-
-class _LoopedMixture(Mixture):
-    """A loop over the experts that the host reads from what the router chose."""
-
-    def __init__(
-        self, experts: Iterable[ExpertWeights], activation: Activation, operators: Operators
-    ) -> None:
-        self._operators = operators
-        self._experts: list[tuple[Gate, Projection, int]] = [
-            (
-                _expert_gate(each, activation, operators),
-                _expert_down(each, operators),
-                each.down.shape[1],
-            )
-            for each in experts
-        ]
-        self.weight_bytes = sum(
-            gate.weight_bytes + down.weight_bytes for gate, down, _ in self._experts
-        )
-        self._deltas: ExpertDeltas | None = None
-
-    def adapt(self, deltas: ExpertDeltas) -> None:
-        self._deltas = deltas
-        for number, (gate, down, width) in enumerate(self._experts):
-            gate.adapt(deltas.gates[number])
-            self._experts[number] = (gate, AdaptedProjection(down, deltas.downs[number]), width)
-
-    def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
-        deltas = self._deltas if self._deltas is not None and self._deltas.is_active else None
-        total = torch.zeros(out.shape, device=out.device)
-        # In the order of their numbers, so that a row's sum is independent of the batch.
-        for number in sorted(set(chosen.flatten().tolist())):
-            index, choice = torch.where(chosen == number)
-            gate, down, width = self._experts[number]
-            hidden = self._operators.temporary(len(index), width)
-            output = self._operators.temporary(len(index), out.shape[1])
-            has_all = len(index) == len(rows)
-            some = rows if has_all else self._operators.gather(rows, index)
-            with nullcontext() if deltas is None else deltas.routed(index):
-                gate.into(some, hidden)
-                down.into(hidden, output)
-            total[index] += output * factors[index, choice, None]
-        out += total
-
-
-def _expert_gate(expert: ExpertWeights, activation: Activation, operators: Operators) -> Gate:
-    gate, up, biases = expert.gate, expert.up, (expert.gate_bias, expert.up_bias)
-    if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight | None):
-        return operators.grouped_gate(gate, up, *biases, activation)
-    factor = None if up is None else decoded(up)
-    return operators.gate(decoded(gate), factor, *biases, activation)
-
-
-def _expert_down(expert: ExpertWeights, operators: Operators) -> Projection:
-    if isinstance(expert.down, QuantizedWeight):
-        return operators.grouped_projection([expert.down], expert.down_bias)
-    return operators.projection(decoded(expert.down), expert.down_bias)

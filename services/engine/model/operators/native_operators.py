@@ -1,6 +1,7 @@
 """Operators on the portable CPU kernels, with matrix products in torch."""
 
 from collections.abc import Mapping, Sequence
+from ctypes import byref
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from services.engine.kernels.library import (
     DTYPES,
     ArrangeCall,
-    GateCall,
     Kernel,
     Native,
     RotationCall,
@@ -19,12 +19,15 @@ from services.engine.kernels.memory import allocate
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
-from services.engine.model.operators.interface import AdaptedProjection, Delta, Gate, Projection
+from services.engine.model.architecture.routing import Routing
+from services.engine.model.operators.interface import Gate
 from services.engine.model.operators.low_rank import LowRank, LowRankProduct
+from services.engine.model.operators.native_gate import NativeGate, is_native
 from services.engine.model.operators.native_low_rank import NativeLowRankProduct
+from services.engine.model.operators.native_mixture import routing_call
 from services.engine.model.operators.torch_operators import TorchOperators, join, normalize
 
-__all__ = ["NativeGate", "NativeOperators"]
+__all__ = ["NativeOperators"]
 
 
 class NativeOperators(TorchOperators):
@@ -67,10 +70,22 @@ class NativeOperators(TorchOperators):
         up_bias: Tensor | None,
         activation: Activation = SWIGLU,
     ) -> Gate:
-        if activation != SWIGLU:
+        if not is_native(activation):
             return super().gate(gate, up, gate_bias, up_bias, activation)
         product = self.projection(*join(gate, up, gate_bias, up_bias))
-        return NativeGate(self._native, product, self._code)
+        return NativeGate(self._native, product, activation, self._code)
+
+    def choose(
+        self, scores: Tensor, routing: Routing, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        call = routing_call(routing, scores.shape[1], bias)
+        if call is None:
+            return super().choose(scores, routing, bias)
+        shape = (len(scores), routing.per_token)
+        chosen, factors = torch.empty(shape, dtype=torch.int64), torch.empty(shape)
+        addresses = (chosen.data_ptr(), factors.data_ptr())
+        self._native.choose_experts(byref(call), scores.data_ptr(), len(scores), *addresses)
+        return chosen, factors
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
         self._norm_rows(rows, weight, epsilon, out)
@@ -114,25 +129,3 @@ class NativeOperators(TorchOperators):
             self._code,
         )
         self._native.run(Kernel.ROTATION, call)
-
-
-class NativeGate(Gate):
-    """A SwiGLU of one product that holds both factors."""
-
-    def __init__(self, native: Native, product: Projection, code: int) -> None:
-        self._native = native
-        self._product = product
-        self._code = code
-        self.weight_bytes = product.weight_bytes
-
-    def adapt(self, delta: Delta) -> None:
-        self._product = AdaptedProjection(self._product, delta)
-
-    def into(self, rows: Tensor, out: Tensor) -> None:
-        both = out.new_empty((out.shape[0], 2 * out.shape[1]))
-        self._product.into(rows, both)
-        self._run(both.data_ptr(), out)
-
-    def _run(self, both: int | None, out: Tensor) -> None:
-        """Activate a product at this address; None = the last grouped product into no tensor."""
-        self._native.run(Kernel.GATE, GateCall(both, out.data_ptr(), *out.shape, self._code))

@@ -17,11 +17,11 @@ from services.engine.kernels.library import (
 )
 from services.engine.model.checkpoint.quantized import BlockCodes, GroupNumbers, QuantizedWeight
 
-__all__ = ["StoredGroups", "alike_runs", "has_kernel"]
+__all__ = ["STRIP", "StoredGroups", "alike_runs", "has_kernel"]
 
 _BLOCK = 32
 """Inputs of a block of codes; groups are multiples of it, or half of it"""
-_STRIP = 8
+STRIP = 8
 """Outputs that are packed together"""
 _BYTE = 8
 
@@ -75,7 +75,7 @@ class StoredGroups:
 
 
 def alike_runs(
-    weights: Iterable[QuantizedWeight], outputs: int = _STRIP
+    weights: Iterable[QuantizedWeight], outputs: int = STRIP
 ) -> Iterator[Sequence[StoredGroups]]:
     """Join neighbours that are stored alike; each but a run's last has a multiple of `outputs`."""
     run: list[StoredGroups] = []

@@ -1,6 +1,6 @@
 """Operators on the tiled CPU kernels, with weights in bfloat16 or in groups of codes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import byref
 
 import torch
@@ -20,10 +20,18 @@ from services.engine.kernels.memory import Arena, allocate
 from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
-from services.engine.model.operators.interface import Gate, LayerNorm, Projection
+from services.engine.model.operators.interface import (
+    ExpertWeights,
+    Gate,
+    LayerNorm,
+    Mixture,
+    Projection,
+)
+from services.engine.model.operators.looped_mixture import LoopedMixture
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.recording import Recording
 from services.engine.model.operators.stored_groups import StoredGroups, alike_runs, has_kernel
+from services.engine.model.operators.tiled_mixture import tiled_mixture
 from services.engine.model.operators.tiled_products import (
     PANEL_OUTPUTS,
     TILE_OUTPUTS,
@@ -204,6 +212,12 @@ class TiledOperators(NativeOperators):
             return TorchGate(product, 1 if up is None else 2, activation, self)
         parts = (gate,) if up is None else (gate, up)
         return self.packed_gate(self.pack(parts), gate.shape, gate_bias, up_bias, activation)
+
+    def mixture(
+        self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
+    ) -> Mixture:
+        looped = LoopedMixture(experts, activation, self)
+        return tiled_mixture(self.native, looped) if activation.gated else looped
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Pack weights of one shape with their tiles interleaved."""

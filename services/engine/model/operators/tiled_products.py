@@ -85,6 +85,12 @@ class PackedWeight:
         """Set the constants of an epilogue's activation."""
         self._call.alpha, self._call.limit = activation.alpha, activation.limit
 
+    def call(self, epilogue: Epilogue) -> LinearCall:
+        """Return a call without rows and out, valid as long as this weight lives."""
+        call = LinearCall.from_buffer_copy(self._call)
+        call.epilogue = epilogue
+        return call
+
     def multiply(self, rows: Tensor, out: Tensor, epilogue: Epilogue, first: int = 0) -> None:
         """Write the products to the outputs from `first` on."""
         call = self._call
@@ -101,6 +107,10 @@ class TiledProjection(Projection):
     def __init__(self, weight: PackedWeight) -> None:
         self._weight = weight
         self.weight_bytes = weight.num_bytes
+
+    def call(self) -> LinearCall:
+        """Return a call that stores products in bfloat16; see `PackedWeight.call`."""
+        return self._weight.call(Epilogue.STORE)
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         self._weight.multiply(rows, out, _store(out))
@@ -168,11 +178,19 @@ class TiledGate(Gate):
         self._delta: Delta | None = None
         self.weight_bytes = weight.num_bytes
 
+    @property
+    def is_adapted(self) -> bool:
+        return self._delta is not None and self._delta.is_active
+
     def adapt(self, delta: Delta) -> None:
         self._delta = delta
 
+    def call(self) -> LinearCall:
+        """Return a call that computes the gate; see `PackedWeight.call`."""
+        return self._weight.call(self._epilogue)
+
     def into(self, rows: Tensor, out: Tensor) -> None:
-        if self._delta is None or not self._delta.is_active:
+        if self._delta is None or not self.is_adapted:
             self._weight.multiply(rows, out, self._epilogue)
             return
         products = 2 if self._activation.gated else 1

@@ -18,6 +18,7 @@ from services.engine.model.operators.interface import (
     Operators,
     Projection,
 )
+from services.engine.model.operators.looped_mixture import LoopedMixture
 
 __all__ = ["TorchGate", "TorchOperators", "join", "join_biases", "normalize"]
 
@@ -68,7 +69,7 @@ class TorchOperators(Operators):
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
         if not self.groups_experts or not activation.gated:
-            return super().mixture(experts, count, per_row, activation)
+            return LoopedMixture(experts, activation, self)
         # Imported here, because only GPU machines need Triton.
         from services.engine.model.operators.expert_kernels import GroupedMixture
 

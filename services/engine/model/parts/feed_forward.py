@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.routing import Routing
-from services.engine.model.operators.interface import Gate, Mixture, Operators, Projection
+from services.engine.model.operators.interface import (
+    Gate,
+    Mixture,
+    Operators,
+    Projection,
+    RoutedMixture,
+    SharedParts,
+)
 
 __all__ = [
     "Beside",
@@ -17,6 +24,7 @@ __all__ = [
     "Experts",
     "FeedForward",
     "NormedExperts",
+    "NormedOutput",
     "SharedExpert",
 ]
 
@@ -69,14 +77,31 @@ class Experts(FeedForward):
     """float32 [count], added to the experts' weights for the choice alone"""
     operators: Operators
     shared: "SharedExpert | None" = None
+    routed: RoutedMixture | None = None
+    """All of the layer as one kernel; None: there is no such kernel"""
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        if self.routed is not None and not self.routed.is_adapted:
+            self.routed.add_to(rows, out)
+            return
         scores = torch.empty(len(rows), self.count, device=rows.device)
         self.router.into(rows, scores)
-        choice = self.operators.choose(scores, self.routing, self.bias)
-        self.mixture.add_to(rows, *choice, out)
+        chosen, factors = self.operators.choose(scores, self.routing, self.bias)
+        if self.routing.scales_inputs:
+            self._add_scaled(rows, chosen, factors, out)
+        else:
+            self.mixture.add_to(rows, chosen, factors, out)
         if self.shared is not None:
             self.shared.add_to(rows, out, inner)
+
+    def _add_scaled(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
+        """Add the outputs of experts that read the rows times their factors."""
+        plain, ones = self.operators.plain(rows), torch.ones_like(factors[:, :1])
+        scaled = self.operators.temporary(*rows.shape)
+        for number in range(self.routing.per_token):
+            column = slice(number, number + 1)
+            self.operators.arrange((plain * factors[:, column]).to(plain.dtype), scaled)
+            self.mixture.add_to(scaled, chosen[:, column], ones, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +150,21 @@ class Beside(FeedForward):
 
 
 @dataclass(frozen=True, slots=True)
+class NormedOutput(FeedForward):
+    """A layer whose output has a norm before it joins the residual."""
+
+    content: FeedForward
+    norm: Tensor
+    epsilon: float
+    operators: Operators
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        total = self.operators.temporary(*out.shape).zero_()
+        self.content.add_to(rows, total, inner)
+        self.operators.add_rms_norm(total, self.norm, self.epsilon, out)
+
+
+@dataclass(frozen=True, slots=True)
 class SharedExpert(FeedForward):
     """An expert that every row has, perhaps times a factor of the row."""
 
@@ -132,6 +172,10 @@ class SharedExpert(FeedForward):
     router: Projection | None
     """To the logit of the factor; None: there is no factor"""
     operators: Operators
+
+    @property
+    def parts(self) -> SharedParts:
+        return SharedParts(self.expert.gate, self.expert.down, self.router)
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         product = self.operators.temporary(len(rows), out.shape[1])

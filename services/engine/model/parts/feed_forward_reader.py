@@ -32,6 +32,7 @@ from services.engine.model.parts.feed_forward import (
     Experts,
     FeedForward,
     NormedExperts,
+    NormedOutput,
     SharedExpert,
 )
 from services.engine.model.parts.stored import StoredNorm
@@ -76,7 +77,8 @@ class FeedForwardReader:
             return self._read_beside(stored, content, norm, post_norm)
         if isinstance(stored, StoredExperts):
             assert isinstance(content, ExpertsSpec)
-            return self._read_experts(stored, content, norm)
+            experts = self._read_experts(stored, content, norm)
+            return experts if post_norm is None else self._normed_output(experts, post_norm)
         assert isinstance(content, DenseSpec)
         return self._read_dense(stored, content, norm, post_norm)
 
@@ -89,6 +91,11 @@ class FeedForwardReader:
     ) -> Dense:
         gate = self._dense_gate(stored, content, norm)
         return Dense(gate, self._reader.residual_projection(stored.down, post_norm))
+
+    def _normed_output(self, content: FeedForward, norm: StoredNorm) -> NormedOutput:
+        reader = self._reader
+        weight = reader.norm_weight(reader.tensor(norm.weight))
+        return NormedOutput(content, weight, reader.spec.norm_epsilon, reader.operators)
 
     def _read_beside(
         self,
@@ -154,14 +161,17 @@ class FeedForwardReader:
         router = reader.operators.exact_projection(decoded(weight), bias)
         reader.step_bytes += mixture.weight_bytes + router.weight_bytes
         router = reader.adapted(router, self._router_site(stored, norm))
+        bias = self._choice_bias(stored.choice_bias)
+        shared = self._shared_expert(stored.shared, content.shared, norm)
         layer_experts = Experts(
             router=router,
             mixture=mixture,
             count=content.count,
             routing=routing,
-            bias=self._choice_bias(stored.choice_bias),
+            bias=bias,
             operators=reader.operators,
-            shared=self._shared_expert(stored.shared, content.shared, norm),
+            shared=shared,
+            routed=mixture.routed(router, routing, bias, None if shared is None else shared.parts),
         )
         return reader.shard.summed_experts(layer_experts)
 

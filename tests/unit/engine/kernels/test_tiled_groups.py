@@ -22,6 +22,7 @@ from tests.unit.engine.kernels.test_grouped import (
     FORMATS,
     INPUTS,
     LEVELS,
+    random_rows,
     random_weight,
     rounded_rows,
 )
@@ -69,7 +70,7 @@ def test_products_equal_those_of_the_decoded_weight(
         weight = random_weight(outputs, INPUTS, bits, group, numbers=numbers, zero=zero)
         bias = torch.randn(outputs)
         projection = operators.grouped_projection([weight], bias)
-        rows = torch.randn(count, INPUTS, dtype=torch.bfloat16)
+        rows = random_rows(count, INPUTS).bfloat16()
         expected = product(rows, weight.decode()) + bias
         tiles = to_tiles(rows)[:count]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, Mistral4Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.json_values import Json
@@ -45,6 +45,13 @@ ARCHITECTURES = {
     "phimoe": "PhimoeForCausalLM",
     "deepseek v2, groups": "DeepseekV2ForCausalLM",
     "deepseek v3": "DeepseekV3ForCausalLM",
+    "glm4 moe": "Glm4MoeForCausalLM",
+    "minimax m2": "MiniMaxM2ForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gpt-neo": "GPTNeoForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "kimi linear": "KimiLinearForCausalLM",
     "lfm2 moe": "Lfm2MoeForCausalLM",
@@ -218,6 +225,16 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("deepseek v3", lambda p: set_config(p, topk_group=1), ["topk_group", "fewer", "3"]),
     ("deepseek v3", lambda p: set_config(p, num_nextn_predict_layers=-3), ["num_nextn", "-3"]),
     ("deepseek v3", lambda p: set_config(p, num_nextn_predict_layers=10**9), ["num_nextn"]),
+    ("glm4 moe", lambda p: set_config(p, n_group=3), ["n_group", "3", "8 experts"]),
+    ("llama4", lambda p: set_config(p, attention_chunk_size=48), ["attention_chunk_size", "48"]),
+    ("llama4", lambda p: set_config(p, layer_types=["sliding_attention"] * 4), ["sliding_att"]),
+    ("llama4", lambda p: set_config(p, floor_scale=0), ["floor_scale"]),
+    ("opt", lambda p: set_config(p, do_layer_norm_before=False), ["do_layer_norm_before"]),
+    ("opt", lambda p: set_config(p, word_embed_proj_dim=32, hidden_size=128), ["[97, 128]"]),
+    ("falcon", lambda p: set_config(p, alibi=True), ["alibi"]),
+    ("gpt-neo", lambda p: set_config(p, attention_layers=["near"] * 4), ["attention_layers"]),
+    ("afmoe", lambda p: set_config(p, attention_bias=True), ["attention_bias"]),
+    ("glm4 moe", lambda p: set_config(p, use_qk_norm=False), ["self_attn.k_norm"]),
     ("deepseek v2", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
     ("minicpm3", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
     ("youtu", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
@@ -418,9 +435,9 @@ DEFAULTED = [
     *("olmo3", "glm", "glm4", "cohere", "cohere2", "exaone4", "gpt-neox", "phi", "stablelm"),
     *("nemotron", "arcee", "hunyuan", "apertus", "ernie", "ministral3", "seed oss"),
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
-    *("deepseek v3", "glm4 moe lite", "youtu", "minicpm3"),
-    *("lfm2", "lfm2 moe", "granite hybrid", "bamba"),
-    "falcon h1",
+    *("deepseek v3", "solar open", "minimax m2", "hy v3", "glm4 moe lite", "llama4", "afmoe"),
+    *("youtu", "minicpm3", "mistral4", "opt", "falcon"),
+    *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
 ]
 LEAST_KEYS = {
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -462,7 +479,12 @@ def test_a_family_has_the_defaults_of_transformers(family: str) -> None:
     """config.json may leave out what transformers would write."""
     kind = type(CONFIGS[family])
     written = json.loads(kind().to_json_string(use_diff=False))
-    written["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.model_type]]
+    name = (
+        "Mistral4ForCausalLM"
+        if kind is Mistral4Config
+        else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind.model_type]
+    )
+    written["architectures"] = [name]
     least = {key: value for key, value in written.items() if key in LEAST_KEYS}
     assert ModelSpec.from_config(least) == ModelSpec.from_config(written)
 

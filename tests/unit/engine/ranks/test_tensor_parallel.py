@@ -93,6 +93,7 @@ FAMILIES = (
     "gpt-oss",
     "deepseek v2",
     "deepseek v3",
+    "glm4 moe",
     "kimi linear",
     "minicpm3",
     "lfm2",

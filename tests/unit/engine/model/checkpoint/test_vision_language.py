@@ -171,8 +171,14 @@ def _rename(name: str, layout: tuple[str, str]) -> str:
             "language_model.model.",
             ("vision_tower", "mm_projector"),
         ),
+        (
+            "llama4",
+            "Llama4ForConditionalGeneration",
+            "language_model.model.",
+            ("vision_model", "multi_modal_projector"),
+        ),
     ],
-    ids=["Gemma 3n", "Gemma 4", "Kimi K2.5"],
+    ids=["Gemma 3n", "Gemma 4", "Kimi K2.5", "Llama 4"],
 )
 def test_text_is_served_from_a_file_with_other_tensors(
     family: str, architecture: str, prefix: str, towers: tuple[str, ...], tmp_path: Path

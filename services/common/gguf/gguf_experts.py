@@ -1,0 +1,35 @@
+"""Choice of experts of a GGUF file, as keys of config.json."""
+
+from services.common.gguf.gguf_file import GgufError, GgufFile
+from services.common.json_values import Json
+
+__all__ = ["SIGMOIDS", "read_routing", "read_sigmoid_routing"]
+
+SIGMOIDS = 2
+"""Number of sigmoids among llama.cpp's functions of experts' scores; 0: the model's own"""
+
+
+def read_routing(file: GgufFile) -> dict[str, Json]:
+    """Return how experts are chosen and weighed, and which layers and shared experts there are."""
+    own = file.own
+    groups = file.count(own("expert_group_count"), 1)
+    return {
+        "moe_layer_start_index": file.integer(own("leading_dense_block_count"), 0),
+        "moe_num_shared_experts": file.integer(own("expert_shared_count"), 0),
+        "n_group": groups,
+        "norm_topk_prob": file.flag(own("expert_weights_norm"), False),
+        "num_nextn_predict_layers": 0,
+        "routed_scaling_factor": file.number(own("expert_weights_scale"), 1.0),
+        "topk_group": file.count(own("expert_group_used_count"), 1, most=groups),
+    }
+
+
+def read_sigmoid_routing(file: GgufFile) -> dict[str, Json]:
+    """Return `read_routing` of experts that sigmoids weigh.
+
+    Raises GgufError if another function does.
+    """
+    key = file.own("expert_gating_func")
+    if (gating := file.integer(key, 0)) not in (0, SIGMOIDS):
+        raise GgufError(f"{file.path}: {key} must be {SIGMOIDS}, for sigmoids, got {gating}.")
+    return read_routing(file)

@@ -1,0 +1,147 @@
+"""The generations of Gemma: a row for each architecture."""
+
+from dataclasses import replace
+
+from services.engine.model.checkpoint.family import (
+    AltUpNames,
+    ExpertTensorNames,
+    Family,
+    QkNorm,
+    TensorNames,
+    WindowRule,
+)
+
+__all__ = ["GEMMA_FAMILIES"]
+
+_GEMMA = TensorNames(
+    attention_post_norm="post_attention_layernorm",
+    feed_forward_norm="pre_feedforward_layernorm",
+    feed_forward_post_norm="post_feedforward_layernorm",
+)
+_SHARED_KEYS = tuple(f"*.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm"))
+"""Tensors that files may hold for layers that share the keys of earlier ones"""
+
+GEMMA_FAMILIES: tuple[Family, ...] = (
+    Family(
+        "Gemma2ForCausalLM",
+        names=_GEMMA,
+        keys={"hidden_act": "hidden_activation"},
+        defaults={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        reads_attention_bias=True,
+        norm_offset=True,
+        windows=WindowRule.PATTERN,
+        scaled_embedding=True,
+        reads_soft_caps=True,
+    ),
+    Family(
+        "Gemma3ForCausalLM",
+        names=_GEMMA,
+        keys={"hidden_act": "hidden_activation"},
+        defaults={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "vocab_size": 262208,
+        },
+        reads_attention_bias=True,
+        qk_norm=QkNorm.HEAD,
+        norm_offset=True,
+        windows=WindowRule.PATTERN,
+        local_rotary=True,
+        scaled_embedding=True,
+        reads_soft_caps=True,
+    ),
+    Family(
+        "Gemma3nForCausalLM",
+        names=replace(_GEMMA, altup=AltUpNames(), ignored=_SHARED_KEYS),
+        keys={"hidden_act": "hidden_activation"},
+        defaults={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "altup_active_idx": 0,
+            "altup_num_inputs": 4,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_size": 2048,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 16384,
+            "laurel_rank": 64,
+            "max_position_embeddings": 32768,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 15,
+            "rope_theta": 1e6,
+            "sliding_window": 512,
+            "sliding_window_pattern": 5,
+            "tie_word_embeddings": True,
+            "vocab_size": 262400,
+            "vocab_size_per_layer_input": 262144,
+        },
+        reads_attention_bias=True,
+        qk_norm=QkNorm.HEAD,
+        windows=WindowRule.PATTERN,
+        local_rotary=True,
+        scaled_embedding=True,
+        reads_soft_caps=True,
+    ),
+    Family(
+        "Gemma4ForCausalLM",
+        names=replace(
+            _GEMMA,
+            ignored=_SHARED_KEYS,
+            experts=ExpertTensorNames(
+                router="router.proj",
+                gate=("experts.gate_up_proj",),
+                down="experts.down_proj",
+                module="",
+            ),
+        ),
+        keys={"hidden_act": "hidden_activation"},
+        defaults={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_size_per_layer_input": 256,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 1,
+            "rope_parameters": {
+                "full_attention": {
+                    "partial_rotary_factor": 0.25,
+                    "rope_theta": 1e6,
+                    "rope_type": "proportional",
+                },
+                "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+            },
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "tie_word_embeddings": True,
+            "vocab_size": 262144,
+            "vocab_size_per_layer_input": 262144,
+        },
+        reads_attention_bias=True,
+        qk_norm=QkNorm.HEAD,
+        windows=WindowRule.PATTERN,
+        is_gemma4=True,
+        local_rotary=True,
+        scaled_embedding=True,
+        reads_soft_caps=True,
+    ),
+)

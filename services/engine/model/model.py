@@ -1,0 +1,192 @@
+"""What the engine runs: a model that computes the hidden states and logits of a flat batch."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.adapters.adapters import AdapterChange, Adapters
+from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention import AttentionBackend, KVCache
+from services.engine.model.checkpoint.model_code import ModelCode
+
+__all__ = ["Model"]
+
+
+class Model(ABC):
+    """A model in memory, with the attention backend of its cache. Passes share buffers."""
+
+    computes_whole_prompts = False
+    """True if a step must compute all tokens of a prompt, and the cache keeps none of them"""
+    code = ModelCode.NATIVE
+    """Whose modules compute the layers"""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: AttentionBackend,
+        *,
+        weight_bytes: int,
+        rows_at_once: int,
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.weight_bytes = weight_bytes
+        """Upper bound of the weight bytes that a step reads"""
+        self.block_size = attention.block_size
+        self.rows_at_once = rows_at_once
+        """Rows that a product computes at once: with fewer it takes as long"""
+        self.runs_in_pieces = False
+        """True if a pass may run by `compute_piece`, `mix` and `finish`"""
+        self.adapters: Adapters | None = None
+        """The adapters that passes may use; None = this model has none"""
+        self._attention = attention
+
+    @property
+    @abstractmethod
+    def is_capturable(self) -> bool:
+        """True if a CUDA graph of a decode step serves all decode steps of its size."""
+
+    @property
+    @abstractmethod
+    def computes_logits(self) -> bool:
+        """True if `logits` works."""
+
+    @property
+    def reads_shared_once(self) -> bool:
+        """True if decodes with `StepBatch.shared_tokens` take less time."""
+        return self.runs_in_pieces and self._attention.reads_shared_once
+
+    @property
+    def attention_name(self) -> str:
+        """Name of the attention backend in metrics."""
+        return self._attention.name
+
+    @property
+    @abstractmethod
+    def buffers(self) -> object:
+        """Buffers that passes write to; a captured graph must keep them alive."""
+
+    @abstractmethod
+    def allocate_cache(
+        self,
+        num_blocks: int | Sequence[int],
+        block_size: int | None = None,
+        num_states: int = 0,
+    ) -> KVCache:
+        """Allocate a cache for `forward`, in the attention backend's layout.
+
+        num_blocks: of every cache group, or of each; num_states: slots of the recurrent layers'
+        states, if there are such layers.
+        """
+
+    def _block_counts(self, num_blocks: int | Sequence[int]) -> dict[int, int]:
+        """Return the blocks of each layer that has pages, from those of every cache group."""
+        groups = [group.layers for group in layer_groups(self.spec)]
+        blocks = [num_blocks] * len(groups) if isinstance(num_blocks, int) else num_blocks
+        return {
+            layer: count for layers, count in zip(groups, blocks, strict=True) for layer in layers
+        }
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one slot of all recurrent layers' states; 0 = there are none."""
+        return 0
+
+    @abstractmethod
+    def reserve(self, tokens: int, rows: int) -> None:
+        """Allocate the buffers of passes of up to `tokens` tokens and `rows` rows of logits.
+
+        Lack of memory then fails the start rather than the first long prompt.
+        """
+
+    @abstractmethod
+    def bytes_to_reserve(self, tokens: int, rows: int) -> int:
+        """Return the memory that `reserve` allocates."""
+
+    def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
+        """Return hidden states [rows, hidden_size] before the output projection and its norm.
+
+        There is a row for each token, or for each of `batch.output_rows`; they are valid until
+        the next call. Writes the step's keys and values to `cache`.
+        """
+        self.announce(batch)
+        return self.compute(batch, cache)
+
+    def announce(self, batch: StepBatch, *, as_graph: bool = False, captures: bool = False) -> None:  # noqa: B027
+        """Have all other ranks `compute` the batch, if there are several ranks.
+
+        as_graph: they run it as a CUDA graph; captures: they capture that graph.
+        """
+
+    @abstractmethod
+    def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
+        """Do `forward` on this rank alone, while the other ranks do it too.
+
+        This part can be captured in a CUDA graph if `is_capturable`.
+        """
+
+    def compute_piece(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
+        """Compute what lies between the mixing of the previous layer and that of `layer`."""
+        raise NotImplementedError
+
+    def mix(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
+        """Let a layer's mixer combine the tokens, after its piece, which wrote to `cache`."""
+        raise NotImplementedError
+
+    def finish(self, batch: StepBatch) -> Tensor:
+        """Compute what follows the last mixing. Return hidden states as `forward` does."""
+        raise NotImplementedError
+
+    def announce_adapter(self, change: AdapterChange, number: int, directory: str = "") -> None:  # noqa: B027
+        """Have all other ranks read, insert or drop an adapter, if there are several ranks."""
+
+    def agree_on_adapter(self, failure: str, num_bytes: int) -> tuple[str, int]:
+        """Return the first failure among the ranks to read an adapter, and the bytes of all."""
+        return failure, num_bytes
+
+    @torch.inference_mode()
+    def copy_blocks(self, cache: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy blocks: cache group, source and target each, and no target is a source."""
+        self.announce_copies(copies)
+        cache.copy_blocks(copies)
+
+    def announce_copies(self, copies: Sequence[tuple[int, int, int]]) -> None:  # noqa: B027
+        """Have all other ranks copy the same blocks, if there are several ranks."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 [rows, vocab_size] for rows of `forward`'s result.
+
+        They are valid until the next call.
+        """
+        self.announce_logits(hidden)
+        return self.compute_logits(hidden)
+
+    def announce_logits(self, hidden: Tensor) -> None:  # noqa: B027
+        """Have all other ranks `compute_logits` of the same rows, if there are several ranks."""
+
+    @abstractmethod
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Do `logits` on this rank alone, while the other ranks do it too."""
+
+    @property
+    def has_argmax(self) -> bool:
+        """True if `argmax` is supported."""
+        return False
+
+    def argmax(self, hidden: Tensor) -> Tensor:
+        """Return the id of each row's highest logit, int64 [rows], without storing the logits.
+
+        Of equal logits it is the lowest id; of a row of NaN it is -1.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def states(self, hidden: Tensor) -> Tensor:
+        """Return float32 [rows, hidden_size], the final norms of rows of `forward`'s result."""

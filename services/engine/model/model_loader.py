@@ -1,0 +1,63 @@
+"""Loading of a checkpoint into our decoder or into transformers' modules."""
+
+from pathlib import Path
+
+import torch
+
+from services.common.settings import StartupError
+from services.engine.model.checkpoint.model_code import ModelCode, code_of
+from services.engine.model.checkpoint.tensors import Checkpoint
+from services.engine.model.loader import load_model
+from services.engine.model.model import Model
+from services.engine.ranks.group import SINGLE_RANK, RankGroup
+
+__all__ = ["load_any_model"]
+
+_CPU = torch.device("cpu")
+
+
+def load_any_model(
+    path: str | Path,
+    dtype: torch.dtype,
+    code: str = "auto",
+    *,
+    progress: bool = False,
+    device: torch.device = _CPU,
+    weights: str = "full",
+    with_xformers: bool = False,
+    ranks: RankGroup = SINGLE_RANK,
+) -> Model:
+    """Load a checkpoint as `load_model` does.
+
+    code: "native", "transformers" (its modules compute the model, with our attention and products)
+    or "auto", which is native where there is such code.
+    Raises CheckpointError for an architecture without such code, and what `load_model` raises.
+    """
+    directory = Path(path)
+    config = Checkpoint.config(directory)
+    if code_of(config, code) is ModelCode.NATIVE:
+        return load_model(
+            directory,
+            dtype,
+            progress=progress,
+            device=device,
+            weights=weights,
+            with_xformers=with_xformers,
+            ranks=ranks,
+        )
+    if not ranks.rank.is_alone:
+        raise StartupError(
+            "A model on transformers' code can't be shared by several ranks. Start without them."
+        )
+    # imported here, because transformers is optional, and takes seconds
+    from services.engine.model.transformers_code.loading import load_on_transformers
+
+    return load_on_transformers(
+        directory,
+        config,
+        dtype,
+        device,
+        weights,
+        progress=progress,
+        with_xformers=with_xformers,
+    )

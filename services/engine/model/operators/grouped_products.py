@@ -1,0 +1,127 @@
+"""Products with weights in groups on the portable kernels."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from services.engine.kernels.library import DTYPES, GroupedCall, Kernel, Native
+from services.engine.kernels.memory import Arena
+from services.engine.model.architecture.activation import Activation
+from services.engine.model.checkpoint.quantized import QuantizedWeight
+from services.engine.model.operators.interface import Projection
+from services.engine.model.operators.native_gate import NativeGate
+from services.engine.model.operators.stored_groups import STRIP, StoredGroups, alike_runs
+
+__all__ = ["GroupedGate", "GroupedProjection"]
+
+
+class GroupedProjection(Projection):
+    """A product with packed weights: a call for each run of outputs that are stored alike."""
+
+    def __init__(
+        self, native: Native, weights: Sequence[QuantizedWeight], bias: Tensor | None, arena: Arena
+    ) -> None:
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._runs: list[tuple[int, _Run]] = []
+        """The first output of each, and it"""
+        first = 0
+        for stored in alike_runs(weights):
+            run = _Run(native, stored, None if self._bias is None else self._bias[first:], arena)
+            self._runs.append((first, run))
+            first += run.outputs
+        self.outputs = first
+        self.weight_bytes = sum(run.num_bytes for _, run in self._runs)
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        target = _Target(out.data_ptr(), out.stride(0), DTYPES[out.dtype])
+        for first, run in self._runs:
+            run.multiply(rows, target, first, adds=False)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        target = _Target(out.data_ptr(), out.stride(0), DTYPES[out.dtype])
+        for first, run in self._runs:
+            run.multiply(rows, target, first, adds=True)
+
+    def part(self, first: int, outputs: int) -> GroupedCall | None:
+        """Return a call for some outputs without rows and out, valid as long as this product lives.
+
+        None: they are not whole strips of one run.
+        """
+        for begin, run in self._runs:
+            if begin <= first and first + outputs <= begin + run.outputs:
+                return run.part(first - begin, outputs)
+        return None
+
+    def into_gate(self, rows: Tensor) -> None:
+        """Write the product where `Kernel.GATE` reads it."""
+        target = _Target(None, self.outputs, DTYPES[rows.dtype])
+        for first, run in self._runs:
+            run.multiply(rows, target, first, adds=False)
+
+
+class GroupedGate(NativeGate):
+    """A gate of one grouped product, which needs no tensor of its own without an adapter."""
+
+    def __init__(
+        self, native: Native, product: GroupedProjection, activation: Activation, code: int
+    ) -> None:
+        super().__init__(native, product, activation, code)
+        self.product = product
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        if self.is_adapted:
+            super().into(rows, out)
+            return
+        self.product.into_gate(rows)
+        self._run(None, out)
+
+
+class _Target(NamedTuple):
+    """The place that products go to."""
+
+    place: int | None
+    """Address of the first row; None = where `Kernel.GATE` reads it"""
+    stride: int
+    """Numbers between two rows"""
+    dtype: int
+    """enum tw_dtype"""
+
+
+class _Run:
+    """Packed weights that are stored alike, and the reused call that multiplies by them."""
+
+    def __init__(
+        self, native: Native, weights: Sequence[StoredGroups], bias: Tensor | None, arena: Arena
+    ) -> None:
+        self._native = native
+        self._weight = weights[0]
+        self.outputs = sum(weight.codes.shape[0] for weight in weights)
+        call = self._call = weights[0].call(self.outputs)
+        call.bias = None if bias is None else bias.data_ptr()
+        self.num_bytes = native.grouped_bytes(call)
+        self._packed = arena.take(self.num_bytes, torch.uint8)
+        call.packed = place = self._packed.data_ptr()
+        for weight in weights:
+            weight.pack(native, place)
+            place += native.grouped_bytes(weight.call())
+
+    def part(self, first: int, outputs: int) -> GroupedCall | None:
+        if first % STRIP:
+            return None
+        call = GroupedCall.from_buffer_copy(self._call)
+        call.outputs = outputs
+        if first:
+            call.packed += self._native.grouped_bytes(self._weight.call(first))
+        if first and call.bias is not None:
+            call.bias += first * torch.float32.itemsize
+        return call
+
+    def multiply(self, rows: Tensor, out: _Target, first: int, *, adds: bool) -> None:
+        """Write the products, or add them, to the outputs from `first` on."""
+        call = self._call
+        call.rows, call.num_rows, call.dtype = rows.data_ptr(), rows.shape[0], DTYPES[rows.dtype]
+        call.out, call.out_stride, call.out_dtype = out
+        call.first_output, call.adds = first, adds
+        self._native.run(Kernel.GROUPED, call)

@@ -1,0 +1,69 @@
+"""Mixtures of experts that one kernel computes."""
+
+from torch import Tensor
+
+from services.engine.kernels.library import DTYPES, Kernel, MixtureCall, Native, RoutingCall
+from services.engine.model.architecture.routing import Routing
+from services.engine.model.operators.interface import ExpertDeltas, Mixture
+from services.engine.model.operators.looped_mixture import LoopedMixture
+
+__all__ = ["NativeMixture", "routing_call"]
+
+
+class NativeMixture(Mixture):
+    """A kernel for steps without adapters of the experts, and a loop for the others."""
+
+    def __init__(self, native: Native, looped: LoopedMixture, call: MixtureCall) -> None:
+        """call: without rows, choice and out; it reads the weights of `looped`."""
+        self._native = native
+        self._looped = looped
+        self._call = call
+        self.weight_bytes = looped.weight_bytes
+
+    @property
+    def is_adapted(self) -> bool:
+        """True if adapters add to the products of the present step."""
+        return self._looped.is_adapted
+
+    def adapt(self, deltas: ExpertDeltas) -> None:
+        self._looped.adapt(deltas)
+
+    def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
+        if self.is_adapted:
+            self._looped.add_to(rows, chosen, factors, out)
+            return
+        chosen, factors = chosen.contiguous(), factors.contiguous()
+        call = self._call
+        call.chosen, call.factors, call.per_row = *_addresses(chosen, factors), chosen.shape[1]
+        run_mixture(self._native, call, rows, out)
+
+
+def run_mixture(native: Native, call: MixtureCall, rows: Tensor, out: Tensor) -> None:
+    """Run a call for all `rows` [n, inputs]; it adds to `out` [n, outputs]."""
+    call.rows, call.out = _addresses(rows, out)
+    call.num_rows, call.inputs = rows.shape
+    call.outputs = out.shape[1]
+    call.dtype, call.out_dtype = DTYPES[rows.dtype], DTYPES[out.dtype]
+    native.run(Kernel.MIXTURE, call)
+
+
+def routing_call(routing: Routing, experts: int, bias: Tensor | None) -> RoutingCall | None:
+    """Describe a rule to the kernels; None if they don't follow it. `bias` must outlive it."""
+    if routing.jitter is not None or routing.scales_inputs:
+        return None
+    return RoutingCall(
+        bias=None if bias is None else bias.data_ptr(),
+        experts=experts,
+        per_row=routing.per_token,
+        groups=routing.groups,
+        kept_groups=routing.kept_groups,
+        group_leaders=routing.group_leaders,
+        least_sum=routing.least_sum,
+        scale=routing.scale,
+        has_sigmoids=routing.has_sigmoids,
+        is_normalized=routing.normalized,
+    )
+
+
+def _addresses(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in tensors)

@@ -1,0 +1,151 @@
+"""Calls of attention: what each layer of a model passes to it, and their computation over pages.
+
+transformers' modules call the function that is registered under the name of the implementation in
+their config. Ours finds what it needs as an attribute of the module that calls it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.layers import AttentionSpec
+from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
+from services.engine.model.operators.interface import Operators
+
+__all__ = ["IMPLEMENTATION", "TRIAL", "AttentionCalls", "PagedCalls", "connect"]
+
+IMPLEMENTATION = "tokenwire"
+"""Name of our attention in transformers"""
+TRIAL = "tokenwire_trial"
+"""Its name while a trial pass also asks for masks"""
+_ATTRIBUTE = "tokenwire_calls"
+
+
+class AttentionCalls:
+    """Receiver of a model's calls of attention."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        arguments: Mapping[str, Any],
+    ) -> Tensor:
+        """Return [1, tokens, heads, value width].
+
+        queries: [1, heads, tokens, width]; keys and values: [1, key heads, tokens, width];
+        arguments: what the module passes by name.
+        """
+        raise NotImplementedError
+
+
+def connect(model: nn.Module, calls: AttentionCalls) -> None:
+    """Let `calls` receive the calls of attention of all modules."""
+    for module in model.modules():
+        setattr(module, _ATTRIBUTE, calls)
+
+
+class PagedCalls(AttentionCalls):
+    """Attention over the pages of a cache, for one pass after another.
+
+    The first call of a pass is that of layer 0, and so on. A module that a pass calls twice has two
+    layers, with keys and values of their own.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionSpec],
+        modules: Sequence[nn.Module],
+        groups: Mapping[int, int],
+        backend: AttentionBackend,
+        operators: Operators,
+    ) -> None:
+        """modules: that of each call; groups: the cache group of each layer."""
+        self._layers = layers
+        self._modules = modules
+        self._groups = groups
+        self._backend = backend
+        self._operators = operators
+        self._sinks: dict[int, Tensor] = {}
+        self._step: tuple[StepBatch, KVCache] | None = None
+        self._layer = 0
+
+    def run(self, batch: StepBatch, cache: KVCache, forward: Callable[[], Tensor]) -> Tensor:
+        """Return what a pass computes, whose attention reads and writes `cache`."""
+        self._step, self._layer = (batch, cache), 0
+        try:
+            return forward()
+        finally:
+            self._step = None
+
+    def attend(
+        self,
+        module: nn.Module,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        arguments: Mapping[str, Any],
+    ) -> Tensor:
+        assert self._step is not None
+        assert module is self._modules[self._layer], "a pass calls attention in another order"
+        (batch, cache), index = self._step, self._layer
+        self._layer += 1
+        layer, width = self._layers[index], values.shape[3]
+        count = queries.shape[2]
+        counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+        out = self._operators.temporary(count, layer.num_heads * layer.head_dim)
+        # backends read queries, keys and values at one distance between tokens
+        joined = out.new_empty(count, sum(counts), layer.head_dim)
+        parts = joined.split_with_sizes(counts, dim=1)
+        for part, heads in zip(parts, (queries, keys, values), strict=True):
+            _fill(part, heads[0].transpose(0, 1))
+        step = AttentionStep(
+            queries=parts[0],
+            keys=parts[1],
+            values=parts[2],
+            batch=batch.of_group(self._groups[index]),
+            cache=cache,
+            out=out,
+            sinks=self._sinks_of(index, arguments.get("s_aux")),
+            cache_group=self._groups[index],
+        )
+        self._backend.attend(index, step)
+        attended = self._operators.plain(out).view(1, count, layer.num_heads, layer.head_dim)
+        return attended if width == layer.head_dim else attended[..., :width]
+
+    def _sinks_of(self, layer: int, sinks: Tensor | None) -> Tensor | None:
+        if sinks is None:
+            return None
+        if layer not in self._sinks:
+            self._sinks[layer] = sinks.detach().float().reshape(-1).contiguous()
+        return self._sinks[layer]
+
+
+def _fill(part: Tensor, heads: Tensor) -> None:
+    """Fill heads [tokens, heads, width] with narrower ones and zeros behind them."""
+    width = heads.shape[2]
+    part[..., :width] = heads
+    if width < part.shape[2]:
+        part[..., width:] = 0
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    calls: AttentionCalls = getattr(module, _ATTRIBUTE)
+    return calls.attend(module, query, key, value, attention_mask, arguments), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)
+AttentionInterface.register(TRIAL, _attend)

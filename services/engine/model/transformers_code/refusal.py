@@ -1,0 +1,12 @@
+"""Refusal of a model that transformers' code can't serve here."""
+
+from services.engine.model.checkpoint.config import CheckpointError
+
+__all__ = ["refusal"]
+
+
+def refusal(file: str, architecture: str, reason: str) -> CheckpointError:
+    """Return the error for a model. reason: a clause, such as "its layers are recurrent"."""
+    return CheckpointError(
+        f"{file}: {architecture} can't be served on transformers' code: {reason}."
+    )

@@ -1,0 +1,125 @@
+"""A model on transformers' modules computes what it computes in transformers, in any batch."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import HeliumConfig, PreTrainedModel
+
+from services.engine.engine import Engine
+from services.engine.messages import RequestDone, Token
+from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.checkpoint.model_code import ModelCode
+from services.engine.model.model_loader import load_any_model
+from services.engine.settings import EngineSettings
+from tests.unit.engine.checkpoints import (
+    CONFIGS,
+    SHAPE,
+    Driver,
+    make_checkpoint,
+    random_tokens,
+    reference_logits,
+)
+
+TOKENS = 60
+HELIUM = HeliumConfig(**SHAPE, head_dim=16)
+"""No family of ours"""
+FAMILIES = {
+    "helium": HELIUM,
+    "llama": CONFIGS["llama"],
+    "qwen3, tied": CONFIGS["qwen3, tied"],
+    "gemma2, with caps and windows": CONFIGS["gemma2"],
+    "gpt2, with transposed weights": CONFIGS["gpt2"],
+    "mixtral, with experts": CONFIGS["mixtral"],
+    "gpt-oss, with sinks": CONFIGS["gpt-oss"],
+    "deepseek v3, with narrow values": CONFIGS["deepseek v3"],
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, PreTrainedModel]:
+    path = tmp_path_factory.mktemp("checkpoint")
+    return path, make_checkpoint(path, FAMILIES[request.param])
+
+
+def assert_equal(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+def test_logits_equal_those_of_transformers(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """Prompts at once, in chunks, behind a cached prefix, and decodes beside each other."""
+    path, model = checkpoint
+    decoder = load_any_model(path, torch.float32, code="transformers")
+    assert decoder.code is ModelCode.TRANSFORMERS
+    sequences = [random_tokens(TOKENS, seed) for seed in range(3)]
+    sequences.append(torch.cat((sequences[0][:40], sequences[1][40:])))
+    driver = Driver(decoder, sequences, block_size=16)
+    driver.step([(0, TOKENS)])
+    driver.share(3, 0, 40)
+    driver.step([(1, 30), (2, 7)])
+    driver.step([(2, 11), (1, 5), (3, 9)])
+    for _ in range(8):
+        driver.step([(1, 1), (2, 1), (3, 2)])
+    for ours, tokens in zip(driver.logits, sequences, strict=True):
+        assert_equal(ours, reference_logits(model, tokens)[: len(ours)])
+
+
+def test_only_output_rows_get_logits(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    path, model = checkpoint
+    sequences = [random_tokens(TOKENS, seed) for seed in range(2)]
+    driver = Driver(load_any_model(path, torch.float32, code="transformers"), sequences)
+    driver.step([(0, 20), (1, 30)], kept=[1, 3])
+    for ours, tokens, count in zip(driver.logits, sequences, (1, 3), strict=True):
+        computed = ~ours.isnan().any(dim=1)
+        assert computed.sum() == count
+        assert_equal(ours[computed], reference_logits(model, tokens)[: len(ours)][computed])
+
+
+@pytest.fixture(scope="module")
+def helium(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("helium")
+    make_checkpoint(path, HELIUM)
+    return path
+
+
+def test_preempted_sequences_generate_what_each_generates_alone(helium: Path) -> None:
+    """A cache for 96 tokens, and three sequences of 50: some are computed twice."""
+    settings = EngineSettings(dtype="float32", device="cpu", kv_memory="72KiB")
+    prompts = [random_tokens(20, seed).tolist() for seed in range(3)]
+    with Engine(helium, settings) as engine:
+        assert engine.model.model_code == "transformers"
+        alone = [
+            engine.generate(each, max_tokens=30, temperature=0, ignore_eos=True).token_ids
+            for each in prompts
+        ]
+        handles = [
+            engine.submit(each, max_tokens=30, temperature=0, ignore_eos=True) for each in prompts
+        ]
+        together: dict[int, list[int]] = {handle: [] for handle in handles}
+        running = set(handles)
+        while running:
+            for output in engine.step():
+                if isinstance(output, Token):
+                    together[output.handle].append(output.id)
+                elif isinstance(output, RequestDone):
+                    running.discard(output.handle)
+    assert list(together.values()) == alone
+
+
+@pytest.mark.parametrize(
+    ("code", "runs_on"), [("auto", ModelCode.NATIVE), ("transformers", ModelCode.TRANSFORMERS)]
+)
+def test_flag_chooses_the_code_of_a_family_of_ours(
+    code: str, runs_on: ModelCode, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, CONFIGS["llama"])
+    assert load_any_model(tmp_path, torch.float32, code=code).code is runs_on
+
+
+def test_native_code_alone_refuses_other_architectures(helium: Path) -> None:
+    assert load_any_model(helium, torch.float32).code is ModelCode.TRANSFORMERS
+    with pytest.raises(CheckpointError, match="architecture HeliumForCausalLM is not supported"):
+        load_any_model(helium, torch.float32, code="native")
