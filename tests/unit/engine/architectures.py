@@ -24,10 +24,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from services.engine.execution.model_loader import load_any_model
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.model_code import code_of
-from services.engine.model.model_loader import load_any_model
 from tests.unit.engine.checkpoints import Driver, random_tokens
 
 __all__ = ["SMALL_SHAPES", "Finding", "architecture_names", "make_small", "page_of", "survey"]
