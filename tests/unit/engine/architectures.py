@@ -115,7 +115,7 @@ SMALL_SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of one architecture."""
+    """Outcome for one architecture."""
 
     name: str
     code: str
