@@ -37,13 +37,13 @@ from services.engine.model.operators.recording import Recording
 from services.engine.sampling.sampler import sample
 from services.engine.settings import EngineSettings
 
-__all__ = ["MeasuredEngine", "Stopwatch"]
+__all__ = ["PARTS", "MeasuredEngine", "Stopwatch"]
 
 _PART_OF_A_BLOCK = 256
 """Tokens by which the KV cache may be cut to whole blocks"""
 _LONG_SEQUENCE = 4096
 """Tokens that the engine expects of a sequence, when it divides memory between pages and states"""
-_PARTS = {
+PARTS = {
     Kernel.NORM: "norm, rotation",
     Kernel.LINEAR: "linear",
     Kernel.ROTATION: "norm, rotation",
@@ -56,7 +56,9 @@ _PARTS = {
     Kernel.DELTA_RULE: "attention",
     Kernel.ARRANGE: "norm, rotation",
     Kernel.STATE_SCAN: "attention",
+    Kernel.MIXTURE: "linear",
 }
+"""Part of a step that each kernel counts to"""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -228,10 +230,10 @@ class Stopwatch:
     def watching(self) -> Iterator[None]:
         """Time the operators of every model, and sampling, in the `with` block."""
         operations: tuple[tuple[str, type[object], tuple[str, ...]], ...] = (
-            (_PARTS[Kernel.LINEAR], Projection, ("into", "add_to", "argmax")),
-            (_PARTS[Kernel.LINEAR], Gate, ("into",)),
-            (_PARTS[Kernel.ATTENTION], AttentionBackend, ("attend",)),
-            (_PARTS[Kernel.NORM], Operators, ("rms_norm", "rotate", "keep")),
+            (PARTS[Kernel.LINEAR], Projection, ("into", "add_to", "argmax")),
+            (PARTS[Kernel.LINEAR], Gate, ("into",)),
+            (PARTS[Kernel.ATTENTION], AttentionBackend, ("attend",)),
+            (PARTS[Kernel.NORM], Operators, ("rms_norm", "rotate", "keep")),
         )
         with ExitStack() as patches:
             for part, base, names in operations:
@@ -252,7 +254,7 @@ class Stopwatch:
             seconds = (c_double * len(Kernel))()
             replay(recording, operations, batch, seconds)
             for kernel in Kernel:
-                self.seconds[_PARTS[kernel]] += seconds[kernel]
+                self.seconds[PARTS[kernel]] += seconds[kernel]
 
         return timed
 

@@ -33,7 +33,7 @@ from tokenwire.serving.stack_layout import embedded_checkpoint
 __all__ = ["main"]
 
 Flood: TypeAlias = Callable[[Stack, httpx.AsyncClient], Awaitable[str | None]]
-"""What sends the flood, and says where the server cut it"""
+"""Function that sends the flood, and returns the place where the server cut it, or nothing"""
 
 _SECONDS = 15.0
 _NEWCOMER_SECONDS = 0.5
@@ -56,7 +56,7 @@ class Bystander:
     latencies: list[float] = field(default_factory=list)
     refused: int = 0
     cut: str = ""
-    """Where the server cut the flood"""
+    """Place where the server cut the flood; empty: it did not"""
     taken_bytes: int = 0
     """Largest growth of the services' memory"""
 

@@ -17,6 +17,7 @@ from services.engine.execution.memory_budget import (
     require_memory,
     wanted_context,
 )
+from services.engine.execution.model_loader import load_any_model
 from services.engine.execution.model_runner import StepCapacity, max_logit_rows
 from services.engine.execution.step_memory import measure_steps
 from services.engine.host_memory import in_units
@@ -27,7 +28,6 @@ from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.loader import resolve_dtype
 from services.engine.model.model import Model
-from services.engine.model.model_loader import load_any_model
 from services.engine.model.pooler import Pooler, load_pooler
 from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank

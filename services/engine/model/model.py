@@ -1,4 +1,4 @@
-"""What the engine runs: a model that computes the hidden states and logits of a flat batch."""
+"""Interface of the models that the engine runs: hidden states and logits of a flat batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

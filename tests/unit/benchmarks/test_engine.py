@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.engine import Stopwatch
+from benchmarks.engine import PARTS, Stopwatch
+from services.engine.kernels.library import Kernel
 
 
 @pytest.fixture
@@ -46,3 +47,8 @@ def test_seconds_of_a_part_that_raises_are_counted(clock: list[float]) -> None:
         watch.timed("part", fail)()
     watch.timed("part", lambda: None)()
     assert watch.seconds == {"part": 2.0}
+
+
+def test_every_kernel_of_a_recorded_step_has_a_part() -> None:
+    """Without it, the measurement of a model that runs such a kernel fails."""
+    assert set(PARTS) == set(Kernel)

@@ -60,6 +60,7 @@ LAYERS = {
         "frontend",
         "loop vision",
         "execution",
+        "model.transformers_code",
         "model scheduling",
         "model.mixers",
         "model.parts",

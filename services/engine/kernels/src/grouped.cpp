@@ -81,7 +81,7 @@ inline int64_t round_block(const float *values, int8_t *codes, int32_t *sums, fl
     broken = _mm256_fmadd_ps(parts[i], _mm256_setzero_ps(), broken);
   }
   float most = highest(largest);
-  const __m256 neighbours = _mm256_set1_ps(most / kOutlier);
+  const __m256 neighbours = _mm256_set1_ps(most * kMostRest);
   uint32_t above = 0;
   for (int i = 0; i < 4; i++) {
     const __m256 size = _mm256_andnot_ps(sign, parts[i]);
@@ -130,7 +130,7 @@ int64_t round_block(const float *values, int8_t *codes, int32_t *sums, float *sc
   }
   float most = __builtin_fabsf(values[outlier]);
   const float rest = largest_but(values, outlier);
-  if (rest >= kLeastRest && rest <= most / kOutlier)
+  if (rest >= kLeastRest && rest <= most * kMostRest)
     most = rest;
   else
     outlier = -1;

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr float kOutlier = 6;        // how many times as large as each neighbour an outlier is
+constexpr float kMostRest = 1.0f / 6;  // of an outlier: size of its largest neighbour
 constexpr float kLeastRest = 1e-30f;  // of the neighbours' largest, which has to have an inverse
 
 struct Outlier {

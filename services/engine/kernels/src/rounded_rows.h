@@ -67,7 +67,7 @@ inline RoundedBlock round_block(const uint16_t *values) {
   const __m512i sizes = _mm512_and_si512(both, _mm512_set1_epi16(0x7fff));
   const int32_t largest = largest_of(sizes);
   float most = bfloat16(largest);
-  __mmask32 is_outlier = _mm512_cmpgt_epu16_mask(sizes, _mm512_set1_epi16(to_bits(most / kOutlier)));
+  __mmask32 is_outlier = _mm512_cmpgt_epu16_mask(sizes, _mm512_set1_epi16(to_bits(most * kMostRest)));
   if (__builtin_popcount(is_outlier) == 1) {
     const float rest = bfloat16(largest_of(_mm512_maskz_mov_epi16(~is_outlier, sizes)));
     if (rest >= kLeastRest) {

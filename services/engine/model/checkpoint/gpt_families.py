@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from services.engine.model.checkpoint.config import JsonObject
 from services.engine.model.checkpoint.family import Family, TensorNames, WindowRule
 
 __all__ = ["GPT_FAMILIES"]
@@ -31,18 +32,20 @@ _GPT2_KEYS = {
     "rms_norm_eps": "layer_norm_epsilon",
 }
 
+_GPT2_DEFAULTS: JsonObject = {
+    "activation_function": "gelu_new",
+    "attention_bias": True,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+}
+
 GPT_FAMILIES: tuple[Family, ...] = (
     Family(
         "GPT2LMHeadModel",
         names=_GPT2,
         keys=_GPT2_KEYS,
-        defaults={
-            "activation_function": "gelu_new",
-            "attention_bias": True,
-            "layer_norm_epsilon": 1e-5,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-        },
+        defaults=_GPT2_DEFAULTS,
         reads_attention_bias=True,
         reads_mlp_bias=True,
         layer_norm=True,
@@ -54,13 +57,7 @@ GPT_FAMILIES: tuple[Family, ...] = (
         "GPTBigCodeForCausalLM",
         names=_GPT2,
         keys=_GPT2_KEYS,
-        defaults={
-            "activation_function": "gelu_pytorch_tanh",
-            "attention_bias": True,
-            "layer_norm_epsilon": 1e-5,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-        },
+        defaults={**_GPT2_DEFAULTS, "activation_function": "gelu_pytorch_tanh"},
         reads_attention_bias=True,
         reads_mlp_bias=True,
         qkv_by_head=True,

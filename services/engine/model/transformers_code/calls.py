@@ -20,7 +20,7 @@ __all__ = ["IMPLEMENTATION", "TRIAL", "AttentionCalls", "PagedCalls", "connect"]
 IMPLEMENTATION = "tokenwire"
 """Name of our attention in transformers"""
 TRIAL = "tokenwire_trial"
-"""Its name while a trial pass also asks for masks"""
+"""Name of our attention in transformers during a trial pass, which asks for masks too"""
 _ATTRIBUTE = "tokenwire_calls"
 
 

@@ -45,7 +45,7 @@ class Conversion:
 
 
 class StoredNames:
-    """Where the files hold a model's tensors."""
+    """Names in the files of a model's tensors."""
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str], held: Iterable[str]) -> None:
         """names: tensors of the model; held: names in the files."""

@@ -81,7 +81,7 @@ def rounded_rows(rows: Tensor) -> Tensor:
     blocks = rows.float().view(len(rows), -1, 32)
     sizes = blocks.abs()
     largest, rest = sizes.topk(2, dim=2).values.split_with_sizes((1, 1), dim=2)
-    is_apart = (rest <= largest / 6) & (rest >= 1e-30)
+    is_apart = (rest <= largest * (1 / 6)) & (rest >= 1e-30)
     is_outlier = is_apart & (sizes == largest)
     largest = torch.where(is_apart, rest, largest)
     inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)

@@ -109,7 +109,7 @@ def test_keys_and_values_are_written_to_their_slots_alone(dtype: torch.dtype) ->
 @contextmanager
 def fused() -> Iterator[None]:
     """Let the loader choose the operators of a GPU."""
-    with patch.object(loader, "_choose_operators", lambda *_: TritonOperators(torch.float32, CPU)):
+    with patch.object(loader, "choose_operators", lambda *_: TritonOperators(torch.float32, CPU)):
         yield
 
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import HeliumConfig, PreTrainedModel
 
 from services.engine.engine import Engine
+from services.engine.execution.model_loader import load_any_model
 from services.engine.messages import RequestDone, Token
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.model_code import ModelCode
-from services.engine.model.model_loader import load_any_model
 from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints import (
     CONFIGS,

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 import services.engine.model.checkpoint.model_code
+from services.engine.execution.model_loader import load_any_model
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.model_loader import load_any_model
 
 REFUSED = {
     "BloomForCausalLM": (BloomConfig(), "its layers take no positions"),
