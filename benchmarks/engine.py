@@ -55,6 +55,7 @@ PARTS = {
     Kernel.DECODE: "attention",
     Kernel.DELTA_RULE: "attention",
     Kernel.ARRANGE: "norm, rotation",
+    Kernel.STATE_SCAN: "attention",
     Kernel.MIXTURE: "linear",
 }
 """Part of a step that each kernel counts to"""

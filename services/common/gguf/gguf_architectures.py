@@ -13,6 +13,12 @@ from services.common.gguf.gguf_gemma import (
 )
 from services.common.gguf.gguf_latent import choose_latent_model, read_latent
 from services.common.gguf.gguf_layers import count_layers, read_delta_net, read_windows
+from services.common.gguf.gguf_recurrent import (
+    read_convolutions,
+    read_falcon_h1,
+    read_granite_hybrid,
+    read_nemotron_h,
+)
 from services.common.gguf.gguf_rope import read_rope_scaling
 from services.common.json_values import Json
 
@@ -51,13 +57,19 @@ def architecture_of(file: GgufFile) -> Architecture:
     return _ARCHITECTURES[name]
 
 
-def _read_granite(file: GgufFile) -> dict[str, Json]:
+def _read_granite(file: GgufFile, attention: float = 1.0) -> dict[str, Json]:
+    """Return the multipliers. attention: factor on scores if the file has none."""
     return {
         "embedding_multiplier": file.number(file.own("embedding_scale"), 1.0),
         "residual_multiplier": file.number(file.own("residual_scale"), 1.0),
-        "attention_multiplier": file.number(file.own("attention.scale"), 1.0),
+        "attention_multiplier": file.number(file.own("attention.scale"), attention),
         "logits_scaling": file.number(file.own("logit_scale"), 1.0),
     }
+
+
+def _read_granite_hybrid(file: GgufFile) -> dict[str, Json]:
+    width = file.count(file.own("embedding_length")) // file.count(file.own("attention.head_count"))
+    return {**_read_granite(file, width**-0.5), **read_granite_hybrid(file)}
 
 
 def _read_cohere(file: GgufFile) -> dict[str, Json]:
@@ -188,6 +200,20 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         "GraniteMoeForCausalLM",
         extra_keys=lambda file: {**_read_granite(file), "norm_topk_prob": True},
     ),
+    "granitehybrid": Architecture("GraniteMoeHybridForCausalLM", extra_keys=_read_granite_hybrid),
+    **dict.fromkeys(
+        ("nemotron_h", "nemotron_h_moe"),
+        Architecture(
+            "NemotronHForCausalLM",
+            {
+                "num_local_experts": "n_routed_experts",
+                "rms_norm_eps": "layer_norm_epsilon",
+                "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+            },
+            extra_keys=read_nemotron_h,
+        ),
+    ),
+    "falcon-h1": Architecture("FalconH1ForCausalLM", extra_keys=read_falcon_h1),
     "smollm3": Architecture("SmolLM3ForCausalLM"),
     "starcoder2": Architecture(
         "Starcoder2ForCausalLM",
@@ -287,4 +313,10 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         _read_llama4,
     ),
     "glm4moe": Architecture("Glm4MoeForCausalLM", _DEEPSEEK_KEYS, _read_glm_experts),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM", {"rms_norm_eps": "norm_eps"}, extra_keys=read_convolutions
+    ),
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM", {"rms_norm_eps": "norm_eps"}, extra_keys=read_convolutions
+    ),
 }

@@ -42,6 +42,7 @@ __all__ = [
     "RoutingCall",
     "RowNormCall",
     "ScoreCall",
+    "StateScanCall",
     "TablesCall",
     "instruction_set",
     "limit_instruction_set",
@@ -111,6 +112,7 @@ class Kernel(IntEnum):
     DELTA_RULE = 9
     ARRANGE = 10
     MIXTURE = 11
+    STATE_SCAN = 12
 
 
 class DrawCall(ctypes.Structure):
@@ -287,6 +289,46 @@ class DeltaRuleCall(ctypes.Structure):
         ("doubles_beta", c_int32),
         ("dtype", c_int32),
         ("state_dtype", c_int32),
+    ]
+
+
+class StateScanCall(ctypes.Structure):
+    """struct tw_scan"""
+
+    _fields_ = [
+        ("gate", c_void_p),
+        ("mixed", c_void_p),
+        ("steps", c_void_p),
+        ("out", c_void_p),
+        ("convolved", c_void_p),
+        ("scanned", c_void_p),
+        ("convolution", c_void_p),
+        ("convolution_bias", c_void_p),
+        ("rates", c_void_p),
+        ("step_bias", c_void_p),
+        ("skip", c_void_p),
+        ("norm", c_void_p),
+        ("windows", c_void_p),
+        ("states", c_void_p),
+        ("starts", c_void_p),
+        ("sources", c_void_p),
+        ("targets", c_void_p),
+        ("runs", c_int64),
+        ("gate_stride", c_int64),
+        ("mixed_stride", c_int64),
+        ("steps_stride", c_int64),
+        ("out_stride", c_int64),
+        ("heads", c_int64),
+        ("head_dim", c_int64),
+        ("groups", c_int64),
+        ("state_width", c_int64),
+        ("conv_width", c_int64),
+        ("norm_width", c_int64),
+        ("epsilon", c_float),
+        ("least_step", c_float),
+        ("most_step", c_float),
+        ("norms_first", c_int32),
+        ("dtype", c_int32),
     ]
 
 
@@ -491,6 +533,7 @@ class _AnyCall(ctypes.Union):
         ("delta_rule", DeltaRuleCall),
         ("arrange", ArrangeCall),
         ("mixture", MixtureCall),
+        ("state_scan", StateScanCall),
     ]
 
 
@@ -593,6 +636,7 @@ class Native:
             Kernel.DELTA_RULE: function("tw_delta_rule", None, POINTER(DeltaRuleCall)),
             Kernel.ARRANGE: function("tw_arrange_rows", None, POINTER(ArrangeCall)),
             Kernel.MIXTURE: function("tw_mix_experts", None, POINTER(MixtureCall)),
+            Kernel.STATE_SCAN: function("tw_state_scan", None, POINTER(StateScanCall)),
         }
         self._recorder = _Recorder()
 

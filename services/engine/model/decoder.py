@@ -31,7 +31,8 @@ class LayerWeights:
     """One layer's weights; norms are [width] in the model's dtype, None if the layer has none."""
 
     mixer_norm: Tensor | None
-    mixer: MixerWeights
+    mixer: MixerWeights | None
+    """None: the layer has no mixer"""
     feed_forward_norm: Tensor | None
     feed_forward: FeedForward
     residual: Residual
@@ -347,8 +348,9 @@ class Decoder(Model):
         """Compute what a layer's mixer combines from the residual."""
         layer = self._layers[index]
         layer.residual.begin(buffers.residual)
-        self._norm(buffers.hidden, layer.mixer_norm, buffers.normed)
         mixer, scratch = self._mixing(index, buffers)
+        if not mixer.is_empty:
+            self._norm(buffers.hidden, layer.mixer_norm, buffers.normed)
         mixer.project(buffers.normed, scratch, buffers.rotations)
         layer.residual.bypass(buffers.residual)
 
@@ -364,10 +366,11 @@ class Decoder(Model):
     def _after_mixing(self, index: int, buffers: Activations) -> None:
         """Add the outputs of a layer's mixer and feed-forward layer to the residual."""
         layer, is_parallel = self._layers[index], self.spec.parallel_residual
-        if is_parallel:
+        is_empty = layer.feed_forward.is_empty
+        if is_parallel and not is_empty:
             self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
         layer.mixer.add_to(buffers.mixing[layer.mixing], buffers.hidden)
-        if not is_parallel:
+        if not is_parallel and not is_empty:
             self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
         layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner[layer.inner])
         layer.residual.end(buffers.residual, buffers.inputs_of(index))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.layers import NoFeedForward, NoMixer
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.stored import StoredMixer, stored_mixer
@@ -18,10 +19,10 @@ __all__ = ["Manifest", "StoredLayer"]
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
     mixer_norm: StoredNorm | None
-    mixer: StoredMixer
+    mixer: StoredMixer | None
     mixer_post_norm: StoredNorm | None
     feed_forward_norm: StoredNorm | None
-    feed_forward: StoredFeedForward
+    feed_forward: StoredFeedForward | None
     feed_forward_post_norm: StoredNorm | None
     input: "StoredLayerInput | None"
     scalar: StoredTensor | None
@@ -97,10 +98,12 @@ def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
         altup = stored_altup(names, LayerNames(spec, root), layer.altup, index)
     shares_norm = spec.parallel_residual and spec.family.shares_norm
     return StoredLayer(
-        mixer_norm=names.norm(own.attention_norm),
+        mixer_norm=None if isinstance(layer.mixer, NoMixer) else names.norm(own.attention_norm),
         mixer=stored_mixer(names, layer.mixer),
         mixer_post_norm=mixer_post_norm,
-        feed_forward_norm=names.norm(own.attention_norm if shares_norm else own.feed_forward_norm),
+        feed_forward_norm=None
+        if isinstance(layer.feed_forward, NoFeedForward)
+        else names.norm(own.attention_norm if shares_norm else own.feed_forward_norm),
         feed_forward=stored_feed_forward(names, layer.feed_forward),
         feed_forward_post_norm=names.norm(own.feed_forward_post_norm),
         input=_layer_input(names, layer.input_width) if layer.input_width else None,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from services.engine.model.altup_reader import read_altup
-from services.engine.model.architecture.layers import BesideSpec, LayerSpec
+from services.engine.model.architecture.layers import BesideSpec, LayerSpec, NoFeedForward
 from services.engine.model.checkpoint.quantized import Weight
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.decoder import DecoderWeights, LayerWeights
@@ -122,6 +122,7 @@ class WeightReader:
         norm = reader.norm_weight(reader.tensor(stored.post_norm.weight))
         content = spec.feed_forward
         dense = content.dense if isinstance(content, BesideSpec) else content
+        assert not isinstance(dense, NoFeedForward)
         return LayerInput(
             gate=gate,
             output=NormedProjection(output, norm, reader.spec.norm_epsilon, reader.operators),

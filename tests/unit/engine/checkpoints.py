@@ -14,6 +14,7 @@ from transformers import (
     AfmoeConfig,
     ApertusConfig,
     ArceeConfig,
+    BambaConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
@@ -23,6 +24,7 @@ from transformers import (
     Ernie4_5Config,
     Exaone4Config,
     FalconConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3nTextConfig,
@@ -40,12 +42,15 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HYV3Config,
     Idefics3Config,
     InternLM3Config,
     KimiLinearConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
@@ -58,6 +63,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -180,6 +186,35 @@ ROUTED: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
     "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+}
+MULTIPLIERS: dict[str, Any] = {
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+    "key_multiplier": 0.8,
+    "lm_head_multiplier": 0.5,
+    "mlp_multipliers": [0.8, 1.1],
+    "ssm_in_multiplier": 1.2,
+    "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2],
+    "ssm_out_multiplier": 0.6,
+}
+NEMOTRON_H: dict[str, Any] = {
+    "head_dim": 24,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
     "routed_scaling_factor": 1.5,
 }
 GEMMA4: dict[str, Any] = SHAPE | {
@@ -659,6 +694,76 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         n_group=4,
         topk_group=2,
     ),
+    "lfm2": Lfm2Config(  # heads of the tiled kernels
+        **SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        layer_types=["conv", "full_attention", "conv"],
+        block_auto_adjust_ff_dim=False,
+    ),
+    "lfm2, biases": Lfm2Config(
+        **SHAPE | {"tie_word_embeddings": True},
+        full_attn_idxs=[1],
+        conv_bias=True,
+        conv_L_cache=4,
+        block_multiple_of=24,
+        block_ffn_dim_multiplier=1.2,
+    ),
+    "lfm2 moe": Lfm2MoeConfig(
+        **SHAPE | EXPERTS,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+    ),
+    "granite hybrid": GraniteMoeHybridConfig(
+        **SHAPE | MAMBA,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        shared_intermediate_size=40,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=5.0,
+    ),
+    "granite hybrid, dense": GraniteMoeHybridConfig(
+        **SHAPE | MAMBA | {"mamba_n_groups": 1, "tie_word_embeddings": True},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        shared_intermediate_size=72,
+        num_local_experts=0,
+        position_embedding_type="rope",
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        time_step_limit=(0.1, 2.0),
+    ),
+    "bamba": BambaConfig(  # heads of the tiled kernels
+        **SHAPE | MAMBA | {"num_attention_heads": 2}, attn_layer_indices=[1]
+    ),
+    "nemotron h": NemotronHConfig(
+        **{key: value for key, value in SHAPE.items() if key != "num_hidden_layers"},
+        **NEMOTRON_H,
+        layers_block_type=[
+            *("linear_attention", "mlp", "linear_attention", "full_attention", "moe"),
+            *("linear_attention", "moe"),
+        ],
+        n_group=4,
+        topk_group=2,
+        mlp_bias=True,
+        use_bias=True,
+    ),
+    "falcon h1": FalconH1Config(**SHAPE | MAMBA, mamba_d_ssm=128, **MULTIPLIERS),
+    "falcon h1, norms": FalconH1Config(
+        **SHAPE | MAMBA,
+        mamba_d_ssm=None,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=True,
+        attention_bias=True,
+        mlp_bias=True,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        **MULTIPLIERS,
+    ),
+    "falcon h1, gated norms": FalconH1Config(
+        **SHAPE | MAMBA, mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=False
+    ),
     "mistral4": Mistral4Config(
         **LATENT | ROUTED,
         rope_parameters=_YARN | {"mscale": 0.8, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.4},
@@ -717,7 +822,7 @@ def make_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith(("layer_scalar", "std_scale", "std_bias")):
                 buffer.uniform_(0.5, 1.5)
-            elif name.endswith("e_score_correction_bias"):
+            elif name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.uniform_(0, 0.5)
             elif name.endswith(("put_min", "put_max")):  # bounds of Gemma 4's clipped products
                 buffer.fill_(-2 if name.endswith("min") else 2)

@@ -70,6 +70,12 @@ ARCHITECTURES = {
     "glm4_moe": MODEL_ARCH.GLM4_MOE,
     "glm4_moe_lite": MODEL_ARCH.DEEPSEEK2,
     "youtu": MODEL_ARCH.DEEPSEEK2,
+    "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
+    "bamba": MODEL_ARCH.GRANITE_HYBRID,
+    "nemotron_h": MODEL_ARCH.NEMOTRON_H_MOE,
+    "falcon_h1": MODEL_ARCH.FALCON_H1,
+    "lfm2": MODEL_ARCH.LFM2,
+    "lfm2_moe": MODEL_ARCH.LFM2MOE,
     "glm": MODEL_ARCH.CHATGLM,
     "glm4": MODEL_ARCH.GLM4,
     "exaone4": MODEL_ARCH.EXAONE4,
@@ -89,6 +95,7 @@ ARCHITECTURES = {
 }
 """Architectures of llama.cpp by transformers' model_type"""
 _INTERLEAVED = {
+    "granitemoehybrid",
     *("granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"),
     *("internlm3", "ministral3"),
 }
@@ -254,6 +261,12 @@ def _name(names: Any, name: str) -> str:
 
 def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the converter makes of one: experts and their two products apart."""
+    if config.model_type == "nemotron_h" and ".experts." in name:
+        layer, _, product = name.rpartition(".mixer.experts.")
+        yield f"{layer}.mlp.experts.{product}.weight", tensor
+        return
+    if config.model_type == "nemotron_h":  # as in published files
+        name = re.sub("^model", "backbone", name)
     if ".act_fn." in name:  # values of the header
         return
     if name.endswith("moe_statics.e_score_correction_bias"):
@@ -284,7 +297,7 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         return
     if config.model_type == "llama4_text" and ".experts." in name:
         tensor = tensor.transpose(1, 2)
-    if config.model_type == "granitemoe":  # as the names map knows them
+    if config.model_type.startswith("granitemoe"):  # as the names map knows them
         name = name.replace("block_sparse_moe.experts", "mlp.experts")
         name = name.replace("router.weight", "router.layer.weight")
     if name.endswith(".dt_bias"):
@@ -294,6 +307,12 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         qkv, gate = _parts_of_groups(tensor, config)
         yield name.replace("qkvz", "qkv"), qkv
         yield name.replace("in_proj_qkvz", "in_proj_z"), gate
+        return
+    if config.model_type == "granitemoehybrid" and "shared_mlp" in name:
+        yield from _shared_layer(name, tensor, config)
+        return
+    if name.endswith("expert_bias"):
+        yield f"{name}.bias", tensor
         return
     stem, _, last = name.rpartition(".")
     if config.model_type == "gpt_oss" and stem.endswith("mlp.experts"):
@@ -320,6 +339,12 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
     kind = config.model_type
     if "linear_attn" in name:
         return _delta_net(name, tensor, config)
+    if "conv.conv" in name:
+        return tensor.squeeze(1)
+    if kind == "falcon_h1":
+        tensor = _multiplied(name, tensor, config)
+    if ".mamba." in name or (kind == "nemotron_h" and "layers" in name):
+        return _mamba(name, tensor, config)
     if kind.startswith(_WITHOUT_OFFSET) and name.endswith("norm.weight"):
         return tensor + 1
     if kind == "gpt_neox" and "query_key_value" in name:
@@ -365,6 +390,48 @@ def _delta_net(name: str, tensor: Tensor, config: Any) -> Tensor:
     if "in_proj_qkv" in name or "conv1d" in name:
         return torch.cat((tensor[:-values], _tiled(tensor[-values:], groups, heads)))
     return _tiled(tensor, groups, heads)
+
+
+def _shared_layer(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the products of Granite's shared layer, which is the only one without experts."""
+    layer = name.partition(".shared_mlp")[0]
+    module = "mlp.shared_expert" if config.num_local_experts else "mlp"
+    names = ("gate_proj", "up_proj") if "input_linear" in name else ("down_proj",)
+    for part, numbers in zip(names, tensor.chunk(len(names)), strict=True):
+        yield f"{layer}.{module}.{part}.weight", numbers
+
+
+def _mamba(name: str, tensor: Tensor, config: Any) -> Tensor:
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    if name.endswith(("A_log", ".D")):
+        return tensor[:, None]
+    if name.endswith("conv1d.weight"):
+        return tensor.squeeze(1)
+    if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        return tensor.view(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
+    return tensor
+
+
+def _multiplied(name: str, tensor: Tensor, config: Any) -> Tensor:
+    """Return a weight of Falcon-H1 times its multipliers, which llama.cpp has not."""
+    state = config.mamba_n_groups * config.mamba_d_state
+    widths = torch.tensor([config.mamba_d_ssm] * 2 + [state] * 2 + [config.mamba_n_heads])
+    rows = torch.tensor(config.ssm_multipliers).repeat_interleave(widths)[:, None]
+    before = config.attention_in_multiplier
+    factors: dict[str, Tensor | float] = {
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "q_proj": before,
+        "k_proj": before * config.key_multiplier,
+        "v_proj": before,
+        "o_proj": config.attention_out_multiplier,
+        "gate_proj": config.mlp_multipliers[0],
+        "down_proj": config.mlp_multipliers[1],
+        "in_proj": rows * config.ssm_in_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+    }
+    return tensor * factors.get(name.split(".")[-2], 1.0)
 
 
 def _tiled(rows: Tensor, groups: int, heads: int) -> Tensor:
@@ -434,6 +501,15 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "llama4_text":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+    if hasattr(config, "conv_L_cache"):
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        attends = [kind == "full_attention" for kind in config.layer_types]
+        writer.add_head_count_kv([config.num_key_value_heads * each for each in attends])
+        writer.add_leading_dense_block_count(getattr(config, "num_dense_layers", 0))
+    if config.model_type == "nemotron_h":
+        _write_nemotron(writer, config)
+    if hasattr(config, "mamba_n_heads"):
+        _write_mamba(writer, config)
     if hasattr(config, "linear_num_key_heads"):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -443,6 +519,40 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         recurrent = [kind == "linear_attention" for kind in config.layer_types]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
         writer.add_full_attention_interval(4)
+
+
+def _write_mamba(writer: GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_group_count(config.mamba_n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_n_heads)
+    writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    if config.model_type == "falcon_h1":
+        return
+    attends = [kind == "full_attention" for kind in config.layers_block_type]
+    writer.add_head_count_kv([config.num_key_value_heads * each for each in attends])
+    is_granite = config.model_type == "granitemoehybrid"
+    writer.add_rope_scaling_finetuned(not is_granite or config.position_embedding_type == "rope")
+    if is_granite:
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def _write_nemotron(writer: GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    widths = {"mlp": config.intermediate_size, "moe": config.moe_intermediate_size}
+    kinds = config.layers_block_type
+    writer.add_feed_forward_length([widths.get(kind, 0) for kind in kinds])
+    heads = config.num_key_value_heads
+    writer.add_head_count_kv([heads * (kind == "full_attention") for kind in kinds])
+    writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
 
 
 def _key_heads(config: Any) -> int:
@@ -539,7 +649,11 @@ def _write_norms(writer: GGUFWriter, config: Any) -> None:
     keys = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon", "norm_eps")
     for key in keys:
         if (epsilon := getattr(config, key, None)) is not None:
-            is_rms = key == "rms_norm_eps"
+            is_rms = (
+                key == "rms_norm_eps"
+                or config.model_type == "nemotron_h"
+                or hasattr(config, "conv_L_cache")
+            )
             (writer.add_layer_norm_rms_eps if is_rms else writer.add_layer_norm_eps)(epsilon)
 
 

@@ -11,6 +11,8 @@
 #endif
 
 #include "buffer.h"
+#include "chains.h"
+#include "denormals.h"
 #include "exponential.h"
 #include "scalars.h"
 #include "threads.h"
@@ -109,19 +111,6 @@ inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 inline float decay_of(float x, float rate) {
   return exponential(-rate * (x > 20.0f ? x : log1pf(exponential(x))));
 }
-
-// Rounds denormal numbers to zero while it lives. Decays of many tokens multiply to such numbers,
-// and arithmetic with them takes some hundred cycles.
-class DenormalsAreZero {
-#if defined(__x86_64__)
- public:
-  DenormalsAreZero() { _mm_setcsr(before_ | 0x8040); }
-  ~DenormalsAreZero() { _mm_setcsr(before_); }
-
- private:
-  const unsigned before_ = _mm_getcsr();
-#endif
-};
 
 // One thread's memory for a head's tokens and state.
 struct Scratch {
@@ -559,10 +548,7 @@ template <typename T, typename S>
 void run(const tw_delta &d) {
   // A chain of runs, each of which reads what the one before it wrote, is computed by one thread.
   auto first = static_cast<int64_t *>(firsts.reserve((d.runs + 1) * 8));
-  int64_t chains = 0;
-  for (int64_t i = 0; i < d.runs; i++)
-    if (i == 0 || d.sources[i] < 0 || d.sources[i] != d.targets[i - 1]) first[chains++] = i;
-  first[chains] = d.runs;
+  const int64_t chains = find_chains(d.sources, d.targets, d.runs, first);
   parallel_for(chains * d.value_heads, [&](int64_t item) {
     [[maybe_unused]] const DenormalsAreZero rounding;
     const int64_t chain = item / d.value_heads;

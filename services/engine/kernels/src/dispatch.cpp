@@ -5,6 +5,7 @@
 #include "experts.h"
 #include "grouped.h"
 #include "portable.h"
+#include "state_scan.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -92,6 +93,14 @@ void tw_delta_rule(const tw_delta *delta) {
   if (in_use == TW_AVX2) return delta_avx2(delta);
 #endif
   delta_baseline(delta);
+}
+
+void tw_state_scan(const tw_scan *scan) {
+#if defined(__x86_64__)
+  if (in_use >= TW_AVX512) return scan_avx512(scan);
+  if (in_use == TW_AVX2) return scan_avx2(scan);
+#endif
+  scan_baseline(scan);
 }
 
 void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary) {

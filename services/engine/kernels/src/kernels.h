@@ -213,6 +213,45 @@ struct tw_delta {
 };
 void tw_delta_rule(const tw_delta *delta);
 
+// One layer's state space scan (Mamba-2), with its convolution before and its gated norm behind it.
+// Strides are those between tokens.
+struct tw_scan {
+  const void *gate;   // [tokens, heads * head_dim]
+  const void *mixed;  // [tokens, channels]: inputs of heads, then the factors (B, C) of groups
+  const void *steps;  // [tokens, heads]
+  void *out;          // [tokens, heads * head_dim]; null: `scanned` is the result
+  float *convolved;   // [tokens, channels]
+  float *scanned;     // [tokens, heads * head_dim]
+  const float *convolution;       // [conv_width, channels]
+  const float *convolution_bias;  // [channels] or null
+  const float *rates;             // [heads]
+  const float *step_bias;         // [heads]
+  const float *skip;              // [heads]
+  const float *norm;              // [heads * head_dim]; null: there is the gate alone
+  void *windows;                  // [slots, conv_width - 1, channels] in dtype
+  float *states;                  // [slots, heads, state_width, head_dim]
+  const int32_t *starts;          // starts, sources and targets as in tw_delta
+  const int32_t *sources;
+  const int32_t *targets;
+  int64_t runs;
+  int64_t gate_stride;
+  int64_t mixed_stride;
+  int64_t steps_stride;
+  int64_t out_stride;
+  int64_t heads;
+  int64_t head_dim;
+  int64_t groups;
+  int64_t state_width;
+  int64_t conv_width;
+  int64_t norm_width;  // outputs that are normed together
+  float epsilon;
+  float least_step;
+  float most_step;
+  int32_t norms_first;  // whether the norm is that of outputs before the gate
+  int32_t dtype;        // TW_FLOAT32 or TW_BFLOAT16
+};
+void tw_state_scan(const tw_scan *scan);
+
 // One draw from a row of logits, in which a token's weight is e^(logit / temperature).
 struct tw_draw {
   const float *logits;  // [vocabulary]
@@ -456,6 +495,7 @@ enum tw_kernel : int32_t {
   TW_DELTA_RULE = 9,
   TW_ARRANGE = 10,
   TW_MIXTURE = 11,
+  TW_STATE_SCAN = 12,
 };
 
 struct tw_operation {
@@ -473,6 +513,7 @@ struct tw_operation {
     tw_delta delta_rule;
     tw_arrange arrange;
     tw_mixture mixture;
+    tw_scan state_scan;
   };
 };
 

@@ -69,6 +69,12 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
       operation.delta_rule.targets = pass.state_targets;
       operation.delta_rule.runs = pass.state_runs;
       return tw_delta_rule(&operation.delta_rule);
+    case TW_STATE_SCAN:
+      operation.state_scan.starts = pass.state_starts;
+      operation.state_scan.sources = pass.state_sources;
+      operation.state_scan.targets = pass.state_targets;
+      operation.state_scan.runs = pass.state_runs;
+      return tw_state_scan(&operation.state_scan);
     case TW_KEEP:
       operation.keep.kept = pass.kept;
       operation.keep.num_kept = pass.num_kept;

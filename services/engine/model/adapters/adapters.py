@@ -37,6 +37,8 @@ class SiteModule:
     outputs: int
     alias: str = ""
     """Its other name in adapters; empty: it has none"""
+    factors: Tensor | None = None
+    """[outputs], by which the weight was multiplied; None = it was not"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,9 @@ class Adapters:
         parts, first = [], 0
         for module in site.modules:
             if (pair := pairs.get(module.name) or pairs.get(module.alias)) is not None:
-                parts.append(self._part(site, module.name, module.outputs, pair, first))
+                parts.append(
+                    self._part(site, module.name, module.outputs, pair, first, module.factors)
+                )
             first += module.outputs
         stacked = site.stacked
         if stacked is not None and (pair := pairs.get(stacked.name)) is not None:
@@ -239,8 +243,16 @@ class Adapters:
             parts.append(part)
         return parts
 
-    def _part(self, site: Site, name: str, wanted: int, pair: LowRankPair, first: int) -> LowRank:
-        """Convert an adapter of `wanted` outputs from `first` on."""
+    def _part(
+        self,
+        site: Site,
+        name: str,
+        wanted: int,
+        pair: LowRankPair,
+        first: int,
+        factors: Tensor | None = None,
+    ) -> LowRank:
+        """Convert an adapter of `wanted` outputs from `first` on. factors: of these outputs."""
         inputs, outputs = pair.down.shape[1], pair.up.shape[0]
         if (inputs, outputs) != (site.inputs, wanted):
             raise CheckpointError(
@@ -248,6 +260,8 @@ class Adapters:
                 f"model {site.inputs} and {wanted}."
             )
         down, up = pair.down.float(), pair.up.float() * pair.scale
+        if factors is not None:
+            up = up * factors[:, None]
         if site.columns is not None:
             down = down[:, site.columns]
         if site.order is not None:

@@ -13,8 +13,7 @@ _KINDS = ("linear_attention", "full_attention")
 
 def read_delta_layers(config: Config, family: Family, num_layers: int) -> Mapping[int, DeltaShape]:
     """Read the layers that are gated delta nets, by number. Raises CheckpointError."""
-    if family.names.delta_net is None:
-        return {}
+    assert family.names.delta_net is not None
     try:
         decays_channels = family.names.delta_net.decay is not None
         shape = _channel_shape(config) if decays_channels else _head_shape(config)

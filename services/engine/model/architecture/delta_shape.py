@@ -1,5 +1,6 @@
 """Sizes and variants of the gated delta rule."""
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -60,6 +61,11 @@ class DeltaShape:
     def outputs(self) -> int:
         """Width of the output: all value heads."""
         return self.value_heads * self.value_dim
+
+    @property
+    def widths(self) -> Set[int]:
+        """Widths of the activations."""
+        return {self.channels, self.outputs, self.rank}
 
     def part(self, count: int) -> "DeltaShape":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""

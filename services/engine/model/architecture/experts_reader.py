@@ -7,7 +7,7 @@ from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family
 
-__all__ = ["expert_layers", "read_experts"]
+__all__ = ["expert_layers", "num_experts", "read_experts"]
 
 _SPARSE_MIXER = 2
 """Experts of a token that SparseMixer chooses"""
@@ -30,6 +30,18 @@ def expert_layers(config: Config, num_layers: int) -> set[int]:
     return {layer for layer in layers if layer not in plain and (layer + 1) % step == 0}
 
 
+def num_experts(config: Config) -> int:
+    """Return the experts of a layer; 0: there are none, as in the dense models of Granite 4."""
+    # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
+    key = "num_experts" if config.has("num_experts") else "num_local_experts"
+    count = config.integer(key)
+    if count < 0:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key(key)} must not be negative, got {count}."
+        )
+    return count
+
+
 def read_experts(
     config: Config, family: Family, dense: DenseSpec, per_token: int, *, has_mxfp4: bool
 ) -> ExpertsSpec:
@@ -38,8 +50,7 @@ def read_experts(
     per_token: experts of a token; has_mxfp4: they are stored as MXFP4. Raises CheckpointError for
     values that contradict one another.
     """
-    # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
-    count = config.positive("num_experts" if config.has("num_experts") else "num_local_experts")
+    count = num_experts(config)
     if per_token > count:
         raise CheckpointError(
             f"{config.file}: {config.file_key('num_experts_per_tok')} ({per_token}) exceeds the "
@@ -70,7 +81,7 @@ def _routing(config: Config, family: Family, count: int, per_token: int) -> Rout
     return Routing(
         per_token,
         config.flag("norm_topk_prob", False),
-        has_bias=bool(family.names.experts.choice_bias),
+        has_bias=bool(family.names.experts.choice_bias) and config.flag("use_expert_bias", True),
         least_sum=config.number("moe_norm_min", 0.0),
         jitter=jitter,
         has_sigmoids=family.scores_by_sigmoid,

@@ -1,5 +1,6 @@
 """Shape of multi-head latent attention (MLA, https://arxiv.org/abs/2405.04434)."""
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from services.engine.model.architecture.rotary import RotarySpec
@@ -44,6 +45,11 @@ class LatentSpec:
     def head_width(self) -> int:
         """Width of a head's query and of its key."""
         return self.key_width + self.shared_width
+
+    @property
+    def widths(self) -> Set[int]:
+        """Widths of the activations."""
+        return {self.query_width, self.latent_width, self.num_heads * self.value_width}
 
     def expands(self, queries: int) -> bool:
         """Return whether so many queries of a sequence cost less with the keys of each head.

@@ -3,8 +3,11 @@
 import math
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
-from services.engine.model.architecture.delta_reader import read_delta_layers
-from services.engine.model.architecture.experts_reader import expert_layers, read_experts
+from services.engine.model.architecture.experts_reader import (
+    expert_layers,
+    num_experts,
+    read_experts,
+)
 from services.engine.model.architecture.gemma3n_layers import gemma3n_layers
 from services.engine.model.architecture.gemma4_layers import gemma4_layers
 from services.engine.model.architecture.latent_reader import read_latent
@@ -14,8 +17,12 @@ from services.engine.model.architecture.layers import (
     FeedForwardSpec,
     LayerSpec,
     MixerSpec,
+    ParallelSpec,
 )
+from services.engine.model.architecture.mamba_shape import MambaShape
+from services.engine.model.architecture.recurrent_reader import read_recurrent_layers
 from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.architecture.single_parts import single_parts
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family, QkNorm, WindowRule
 
@@ -45,13 +52,24 @@ def read_layers(
         mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
     else:
         mixers += [read_latent(config, family, hidden_size, context_length)] * num_layers
-    for layer, shape in read_delta_layers(config, family, num_layers).items():
-        mixers[layer] = shape
+    recurrent = read_recurrent_layers(config, family, hidden_size, num_layers)
+    if family.has_parallel_mixers:
+        mixers = [_parallel(mixer, recurrent[layer]) for layer, mixer in enumerate(mixers)]
+    else:
+        mixers = [recurrent.get(layer, mixer) for layer, mixer in enumerate(mixers)]
     feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
+    if family.has_single_parts:
+        return single_parts(config, mixers, feed_forwards)
     layers = tuple(map(LayerSpec, mixers, feed_forwards))
     if family.names.altup is not None:
         return gemma3n_layers(config, layers)
     return gemma4_layers(config, layers, context_length) if family.is_gemma4 else layers
+
+
+def _parallel(attention: MixerSpec, mamba: MixerSpec) -> ParallelSpec:
+    assert isinstance(attention, AttentionSpec)
+    assert isinstance(mamba, MambaShape)
+    return ParallelSpec(attention, mamba)
 
 
 def _attention_layers(
@@ -139,10 +157,12 @@ def _feed_forward_layers(
         activations = _xielus(config, activation, num_layers)
     has_bias = family.reads_mlp_bias and config.flag("mlp_bias", False)
     widths = config.per_layer("intermediate_size", num_layers, inner)
+    if config.flag("block_auto_adjust_ff_dim", False):
+        widths = tuple(_adjusted_width(config, width) for width in widths)
     dense = [
         DenseSpec(width, each, has_bias) for width, each in zip(widths, activations, strict=True)
     ]
-    if family.names.experts is None or family.is_gemma4:
+    if family.names.experts is None or family.is_gemma4 or not num_experts(config):
         return [*dense]
     experts = [
         read_experts(config, family, layer, per_token, has_mxfp4=has_mxfp4)
@@ -152,6 +172,21 @@ def _feed_forward_layers(
     ]
     have_experts = expert_layers(config, num_layers)
     return [(experts if layer in have_experts else dense)[layer] for layer in range(num_layers)]
+
+
+def _adjusted_width(config: Config, width: int) -> int:
+    """Return the width that LFM2 makes of the one in its file."""
+    width = 2 * width // 3
+    if config.has("block_ffn_dim_multiplier"):
+        multiple = config.positive("block_multiple_of")
+        width = int(config.positive_number("block_ffn_dim_multiplier") * width)
+        width = -(-width // multiple) * multiple
+    if width <= 0:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('intermediate_size')} is too small for "
+            "block_auto_adjust_ff_dim."
+        )
+    return width
 
 
 def _activation(config: Config, family: Family) -> Activation:
@@ -192,7 +227,8 @@ def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
     if not config.flag("scale_attn_weights", True):
         return 1.0
     if family.reads_multipliers:
-        return config.positive_number("attention_multiplier", 1.0)
+        usual = head_dim**-0.5 if family.has_parallel_mixers else 1.0
+        return config.positive_number("attention_multiplier", usual)
     return 1 / math.sqrt(config.positive_number("query_pre_attn_scalar", head_dim))
 
 
@@ -234,6 +270,11 @@ def _rotaries(
     rope = config.section("rope_parameters")
     has_base = not rope.values or rope.has("rope_theta") or config.has("rope_theta")
     if family.names.positions is not None or (family.rotates_with_base and not has_base):
+        return (None,) * num_layers
+    if family.reads_position_type and (
+        not config.has("position_embedding_type")
+        or config.text("position_embedding_type") != "rope"
+    ):
         return (None,) * num_layers
     everywhere = RotarySpec.from_config(config, head_dim, context_length, family.multimodal_axes)
     if family.local_rotary:

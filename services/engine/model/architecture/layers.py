@@ -1,11 +1,14 @@
 """Typed description of a decoder's layers: a mixer and a feed-forward layer each."""
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from services.engine.model.architecture.activation import Activation
+from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.latent_spec import LatentSpec
+from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.family import QkNorm
@@ -19,6 +22,9 @@ __all__ = [
     "FeedForwardSpec",
     "LayerSpec",
     "MixerSpec",
+    "NoFeedForward",
+    "NoMixer",
+    "ParallelSpec",
 ]
 
 
@@ -59,6 +65,11 @@ class AttentionSpec:
         """True if attention is a plain softmax, without soft cap and sinks."""
         return not self.cap and not self.has_sinks
 
+    @property
+    def widths(self) -> Set[int]:
+        """Widths of the activations."""
+        return {self.head_dim}
+
     def part(self, count: int) -> "AttentionSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
         num_heads = _divided("num_attention_heads", self.num_heads, count)
@@ -68,6 +79,48 @@ class AttentionSpec:
                 f"num_key_value_heads ({heads}) is neither a multiple nor a divisor of {count}"
             )
         return replace(self, num_heads=num_heads, num_kv_heads=max(1, heads // count))
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelSpec:
+    """Attention and Mamba-2 side by side."""
+
+    attention: AttentionSpec
+    mamba: MambaShape
+
+    @property
+    def widths(self) -> Set[int]:
+        """Widths of the activations."""
+        return self.attention.widths | self.mamba.widths
+
+    def part(self, count: int) -> "ParallelSpec":
+        """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        return ParallelSpec(self.attention.part(count), self.mamba.part(count))
+
+
+@dataclass(frozen=True, slots=True)
+class NoMixer:
+    """The place of a mixer in a layer that is a feed-forward layer alone."""
+
+    @property
+    def widths(self) -> Set[int]:
+        """Widths of the activations."""
+        return set()
+
+    def part(self, count: int) -> "NoMixer":
+        """Return the shape of one of `count` equal parts."""
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class NoFeedForward:
+    """The place of a feed-forward layer in a layer that is a mixer alone."""
+
+    width = inner_width = 0
+
+    def part(self, count: int) -> "NoFeedForward":
+        """Return the shape of one of `count` equal parts."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +195,10 @@ class BesideSpec:
         return BesideSpec(self.dense.part(count), self.experts.part(count))
 
 
-MixerSpec: TypeAlias = AttentionSpec | DeltaShape | LatentSpec
-FeedForwardSpec: TypeAlias = DenseSpec | ExpertsSpec | BesideSpec
+MixerSpec: TypeAlias = (
+    AttentionSpec | ConvolutionShape | DeltaShape | LatentSpec | MambaShape | NoMixer | ParallelSpec
+)
+FeedForwardSpec: TypeAlias = DenseSpec | ExpertsSpec | BesideSpec | NoFeedForward
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from typing import Literal
 
 from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
-from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layer_reader import read_layers
 from services.engine.model.architecture.layers import (
@@ -14,7 +13,10 @@ from services.engine.model.architecture.layers import (
     BesideSpec,
     ExpertsSpec,
     LayerSpec,
+    ParallelSpec,
 )
+from services.engine.model.architecture.single_parts import with_parts
+from services.engine.model.architecture.weight_factors import WeightFactors, read_weight_factors
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family, ImageSight
@@ -68,6 +70,8 @@ class ModelSpec:
     """Texts that an encoder tells apart in a pair; 0: none"""
     num_draft_layers: int = 0
     """Layers behind the last one that files may hold: they predict further tokens (MTP)"""
+    weight_factors: tuple[WeightFactors, ...] = ()
+    """Factors of weights, by which they are multiplied at loading"""
     num_labels: int = 0
     """Scores of a text; 0: the checkpoint has no head that scores texts"""
 
@@ -91,21 +95,15 @@ class ModelSpec:
 
     @property
     def attention_layers(self) -> Mapping[int, AttentionSpec]:
-        """The layers that are attention, by number."""
-        mixers = enumerate(layer.mixer for layer in self.layers)
-        return {index: mixer for index, mixer in mixers if isinstance(mixer, AttentionSpec)}
+        """The attention of the layers that have it, alone or beside another mixer, by number."""
+        mixers = enumerate(map(_attention, self.layers))
+        return {index: mixer for index, mixer in mixers if mixer is not None}
 
     @property
     def latent_layers(self) -> Mapping[int, LatentSpec]:
         """The layers that are latent attention, by number."""
         mixers = enumerate(layer.mixer for layer in self.layers)
         return {index: mixer for index, mixer in mixers if isinstance(mixer, LatentSpec)}
-
-    @property
-    def delta_layers(self) -> Mapping[int, DeltaShape]:
-        """The layers that are gated delta nets, by number."""
-        mixers = enumerate(layer.mixer for layer in self.layers)
-        return {index: mixer for index, mixer in mixers if isinstance(mixer, DeltaShape)}
 
     @property
     def has_grid_positions(self) -> bool:
@@ -147,9 +145,9 @@ class ModelSpec:
         return 0 if altup is None else altup.streams
 
     def attention(self, layer: int) -> AttentionSpec:
-        """Return the mixer of a layer, which must be attention."""
-        mixer = self.layers[layer].mixer
-        assert isinstance(mixer, AttentionSpec)
+        """Return the attention of a layer, which must have it."""
+        mixer = _attention(self.layers[layer])
+        assert mixer is not None
         return mixer
 
     @staticmethod
@@ -166,6 +164,8 @@ class ModelSpec:
         nested = {} if family.section is None else whole.section(family.section).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
         family = _with_parallel_norms(family, config)
+        if family.has_single_parts:
+            config = with_parts(config)
         stored_as = quantization_of(config, family)
         hidden_size = config.positive("hidden_size")
         context_length = config.positive("max_position_embeddings")
@@ -212,8 +212,20 @@ class ModelSpec:
             num_token_types=0
             if encoder is None or encoder.token_types is None
             else config.integer("type_vocab_size", 2),
+            weight_factors=_weight_factors(config, family, layers[0]),
             num_labels=_num_labels(config) if family.head else 0,
         )
+
+
+def _attention(layer: LayerSpec) -> AttentionSpec | None:
+    mixer = layer.mixer.attention if isinstance(layer.mixer, ParallelSpec) else layer.mixer
+    return mixer if isinstance(mixer, AttentionSpec) else None
+
+
+def _weight_factors(config: Config, family: Family, layer: LayerSpec) -> tuple[WeightFactors, ...]:
+    if not isinstance(layer.mixer, ParallelSpec):
+        return ()
+    return read_weight_factors(config, family, layer.mixer.mamba)
 
 
 def quantization_of(config: Config, family: Family) -> Fp8Format | Scheme | Literal["mxfp4"] | None:

@@ -22,14 +22,9 @@ def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
         return False
     widths = {spec.hidden_size, *(layer.feed_forward.width for layer in spec.layers)}
     widths |= {layer.feed_forward.inner_width for layer in spec.layers}
-    widths |= {layer.head_dim for layer in spec.attention_layers.values()}
-    for latent in spec.latent_layers.values():
-        widths |= {latent.query_width, latent.latent_width}
-        widths.add(latent.num_heads * latent.value_width)
+    widths = widths.union(*(layer.mixer.widths for layer in spec.layers))
     widths |= {layer.input_width for layer in spec.layers}
     widths |= {layer.altup.laurel_rank for layer in spec.layers if layer.altup is not None}
-    for shape in spec.delta_layers.values():
-        widths |= {shape.channels, shape.outputs, shape.rank}
     fits = all(width % TILE == 0 for width in widths) and spec.widest_head <= _MAX_HEAD_DIM
     fits = fits and not spec.has_attention_bias
     return device.type == "cpu" and dtype == torch.bfloat16 and fits

@@ -18,6 +18,20 @@ class CheckpointError(Exception):
     """A checkpoint cannot be served; the message names the file and the cause in one line."""
 
 
+_UNBOUNDED = {"Infinity": math.inf, "-Infinity": -math.inf}
+"""Numbers that JSON lacks, as transformers names them under the key __float__"""
+
+
+def _as_number(item: Json) -> float | None:
+    """Return a number; None if `item` is another value."""
+    if isinstance(item, dict):
+        name = item.get("__float__")
+        return _UNBOUNDED.get(name) if isinstance(name, str) else None
+    if isinstance(item, bool) or not isinstance(item, int | float):
+        return None
+    return float(item)
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """A JSON object from a checkpoint. A null value counts as an absent key."""
@@ -94,11 +108,7 @@ class Config:
     def numbers(self, key: str) -> tuple[float, ...]:
         value = self._value(key, None)
         items = value if isinstance(value, list) else []
-        numbers = [
-            float(item)
-            for item in items
-            if isinstance(item, int | float) and not isinstance(item, bool)
-        ]
+        numbers = [found for item in items if (found := _as_number(item)) is not None]
         if not isinstance(value, list) or len(numbers) != len(items):
             raise self._wrong(key, "a list of numbers")
         return tuple(numbers)

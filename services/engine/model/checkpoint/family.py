@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
+from services.engine.model.checkpoint.recurrent_names import ConvolutionNames, MambaNames
 
 __all__ = [
     "AltUpNames",
@@ -230,6 +231,10 @@ class TensorNames:
     """None: the residual is one stream"""
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
+    convolution: ConvolutionNames | None = None
+    """Tensors of the layers that are short convolutions"""
+    mamba: MambaNames | None = None
+    """Tensors of the layers that are Mamba-2"""
     latent: LatentNames | None = None
     """Tensors of latent attention; None: layers have queries, keys and values"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -379,6 +384,12 @@ class Family:
     hidden_size the logits"""
     reads_logit_scale: bool = False
     """logit_scale is a factor on the logits"""
+    has_single_parts: bool = False
+    """Layers are a mixer or a feed-forward layer alone, as layers_block_type lists"""
+    has_parallel_mixers: bool = False
+    """Every layer has attention and Mamba-2 side by side"""
+    reads_position_type: bool = False
+    """Layers have RoPE if position_embedding_type is rope, and else none"""
     rotates_with_base: bool = False
     """Layers have no RoPE if rope_parameters has no rope_theta"""
     reads_no_rope_layers: bool = False

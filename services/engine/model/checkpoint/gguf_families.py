@@ -12,6 +12,7 @@ from services.engine.model.checkpoint.family import (
     LayerInputNames,
     TensorNames,
 )
+from services.engine.model.checkpoint.recurrent_names import ConvolutionNames, MambaNames
 
 __all__ = ["gguf_family"]
 
@@ -21,6 +22,7 @@ _INTERLEAVED = {
     "MixtralForCausalLM",
     "GraniteForCausalLM",
     "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
     "Ministral3ForCausalLM",
     "SmolLM3ForCausalLM",
 }
@@ -45,6 +47,20 @@ _LATENT = LatentNames(
     latents="attn_kv_a_mqa",
     latent_norm="attn_kv_a_norm",
     expansion=("attn_k_b", "attn_v_b"),
+)
+_CONVOLUTION = ConvolutionNames(
+    inputs="shortconv.in_proj", convolution="shortconv.conv", output="shortconv.out_proj"
+)
+_MAMBA = MambaNames(
+    inputs="ssm_in",
+    convolution="ssm_conv1d",
+    a_log="ssm_a",
+    has_rates=True,
+    step_bias="ssm_dt.bias",
+    skip="ssm_d",
+    norm="ssm_norm.weight",
+    norm_by_group=True,
+    output="ssm_out",
 )
 _LAYER_INPUTS = LayerInputNames(
     table="per_layer_token_embd",
@@ -76,9 +92,13 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
     GPT-2's weights, sorted GPT-NeoX's queries, keys and values, and taken gpt-oss's experts apart.
     fused_qkv: queries, keys and values are one tensor.
     """
-    names = _names(family.names, fused_qkv)
+    names = _names(family.names, fused_qkv, family.gated)
+    if family.has_single_parts:
+        names = replace(names, feed_forward_norm="attn_norm")
     if family.architecture in _POST_ATTENTION_NORM:
         names = replace(names, feed_forward_norm="post_attention_norm")
+    if family.architecture == "GraniteMoeHybridForCausalLM":
+        names = replace(names, gate=("ffn_gate", "ffn_up"))
     shares_keys = family.is_gemma4 or family.names.altup is not None
     return replace(
         family,
@@ -92,18 +112,19 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
     )
 
 
-def _names(names: TensorNames, fused_qkv: bool) -> TensorNames:
+def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
     is_gpt_oss = names.sinks is not None
     feed_forward_norm = None if names.feed_forward_norm is None else "ffn_norm"
     if is_gpt_oss or names.delta_net is not None:
         feed_forward_norm = "post_attention_norm"
     experts = None
     if names.experts is not None:
+        shared = ("ffn_gate_shexp", "ffn_up_shexp") if gated else ("ffn_up_shexp",)
         experts = ExpertTensorNames(
             router="ffn_gate_inp",
-            gate=("ffn_gate_exps.{}", "ffn_up_exps.{}"),
+            gate=("ffn_gate_exps.{}", "ffn_up_exps.{}") if gated else ("ffn_up_exps.{}",),
             down="ffn_down_exps.{}",
-            shared_gate=("ffn_gate_shexp", "ffn_up_shexp") if names.experts.shared_gate else (),
+            shared_gate=shared if names.experts.shared_gate else (),
             shared_down="ffn_down_shexp",
             shared_router="ffn_gate_inp_shexp" if names.experts.shared_router else "",
             choice_bias="exp_probs_b.bias" if names.experts.choice_bias else "",
@@ -113,7 +134,7 @@ def _names(names: TensorNames, fused_qkv: bool) -> TensorNames:
         embedding="token_embd",
         positions=None if names.positions is None else "position_embd",
         layers="blk",
-        final_norm="output_norm",
+        final_norm="output_norm" if names.convolution is None else "token_embd_norm",
         attention_norm=None if names.attention_norm is None else "attn_norm",
         qkv=("attn_qkv",) if fused_qkv else ("attn_q", "attn_k", "attn_v"),
         query_norm="attn_q_norm",
@@ -129,6 +150,8 @@ def _names(names: TensorNames, fused_qkv: bool) -> TensorNames:
         experts=experts,
         latent=None if names.latent is None else _LATENT,
         delta_net=None if names.delta_net is None else _delta_net(names.delta_net),
+        convolution=None if names.convolution is None else _CONVOLUTION,
+        mamba=None if names.mamba is None else _MAMBA,
         beside=_BESIDE,
         layer_inputs=_LAYER_INPUTS,
         layer_scalar="layer_output_scale.weight",

@@ -34,6 +34,8 @@ _READ = (
 _MATRIX = 2
 _EXPERTS = "_exps."
 """Part of the name of a tensor that stacks all experts of a layer"""
+_BARE = ".ffn_norm"
+"""Name of a norm that Falcon-H1's files have without .weight"""
 _STREAMS = ("altup_proj.", "altup_unembd_proj.")
 """Stacks of products of Gemma 3n, one for each stream after the first"""
 _BOTH = "ffn_gate_up_exps"
@@ -178,7 +180,8 @@ class GgufTensors(TensorFiles):
         if not tensor.name.startswith(_STREAMS) and (
             _EXPERTS not in tensor.name or len(tensor.shape) == 1
         ):
-            self._put(tensor.name, place)
+            suffix = ".weight" if tensor.name.endswith(_BARE) else ""
+            self._put(f"{tensor.name}{suffix}", place)
             return
         stem, _, suffix = tensor.name.rpartition(".")
         stems = [stem.replace(_BOTH, each) for each in _PRODUCTS] if _BOTH in stem else [stem]

@@ -5,17 +5,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.engine.batch.step_batch import StepBatch
+from services.engine.batch.step_batch import StateSegments
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.rotary import Rotation
-from services.engine.model.attention import KVCache
 from services.engine.model.mixers.delta_rule import (
     DeltaInputs,
     DeltaRule,
     DeltaState,
     DeltaWeights,
 )
-from services.engine.model.mixers.interface import Mixer, Scratch
+from services.engine.model.mixers.recurrent import RecurrentMixer, RecurrentScratch
 from services.engine.model.operators.interface import Operators, Projection
 
 __all__ = ["DeltaNetMixer", "DeltaNetScratch", "DeltaNetWeights"]
@@ -36,7 +35,7 @@ class DeltaNetWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNetScratch(Scratch):
+class DeltaNetScratch(RecurrentScratch):
     """Outputs of the input projections, and the output of the rule."""
 
     inputs: Tensor
@@ -75,10 +74,8 @@ class DeltaNetScratch(Scratch):
         )
 
 
-class DeltaNetMixer(Mixer[DeltaNetScratch]):
+class DeltaNetMixer(RecurrentMixer[DeltaNetScratch]):
     """The gated delta net of layer `layer`."""
-
-    is_capturable = False  # torch's rule reads on the host which runs continue others
 
     def __init__(
         self,
@@ -88,11 +85,10 @@ class DeltaNetMixer(Mixer[DeltaNetScratch]):
         operators: Operators,
         rule: DeltaRule,
     ) -> None:
+        super().__init__(layer, weights.output, operators)
         self.scratch_key = shape
-        self._layer = layer
         self._shape = shape
         self._weights = weights
-        self._operators = operators
         self._rule = rule
 
     def allocate(self, tokens: int) -> DeltaNetScratch:
@@ -123,26 +119,8 @@ class DeltaNetMixer(Mixer[DeltaNetScratch]):
             self._weights.gate.into(rows, scratch.gate)
             self._weights.decay.into(rows, scratch.decay)
 
-    def mix(
-        self,
-        batch: StepBatch,
-        cache: KVCache,
-        scratch: DeltaNetScratch,
-        kept: DeltaNetScratch | None = None,
-        *,
-        is_written: bool = False,
+    def advance(
+        self, scratch: DeltaNetScratch, state: tuple[Tensor, ...], segments: StateSegments
     ) -> None:
-        assert batch.states is not None
-        tokens = len(batch.token_ids)
-        mine = scratch if len(scratch.out) == tokens else scratch.first(tokens)
-        inputs = DeltaInputs(mine.mixed, mine.gate, mine.beta, mine.decay, mine.out)
-        state = DeltaState(*cache.states[self._layer])
-        self._rule.apply(self._weights.rule, inputs, state, batch.states)
-        if kept is not None:
-            outputs = batch.output_rows
-            self._operators.keep(mine.out, None if outputs is None else outputs.indices)
-            mine = kept
-        self._operators.arrange(mine.out, mine.arranged)
-
-    def add_to(self, scratch: DeltaNetScratch, hidden: Tensor) -> None:
-        self._weights.output.add_to(scratch.arranged, hidden)
+        inputs = DeltaInputs(scratch.mixed, scratch.gate, scratch.beta, scratch.decay, scratch.out)
+        self._rule.apply(self._weights.rule, inputs, DeltaState(*state), segments)

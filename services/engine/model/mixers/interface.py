@@ -38,6 +38,8 @@ class Mixer(ABC, Generic[S]):
 
     scratch_key: Hashable
     """Layers with equal keys share their buffers"""
+    is_empty = False
+    """True if the layer has no mixer, so that the residual need not be normed"""
     is_capturable = True
     """True if `mix` never waits for the host, so that CUDA graphs hold it"""
 

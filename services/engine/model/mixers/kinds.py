@@ -1,28 +1,53 @@
 """Kinds of mixers: the weights of each, and the mixer that is made of them."""
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 
 from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.latent_spec import LatentSpec
-from services.engine.model.architecture.layers import AttentionSpec, MixerSpec
+from services.engine.model.architecture.layers import AttentionSpec, MixerSpec, ParallelSpec
+from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.rotary import Rotaries
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.mixers.attention import AttentionMixer, AttentionWeights
+from services.engine.model.mixers.convolution import ConvolutionMixer, ConvolutionWeights
 from services.engine.model.mixers.delta_net import DeltaNetMixer, DeltaNetWeights
 from services.engine.model.mixers.delta_rule_choice import choose_delta_rule
+from services.engine.model.mixers.empty import EmptyMixer
 from services.engine.model.mixers.interface import Mixer
 from services.engine.model.mixers.latent_attention import LatentBuffer
 from services.engine.model.mixers.latent_mixer import LatentMixer, LatentWeights
+from services.engine.model.mixers.mamba import MambaMixer, MambaWeights
+from services.engine.model.mixers.mamba_scan_choice import choose_mamba_scan
+from services.engine.model.mixers.parallel import ParallelMixer
+from services.engine.model.mixers.runs import RunGroups
 from services.engine.model.operators.interface import Operators
 
-__all__ = ["MixerMaker", "MixerWeights"]
+__all__ = ["MixerMaker", "MixerWeights", "ParallelWeights"]
 
-MixerWeights: TypeAlias = AttentionWeights | DeltaNetWeights | LatentWeights
+
+@dataclass(frozen=True, slots=True)
+class ParallelWeights:
+    """Weights of attention and of Mamba-2 beside it."""
+
+    attention: AttentionWeights
+    mamba: MambaWeights
+
+
+MixerWeights: TypeAlias = (
+    AttentionWeights
+    | ConvolutionWeights
+    | DeltaNetWeights
+    | LatentWeights
+    | MambaWeights
+    | ParallelWeights
+)
 
 
 class MixerMaker:
@@ -52,13 +77,29 @@ class MixerMaker:
             for layer in group.layers
         }
         self._latents = LatentBuffer()
+        self._runs = RunGroups()
+        self._dtype = dtype
+        self._scan = cache(lambda shape: choose_mamba_scan(shape, dtype, device, self._runs))
         self._rule = cache(lambda shape: choose_delta_rule(shape, dtype, device))
 
-    def make(self, layer: int, spec: MixerSpec, weights: MixerWeights) -> Mixer[Any]:
+    def make(self, layer: int, spec: MixerSpec, weights: MixerWeights | None) -> Mixer[Any]:
         """Make the mixer of layer `layer`."""
+        if weights is None:
+            return EmptyMixer()
         if isinstance(weights, DeltaNetWeights):
             assert isinstance(spec, DeltaShape)
             return DeltaNetMixer(layer, spec, weights, self._operators, self._rule(spec))
+        if isinstance(weights, ConvolutionWeights):
+            assert isinstance(spec, ConvolutionShape)
+            operators, runs = self._operators, self._runs
+            return ConvolutionMixer(layer, spec, weights, operators, runs, self._dtype)
+        if isinstance(weights, ParallelWeights):
+            assert isinstance(spec, ParallelSpec)
+            attention = self.make(layer, spec.attention, weights.attention)
+            return ParallelMixer(attention, self.make(layer, spec.mamba, weights.mamba))
+        if isinstance(weights, MambaWeights):
+            assert isinstance(spec, MambaShape)
+            return MambaMixer(layer, spec, weights, self._operators, self._scan(spec))
         rotation = None
         if isinstance(weights, LatentWeights):
             assert isinstance(spec, LatentSpec)

@@ -1,38 +1,76 @@
 """Stored weights of mixers, by kind."""
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.latent_spec import LatentSpec
-from services.engine.model.architecture.layers import AttentionSpec, MixerSpec
+from services.engine.model.architecture.layers import (
+    AttentionSpec,
+    MixerSpec,
+    NoMixer,
+    ParallelSpec,
+)
+from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.mixers.attention_weights import (
     StoredAttention,
     read_attention,
     stored_attention,
+)
+from services.engine.model.mixers.convolution_weights import (
+    StoredConvolution,
+    read_convolution,
+    stored_convolution,
 )
 from services.engine.model.mixers.delta_net_weights import (
     StoredDeltaNet,
     read_delta_net,
     stored_delta_net,
 )
-from services.engine.model.mixers.kinds import MixerWeights
+from services.engine.model.mixers.kinds import MixerWeights, ParallelWeights
 from services.engine.model.mixers.latent_weights import (
     StoredLatent,
     read_latent_weights,
     stored_latent,
 )
+from services.engine.model.mixers.mamba_weights import StoredMamba, read_mamba, stored_mamba
 from services.engine.model.parts.stored import LayerNames, StoredNorm
 from services.engine.model.parts.tensor_reader import TensorReader
 
 __all__ = ["StoredMixer", "read_mixer", "stored_mixer"]
 
-StoredMixer: TypeAlias = StoredAttention | StoredDeltaNet | StoredLatent
+
+@dataclass(frozen=True, slots=True)
+class StoredParallel:
+    attention: StoredAttention
+    mamba: StoredMamba
 
 
-def stored_mixer(names: LayerNames, spec: MixerSpec) -> StoredMixer:
-    """Name the tensors of a layer's mixer."""
+StoredMixer: TypeAlias = (
+    StoredAttention
+    | StoredConvolution
+    | StoredDeltaNet
+    | StoredLatent
+    | StoredMamba
+    | StoredParallel
+)
+
+
+def stored_mixer(names: LayerNames, spec: MixerSpec) -> StoredMixer | None:
+    """Name the tensors of a layer's mixer; None: it has none."""
+    if isinstance(spec, NoMixer):
+        return None
     if isinstance(spec, DeltaShape):
         return stored_delta_net(names, spec)
+    if isinstance(spec, ParallelSpec):
+        return StoredParallel(
+            stored_attention(names, spec.attention), stored_mamba(names, spec.mamba)
+        )
+    if isinstance(spec, MambaShape):
+        return stored_mamba(names, spec)
+    if isinstance(spec, ConvolutionShape):
+        return stored_convolution(names, spec)
     if isinstance(spec, LatentSpec):
         return stored_latent(names, spec)
     return stored_attention(names, spec)
@@ -40,19 +78,33 @@ def stored_mixer(names: LayerNames, spec: MixerSpec) -> StoredMixer:
 
 def read_mixer(
     reader: TensorReader,
-    stored: StoredMixer,
+    stored: StoredMixer | None,
     spec: MixerSpec,
     norm: StoredNorm | None,
     post_norm: StoredNorm | None,
-) -> MixerWeights:
-    """Read a layer's mixer.
+) -> MixerWeights | None:
+    """Read a layer's mixer; None: it has none.
 
     spec: its shape in the whole model; norm: what it reads; post_norm: norm of what it adds to the
     residual.
     """
+    if stored is None:
+        return None
     if isinstance(stored, StoredDeltaNet):
         assert isinstance(spec, DeltaShape)
         return read_delta_net(reader, stored, spec, norm, post_norm)
+    if isinstance(stored, StoredParallel):
+        assert isinstance(spec, ParallelSpec)
+        return ParallelWeights(
+            read_attention(reader, stored.attention, spec.attention, norm, post_norm),
+            read_mamba(reader, stored.mamba, spec.mamba, norm, post_norm),
+        )
+    if isinstance(stored, StoredMamba):
+        assert isinstance(spec, MambaShape)
+        return read_mamba(reader, stored, spec, norm, post_norm)
+    if isinstance(stored, StoredConvolution):
+        assert isinstance(spec, ConvolutionShape)
+        return read_convolution(reader, stored, spec, norm, post_norm)
     if isinstance(stored, StoredLatent):
         assert isinstance(spec, LatentSpec)
         return read_latent_weights(reader, stored, spec, norm, post_norm)

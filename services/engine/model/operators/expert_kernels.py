@@ -628,6 +628,7 @@ def _add_sums(
     tl.store(sums, total.to(out.dtype.element_ty), mask=is_column)
 
 
-def _plain(*weights: Weight) -> list[Tensor | Mxfp4Weight]:
-    """Decode what no kernel here reads."""
-    return [each.decode() if isinstance(each, QuantizedWeight) else each for each in weights]
+def _plain(*weights: Weight | None) -> list[Tensor | Mxfp4Weight]:
+    """Decode what no kernel here reads, and leave out what is None."""
+    found = (each for each in weights if each is not None)
+    return [each.decode() if isinstance(each, QuantizedWeight) else each for each in found]

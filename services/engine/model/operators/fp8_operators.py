@@ -55,6 +55,8 @@ class Fp8Operators(TritonOperators):
     def mixture(
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
+        if not activation.gated:
+            return super().mixture(experts, count, per_row, activation)
         return GroupedMixture(
             experts, count, per_row, activation, self._dtype, self._device, self._rounding
         )

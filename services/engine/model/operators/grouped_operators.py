@@ -63,7 +63,8 @@ class GroupedOperators(NativeOperators):
     def mixture(
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
-        return grouped_mixture(self._native, LoopedMixture(experts, activation, self), activation)
+        looped = LoopedMixture(experts, activation, self)
+        return grouped_mixture(self._native, looped, activation) if activation.gated else looped
 
     def recording(self) -> Recording:
         return Recording(self._native, only_decodes=True)

@@ -167,7 +167,8 @@ class ExpertWeights:
     """
 
     gate: Weight
-    up: Weight
+    up: Weight | None
+    """None: the activation is not gated"""
     down: Weight
     gate_bias: Tensor | None
     up_bias: Tensor | None
@@ -250,7 +251,7 @@ class Operators(ABC):
     rows_at_once = 32
     """Rows that a product computes at once: with fewer it takes as long"""
     groups_experts = False
-    """True if a mixture never waits for the host, so that CUDA graphs hold it"""
+    """True if a mixture of gated experts never waits for the host, so that CUDA graphs hold it"""
     keeps_groups = False
     """True if a QuantizedWeight stays as it is in memory"""
 

@@ -83,9 +83,10 @@ class LoopedMixture(Mixture):
 
 def _gate_of(expert: ExpertWeights, activation: Activation, operators: Operators) -> Gate:
     gate, up, biases = expert.gate, expert.up, (expert.gate_bias, expert.up_bias)
-    if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight):
+    if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight | None):
         return operators.grouped_gate(gate, up, *biases, activation)
-    return operators.gate(decoded(gate), decoded(up), *biases, activation)
+    factor = None if up is None else decoded(up)
+    return operators.gate(decoded(gate), factor, *biases, activation)
 
 
 def _down_of(expert: ExpertWeights, operators: Operators) -> Projection:

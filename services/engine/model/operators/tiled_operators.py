@@ -216,7 +216,8 @@ class TiledOperators(NativeOperators):
     def mixture(
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
-        return tiled_mixture(self.native, LoopedMixture(experts, activation, self))
+        looped = LoopedMixture(experts, activation, self)
+        return tiled_mixture(self.native, looped) if activation.gated else looped
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Pack weights of one shape with their tiles interleaved."""

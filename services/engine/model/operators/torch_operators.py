@@ -68,7 +68,7 @@ class TorchOperators(Operators):
     def mixture(
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
-        if not self.groups_experts:
+        if not self.groups_experts or not activation.gated:
             return LoopedMixture(experts, activation, self)
         # Imported here, because only GPU machines need Triton.
         from services.engine.model.operators.expert_kernels import GroupedMixture

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from services.engine.model.operators.interface import (
 __all__ = [
     "Beside",
     "Dense",
+    "EmptyFeedForward",
     "Experts",
     "FeedForward",
     "NormedExperts",
@@ -30,12 +32,24 @@ __all__ = [
 class FeedForward(ABC):
     """The second half of a decoder layer."""
 
+    is_empty: ClassVar[bool] = False
+    """True if the layer has no such half, so that the residual need not be normed"""
+
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         """Add the layer's output for the normed `rows` to the residual `out`.
 
         rows, out: [n, hidden_size]; inner: scratch space [n, intermediate_size].
         """
+
+
+class EmptyFeedForward(FeedForward):
+    """The half of a layer that is a mixer alone."""
+
+    is_empty = True
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from services.engine.model.operators.interface import ExpertWeights, Gate, Mixtu
 from services.engine.model.parts.feed_forward import (
     Beside,
     Dense,
+    EmptyFeedForward,
     Experts,
     FeedForward,
     NormedExperts,
@@ -61,13 +62,15 @@ class FeedForwardReader:
 
     def read(
         self,
-        stored: StoredFeedForward,
+        stored: StoredFeedForward | None,
         content: FeedForwardSpec,
         norm: StoredNorm | None,
         post_norm: StoredNorm | None,
     ) -> FeedForward:
         """Read a layer. content: its shape in the whole model; norm: what it reads; post_norm: norm
         of what it adds to the residual."""
+        if stored is None:
+            return EmptyFeedForward()
         if isinstance(stored, StoredBeside):
             assert isinstance(content, BesideSpec)
             assert post_norm is not None
@@ -183,6 +186,7 @@ class FeedForwardReader:
             operators = reader.operators_of(*chain.from_iterable(parts))
             experts = (
                 self._expert(
+                    content.activation,
                     reader.linear(expert.gate, norm, of_expert=True),
                     *reader.partial(expert.down, of_expert=True),
                 )
@@ -256,8 +260,15 @@ class FeedForwardReader:
         return repeat(None) if stored is None else iter(self._reader.tensor(stored))
 
     def _expert(
-        self, parts: list[WeightAndBias], down: Weight, down_bias: Tensor | None
+        self,
+        activation: Activation,
+        parts: list[WeightAndBias],
+        down: Weight,
+        down_bias: Tensor | None,
     ) -> ExpertWeights:
+        if not activation.gated:
+            ((gate, gate_bias),) = self._gate_parts(parts, 1)
+            return ExpertWeights(gate, None, down, gate_bias, None, down_bias)
         (gate, gate_bias), (up, up_bias) = self._gate_parts(parts, 2)
         if type(gate) is not type(up):
             gate, up = decoded(gate), decoded(up)
@@ -318,7 +329,9 @@ class FeedForwardReader:
         module = module.removeprefix(self._reader.root)
         stacked = content.experts if isinstance(content.experts, StackedExperts) else None
         alternates = stacked is not None and stacked.layout.alternates
-        order = self._order_of_gate(width, 2, alternates=alternates)
+        products = 2 if experts.activation.gated else 1
+        order = self._order_of_gate(width, products, alternates=alternates)
+        first = "gate_up_proj" if experts.activation.gated else "up_proj"
         for number in range(count):
             if isinstance(content.experts, StackedExperts):
                 gate = Site((), hidden, order)
@@ -327,7 +340,7 @@ class FeedForwardReader:
                 stored = content.experts[number]
                 gate = self._reader.site(stored.gate, norm, order)
                 down = self._reader.residual_site(stored.down)
-            both = StackedPart(f"{module}.gate_up_proj", 2 * width, number, count)
+            both = StackedPart(f"{module}.{first}", products * width, number, count)
             outputs = StackedPart(f"{module}.down_proj", hidden, number, count)
             yield replace(gate, stacked=both), replace(down, stacked=outputs)
 

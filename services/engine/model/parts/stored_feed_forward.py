@@ -9,6 +9,7 @@ from services.engine.model.architecture.layers import (
     DenseSpec,
     ExpertsSpec,
     FeedForwardSpec,
+    NoFeedForward,
 )
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.config import CheckpointError
@@ -84,8 +85,10 @@ class StoredBeside:
 StoredFeedForward: TypeAlias = StoredDense | StoredExperts | StoredBeside
 
 
-def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFeedForward:
-    """Name the tensors of a layer's feed-forward layer."""
+def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFeedForward | None:
+    """Name the tensors of a layer's feed-forward layer; None: it has none."""
+    if isinstance(content, NoFeedForward):
+        return None
     if isinstance(content, ExpertsSpec):
         return _experts(names, content)
     own = names.names

@@ -82,6 +82,7 @@ class TensorReader:
         self.step_bytes = 0
         """Bytes of the weights read so far that every step reads"""
         self._bar = bar
+        self._factors = {each.name: each.factors for each in spec.weight_factors}
 
     def residual_projection(
         self, linear: StoredLinear, post_norm: StoredNorm | None, columns: Tensor | None = None
@@ -121,7 +122,9 @@ class TensorReader:
         place = int(self.spec.family.transposed)
         modules = [
             SiteModule(
-                weight.name.removeprefix(self.root).removesuffix(".weight"), weight.shape[place]
+                weight.name.removeprefix(self.root).removesuffix(".weight"),
+                weight.shape[place],
+                factors=self._row_factors(weight),
             )
             for weight in linear.weights
         ]
@@ -219,7 +222,15 @@ class TensorReader:
             return None
         if of_expert and self.operators.groups_experts:
             return self.checkpoint.mxfp4(stored, self.device)
-        return self.checkpoint.quantized(stored) if self.operators.keeps_groups else None
+        if not self.operators.keeps_groups:
+            return None
+        factors = self._factors_of(stored)
+        if len(factors) > 1:
+            return None
+        quantized = self.checkpoint.quantized(stored)
+        if quantized is None or not factors:
+            return quantized
+        return quantized.times(factors[0][1])
 
     def with_norm_bias(
         self, weight: Weight, bias: Tensor | None, norm: StoredNorm | None
@@ -246,9 +257,29 @@ class TensorReader:
         return rows
 
     def tensor(self, stored: StoredTensor) -> Tensor:
+        """Read a tensor, times its factors."""
         tensor = self.checkpoint.tensor(stored)
         self._bar.add(self.checkpoint.num_bytes(stored))
-        return tensor
+        factors = self._row_factors(stored)
+        if factors is None:
+            return tensor
+        return tensor.float() * factors.view(-1, *(1,) * (tensor.ndim - 1))
+
+    def _row_factors(self, stored: StoredTensor) -> Tensor | None:
+        """Return the factor of each row of a tensor; None: there are none."""
+        factors = self._factors_of(stored)
+        if not factors:
+            return None
+        if len(factors) == 1:
+            return torch.full(stored.shape[:1], factors[0][1])
+        return torch.cat([torch.full((count,), factor) for count, factor in factors])
+
+    def _factors_of(self, stored: StoredTensor) -> tuple[tuple[int, float], ...]:
+        """Return the factors of a layer's tensor; empty: there are none."""
+        if not self._factors:
+            return ()
+        layers = f"{self.root}{self.spec.family.names.layers}."
+        return self._factors.get(stored.name.removeprefix(layers).partition(".")[2], ())
 
 
 def split_parts(parts: list[WeightAndBias], outputs: Sequence[int]) -> list[WeightAndBias]:

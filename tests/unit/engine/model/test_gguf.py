@@ -30,7 +30,9 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     HunYuanMoEV1Config,
+    Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     Ministral3Config,
@@ -60,6 +62,7 @@ from tests.unit.engine.checkpoints import (
     EXPERTS,
     GEMMA3N,
     LATENT,
+    MAMBA,
     ROUTED,
     SHAPE,
     VOCABULARY,
@@ -79,6 +82,7 @@ QUANTIZED = (
     *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
+    *("lfm2", "granite hybrid", "nemotron h", "falcon h1"),
 )
 """Families that are tried with codes too; the first four have other shapes than in CONFIGS"""
 YARN = {
@@ -99,6 +103,7 @@ FAMILIES = {
         *("mistral", "qwen2, tied", "phi3", "phi3, long", "phi3, short", "olmo2", "granite"),
         *("gemma4, shared keys", "gemma4, experts", "gpt2", "qwen3", "qwen3, tied"),
         *("qwen3.5", "qwen3.5 moe", "qwen3 next"),
+        "falcon h1, gated norms",
         *("olmoe", "arcee", "ernie", "granite moe", "deepseek v2", "glm4 moe lite"),
         *("glm4 moe, groups", "solar open"),
         *QUANTIZED[4:],
@@ -166,6 +171,16 @@ FAMILIES = {
             "mscale": 0.8,
             "mscale_all_dim": 0.8,
         },
+    ),
+    "lfm2 moe": Lfm2MoeConfig(
+        **TIED | EXPERTS, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1
+    ),
+    "granite hybrid, dense": GraniteMoeHybridConfig(
+        **TIED | MAMBA | {"intermediate_size": 72},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        shared_intermediate_size=72,
+        num_local_experts=0,
+        position_embedding_type="rope",
     ),
     "youtu": YoutuConfig(**LATENT),
     "dots1": Dots1Config(**SHAPE | ROUTED, norm_topk_prob=True, sliding_window=None),
@@ -389,6 +404,14 @@ def test_quantized_value_heads_keep_their_keys(tmp_path: Path) -> None:
     kept = logits_of(loaded(tmp_path / "model.gguf", "full"), tokens)
     # the kernels round inputs to 8 bits; heads in another order differ by about 1
     assert (kept - expected).abs().mean() < 0.2 * expected.std()
+
+
+def test_bamba_is_refused(tmp_path: Path) -> None:
+    """The converter reorders heads of which half rotates as if the whole did."""
+    model = make_checkpoint(tmp_path / "checkpoint", CONFIGS["bamba"])
+    write_gguf(tmp_path / "model.gguf", model)
+    with pytest.raises(StartupError, match="dimension_count is less than a head"):
+        loaded(tmp_path / "model.gguf")
 
 
 def test_layers_that_draft_tokens_are_left_out(tmp_path: Path) -> None:

@@ -54,6 +54,11 @@ ARCHITECTURES = {
     "mistral4": "Mistral4ForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "kimi linear": "KimiLinearForCausalLM",
+    "lfm2 moe": "Lfm2MoeForCausalLM",
+    "granite hybrid": "GraniteMoeHybridForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "nemotron h": "NemotronHForCausalLM",
+    "falcon h1": "FalconH1ForCausalLM",
 }
 SHAPE_KEYS = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
@@ -234,6 +239,27 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("minicpm3", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
     ("youtu", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
     ("kimi linear", lambda p: set_config(p, mla_use_nope=False), ["mla_use_nope"]),
+    ("lfm2", lambda p: set_config(p, conv_L_cache=1), ["conv_L_cache", "2"]),
+    ("lfm2", lambda p: set_config(p, layer_types=["conv", "mamba", "conv"]), ["1", "mamba"]),
+    ("lfm2, biases", lambda p: set_config(p, layer_types=None, full_attn_idxs=[3]), ["idxs", "2"]),
+    ("lfm2 moe", lambda p: set_config(p, num_dense_layers=0), ["layers.0.feed_forward.gate"]),
+    ("bamba", lambda p: set_config(p, attn_layer_indices=[3]), ["attn_layer_indices", "2"]),
+    ("bamba", lambda p: set_config(p, mamba_n_groups=3), ["mamba_n_groups", "3", "8"]),
+    ("bamba", lambda p: set_config(p, mamba_d_head=8), ["mamba_d_head", "8", "128"]),
+    ("bamba", lambda p: set_config(p, mamba_d_conv=1), ["mamba_d_conv", "2"]),
+    ("bamba", lambda p: set_config(p, hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
+    ("bamba", lambda p: set_config(p, time_step_limit=[1.0, 0.1]), ["time_step_limit", "0.1"]),
+    ("bamba", lambda p: set_config(p, attn_layer_indices=None), ["no layer is attention"]),
+    ("nemotron h", lambda p: set_config(p, moe_latent_size=16), ["moe_latent_size"]),
+    (
+        "nemotron h",
+        lambda p: set_config(p, layers_block_type=None, hybrid_override_pattern="M*X"),
+        ["hybrid_override_pattern", "X"],
+    ),
+    ("nemotron h", lambda p: set_config(p, layers_block_type=["mlp", "rwkv"]), ["1", "rwkv"]),
+    ("falcon h1", lambda p: set_config(p, mlp_multipliers=[1.0]), ["mlp_multipliers", "2"]),
+    ("falcon h1", lambda p: set_config(p, mamba_d_ssm=64), ["mamba_d_ssm", "64"]),
+    ("granite hybrid", lambda p: set_config(p, num_local_experts=-1), ["num_local_experts", "-1"]),
     ("gemma4, shared keys", lambda p: set_config(p, pad_token_id=-1), ["pad_token_id", "-1"]),
     (
         "gemma4, shared keys",
@@ -411,6 +437,7 @@ DEFAULTED = [
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
     *("deepseek v3", "solar open", "minimax m2", "hy v3", "glm4 moe lite", "llama4", "afmoe"),
     *("youtu", "minicpm3", "mistral4", "opt", "falcon"),
+    *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
 ]
 LEAST_KEYS = {
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),

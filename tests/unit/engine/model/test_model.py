@@ -172,7 +172,7 @@ def test_half_precision_stays_close_to_float32(
     [
         *("gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"),
         *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
-        "glm4 moe lite",
+        *("glm4 moe lite", "lfm2", "bamba"),
     ],
 )
 def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:
@@ -224,7 +224,9 @@ def test_streams_in_tiles_stay_close_to_float32(tmp_path: Path) -> None:
 
 
 @needs_tiles
-@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "qwen3 moe", "qwen3.5 moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3.5", "bamba", "qwen3 moe", "qwen3.5 moe", "gpt-oss"]
+)
 def test_replayed_pass_equals_single_kernels(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

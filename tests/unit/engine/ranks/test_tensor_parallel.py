@@ -96,6 +96,15 @@ FAMILIES = (
     "glm4 moe",
     "kimi linear",
     "minicpm3",
+    "lfm2",
+    "lfm2, biases",
+    "lfm2 moe",
+    "granite hybrid",
+    "granite hybrid, dense",
+    "bamba",
+    "nemotron h",
+    "falcon h1",
+    "falcon h1, norms",
 )
 _WIDE: dict[str, Any] = {
     "vocab_size": 97,
@@ -133,6 +142,10 @@ ADAPTED = (
     "gpt-oss",
     "kimi linear",
     "minicpm3",
+    "lfm2",
+    "granite hybrid, dense",
+    "nemotron h",
+    "falcon h1",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
 transposed weights, experts"""

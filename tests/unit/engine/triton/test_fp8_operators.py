@@ -16,6 +16,7 @@ from services.common.settings import StartupError
 from services.engine.model import loader
 from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.decoder import Decoder
+from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding, Fp8Weight
 from services.engine.model.operators.interface import AdaptedProjection, ExpertWeights
 from services.engine.model.operators.torch_operators import TorchOperators
@@ -212,6 +213,7 @@ def test_fp8_checkpoint_stays_fp8(
     parameters, tensors = dict(model.named_parameters()), load_file(tmp_path / "model.safetensors")
     for index, layer in enumerate(decoder._weights.layers):
         name = f"model.layers.{index}.self_attn.o_proj.weight"
+        assert isinstance(layer.mixer, AttentionWeights)
         projection = layer.mixer.output
         assert isinstance(projection, AdaptedProjection)
         output = projection.base

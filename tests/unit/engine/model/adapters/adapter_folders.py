@@ -15,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 __all__ = ["layers_of", "make_adapter", "make_separate_adapter"]
 
 _ELSEWHERE = "vision|visual|connector|projector|lm_head|_coefs"
+_REFUSED = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
+"""Layers that PEFT refuses, by the model's type"""
 
 
 def layers_of(model: PreTrainedModel) -> list[str]:
@@ -23,11 +25,13 @@ def layers_of(model: PreTrainedModel) -> list[str]:
     For models with experts, PEFT takes the names of dense feed-forward layers for theirs too.
     """
     named = dict(model.named_modules())
+    refused = _REFUSED.get(model.config.model_type)
     elsewhere = f"{_ELSEWHERE}|mlp" if any("experts" in name for name in named) else _ELSEWHERE
     return [
         name
         for name, module in named.items()
         if isinstance(module, nn.Linear | Conv1D) and not re.search(elsewhere, name)
+        if refused is None or not name.endswith(refused)
     ]
 
 

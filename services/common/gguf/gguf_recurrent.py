@@ -1,0 +1,126 @@
+"""Recurrent layers of a GGUF file, as keys of config.json."""
+
+from services.common.gguf.gguf_file import GgufError, GgufFile
+from services.common.gguf.gguf_layers import count_layers
+from services.common.json_values import Json
+
+__all__ = [
+    "read_convolutions",
+    "read_falcon_h1",
+    "read_granite_hybrid",
+    "read_nemotron_h",
+]
+
+_NEMOTRON_KEYS = {
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_d_head": "mamba_head_dim",
+    "mamba_d_state": "ssm_state_size",
+    "mamba_n_groups": "n_groups",
+    "mamba_n_heads": "mamba_num_heads",
+    "mamba_proj_bias": "use_bias",
+}
+"""Names of Nemotron-H for the keys of Mamba-2"""
+
+
+def read_convolutions(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of LFM2, whose layers are short convolutions or attention."""
+    return {
+        **_read_attention(file, "conv"),
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": file.count(file.own("shortconv.l_cache")),
+        "num_dense_layers": file.integer(file.own("leading_dense_block_count"), 0),
+    }
+
+
+def read_granite_hybrid(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Granite 4, whose layers are Mamba-2 or attention.
+
+    Raises GgufError for Bamba: the converter reorders its heads as if they rotated as a whole.
+    """
+    own = file.own
+    rotates = file.flag(own("rope.scaling.finetuned"), True)
+    heads = file.count(own("attention.head_count"))
+    width = file.count(own("embedding_length")) // heads
+    if rotates and file.count(own("rope.dimension_count"), width) < width:
+        key = own("rope.dimension_count")
+        raise GgufError(f"{file.path}: {key} is less than a head (Bamba), which is not supported.")
+    dense = file.integer(own("feed_forward_length"))
+    return {
+        **_read_attention(file, "linear_attention"),
+        **_read_mamba(file),
+        "norm_topk_prob": True,
+        "num_local_experts": file.integer(own("expert_count"), 0),
+        "position_embedding_type": "rope" if rotates else None,
+        "shared_intermediate_size": file.integer(own("expert_shared_feed_forward_length"), dense),
+    }
+
+
+def read_nemotron_h(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Nemotron-H, whose layers are Mamba-2, attention, or a feed-forward layer.
+
+    Only attention has heads, and only feed-forward layers have a width.
+    """
+    own, layers = file.own, count_layers(file)
+    heads = file.integers(own("attention.head_count_kv"), layers)
+    widths = file.integers(own("feed_forward_length"), layers)
+    kinds: list[Json] = []
+    for layer in range(layers):
+        feed_forward = "moe" if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors else "mlp"
+        others = "full_attention" if heads[layer] else "linear_attention"
+        kinds.append(feed_forward if widths[layer] else others)
+    groups = file.count(own("expert_group_count"), 1)
+    return {
+        **{
+            _NEMOTRON_KEYS[key]: value
+            for key, value in _read_mamba(file).items()
+            if value is not None
+        },
+        "intermediate_size": max(widths) or 1,
+        "layers_block_type": kinds,
+        "mlp_bias": any(name.endswith("ffn_up.bias") for name in file.tensors),
+        "n_group": groups,
+        "norm_topk_prob": file.flag(own("expert_weights_norm"), False),
+        "num_key_value_heads": max(heads) or 1,
+        "num_nextn_predict_layers": 0,
+        "routed_scaling_factor": file.number(own("expert_weights_scale"), 1.0),
+        "topk_group": file.count(own("expert_group_used_count"), 1, most=groups),
+    }
+
+
+def read_falcon_h1(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Falcon-H1. The converter has multiplied the weights by their factors."""
+    return {
+        **_read_mamba(file),
+        "mamba_d_ssm": file.integer(file.own("ssm.inner_size")),
+        "mamba_norm_before_gate": False,
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
+        "projectors_bias": "blk.0.ssm_out.bias" in file.tensors,
+    }
+
+
+def _read_mamba(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Mamba-2 layers."""
+    own, biases = file.own, {name.split(".", 2)[-1] for name in file.tensors if "bias" in name}
+    heads = file.count(own("ssm.time_step_rank"))
+    return {
+        "mamba_conv_bias": "ssm_conv1d.bias" in biases,
+        "mamba_d_conv": file.integer(own("ssm.conv_kernel")),
+        "mamba_d_head": file.integer(own("ssm.inner_size")) // heads,
+        "mamba_d_state": file.integer(own("ssm.state_size")),
+        "mamba_expand": None,
+        "mamba_n_groups": file.integer(own("ssm.group_count"), 1),
+        "mamba_n_heads": heads,
+        "mamba_proj_bias": "ssm_in.bias" in biases,
+    }
+
+
+def _read_attention(file: GgufFile, other: str) -> dict[str, Json]:
+    """Return which layers are attention: those with heads. other: kind of the others."""
+    heads = file.integers(file.own("attention.head_count_kv"), count_layers(file))
+    return {
+        "layer_types": [
+            "full_attention" if each else other for each in heads[: count_layers(file)]
+        ],
+        "num_key_value_heads": max(heads) or 1,
+    }

@@ -1,0 +1,210 @@
+// State space scan of Mamba-2 (https://arxiv.org/abs/2405.21060), compiled once per instruction
+// set.
+//
+// TW_SCAN is the name of the function that this compilation defines. Everything else is in an
+// anonymous namespace, and no standard template is instantiated (see portable.cpp).
+#include "state_scan.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "buffer.h"
+#include "chains.h"
+#include "denormals.h"
+#include "exponential.h"
+#include "scalars.h"
+#include "threads.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
+
+constexpr int64_t kVectors = 4;     // vectors of a state's row that are advanced together
+constexpr int64_t kChannels = 256;  // channels that a thread convolves together
+
+inline Lanes load_lanes(const float *from) {
+  Lanes lanes;
+  memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+inline float silu(float x) { return x / (1.0f + exponential(-x)); }
+
+int64_t outputs_of(const tw_scan &s) { return s.heads * s.head_dim; }
+
+int64_t channels_of(const tw_scan &s) { return outputs_of(s) + 2 * s.groups * s.state_width; }
+
+thread_local Buffer memory;
+
+// Convolves channels `first` to `last` - 1 over the tokens of a chain of runs.
+template <typename T>
+void convolve(const tw_scan &s, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  const int64_t channels = channels_of(s), past = s.conv_width - 1, width = last - first;
+  auto window = static_cast<float *>(memory.reserve((past + 1) * width * 4));
+  auto slot_row = [&](int64_t slot, int64_t row) {
+    return static_cast<T *>(s.windows) + (slot * past + row) * channels + first;
+  };
+  memset(window, 0, static_cast<size_t>(past * width) * 4);
+  if (s.sources[begin] >= 0)
+    for (int64_t row = 0; row < past; row++) {
+      const T *from = slot_row(s.sources[begin], row);
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) window[row * width + i] = load(from[i]);
+    }
+  for (int64_t run = begin; run < end; run++) {
+    for (int64_t token = s.starts[run]; token < s.starts[run + 1]; token++) {
+      const T *from = static_cast<const T *>(s.mixed) + token * s.mixed_stride + first;
+      float *to = s.convolved + token * channels + first, *newest = window + past * width;
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) newest[i] = load(from[i]);
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++)
+        to[i] = s.convolution_bias ? s.convolution_bias[first + i] : 0.0f;
+      for (int64_t j = 0; j <= past; j++) {
+        const float *weights = s.convolution + j * channels + first, *row = window + j * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) to[i] += weights[i] * row[i];
+      }
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) to[i] = silu(to[i]);
+      memmove(window, window + width, static_cast<size_t>(past * width) * 4);
+    }
+    for (int64_t row = 0; row < past; row++) {
+      T *to = slot_row(s.targets[run], row);
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) store(to + i, window[row * width + i]);
+    }
+  }
+}
+
+// Makes `to` decay * from + factors x^T, and adds to^T closed to `out`. from: null for zeros, or
+// `to` itself; all rows have `width` numbers.
+void advance(const float *from, float *to, const float *x, const float *factors,
+             const float *closed, float decay, int64_t rows, int64_t width, float *out) {
+  int64_t at = 0;
+  for (; at + kVectors * kLanes <= width; at += kVectors * kLanes) {
+    Lanes input[kVectors], sums[kVectors];
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < kVectors; v++) {
+      input[v] = load_lanes(x + at + v * kLanes);
+      sums[v] = load_lanes(out + at + v * kLanes);
+    }
+    for (int64_t n = 0; n < rows; n++) {
+      const float factor = factors[n], read = closed[n];
+#pragma GCC unroll 4
+      for (int64_t v = 0; v < kVectors; v++) {
+        const int64_t place = n * width + at + v * kLanes;
+        Lanes row = factor * input[v];
+        if (from) row += decay * load_lanes(from + place);
+        sums[v] += read * row;
+        memcpy(to + place, &row, sizeof row);
+      }
+    }
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < kVectors; v++) memcpy(out + at + v * kLanes, &sums[v], sizeof(Lanes));
+  }
+  if (at == width) return;
+  for (int64_t n = 0; n < rows; n++) {
+    const float factor = factors[n], read = closed[n];
+    float *row = to + n * width;
+    const float *before = from ? from + n * width : nullptr;
+#pragma omp simd
+    for (int64_t i = at; i < width; i++) {
+      row[i] = factor * x[i] + (before ? decay * before[i] : 0.0f);
+      out[i] += read * row[i];
+    }
+  }
+}
+
+template <typename T>
+void scan_head(const tw_scan &s, int64_t head, int64_t begin, int64_t end) {
+  const int64_t channels = channels_of(s), outputs = outputs_of(s), width = s.head_dim;
+  const int64_t group = head / (s.heads / s.groups), size = s.state_width * width;
+  auto factors = static_cast<float *>(memory.reserve(s.state_width * 4));
+  auto state_of = [&](int64_t slot) { return s.states + (slot * s.heads + head) * size; };
+  for (int64_t run = begin; run < end; run++) {
+    const float *from = s.sources[run] < 0 ? nullptr : state_of(s.sources[run]);
+    float *const to = state_of(s.targets[run]);
+    for (int64_t token = s.starts[run]; token < s.starts[run + 1]; token++) {
+      const T *steps = static_cast<const T *>(s.steps) + token * s.steps_stride;
+      const float wanted = load(steps[head]) + s.step_bias[head];
+      const float step = minimum(
+          maximum(wanted > 20.0f ? wanted : log1pf(exponential(wanted)), s.least_step),
+          s.most_step);
+      const float *row = s.convolved + token * channels;
+      const float *x = row + head * width, *opened = row + outputs + group * s.state_width;
+      const float *closed = opened + s.groups * s.state_width;
+      float *out = s.scanned + token * outputs + head * width;
+#pragma omp simd
+      for (int64_t n = 0; n < s.state_width; n++) factors[n] = step * opened[n];
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) out[i] = s.skip[head] * x[i];
+      const float decay = exponential(-s.rates[head] * step);
+      advance(from, to, x, factors, closed, decay, s.state_width, width, out);
+      from = to;
+    }
+  }
+}
+
+// Writes a token's outputs: gated, and normed before or after that.
+template <typename T>
+void finish(const tw_scan &s, int64_t token) {
+  const int64_t outputs = outputs_of(s);
+  const T *gate = static_cast<const T *>(s.gate) + token * s.gate_stride;
+  T *to = static_cast<T *>(s.out) + token * s.out_stride;
+  float *rows = s.scanned + token * outputs;
+  const int64_t width = s.norm ? s.norm_width : outputs;
+  for (int64_t first = 0; first < outputs; first += width) {
+    float squares = 0, scale = 1;
+    if (!s.norms_first || !s.norm) {
+#pragma omp simd
+      for (int64_t i = first; i < first + width; i++) rows[i] *= silu(load(gate[i]));
+    }
+    if (s.norm) {
+#pragma omp simd reduction(+ : squares)
+      for (int64_t i = first; i < first + width; i++) squares += rows[i] * rows[i];
+      scale = 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + s.epsilon);
+#pragma omp simd
+      for (int64_t i = first; i < first + width; i++) rows[i] *= scale * s.norm[i];
+    }
+    if (s.norms_first && s.norm) {
+#pragma omp simd
+      for (int64_t i = first; i < first + width; i++) rows[i] *= silu(load(gate[i]));
+    }
+#pragma omp simd
+    for (int64_t i = first; i < first + width; i++) store(to + i, rows[i]);
+  }
+}
+
+thread_local Buffer firsts;
+
+template <typename T>
+void run(const tw_scan &s) {
+  // A chain of runs is computed by one thread.
+  auto first = static_cast<int64_t *>(firsts.reserve((s.runs + 1) * 8));
+  const int64_t chains = find_chains(s.sources, s.targets, s.runs, first);
+  const int64_t channels = channels_of(s), parts = (channels + kChannels - 1) / kChannels;
+  parallel_for(chains * parts, [&](int64_t item) {
+    const int64_t chain = item / parts, at = item % parts * kChannels;
+    convolve<T>(s, at, minimum(at + kChannels, channels), first[chain], first[chain + 1]);
+  });
+  parallel_for(chains * s.heads, [&](int64_t item) {
+    [[maybe_unused]] const DenormalsAreZero rounding;
+    const int64_t chain = item / s.heads;
+    scan_head<T>(s, item % s.heads, first[chain], first[chain + 1]);
+  });
+  if (s.out) parallel_for(s.starts[s.runs], [&](int64_t token) { finish<T>(s, token); });
+}
+
+}  // namespace
+
+void TW_SCAN(const tw_scan *scan) {
+  scan->dtype == TW_FLOAT32 ? run<float>(*scan) : run<bfloat16>(*scan);
+}

@@ -1,0 +1,33 @@
+"""Tensor names of recurrent mixers besides the gated delta net."""
+
+from dataclasses import dataclass
+
+__all__ = ["ConvolutionNames", "MambaNames"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionNames:
+    """Tensor names of a gated short convolution, without .weight and .bias."""
+
+    inputs: str = "conv.in_proj"
+    """Input gate, output gate, and what is convolved"""
+    convolution: str = "conv.conv"
+    output: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class MambaNames:
+    """Tensor names of Mamba-2; those of products and the convolution without .weight and .bias."""
+
+    inputs: str = "mamba.in_proj"
+    """The gate, what is convolved, and the time steps"""
+    convolution: str = "mamba.conv1d"
+    a_log: str = "mamba.A_log"
+    has_rates: bool = False
+    """`a_log` is stored as -exp(A_log)"""
+    step_bias: str = "mamba.dt_bias"
+    skip: str = "mamba.D"
+    norm: str = "mamba.norm.weight"
+    norm_by_group: bool = False
+    """`norm` is stored as [groups, outputs of a group]"""
+    output: str = "mamba.out_proj"

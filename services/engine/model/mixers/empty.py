@@ -1,0 +1,50 @@
+"""Mixer of layers that have none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.attention import KVCache
+from services.engine.model.mixers.interface import Mixer, Scratch
+
+__all__ = ["EmptyMixer", "EmptyScratch"]
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyScratch(Scratch):
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    def first(self, tokens: int) -> "EmptyScratch":
+        return self
+
+
+class EmptyMixer(Mixer[EmptyScratch]):
+    """A mixer that adds nothing to the residual."""
+
+    scratch_key = "empty"
+    is_empty = True
+
+    def allocate(self, tokens: int) -> EmptyScratch:
+        return EmptyScratch()
+
+    def project(self, rows: Tensor, scratch: EmptyScratch, rotations: Sequence[Rotation]) -> None:
+        pass
+
+    def mix(
+        self,
+        batch: StepBatch,
+        cache: KVCache,
+        scratch: EmptyScratch,
+        kept: EmptyScratch | None = None,
+        *,
+        is_written: bool = False,
+    ) -> None:
+        pass
+
+    def add_to(self, scratch: EmptyScratch, hidden: Tensor) -> None:
+        pass

@@ -1,0 +1,63 @@
+"""Gate and norm of a Mamba-2 layer's output."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from services.engine.model.architecture.mamba_shape import MambaShape
+from services.engine.ranks.all_reduce import AllReduce
+
+__all__ = ["GatedNorm", "NormRanks"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormRanks:
+    """Ranks among which outputs that are normed together are divided."""
+
+    all_reduce: AllReduce
+    group: int
+    """Number of this rank's norm"""
+    groups: int
+    """Norms of all ranks"""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNorm:
+    """RMSNorm over groups of outputs, before or after SiLU of the gate multiplies them."""
+
+    weight: Tensor | None
+    """float32 [outputs]; None: there is the gate alone"""
+    width: int
+    """Outputs that are normed together, those of other ranks included"""
+    epsilon: float
+    norms_first: bool
+    ranks: NormRanks | None
+    """None: each rank has whole groups"""
+
+    @staticmethod
+    def of(shape: MambaShape, weight: Tensor | None, ranks: NormRanks | None) -> "GatedNorm":
+        """shape: that of this rank."""
+        return GatedNorm(weight, shape.norm_width, shape.norm_epsilon, shape.norms_first, ranks)
+
+    def apply(self, rows: Tensor, gate: Tensor) -> Tensor:
+        """Return float32 [n, outputs]. rows: float32 [n, outputs]; gate: [n, outputs]."""
+        factors = functional.silu(gate.float())
+        if self.weight is None:
+            return rows * factors
+        if self.norms_first:
+            return self._normed(rows, self.weight) * factors
+        return self._normed(rows * factors, self.weight)
+
+    def _normed(self, rows: Tensor, weight: Tensor) -> Tensor:
+        if self.ranks is None:
+            groups = rows.view(len(rows), -1, self.width)
+            normed = functional.rms_norm(groups, (self.width,), eps=self.epsilon)
+            return normed.flatten(1) * weight
+        squares = torch.empty((len(rows), self.ranks.groups), device=rows.device)
+        mine = self.ranks.all_reduce.operand(squares)
+        mine.zero_()[:, self.ranks.group] = rows.square().sum(1)
+        self.ranks.all_reduce.sum(mine, squares)
+        mean = squares[:, self.ranks.group, None] / self.width
+        return rows * torch.rsqrt(mean + self.epsilon) * weight

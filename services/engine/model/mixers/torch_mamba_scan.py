@@ -1,0 +1,128 @@
+"""State space scan of Mamba-2 in torch, for every dtype and device."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from services.engine.batch.step_batch import StateSegments
+from services.engine.model.architecture.mamba_shape import MambaShape
+from services.engine.model.mixers.decays import decayed_products
+from services.engine.model.mixers.mamba_scan import (
+    MambaConstants,
+    MambaInputs,
+    MambaScan,
+    MambaState,
+)
+from services.engine.model.mixers.runs import RunGroups, convolve
+
+__all__ = ["TorchMambaScan"]
+
+_CHUNK = 64
+"""Tokens that are computed by one set of matrix products"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Operands by group and head: float32 [runs, groups, heads of a group, length, ...]."""
+
+    values: Tensor
+    """[runs, groups, heads, length, head_dim], times their time steps"""
+    decays: Tensor
+    """[runs, groups, heads, length, 1], logarithms"""
+    opened: Tensor
+    """[runs, groups, 1, length, state_width], factors of the inputs (B)"""
+    closed: Tensor
+    """[runs, groups, 1, length, state_width], factors of the outputs (C)"""
+
+    def chunk(self, first: int) -> "_Tokens":
+        parts = (self.values, self.decays, self.opened, self.closed)
+        return _Tokens(*(part[..., first : first + _CHUNK, :] for part in parts))
+
+
+class TorchMambaScan(MambaScan):
+    """Runs of the same length are computed together, and long runs in chunks."""
+
+    def __init__(
+        self, shape: MambaShape, dtype: torch.dtype, device: torch.device, groups: RunGroups
+    ) -> None:
+        """groups: those of all layers."""
+        super().__init__(shape, dtype, device)
+        self._groups = groups
+
+    def allocate(self, slots: int) -> MambaState:
+        last, states = self._sizes(slots)
+        return MambaState(
+            torch.zeros(last, dtype=self._dtype, device=self._device),
+            torch.zeros(states, device=self._device),
+        )
+
+    def apply(
+        self,
+        constants: MambaConstants,
+        inputs: MambaInputs,
+        state: MambaState,
+        segments: StateSegments,
+    ) -> None:
+        out = torch.empty(inputs.gate.shape, device=self._device)
+        factors, bias = constants.convolution, constants.convolution_bias
+        for runs in self._groups.of(segments):
+            mixed = convolve(inputs.mixed[runs.rows], state.last, runs, factors, bias)
+            before, steps = runs.before(state.states), inputs.steps[runs.rows]
+            after, rows = _scan(self._shape, constants, functional.silu(mixed), steps, before)
+            state.states[runs.targets] = after
+            out[runs.rows] = rows.flatten(2)
+        inputs.out.copy_(constants.norm.apply(out, inputs.gate))
+
+
+def _scan(
+    shape: MambaShape, constants: MambaConstants, mixed: Tensor, steps: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the states behind runs of tokens, and the outputs. May overwrite `state`.
+
+    With t = softplus(step + step_bias), the state S of a head becomes exp(-rate * t) * S + t * B
+    x^T; the output is S^T C + skip * x.
+
+    mixed: float32 [runs, length, channels], what the convolution returns: x of all heads, B and C
+    of all groups; steps: [runs, length, heads]; state: float32 [runs, heads, state_width,
+    head_dim]. Outputs: float32 [runs, length, heads, head_dim].
+    """
+    runs, length, _ = mixed.shape
+    inputs, opened, closed = torch.split(mixed, [shape.outputs, shape.factors, shape.factors], -1)
+    heads = (shape.groups, shape.heads // shape.groups)
+    values = inputs.view(runs, length, *heads, -1).permute(0, 2, 3, 1, 4)
+    taken = functional.softplus(steps.float() + constants.step_bias)
+    taken = taken.clamp(shape.least_step, shape.most_step)
+    taken = taken.view(runs, length, *heads, 1).permute(0, 2, 3, 1, 4)
+    tokens = _Tokens(
+        values * taken,
+        -constants.rates.view(*heads, 1, 1) * taken,
+        *(
+            each.view(runs, length, *heads[:1], 1, -1).permute(0, 2, 3, 1, 4)
+            for each in (opened, closed)
+        ),
+    )
+    state, advanced = state.view(runs, *heads, *state.shape[2:]), []
+    for first in range(0, length, _CHUNK):
+        state, out = (_step if length == 1 else _advance)(state, tokens.chunk(first))
+        advanced.append(out)
+    out = torch.cat(advanced, -2) + constants.skip.view(*heads, 1, 1) * values
+    return state.flatten(1, 2), out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _step(state: Tensor, tokens: _Tokens) -> tuple[Tensor, Tensor]:
+    """Advance states by one token each, in place: they are larger than all else of a step."""
+    state *= tokens.decays.exp()
+    state.addcmul_(tokens.opened.transpose(-1, -2), tokens.values)
+    return state, tokens.closed @ state
+
+
+def _advance(state: Tensor, tokens: _Tokens) -> tuple[Tensor, Tensor]:
+    """Advance states by several tokens."""
+    sums = tokens.decays.cumsum(-2)
+    out = (tokens.closed @ state) * sums.exp()
+    out = out + decayed_products(tokens.closed, tokens.opened, sums) @ tokens.values
+    last = sums[..., -1:, :]
+    added = tokens.opened.transpose(-1, -2) @ (tokens.values * (last - sums).exp())
+    return torch.addcmul(added, state, last.exp()), out
