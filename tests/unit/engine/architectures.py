@@ -12,7 +12,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, logging
+from transformers.integrations.heterogeneity.configuration_utils import (
+    AmbiguousGlobalPerLayerAttributeError,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -105,10 +108,18 @@ _SIZES: Mapping[str, Any] = {
 _TOWERS = {"audio_config", "audio_encoder", "audio_encoder_config", "vision_config", "vq_config"}
 """Parts of configs of models that read more than text"""
 SMALL_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}},
+    },
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10_000.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "ministral": {"head_dim": 16},
+    "pegasus": {"bos_token_id": 1},
+    "prophetnet": {"num_decoder_layers": 2, "num_encoder_layers": 2},
+    "roc_bert": {"bos_token_id": 1, "eos_token_id": 2},
+    "zaya": {"num_experts_per_tok": 1},
 }
 """Further values, by model_type"""
 
@@ -211,14 +222,12 @@ def _small_config(
 ) -> PreTrainedConfig:
     accepted = inspect.signature(kind.__init__).parameters
     default = kind()
-    values: dict[str, Any] = {}
-    for key, value in _SIZES.items():
-        known = getattr(kind, "attribute_map", {})
-        if key in known or (key not in accepted and not hasattr(default, key)):
-            continue
-        if getattr(default, key, None) is None and key not in ("pad_token_id",):
-            continue
-        values[key] = value
+    aliases = getattr(kind, "attribute_map", {})
+    values = {
+        key: value
+        for key, value in _SIZES.items()
+        if key not in aliases and _has(default, key, accepted)
+    }
     if values.get("kv_lora_rank") and "num_key_value_heads" in values:
         values["num_key_value_heads"] = values["num_attention_heads"]
     if "layer_types" in accepted and isinstance(getattr(default, "layer_types", None), list):
@@ -229,6 +238,18 @@ def _small_config(
                 values[key] = len(values["layer_types"])
     values |= shapes
     return kind(**values)
+
+
+def _has(config: PreTrainedConfig, key: str, accepted: Collection[str]) -> bool:
+    """Return whether a key can be set, and isn't null."""
+    if key not in accepted and isinstance(getattr(type(config), key, None), property):
+        return False
+    try:
+        return getattr(config, key) is not None or key == "pad_token_id"
+    except AmbiguousGlobalPerLayerAttributeError:
+        return True
+    except AttributeError:
+        return key in accepted
 
 
 def _matches(model_type: str, name: str) -> bool:

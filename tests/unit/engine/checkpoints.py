@@ -60,6 +60,7 @@ from transformers import (
     Mistral3Config,
     Mistral4Config,
     Mistral4ForCausalLM,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -282,6 +283,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama, yarn rope": LlamaConfig(**SHAPE, rope_parameters=_YARN),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
     "mistral, window": MistralConfig(**SHAPE, sliding_window=11),
+    "ministral": MinistralConfig(
+        **SHAPE,
+        head_dim=16,
+        sliding_window=11,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
     "qwen2, tied": Qwen2Config(**SHAPE | {"tie_word_embeddings": True}),
     "qwen2, some windows": Qwen2Config(
         **SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1

@@ -25,6 +25,11 @@ _GLM = Family(
 DENSE_FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", reads_attention_bias=True, reads_mlp_bias=True),
     Family("MistralForCausalLM", windows=WindowRule.ALL),
+    Family(
+        "MinistralForCausalLM",
+        defaults={"max_window_layers": 0, "use_sliding_window": True},
+        windows=WindowRule.LISTED,
+    ),
     Family("Qwen2ForCausalLM", defaults=QWEN_WINDOWS, qkv_bias=True, windows=WindowRule.LISTED),
     Family(
         "Qwen3ForCausalLM",

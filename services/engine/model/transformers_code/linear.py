@@ -1,5 +1,6 @@
 """Linear layers of a model, replaced by our products."""
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -78,7 +79,10 @@ class ProjectedLinear(nn.Module):
 
 
 def replace_linears(model: nn.Module) -> dict[str, ProjectedLinear]:
-    """Replace the linear layers of a model; return the new ones by name."""
+    """Replace the linear layers of a model; return the new ones by name.
+
+    Those stay whose weights other modules multiply themselves, as some routers' do.
+    """
     replaced: dict[str, ProjectedLinear] = {}
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
@@ -86,6 +90,8 @@ def replace_linears(model: nn.Module) -> dict[str, ProjectedLinear]:
         elif type(module) is Conv1D:
             inputs, outputs = module.weight.shape
         else:
+            continue
+        if _is_read(model, name):
             continue
         linear = ProjectedLinear(
             inputs,
@@ -96,6 +102,12 @@ def replace_linears(model: nn.Module) -> dict[str, ProjectedLinear]:
         model.set_submodule(name, linear)
         replaced[name] = linear
     return replaced
+
+
+def _is_read(model: nn.Module, name: str) -> bool:
+    """Return whether the code of a layer's parent reads its weight."""
+    parent, _, last = name.rpartition(".")
+    return f"self.{last}.weight" in inspect.getsource(type(model.get_submodule(parent)))
 
 
 def joined(linears: Mapping[str, ProjectedLinear]) -> Iterable[Sequence[str]]:

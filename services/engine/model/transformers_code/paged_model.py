@@ -59,6 +59,7 @@ class TransformersModel(Model):
             (spec.hidden_size, *(each.out_features for each in plan.linears.values()))
         )
         self._layers = plan.model.base_model
+        self._positions = plan.positions
         self._head = plan.model
         self._final = _Final()
         setattr(plan.model, plan.model.base_model_prefix, self._final)
@@ -99,7 +100,8 @@ class TransformersModel(Model):
             positions = positions + self.spec.position_offset
 
         def forward() -> Tensor:
-            made = self._layers(input_ids=ids, position_ids=positions, use_cache=False)
+            told = self._positions.arguments(positions)
+            made = self._layers(input_ids=ids, **told, use_cache=False)
             hidden: Tensor = made.last_hidden_state[0]
             return hidden
 
@@ -125,6 +127,11 @@ class _Final(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hidden = torch.empty(0)
+
+    @property
+    def decoder(self) -> "_Final":
+        """What heads of BART's kind call."""
+        return self
 
     def forward(self, *_: Any, **__: Any) -> "_Output":
         return _Output((self.hidden,))

@@ -17,13 +17,20 @@ from services.engine.model.checkpoint.schemes import Scheme
 from services.engine.model.transformers_code.experts import experts_of
 from services.engine.model.transformers_code.gated import GatedLayer, replace_gated
 from services.engine.model.transformers_code.linear import ProjectedLinear, replace_linears
-from services.engine.model.transformers_code.refusal import refusal
+from services.engine.model.transformers_code.positions import Positions
+from services.engine.model.transformers_code.refusal import UnsupportedError, refusal
 from services.engine.model.transformers_code.skeleton import build_skeleton, text_config
-from services.engine.model.transformers_code.trial import UnsupportedError, try_pass
+from services.engine.model.transformers_code.trial import try_pass
 
 __all__ = ["ModelPlan"]
 
-_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions")
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "max_sequence_length",
+    "max_seq_len",
+    "max_target_positions",
+    "n_positions",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class ModelPlan:
     """Modules of experts, by name"""
     callers: tuple[nn.Module, ...]
     """The module of each call of attention in a pass"""
+    positions: Positions
 
     @staticmethod
     def of(config: Config, dtype: torch.dtype) -> "ModelPlan":
@@ -53,7 +61,8 @@ class ModelPlan:
         try:
             if model.base_model is model:
                 raise UnsupportedError("its layers and its output are one module")
-            trial = try_pass(model)
+            positions = Positions(model)
+            trial = try_pass(model, positions)
             text, offset = text_config(model), _position_offset(model)
             family = Family(architecture)
             stored_as = quantization_of(config, family)
@@ -77,13 +86,14 @@ class ModelPlan:
                 dtype=dtype_of(config),
                 fp8=stored_as if isinstance(stored_as, Fp8Format) else None,
                 scheme=stored_as if isinstance(stored_as, Scheme) else None,
-                eos_token_ids=_ids(text.eos_token_id),
-                bos_token_id=next(iter(_ids(text.bos_token_id)), None),
+                eos_token_ids=_ids(getattr(text, "eos_token_id", None)),
+                bos_token_id=next(iter(_ids(getattr(text, "bos_token_id", None))), None),
                 position_offset=offset,
             )
         except UnsupportedError as error:
             raise refusal(config.file, architecture, str(error)) from error
-        return ModelPlan(spec, model, linears, gated, experts_of(model), tuple(trial.modules))
+        modules = tuple(trial.modules)
+        return ModelPlan(spec, model, linears, gated, experts_of(model), modules, positions)
 
 
 def _width(linears: dict[str, ProjectedLinear], hidden_size: int) -> int:

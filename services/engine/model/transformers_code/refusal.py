@@ -2,7 +2,11 @@
 
 from services.engine.model.checkpoint.config import CheckpointError
 
-__all__ = ["refusal"]
+__all__ = ["UnsupportedError", "refusal"]
+
+
+class UnsupportedError(Exception):
+    """A model does what attention over pages can't do. The message is a clause."""
 
 
 def refusal(file: str, architecture: str, reason: str) -> CheckpointError:

@@ -16,7 +16,6 @@ from services.engine.model.checkpoint.model_code import architecture_in_transfor
 from services.engine.model.transformers_code.calls import TRIAL
 from services.engine.model.transformers_code.experts import EXPERTS
 from services.engine.model.transformers_code.refusal import refusal
-from services.engine.model.transformers_code.refused import REFUSED
 
 __all__ = ["build_skeleton", "text_config"]
 
@@ -35,8 +34,6 @@ def build_skeleton(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     No code of a checkpoint runs. Raises CheckpointError for an architecture that can't be served.
     """
     architecture = architecture_in_transformers(config)
-    if (reason := REFUSED.get(architecture)) is not None:
-        raise refusal(config.file, architecture, reason)
     kind = _config_class(config)
     if (reason := _reason_of_class(kind, architecture)) is not None:
         raise refusal(config.file, architecture, reason)

@@ -1,12 +1,12 @@
 """A pass without numbers, which tells what each layer of a model passes to attention."""
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionMaskInterface, PreTrainedModel
 
 from services.engine.model.architecture.layers import AttentionSpec
@@ -17,17 +17,15 @@ from services.engine.model.transformers_code.calls import (
     AttentionCalls,
     connect,
 )
+from services.engine.model.transformers_code.positions import Positions
+from services.engine.model.transformers_code.refusal import UnsupportedError
 
-__all__ = ["Trial", "UnsupportedError", "try_pass"]
+__all__ = ["Trial", "try_pass"]
 
 _TOKENS = 7
 _IGNORED = frozenset({"dropout", "layer_idx", "output_router_logits", "position_embeddings"})
 """Arguments of attention without an effect here"""
 _READ = frozenset({"is_causal", "s_aux", "scaling", "sliding_window", "softcap"})
-
-
-class UnsupportedError(Exception):
-    """A model does what attention over pages can't do. The message is a clause."""
 
 
 @dataclass(slots=True)
@@ -78,24 +76,38 @@ class Trial(AttentionCalls):
         return queries.new_empty(1, _TOKENS, heads, value_width)
 
 
+class _NothingFound(TorchFunctionMode):
+    """Searches find nothing on the device "meta": a loop over chosen experts computes none."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.nonzero, Tensor.nonzero):
+            return torch.empty((0, args[0].ndim), dtype=torch.int64, device="meta")
+        return func(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
-def try_pass(model: PreTrainedModel) -> Trial:
+def try_pass(model: PreTrainedModel, positions: Positions) -> Trial:
     """Return what a pass of a model on the device "meta" passes to attention.
 
     Raises UnsupportedError for what is not supported.
     """
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise UnsupportedError("its layers take no positions")
     trial = Trial()
     connect(model, trial)
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
     try:
-        model.base_model(
-            input_ids=ids,
-            position_ids=torch.empty_like(ids),
-            attention_mask=torch.empty_like(ids),
-            use_cache=False,
-        )
+        with _NothingFound():
+            model.base_model(
+                input_ids=ids,
+                **positions.arguments(torch.empty_like(ids)),
+                attention_mask=torch.empty_like(ids),
+                use_cache=False,
+            )
     except (UnsupportedError, MemoryError):
         raise
     except Exception as error:

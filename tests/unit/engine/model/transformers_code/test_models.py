@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import HeliumConfig, PreTrainedModel
+from transformers import (
+    BartConfig,
+    DbrxConfig,
+    HeliumConfig,
+    LongcatFlashConfig,
+    PreTrainedModel,
+)
 
 from services.engine.engine import Engine
 from services.engine.execution.model_loader import load_any_model
@@ -25,6 +31,42 @@ from tests.unit.engine.checkpoints import (
 TOKENS = 60
 HELIUM = HeliumConfig(**SHAPE, head_dim=16)
 """No family of ours"""
+BART = BartConfig(
+    vocab_size=SHAPE["vocab_size"],
+    d_model=64,
+    decoder_layers=2,
+    decoder_attention_heads=4,
+    decoder_ffn_dim=96,
+    max_position_embeddings=256,
+    is_encoder_decoder=False,
+)
+DBRX = DbrxConfig(
+    vocab_size=SHAPE["vocab_size"],
+    d_model=64,
+    n_heads=4,
+    n_layers=2,
+    max_seq_len=256,
+    attn_config={"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 10_000.0},
+    ffn_config={"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+)
+LONGCAT = LongcatFlashConfig(
+    vocab_size=SHAPE["vocab_size"],
+    hidden_size=64,
+    num_layers=2,
+    num_attention_heads=4,
+    ffn_hidden_size=96,
+    expert_ffn_hidden_size=32,
+    n_routed_experts=4,
+    zero_expert_num=2,
+    moe_topk=2,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=16,
+    head_dim=16,
+    max_position_embeddings=256,
+)
 FAMILIES = {
     "helium": HELIUM,
     "llama": CONFIGS["llama"],
@@ -34,6 +76,9 @@ FAMILIES = {
     "mixtral, with experts": CONFIGS["mixtral"],
     "gpt-oss, with sinks": CONFIGS["gpt-oss"],
     "deepseek v3, with narrow values": CONFIGS["deepseek v3"],
+    "bart, whose layers count positions": BART,
+    "dbrx, whose experts are a loop": DBRX,
+    "longcat, whose router multiplies a weight": LONGCAT,
 }
 
 
