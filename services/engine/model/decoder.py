@@ -21,6 +21,7 @@ from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.model import Model
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.model.parts.feed_forward import FeedForward
+from services.engine.model.pass_memory import pass_bytes
 from services.engine.model.residual import Residual, ResidualRows
 
 __all__ = ["Activations", "Decoder", "DecoderWeights", "LayerWeights"]
@@ -216,6 +217,9 @@ class Decoder(Model):
         allocated = sum(buffer.nbytes for buffer in self._activations.large)
         logits_bytes = rows * self.spec.vocab_size * self._logits.itemsize
         return tokens * allocated // len(self._activations.hidden) + logits_bytes
+
+    def pass_bytes(self, tokens: int, rows: int, context: int) -> int:
+        return pass_bytes(self.spec, self.dtype, tokens, rows, context)
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:

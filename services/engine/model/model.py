@@ -110,6 +110,13 @@ class Model(ABC):
     def bytes_to_reserve(self, tokens: int, rows: int) -> int:
         """Return the memory that `reserve` allocates."""
 
+    @abstractmethod
+    def pass_bytes(self, tokens: int, rows: int, context: int) -> int:
+        """Return the most memory that a pass on a CPU takes beside what `reserve` allocates.
+
+        context: tokens of a sequence, at most.
+        """
+
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
         """Return hidden states [rows, hidden_size] before the output projection and its norm.
 
