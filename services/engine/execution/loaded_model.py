@@ -93,6 +93,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         with_xformers=settings.attention == "xformers",
         ranks=ranks,
     )
+    decoder.state_dtype = resolve_dtype(settings.state_dtype)
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
     step_bytes = _reserve(settings, decoder, ranks)
     fingerprint = weights_fingerprint(settings.model, settings.weights)
@@ -100,6 +101,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         {
             "weights": fingerprint,
             "--dtype": str(dtype),
+            "--state-dtype": settings.state_dtype,
             "--device": device.type,
             "kernels for": str(instruction_set()),
         }

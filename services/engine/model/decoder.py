@@ -195,7 +195,8 @@ class Decoder(Model):
             index: self._layers[index].mixer.allocate_latents(counts[index], size)
             for index in self.spec.latent_layers
         }
-        states = enumerate(layer.mixer.allocate_states(num_states) for layer in self._layers)
+        mixers = (layer.mixer for layer in self._layers)
+        states = enumerate(mixer.allocate_states(num_states, self.state_dtype) for mixer in mixers)
         return replace(
             cache,
             latents=latents,
@@ -205,7 +206,7 @@ class Decoder(Model):
 
     @property
     def state_bytes(self) -> int:
-        states = (layer.mixer.allocate_states(1) for layer in self._layers)
+        states = (layer.mixer.allocate_states(1, self.state_dtype) for layer in self._layers)
         return sum(tensor.nbytes for tensors in states for tensor in tensors)
 
     def reserve(self, tokens: int, rows: int) -> None:

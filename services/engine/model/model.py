@@ -46,6 +46,8 @@ class Model(ABC):
         """True if a pass may run by `compute_piece`, `mix` and `finish`"""
         self.adapters: Adapters | None = None
         """The adapters that passes may use; None = this model has none"""
+        self.state_dtype = torch.float32
+        """Type in which states of recurrent layers are stored; steps compute in float32"""
         self._attention = attention
 
     @property
