@@ -37,6 +37,12 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
         "w8a8 (AMX, AVX-512 BF16) = int8, with the inputs of products in int8 too.",
         choices=("full", "decoded", "int4", "int8", "w8a8", "fp8"),
     )
+    state_dtype: str = setting(
+        "float32",
+        "Type of the states of recurrent layers (gated delta nets) between steps; bfloat16 halves "
+        "them. Without effect on other models.",
+        choices=("float32", "bfloat16"),
+    )
     model_code: str = setting(
         "auto",
         "Code that computes the model: native, or transformers' modules with our attention and "

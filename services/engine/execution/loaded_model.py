@@ -93,19 +93,20 @@ def load(settings: EngineSettings) -> LoadedModel:
         with_xformers=settings.attention == "xformers",
         ranks=ranks,
     )
+    decoder.state_dtype = resolve_dtype(settings.state_dtype)
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
-    _reserve(settings, decoder, ranks)
+    step_bytes = _reserve(settings, decoder, ranks)
     fingerprint = weights_fingerprint(settings.model, settings.weights)
     ranks.require_agreement(
         {
             "weights": fingerprint,
             "--dtype": str(dtype),
+            "--state-dtype": settings.state_dtype,
             "--device": device.type,
             "kernels for": str(instruction_set()),
         }
     )
     need = _cache_need(settings, decoder)
-    step_bytes = 0
     if device.type == "cuda":
         wanted = wanted_context(settings.context_length, need.model_context)
         step_bytes = measure_steps(
@@ -158,18 +159,24 @@ def _cache_need(settings: EngineSettings, decoder: Model) -> CacheNeed:
     )
 
 
-def _reserve(settings: EngineSettings, decoder: Model, ranks: RankGroup) -> None:
-    """Allocate the buffers of the largest step, or raise StartupError."""
+def _reserve(settings: EngineSettings, decoder: Model, ranks: RankGroup) -> int:
+    """Allocate the buffers of the largest step, and return what a CPU needs beside them.
+
+    Raises StartupError.
+    """
     tokens = step_tokens(settings, decoder) + settings.max_running
     rows = max_logit_rows(settings.max_running) if decoder.computes_logits else 0
+    context = wanted_context(settings.context_length, decoder.spec.context_length)
+    further = decoder.pass_bytes(tokens, rows, context) if decoder.device.type == "cpu" else 0
     require_memory(
-        decoder.bytes_to_reserve(tokens, rows),
+        decoder.bytes_to_reserve(tokens, rows) + further,
         f"A step of --max-step-tokens {settings.max_step_tokens} and "
         f"--max-running {settings.max_running}",
         decoder.device,
         _sharers(decoder, ranks),
     )
     decoder.reserve(tokens, rows)
+    return further
 
 
 def _choose_num_blocks(

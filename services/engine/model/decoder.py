@@ -21,6 +21,7 @@ from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.model import Model
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.model.parts.feed_forward import FeedForward
+from services.engine.model.pass_memory import pass_bytes
 from services.engine.model.residual import Residual, ResidualRows
 
 __all__ = ["Activations", "Decoder", "DecoderWeights", "LayerWeights"]
@@ -195,7 +196,8 @@ class Decoder(Model):
             index: self._layers[index].mixer.allocate_latents(counts[index], size)
             for index in self.spec.latent_layers
         }
-        states = enumerate(layer.mixer.allocate_states(num_states) for layer in self._layers)
+        mixers = (layer.mixer for layer in self._layers)
+        states = enumerate(mixer.allocate_states(num_states, self.state_dtype) for mixer in mixers)
         return replace(
             cache,
             latents=latents,
@@ -205,7 +207,7 @@ class Decoder(Model):
 
     @property
     def state_bytes(self) -> int:
-        states = (layer.mixer.allocate_states(1) for layer in self._layers)
+        states = (layer.mixer.allocate_states(1, self.state_dtype) for layer in self._layers)
         return sum(tensor.nbytes for tensors in states for tensor in tensors)
 
     def reserve(self, tokens: int, rows: int) -> None:
@@ -217,6 +219,9 @@ class Decoder(Model):
         allocated = sum(buffer.nbytes for buffer in self._activations.large)
         logits_bytes = rows * self.spec.vocab_size * self._logits.itemsize
         return tokens * allocated // len(self._activations.hidden) + logits_bytes
+
+    def pass_bytes(self, tokens: int, rows: int, context: int) -> int:
+        return pass_bytes(self.spec, self.dtype, tokens, rows, context)
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:

@@ -46,6 +46,8 @@ class Model(ABC):
         """True if a pass may run by `compute_piece`, `mix` and `finish`"""
         self.adapters: Adapters | None = None
         """The adapters that passes may use; None = this model has none"""
+        self.state_dtype = torch.float32
+        """Type in which states of recurrent layers are stored; steps compute in float32"""
         self._attention = attention
 
     @property
@@ -109,6 +111,13 @@ class Model(ABC):
     @abstractmethod
     def bytes_to_reserve(self, tokens: int, rows: int) -> int:
         """Return the memory that `reserve` allocates."""
+
+    @abstractmethod
+    def pass_bytes(self, tokens: int, rows: int, context: int) -> int:
+        """Return the most memory that a pass on a CPU takes beside what `reserve` allocates.
+
+        context: tokens of a sequence, at most.
+        """
 
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
         """Return hidden states [rows, hidden_size] before the output projection and its norm.

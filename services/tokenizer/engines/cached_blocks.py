@@ -43,9 +43,10 @@ class CachedBlocks:
 
     def __init__(
         self,
-        on_changed: Callable[[Collection[bytes], Collection[bytes]], None] = lambda *_: None,
+        on_changed: Callable[[int, Collection[bytes], Collection[bytes]], None] = lambda *_: None,
     ) -> None:
-        """on_changed: called with the hashes that were stored and removed, after a change."""
+        """on_changed: called with the number of a group of layers, and the hashes that were stored
+        and removed, after a change."""
         self._on_changed = on_changed
         self._layout: CacheLayout = CacheLayout(1, (engine_pb2.CacheGroup(),))
         self._reported: list[set[bytes]] = [set()]
@@ -62,7 +63,8 @@ class CachedBlocks:
         reported = self._reported
         self._reported = [set() for _ in reported]
         self._number = 0
-        self._on_changed((), reported[0])
+        for number, removed in enumerate(reported):
+            self._on_changed(number, (), removed)
 
     def describe(self, model: engine_pb2.GetModelResponse) -> None:
         """Take the sizes of the engine's cache. What was reported with others is dropped."""
@@ -74,12 +76,17 @@ class CachedBlocks:
 
     @property
     def num_reported(self) -> int:
-        """Blocks that the engine says the first group of layers has."""
-        return len(self._reported[0])
+        """Blocks that the engine says it has, over all groups of layers."""
+        return sum(map(len, self._reported))
 
-    def has_reported(self, block_hash: bytes) -> bool:
-        """Return whether the engine says that the first group of layers has the block."""
-        return block_hash in self._reported[0]
+    @property
+    def groups(self) -> Sequence[engine_pb2.CacheGroup]:
+        """Groups of layers that see the same tokens."""
+        return self._layout.groups
+
+    def has_reported(self, group: int, block_hash: bytes) -> bool:
+        """Return whether the engine says that a group of layers has the block."""
+        return group < len(self._reported) and block_hash in self._reported[group]
 
     def apply(self, update: engine_pb2.WatchCacheResponse) -> None:
         """Take a response of WatchCache. Raises CacheEventError; `forget` then, and watch again."""
@@ -102,8 +109,7 @@ class CachedBlocks:
         reported.update(stored)
         if len(reported) > most:
             raise CacheEventError(f"it reports {len(reported):,} blocks, and has {most:,}")
-        if number == 0:
-            self._on_changed(stored, removed)
+        self._on_changed(number, stored, removed)
 
     def expect(self, hashes: Sequence[bytes]) -> None:
         """Count on the blocks of a prompt that the engine is about to compute."""

@@ -56,7 +56,9 @@ class LinkOwner(Protocol):
     def on_idle(self, link: "EngineLink") -> None:
         """Note that no request is left on the engine."""
 
-    def on_cache_changed(self, stored: Collection[bytes], removed: Collection[bytes]) -> None:
+    def on_cache_changed(
+        self, link: "EngineLink", group: int, stored: Collection[bytes], removed: Collection[bytes]
+    ) -> None:
         """Note the hashes of blocks that an engine now holds, and of those it holds no longer."""
 
 
@@ -82,7 +84,7 @@ class EngineLink:
         """True if the engine serves this checkpoint, and was not lost since it said so"""
         self.refusal = ""
         """Why the engine is not used although it answers; empty = it is used"""
-        self.cached = CachedBlocks(owner.on_cache_changed)
+        self.cached = CachedBlocks(partial(owner.on_cache_changed, self))
         self.num_requests = 0
         """Requests of this process on the engine"""
         self._sequences = SharedCount()

@@ -336,13 +336,15 @@ class EnginePool:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    def on_cache_changed(self, stored: Collection[bytes], removed: Collection[bytes]) -> None:
-        """Pass on a change of an engine's cache."""
+    def on_cache_changed(
+        self, link: EngineLink, group: int, stored: Collection[bytes], removed: Collection[bytes]
+    ) -> None:
+        """Pass on a change of what an engine has cached for a group of layers."""
         if self.blocks is not None:
-            self.blocks.on_changed(stored, removed)
+            self.blocks.on_changed(group, link.cached.groups[group], stored, removed)
 
-    def _is_cached(self, block_hash: bytes) -> bool:
-        return any(link.cached.has_reported(block_hash) for link in self._links.values())
+    def _is_cached(self, group: int, block_hash: bytes) -> bool:
+        return any(link.cached.has_reported(group, block_hash) for link in self._links.values())
 
     def _note_start(self) -> None:
         if self._started is None or self._started.done():

@@ -6,18 +6,27 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import grpc
 
 from services.common.block_hash import prefix_hashes, tenant_salt
 from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1 import engine_pb2
 
-__all__ = ["BlockUpdate", "BlockWatch", "KnownBlock", "KnownBlocks"]
+__all__ = ["BlockKey", "BlockUpdate", "BlockWatch", "KnownBlock", "KnownBlocks"]
 
 _MOST_IDLE = 65_536
 """Blocks to keep that no engine holds: those of prompts on their way, and of evicted ones"""
 _MOST_WATCHERS = 64
 _SALT = tenant_salt("")
+
+
+class BlockKey(NamedTuple):
+    """Name of a block in one group of layers. Groups hold and evict blocks by themselves."""
+
+    group: int
+    hash: bytes
 
 
 @dataclass(slots=True)
@@ -29,6 +38,8 @@ class KnownBlock:
     ids: Sequence[int]
     children: set[bytes] = field(default_factory=set)
     """Hashes of known blocks that follow this one in some prompt"""
+    groups: set[int] = field(default_factory=set)
+    """Groups of layers for which watchers were told of the block"""
 
     @property
     def is_first(self) -> bool:
@@ -41,26 +52,26 @@ class BlockUpdate:
     """Changes that a watcher has not seen; with `is_whole`, `stored` is all that is held."""
 
     is_whole: bool
-    stored: Sequence[tuple[bytes, KnownBlock]]
+    stored: Sequence[tuple[BlockKey, KnownBlock]]
     """Parents before their children"""
-    removed: Sequence[bytes]
+    removed: Sequence[BlockKey]
 
 
 class BlockWatch:
     """Changes for one watcher. If they are more than the blocks themselves, it gets the blocks."""
 
-    def __init__(self, held: dict[bytes, KnownBlock], wake: asyncio.Event) -> None:
+    def __init__(self, held: dict[BlockKey, KnownBlock], wake: asyncio.Event) -> None:
         self._held = held
-        self._changes: dict[bytes, KnownBlock | None] | None = None
-        """By hash, in order: None = removed. None in all = the watcher needs everything"""
+        self._changes: dict[BlockKey, KnownBlock | None] | None = None
+        """In order: None = removed. None in all = the watcher needs everything"""
         self._wake = wake
         self._wake.set()
 
-    def note(self, block_hash: bytes, block: KnownBlock | None) -> None:
+    def note(self, key: BlockKey, block: KnownBlock | None) -> None:
         """Take a change: the block that is held now, or None if it is held no longer."""
         if self._changes is not None:
-            self._changes.pop(block_hash, None)  # behind its parent again
-            self._changes[block_hash] = block
+            self._changes.pop(key, None)  # behind its parent again
+            self._changes[key] = block
             if len(self._changes) > max(len(self._held), _MOST_IDLE):
                 self._changes = None
         self._wake.set()
@@ -82,17 +93,23 @@ class BlockWatch:
 class KnownBlocks:
     """Blocks of prompts and outputs without a tenant.
 
-    An engine names its blocks by hashes. A block is told to watchers while at least one engine
-    holds it and all blocks before it, and its ids are known because its prompt was placed here.
+    An engine names its blocks by hashes. Watchers are told of a block in a group of layers while at
+    least one engine holds it there, if its ids are known because its prompt was placed here. In a
+    group that sees all tokens, engines must hold all blocks before it, too. In one with a window
+    they need not, nor where a hash names the state behind its block.
     """
 
-    def __init__(self, is_reported: Callable[[bytes], bool]) -> None:
-        """is_reported: whether an engine says that it holds the block of a hash."""
+    def __init__(self, is_reported: Callable[[int, bytes], bool]) -> None:
+        """is_reported: whether an engine says that it holds the block of a hash, in a group."""
         self._is_reported = is_reported
+        self.groups: dict[int, engine_pb2.CacheGroup] = {}
+        """Groups of layers for which engines have reported blocks, by number"""
         self._idle: OrderedDict[bytes, KnownBlock] = OrderedDict()
         """Blocks that nobody is told of; the oldest goes if they are too many"""
-        self._held: dict[bytes, KnownBlock] = {}
-        """Blocks that watchers were told of, parents before their children"""
+        self._told: dict[bytes, KnownBlock] = {}
+        """Blocks that watchers were told of in some group"""
+        self._held: dict[BlockKey, KnownBlock] = {}
+        """The same by group, parents before their children"""
         self._watches: set[BlockWatch] = set()
 
     def learn(
@@ -105,14 +122,21 @@ class KnownBlocks:
             self._learn_run(last, [*prompt[full:], *output], block_size)
         self._forget_oldest()
 
-    def on_changed(self, stored: Collection[bytes], removed: Collection[bytes]) -> None:
-        """Take a change of one engine's cache."""
+    def on_changed(
+        self,
+        number: int,
+        group: engine_pb2.CacheGroup,
+        stored: Collection[bytes],
+        removed: Collection[bytes],
+    ) -> None:
+        """Take a change of one engine's cache, in the group of layers of this number."""
+        self.groups[number] = group
         for block_hash in removed:
-            if block_hash in self._held and not self._is_reported(block_hash):
-                self._drop(block_hash)
+            key = BlockKey(number, block_hash)
+            if key in self._held and not self._is_reported(*key):
+                self._drop(key)
         for block_hash in stored:
-            if block_hash in self._idle and self._is_reported(block_hash):
-                self._hold(block_hash)
+            self._hold(BlockKey(number, block_hash))
         self._forget_oldest()
 
     @contextmanager
@@ -133,24 +157,22 @@ class KnownBlocks:
 
     @property
     def num_held(self) -> int:
-        """Blocks that watchers are told of."""
+        """Blocks that watchers are told of, over all groups."""
         return len(self._held)
 
     def _learn_run(self, parent: bytes, ids: Sequence[int], block_size: int) -> bytes:
         """Take ids that follow the block `parent`. Return the hash of their last full block."""
         for place, block_hash in enumerate(prefix_hashes(ids, parent, block_size)):
-            if block_hash in self._held:
-                pass
-            elif block_hash in self._idle:
+            if block_hash in self._idle:
                 self._idle.move_to_end(block_hash)
-            else:
+            elif block_hash not in self._told:
                 begin = place * block_size
                 block = KnownBlock(parent, array("I", ids[begin : begin + block_size]))
                 self._idle[block_hash] = block
             if (before := self._find(parent)) is not None:
                 before.children.add(block_hash)
-            if block_hash in self._idle and self._is_reported(block_hash):
-                self._hold(block_hash)
+            for number in self.groups:
+                self._hold(BlockKey(number, block_hash))
             parent = block_hash
         return parent
 
@@ -161,33 +183,46 @@ class KnownBlocks:
                 before.children.discard(oldest)
 
     def _find(self, block_hash: bytes) -> KnownBlock | None:
-        return self._held.get(block_hash) or self._idle.get(block_hash)
+        return self._told.get(block_hash) or self._idle.get(block_hash)
 
-    def _hold(self, block_hash: bytes) -> None:
-        """Tell of a block and of those that follow it, if the one before it is held."""
-        block = self._idle[block_hash]
-        if not block.is_first and block.parent not in self._held:
-            return
-        waiting = [block_hash]
+    def _needs_parents(self, number: int) -> bool:
+        """Return whether a group's blocks are of use only behind all blocks before them."""
+        return not self.groups[number].window and not self.groups[number].snapshot_interval
+
+    def _hold(self, key: BlockKey) -> None:
+        """Tell of a block that is known and reported, and of those that waited for it."""
+        number, needs_parents = key.group, self._needs_parents(key.group)
+        waiting = [key.hash]
         while waiting:
             each = waiting.pop()
-            found = self._idle.get(each)
-            if found is not None and self._is_reported(each):
-                del self._idle[each]
-                self._held[each] = found
-                self._tell(each, found)
+            found = self._find(each)
+            if found is None or number in found.groups or not self._is_reported(number, each):
+                continue
+            if needs_parents:
+                if not found.is_first and BlockKey(number, found.parent) not in self._held:
+                    continue
                 waiting.extend(found.children)
+            if not found.groups:
+                self._told[each] = self._idle.pop(each)
+            found.groups.add(number)
+            self._held[BlockKey(number, each)] = found
+            self._tell(BlockKey(number, each), found)
 
-    def _drop(self, block_hash: bytes) -> None:
-        """Tell of a block no more, nor of those that follow it: without it they are of no use."""
-        waiting = [block_hash]
+    def _drop(self, key: BlockKey) -> None:
+        """Tell that a block is held no longer, nor are those that are of no use without it."""
+        number, needs_parents = key.group, self._needs_parents(key.group)
+        waiting = [key.hash]
         while waiting:
             each = waiting.pop()
-            if (found := self._held.pop(each, None)) is not None:
-                self._idle[each] = found
-                self._tell(each, None)
+            if (found := self._held.pop(BlockKey(number, each), None)) is None:
+                continue
+            found.groups.discard(number)
+            if not found.groups:
+                self._idle[each] = self._told.pop(each)
+            self._tell(BlockKey(number, each), None)
+            if needs_parents:
                 waiting.extend(found.children)
 
-    def _tell(self, block_hash: bytes, block: KnownBlock | None) -> None:
+    def _tell(self, key: BlockKey, block: KnownBlock | None) -> None:
         for watch in self._watches:
-            watch.note(block_hash, block)
+            watch.note(key, block)

@@ -2,16 +2,24 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import TypeVar
 
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
 from services.tokenizer.engines.engine_pool import EnginePool
-from services.tokenizer.engines.known_blocks import BlockUpdate, KnownBlock, KnownBlocks
+from services.tokenizer.engines.known_blocks import (
+    BlockKey,
+    BlockUpdate,
+    KnownBlock,
+    KnownBlocks,
+)
 from services.tokenizer.vllm_api.pool_load import PoolLoad, load_of
 from tokenwire.errors import ServiceError
+from tokenwire.pb.engine.v1 import engine_pb2
 
 __all__ = ["kv_event_batches"]
 
@@ -27,6 +35,8 @@ async def kv_event_batches(
 ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
     """Yield all known blocks that are held, as a snapshot, and then their changes.
 
+    Each event names its group of layers, and a stored one what the group's blocks hold.
+
     A subscriber that reads too slowly gets another snapshot instead of the changes. The load comes
     with each batch, and in batches of its own when it changes, or once a second.
 
@@ -41,7 +51,7 @@ async def kv_event_batches(
             field="start_sequence_number",
         )
     wake = asyncio.Event()
-    stream = _Batches(pool)
+    stream = _Batches(pool, blocks.groups)
     with blocks.watch(wake) as watch:
         while True:
             wake.clear()
@@ -60,8 +70,9 @@ async def kv_event_batches(
 class _Batches:
     """Makes the batches of one stream."""
 
-    def __init__(self, pool: EnginePool) -> None:
+    def __init__(self, pool: EnginePool, groups: Mapping[int, engine_pb2.CacheGroup]) -> None:
         self._pool = pool
+        self._groups = groups
         self._number = 0
         self._events = 0
         self._sample = 0
@@ -83,20 +94,26 @@ class _Batches:
         if update.is_whole:
             yield from self._snapshot(update.stored)
             return
-        for hashes in _parts(update.removed):
-            removed = common_pb2.KvBlocksRemoved(block_hashes=map(_number, hashes))
-            yield self._numbered([self._event(removed=removed)])
+        for keys in _parts(update.removed):
+            by_group = groupby(sorted(keys, key=attrgetter("group")), attrgetter("group"))
+            removed = [
+                common_pb2.KvBlocksRemoved(
+                    block_hashes=[_number(key.hash) for key in some], group_idx=group
+                )
+                for group, some in by_group
+            ]
+            yield self._numbered([self._event(removed=each) for each in removed])
         for some in _parts(update.stored):
-            yield self._numbered([self._event(stored=run) for run in _runs(some)])
+            yield self._numbered([self._event(stored=run) for run in self._runs(some)])
 
     def _snapshot(
-        self, stored: Sequence[tuple[bytes, KnownBlock]]
+        self, stored: Sequence[tuple[BlockKey, KnownBlock]]
     ) -> Iterator[common_pb2.KvEventBatch]:
         # an engine may hold other services' prompts, and those of tenants
         is_partial = any(link.cached.num_reported > len(stored) for link in self._pool.serving)
         chunks = [*_parts(stored)] or [()]
         for index, some in enumerate(chunks):
-            events = [common_pb2.KvCacheEvent(stored=run) for run in _runs(some)]
+            events = [common_pb2.KvCacheEvent(stored=run) for run in self._runs(some)]
             if index == 0:
                 cleared = common_pb2.KvCacheEvent(cleared=common_pb2.KvCacheCleared())
                 events.insert(0, cleared)
@@ -106,6 +123,35 @@ class _Batches:
             batch.snapshot.blocks = len(stored)
             batch.snapshot.unknown_before = int(is_partial)
             yield batch
+
+    def _runs(
+        self, stored: Sequence[tuple[BlockKey, KnownBlock]]
+    ) -> Iterator[common_pb2.KvBlocksStored]:
+        """Yield the blocks of each group, in runs of which each block follows the one before it."""
+        by_group = sorted(stored, key=lambda item: item[0].group)  # stable: parents stay first
+        for number, items in groupby(by_group, lambda item: item[0].group):
+            run, last = self._run(number), b""
+            for key, block in items:
+                if run.blocks and block.parent != last:
+                    yield run
+                    run = self._run(number)
+                if not run.blocks and not block.is_first:
+                    run.parent_block_hash = _number(block.parent)
+                size = len(block.ids)
+                run.blocks.add(block_hash=_number(key.hash), token_ids=block.ids, block_size=size)
+                last = key.hash
+            yield run
+
+    def _run(self, number: int) -> common_pb2.KvBlocksStored:
+        """Return an empty run of a group, with vLLM's name for what its blocks hold."""
+        group = self._groups[number]
+        run = common_pb2.KvBlocksStored(group_idx=number, kv_cache_spec_kind="full_attention")
+        if group.snapshot_interval:
+            run.kv_cache_spec_kind = "mamba"
+        elif group.window:
+            run.kv_cache_spec_kind = "sliding_window"
+            run.kv_cache_spec_sliding_window = group.window
+        return run
 
     def _event(
         self,
@@ -136,23 +182,6 @@ class _Batches:
 
 def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
     return (items[begin : begin + _BLOCKS] for begin in range(0, len(items), _BLOCKS))
-
-
-def _runs(stored: Sequence[tuple[bytes, KnownBlock]]) -> Iterator[common_pb2.KvBlocksStored]:
-    """Yield the blocks, grouped so that each follows the one before it."""
-    run, last = common_pb2.KvBlocksStored(), b""
-    for block_hash, block in stored:
-        if run.blocks and block.parent != last:
-            yield run
-            run = common_pb2.KvBlocksStored()
-        if not run.blocks and not block.is_first:
-            run.parent_block_hash = _number(block.parent)
-        run.blocks.add(
-            block_hash=_number(block_hash), token_ids=block.ids, block_size=len(block.ids)
-        )
-        last = block_hash
-    if run.blocks:
-        yield run
 
 
 def _number(block_hash: bytes) -> int:

@@ -2,10 +2,13 @@
 
 import asyncio
 import base64
+import copy
 import hashlib
 import io
+import shutil
 import zipfile
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +30,7 @@ from tests.stack import (
     running_service,
     watch_load,
 )
+from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
 from tests.unit.engine.vision_checkpoints import png
 from tests.vision import write_whole
 from tokenwire.channel import connect
@@ -61,8 +65,15 @@ class Facade:
 async def facade(
     engine: RunningService, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Facade]:
-    log = tmp_path_factory.mktemp("log") / "tokenizer.log"
-    flags = ("--model", str(embedded_model), "--engine", engine.target, "--vllm-api")
+    async with serving(engine, embedded_model, tmp_path_factory.mktemp("log")) as facade:
+        yield facade
+
+
+@asynccontextmanager
+async def serving(engine: RunningService, model: Path, logs: Path) -> AsyncIterator[Facade]:
+    """Run a tokenizer service with --vllm-api beside an engine."""
+    log = logs / "tokenizer.log"
+    flags = ("--model", str(model), "--engine", engine.target, "--vllm-api")
     async with (
         running_service("tokenizer", *flags, log=log) as service,
         connect(service.target) as channel,
@@ -74,7 +85,7 @@ async def facade(
             SglangSchedulerStub(channel),  # type: ignore[no-untyped-call]
             client,
             engine.target,
-            embedded_model,
+            model,
         )
 
 
@@ -290,6 +301,11 @@ class Subscriber:
         self._stream = facade.engine.SubscribeKvEvents(request)
         self._number = 0
         self.blocks: dict[int, tuple[list[int], int | None]] = {}
+        """Blocks of the group of layers that see all tokens"""
+        self.others: dict[int, set[int]] = {}
+        """Hashes of the blocks of each other group"""
+        self.kinds: dict[int, tuple[str, int]] = {}
+        """What the blocks of each group hold, and its window"""
 
     async def until(self, holds: Callable[["Subscriber"], bool]) -> None:
         async with asyncio.timeout(HANG_SECONDS):
@@ -317,11 +333,20 @@ class Subscriber:
             match event.WhichOneof("data"):
                 case "cleared":
                     self.blocks.clear()
+                    self.others.clear()
+                case "removed" if event.removed.group_idx:
+                    self.others[event.removed.group_idx] -= {*event.removed.block_hashes}
                 case "removed":
                     for each in event.removed.block_hashes:
                         self.blocks.pop(each, None)
+                case "stored" if event.stored.group_idx:
+                    stored = event.stored
+                    held = self.others.setdefault(stored.group_idx, set())
+                    held |= {block.block_hash for block in stored.blocks}
+                    self._note_kind(stored)
                 case "stored":
                     stored = event.stored
+                    self._note_kind(stored)
                     has_parent = stored.HasField("parent_block_hash")
                     parent = stored.parent_block_hash if has_parent else None
                     for block in stored.blocks:
@@ -329,6 +354,10 @@ class Subscriber:
                         assert block.block_size == len(block.token_ids)
                         self.blocks[block.block_hash] = (list(block.token_ids), parent)
                         parent = block.block_hash
+
+    def _note_kind(self, stored: common_pb2.KvBlocksStored) -> None:
+        kind = (stored.kv_cache_spec_kind, stored.kv_cache_spec_sliding_window)
+        assert self.kinds.setdefault(stored.group_idx, kind) == kind
 
 
 async def test_subscriber_knows_the_blocks_that_the_engine_holds(facade: Facade) -> None:
@@ -348,6 +377,32 @@ async def test_subscriber_knows_the_blocks_that_the_engine_holds(facade: Facade)
     await late.until(lambda each: not each.blocks)
     early.close()
     late.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("gemma3", ("sliding_window", 9)), ("qwen3.5", ("mamba", 0))]
+)
+async def test_subscriber_knows_what_each_group_of_layers_holds(
+    family: str, kind: tuple[str, int], embedded_model: Path, tmp_path: Path
+) -> None:
+    """Else a gateway counts on a prefix of which the engine has evicted a part."""
+    config = copy.deepcopy(CONFIGS[family])
+    config.vocab_size = 8_192  # that of the embedded model's tokenizer
+    make_checkpoint(tmp_path, config)
+    shutil.copy(embedded_model / "tokenizer.json", tmp_path)
+    flags = ("--model", str(tmp_path), "--dtype", "float32", "--kv-memory", "16MiB")
+    async with (
+        running_service("engine", *flags, log=tmp_path / "engine.log") as engine,
+        serving(engine, tmp_path, tmp_path) as facade,
+    ):
+        subscriber = Subscriber(facade)
+        request = asked(stream=False, max_tokens=1)
+        request.tokenized.input_ids.extend(range(3, 90))
+        await facade.generate(request)
+        await subscriber.until(lambda each: each.holds([*range(3, 90)]) and bool(each.others))
+        assert subscriber.kinds == {0: ("full_attention", 0), 1: kind}
+        assert subscriber.others[1] <= set(subscriber.blocks)
+        subscriber.close()
 
 
 async def test_prompts_of_tenants_are_told_to_nobody(facade: Facade) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StateSegments
@@ -106,8 +107,8 @@ class DeltaNetMixer(RecurrentMixer[DeltaNetScratch]):
         joined = (inputs, mixed, gate, rates, beta, decay)
         return DeltaNetScratch(*joined, out, arranged, has_pairs=False)
 
-    def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
-        state = self._rule.allocate(slots)
+    def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        state = self._rule.allocate(slots, dtype)
         return state.convolution, state.recurrent
 
     def project(

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
@@ -47,9 +48,11 @@ class Mixer(ABC, Generic[S]):
     def allocate(self, tokens: int) -> S:
         """Allocate the buffers of passes of up to `tokens` tokens."""
 
-    def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
+    def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Allocate what the mixer keeps of each sequence: the first dimension is the slot.
 
+        dtype: of states that a recurrence reads and writes. Inputs of the last tokens, which a
+        convolution reads, have the model's.
         Empty if the mixer keeps only data of single tokens (keys, values, latents).
         """
         return ()

@@ -1,5 +1,7 @@
 """Attention over pages of latents, in torch."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
@@ -8,10 +10,26 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.operators.interface import Operators, SequenceDelta
 
-__all__ = ["LatentAttention", "LatentBuffer"]
+__all__ = ["LatentAttention", "LatentBuffer", "latent_numbers"]
 
 _PIECE = 1 << 24
 """Numbers of gathered latents, scores, or keys and values that are in memory at once"""
+
+
+def latent_numbers(spec: LatentSpec, tokens: int, sequences: int, context: int) -> int:
+    """Return the most numbers that the attention of a layer holds in memory at once.
+
+    tokens: of a step; sequences: those that decode; context: tokens of the longest sequence.
+    """
+    page, pair, heads = spec.page_width, 2 * spec.head_width, spec.num_heads
+    gathered = min(max(_PIECE, context * page), max(1, sequences) * context * page)
+    # keys and values, and both before they get the width of a query
+    expanded = 2 * min(max(_PIECE, context * pair), heads * context * pair)
+    # a mask of bytes, which torch makes numbers
+    masks = 2 * min(max(_PIECE, heads * context), tokens * heads * context)
+    absorbed = sum(not spec.expands(length) for length in range(1, tokens + 1))
+    queries = 3 * max(sequences, absorbed) * heads * page + 4 * tokens * heads * spec.head_width
+    return gathered + expanded + masks + queries
 
 
 class LatentBuffer:
@@ -130,20 +148,18 @@ class LatentAttention:
     def _absorbed(self, own: Tensor, shared: Tensor, latents: Tensor) -> Tensor:
         """Return the outputs [length, heads, value_width] of a chunk, some tokens at a time."""
         queries, heads, context = self._on_latents(own, shared), own.shape[1], len(latents)
-        step = max(1, _PIECE // (heads * context))
-        all_visible = _visible(len(queries), context, latents.device)
         outputs = []
-        for first in range(0, len(queries), step):
-            rows = queries[first : first + step]
-            visible = all_visible[first : first + step]
+        for rows in _pieces(len(queries), heads * context):
+            some = queries[rows]
+            visible = _visible(rows, len(queries), context, latents.device)
             attended = scaled_dot_product_attention(
-                rows.flatten(0, 1)[None, None],
+                some.flatten(0, 1)[None, None],
                 latents[None, None],
                 latents[None, None],
                 attn_mask=visible.repeat_interleave(heads, 0),
                 scale=self._spec.scale,
             )
-            outputs.append(self._of_latents(attended.view(rows.shape)))
+            outputs.append(self._of_latents(attended.view(some.shape)))
         return torch.cat(outputs)
 
     def _expanded(self, own: Tensor, shared: Tensor, latents: Tensor, adapter: int) -> Tensor:
@@ -151,12 +167,10 @@ class LatentAttention:
         spec = self._spec
         vectors, common = latents.split_with_sizes((spec.latent_width, spec.shared_width), dim=1)
         added = self._added(vectors, adapter)
+        length, context = len(own), len(latents)
         queries = torch.cat((own, shared), dim=2).transpose(0, 1)
-        visible = _visible(len(own), len(latents), latents.device)
-        step = max(1, _PIECE // (len(latents) * 2 * spec.head_width))
-        outputs = []
-        for first in range(0, spec.num_heads, step):
-            some = slice(first, first + step)
+        out = queries.new_empty(length, spec.num_heads, spec.value_width)
+        for some in _pieces(spec.num_heads, context * 2 * spec.head_width):
             keys = _heads_of(vectors, self._keys[some])
             values = _heads_of(vectors, self._values[some])
             if added is not None:
@@ -165,15 +179,16 @@ class LatentAttention:
             keys = torch.cat((keys, common.expand(len(keys), -1, -1)), dim=2)
             # torch's fast kernel for CPUs takes values as wide as keys alone
             values = pad(values, (0, max(0, spec.head_width - spec.value_width)))
-            attended = scaled_dot_product_attention(
-                queries[None, some],
-                keys[None],
-                values[None],
-                attn_mask=visible,
-                scale=spec.scale,
-            )
-            outputs.append(attended[0, :, :, : spec.value_width])
-        return torch.cat(outputs).transpose(0, 1)
+            for rows in _pieces(length, context):
+                attended = scaled_dot_product_attention(
+                    queries[None, some, rows],
+                    keys[None],
+                    values[None],
+                    attn_mask=_visible(rows, length, context, latents.device),
+                    scale=spec.scale,
+                )
+                out[rows, some] = attended[0, :, :, : spec.value_width].transpose(0, 1)
+        return out
 
     def _added(self, vectors: Tensor, adapter: int) -> Tensor | None:
         """Return what an adapter adds to keys and values: [heads, context, both widths]."""
@@ -212,7 +227,15 @@ def _heads_of(vectors: Tensor, weights: Tensor) -> Tensor:
     return product.view(len(vectors), len(weights), -1).transpose(0, 1)
 
 
-def _visible(length: int, context: int, device: torch.device) -> Tensor:
-    """Return bool [length, context]: which tokens each of the last `length` ones sees."""
-    rows = torch.arange(context - length, context, device=device)[:, None]
-    return torch.arange(context, device=device) <= rows
+def _pieces(count: int, numbers: int) -> Iterator[slice]:
+    """Divide `count` rows or heads, each of which takes so many numbers."""
+    step = max(1, _PIECE // numbers)
+    for first in range(0, count, step):
+        yield slice(first, min(first + step, count))
+
+
+def _visible(rows: slice, length: int, context: int, device: torch.device) -> Tensor:
+    """Return bool [rows, context]: which tokens some of the last `length` ones see."""
+    earlier = context - length
+    places = torch.arange(earlier + rows.start, earlier + rows.stop, device=device)
+    return torch.arange(context, device=device) <= places[:, None]

@@ -90,6 +90,9 @@ class TransformersModel(Model):
         """Do nothing: torch allocates activations where they are computed."""
 
     def bytes_to_reserve(self, tokens: int, rows: int) -> int:
+        return 0
+
+    def pass_bytes(self, tokens: int, rows: int, context: int) -> int:
         activations = tokens * self._widest * _BUFFERS * self.dtype.itemsize
         return activations + rows * self.spec.vocab_size * (4 + self.dtype.itemsize)
 

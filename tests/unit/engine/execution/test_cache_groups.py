@@ -8,6 +8,7 @@ from torch import Tensor
 
 from services.common.json_values import Json
 from services.engine.execution.cache_need import CacheNeed, GroupNeed
+from services.engine.execution.loaded_model import load
 from services.engine.execution.model_runner import ModelRunner
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
@@ -20,7 +21,8 @@ from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.step_plan import SchedulerLimits
-from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint, random_tokens
+from services.engine.settings import EngineSettings
+from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
 from tests.unit.engine.tiny import make_request
 
 BLOCK = 32
@@ -111,6 +113,35 @@ def test_turn_of_a_chat_continues_behind_the_answer_before_it(family: str, tmp_p
                 elif isinstance(output, RequestDone):
                     cached = output.cached_tokens
         assert cached == before // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("family", ["kimi linear", "olmo hybrid", "qwen3.5"])
+def test_bfloat16_states_take_half_and_continue_prompts(family: str, tmp_path: Path) -> None:
+    """--state-dtype bfloat16: prompts continue from rounded snapshots as they began."""
+    make_checkpoint(tmp_path, CONFIGS[family])
+    settings = EngineSettings(
+        model=tmp_path, dtype="float32", state_dtype="bfloat16", max_step_tokens=CHUNK
+    )
+    model = load(settings)
+    exact, decoder = load_model(tmp_path, torch.float32), model.decoder
+    states = list(model.cache.states.values())
+    assert {recurrent.dtype for _, recurrent in states} == {torch.bfloat16}
+    assert decoder.state_bytes == sum(each[0].nbytes for layer in states for each in layer)
+    halves = sum(recurrent[0].nbytes for _, recurrent in states)
+    assert exact.state_bytes == decoder.state_bytes + halves
+    assert isinstance(decoder, Decoder)
+    loop = loop_of(decoder, limits_of(decoder, 40, 20))
+    prompt = random_tokens(100, 1)
+    first = tokens_of(loop, [prompt.tolist()], 8)
+    assert tokens_of(loop, [prompt.tolist()], 8) == first
+    logits = []
+    for each in (exact, decoder):
+        driver = Driver(each, [prompt])
+        for count in (60, *[1] * 40):
+            driver.step([(0, count)])
+        logits.append(driver.logits[0])
+    difference = (logits[0] - logits[1]).abs().max()
+    assert 0 < difference < 0.02 * logits[0].abs().max()
 
 
 SHAPES: dict[str, tuple[dict[str, Json], tuple[float, float]]] = {

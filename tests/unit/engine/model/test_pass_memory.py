@@ -1,0 +1,76 @@
+"""Memory that passes take beside a decoder's buffers, which the KV cache must leave free."""
+
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, PreTrainedConfig, Qwen3MoeConfig
+
+from services.engine.execution import loaded_model
+from services.engine.execution.loaded_model import load
+from services.engine.model.loader import load_model
+from services.engine.settings import EngineSettings
+from tests.unit.engine.checkpoints import CONFIGS, SHAPE, Driver, make_checkpoint, random_tokens
+
+MIB = 1 << 20
+LARGE: Mapping[str, PreTrainedConfig] = {
+    "experts": Qwen3MoeConfig(
+        **SHAPE
+        | {"hidden_size": 256, "num_hidden_layers": 1, "max_position_embeddings": 8192}
+        | {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 4},
+        moe_intermediate_size=256,
+    ),
+    "latent attention": DeepseekV3Config(
+        **SHAPE
+        | {"num_hidden_layers": 1, "num_key_value_heads": 4, "max_position_embeddings": 8192},
+        first_k_dense_replace=1,
+        q_lora_rank=24,
+        kv_lora_rank=128,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        v_head_dim=64,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_pass_takes_no_more_than_it_states(name: str, tmp_path: Path) -> None:
+    """An engine whose KV cache takes this memory is killed at a long prompt."""
+    make_checkpoint(tmp_path, LARGE[name])
+    with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # no freed memory hides a growth
+        taken, stated = fresh.submit(memory_of_pass, tmp_path).result()
+    assert 8 * MIB < taken < stated < 8 * taken
+
+
+@pytest.mark.parametrize("family", ["deepseek v3", "qwen3 moe"])
+def test_cache_leaves_room_for_passes(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, CONFIGS[family])
+    settings = EngineSettings(model=tmp_path, max_step_tokens=512, max_running=8)
+    decoder = load(settings).decoder
+    needed = decoder.pass_bytes(520, 256, decoder.spec.context_length)
+    monkeypatch.setattr(loaded_model, "available_memory", lambda _: needed + 400_000)
+    assert load(settings).kv_bytes <= 200_000
+
+
+def memory_of_pass(checkpoint: Path) -> tuple[int, int]:
+    """Return the memory that a long prompt's passes took, and what the decoder states."""
+    decoder = load_model(checkpoint, torch.bfloat16, progress=False)
+    decoder.reserve(4096, 1)
+    driver = Driver(decoder, [random_tokens(8192, 1)])
+    driver.step([(0, 64)], kept=[1])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is then what is resident
+    before = memory_peak()
+    driver.step([(0, 4032)], kept=[1])
+    driver.step([(0, 4096)], kept=[1])
+    return memory_peak() - before, decoder.pass_bytes(4096, 1, 8192)
+
+
+def memory_peak() -> int:
+    """Return the most bytes of this process that were in memory."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
