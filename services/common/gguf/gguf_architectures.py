@@ -17,6 +17,7 @@ from services.common.gguf.gguf_recurrent import (
     read_convolutions,
     read_falcon_h1,
     read_granite_hybrid,
+    read_mamba,
     read_nemotron_h,
 )
 from services.common.gguf.gguf_rope import read_rope_scaling
@@ -35,6 +36,8 @@ class Architecture:
     """Llama's keys of config.json that have another name"""
     extra_keys: Callable[[GgufFile], dict[str, Json]] = field(default=lambda _: {})
     """Keys that only this architecture has"""
+    has_attention: bool = True
+    """Some layers have heads of attention"""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -212,6 +215,22 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             },
             extra_keys=read_nemotron_h,
         ),
+    ),
+    "mamba2": Architecture(
+        "Mamba2ForCausalLM",
+        {
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_d_head": "head_dim",
+            "mamba_d_state": "state_size",
+            "mamba_expand": "expand",
+            "mamba_n_groups": "n_groups",
+            "mamba_n_heads": "num_heads",
+            "mamba_proj_bias": "use_bias",
+            "rms_norm_eps": "layer_norm_epsilon",
+        },
+        read_mamba,
+        has_attention=False,
     ),
     "falcon-h1": Architecture("FalconH1ForCausalLM", extra_keys=read_falcon_h1),
     "smollm3": Architecture("SmolLM3ForCausalLM"),

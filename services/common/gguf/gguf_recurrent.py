@@ -8,6 +8,7 @@ __all__ = [
     "read_convolutions",
     "read_falcon_h1",
     "read_granite_hybrid",
+    "read_mamba",
     "read_nemotron_h",
 ]
 
@@ -48,7 +49,7 @@ def read_granite_hybrid(file: GgufFile) -> dict[str, Json]:
     dense = file.integer(own("feed_forward_length"))
     return {
         **_read_attention(file, "linear_attention"),
-        **_read_mamba(file),
+        **read_mamba(file),
         "norm_topk_prob": True,
         "num_local_experts": file.integer(own("expert_count"), 0),
         "position_embedding_type": "rope" if rotates else None,
@@ -73,7 +74,7 @@ def read_nemotron_h(file: GgufFile) -> dict[str, Json]:
     return {
         **{
             _NEMOTRON_KEYS[key]: value
-            for key, value in _read_mamba(file).items()
+            for key, value in read_mamba(file).items()
             if value is not None
         },
         "intermediate_size": max(widths) or 1,
@@ -91,7 +92,7 @@ def read_nemotron_h(file: GgufFile) -> dict[str, Json]:
 def read_falcon_h1(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Falcon-H1. The converter has multiplied the weights by their factors."""
     return {
-        **_read_mamba(file),
+        **read_mamba(file),
         "mamba_d_ssm": file.integer(file.own("ssm.inner_size")),
         "mamba_norm_before_gate": False,
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
@@ -99,7 +100,7 @@ def read_falcon_h1(file: GgufFile) -> dict[str, Json]:
     }
 
 
-def _read_mamba(file: GgufFile) -> dict[str, Json]:
+def read_mamba(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Mamba-2 layers."""
     own, biases = file.own, {name.split(".", 2)[-1] for name in file.tensors if "bias" in name}
     heads = file.count(own("ssm.time_step_rank"))

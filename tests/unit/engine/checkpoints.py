@@ -51,6 +51,7 @@ from transformers import (
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Mamba2Config,
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
@@ -193,6 +194,16 @@ MAMBA: dict[str, Any] = {
     "mamba_d_head": 16,
     "mamba_d_state": 16,
     "mamba_n_groups": 2,
+}
+MAMBA2: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "initializer_range": 0.2,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 2,
 }
 MULTIPLIERS: dict[str, Any] = {
     "attention_in_multiplier": 0.9,
@@ -764,6 +775,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "falcon h1, gated norms": FalconH1Config(
         **SHAPE | MAMBA, mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=False
     ),
+    "mamba2": Mamba2Config(**MAMBA2, time_step_limit=(0.1, 2.0)),
+    "mamba2, biases": Mamba2Config(**MAMBA2, use_bias=True, use_conv_bias=False),
     "mistral4": Mistral4Config(
         **LATENT | ROUTED,
         rope_parameters=_YARN | {"mscale": 0.8, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.4},

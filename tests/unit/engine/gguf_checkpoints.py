@@ -72,6 +72,7 @@ ARCHITECTURES = {
     "youtu": MODEL_ARCH.DEEPSEEK2,
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
     "bamba": MODEL_ARCH.GRANITE_HYBRID,
+    "mamba2": MODEL_ARCH.MAMBA2,
     "nemotron_h": MODEL_ARCH.NEMOTRON_H_MOE,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
     "lfm2": MODEL_ARCH.LFM2,
@@ -104,6 +105,7 @@ _SIGMOIDS = {
     *("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open"),
 }
 """Families whose experts are weighed by sigmoids"""
+_WITHOUT_ATTENTION = {"mamba2"}
 _WITHOUT_OFFSET = ("gemma2", "gemma3_", "qwen3_5", "qwen3_next", "nemotron")
 """Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
@@ -343,7 +345,7 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
         return tensor.squeeze(1)
     if kind == "falcon_h1":
         tensor = _multiplied(name, tensor, config)
-    if ".mamba." in name or (kind == "nemotron_h" and "layers" in name):
+    if ".mamba." in name or (kind in ("mamba2", "nemotron_h") and "layers" in name):
         return _mamba(name, tensor, config)
     if kind.startswith(_WITHOUT_OFFSET) and name.endswith("norm.weight"):
         return tensor + 1
@@ -443,6 +445,9 @@ def _tiled(rows: Tensor, groups: int, heads: int) -> Tensor:
 def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma4_text":  # has values of each layer, which attributes hide
         config = SimpleNamespace(**config.to_dict())
+    if config.model_type in _WITHOUT_ATTENTION:
+        _write_recurrent(writer, config)
+        return
     heads = config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -535,6 +540,21 @@ def _write_mamba(writer: GGUFWriter, config: Any) -> None:
     writer.add_rope_scaling_finetuned(not is_granite or config.position_embedding_type == "rope")
     if is_granite:
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def _write_recurrent(writer: GGUFWriter, config: Any) -> None:
+    """Write the values of a model without attention, as llama.cpp's converter does."""
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_inner_size(config.num_heads * config.head_dim)
+    writer.add_ssm_state_size(config.state_size)
+    writer.add_ssm_time_step_rank(config.num_heads)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
 
 
 def _write_nemotron(writer: GGUFWriter, config: Any) -> None:

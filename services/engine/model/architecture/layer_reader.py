@@ -17,6 +17,7 @@ from services.engine.model.architecture.layers import (
     FeedForwardSpec,
     LayerSpec,
     MixerSpec,
+    NoFeedForward,
     ParallelSpec,
 )
 from services.engine.model.architecture.mamba_shape import MambaShape
@@ -47,12 +48,14 @@ def read_layers(
     for key in family.required:
         if not config.flag(key, True):
             raise CheckpointError(f"{config.file}: {key} is false, which is not supported.")
+    recurrent = read_recurrent_layers(config, family, hidden_size, num_layers)
+    if family.is_recurrent:
+        return tuple(LayerSpec(recurrent[layer], NoFeedForward()) for layer in range(num_layers))
     mixers: list[MixerSpec] = []
     if family.names.latent is None:
         mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
     else:
         mixers += [read_latent(config, family, hidden_size, context_length)] * num_layers
-    recurrent = read_recurrent_layers(config, family, hidden_size, num_layers)
     if family.has_parallel_mixers:
         mixers = [_parallel(mixer, recurrent[layer]) for layer, mixer in enumerate(mixers)]
     else:

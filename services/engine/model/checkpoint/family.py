@@ -384,6 +384,8 @@ class Family:
     hidden_size the logits"""
     reads_logit_scale: bool = False
     """logit_scale is a factor on the logits"""
+    is_recurrent: bool = False
+    """Every layer is a recurrent mixer alone"""
     has_single_parts: bool = False
     """Layers are a mixer or a feed-forward layer alone, as layers_block_type lists"""
     has_parallel_mixers: bool = False

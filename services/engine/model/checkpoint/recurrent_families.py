@@ -206,6 +206,41 @@ _FALCON = Family(
     reads_logit_scale=True,
     has_parallel_mixers=True,
 )
+_MAMBA2 = Family(
+    "Mamba2ForCausalLM",
+    names=TensorNames(
+        roots={"backbone.": "lm_head", "": "lm_head"},
+        embedding="embeddings",
+        final_norm="norm_f",
+        attention_norm="norm",
+        mamba=_NEMOTRON.names.mamba,
+    ),
+    keys={
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_d_head": "head_dim",
+        "mamba_d_state": "state_size",
+        "mamba_expand": "expand",
+        "mamba_hidden_act": "hidden_act",
+        "mamba_n_groups": "n_groups",
+        "mamba_n_heads": "num_heads",
+        "mamba_proj_bias": "use_bias",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    defaults={
+        "expand": 2,
+        "head_dim": 64,
+        "hidden_size": 4096,
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 2**20,
+        "n_groups": 8,
+        "num_heads": 128,
+        "num_hidden_layers": 64,
+        "state_size": 128,
+        "vocab_size": 32_768,
+    },
+    is_recurrent=True,
+)
 
 RECURRENT_FAMILIES: tuple[Family, ...] = (
     _LFM2,
@@ -242,4 +277,5 @@ RECURRENT_FAMILIES: tuple[Family, ...] = (
     _BAMBA,
     _NEMOTRON,
     _FALCON,
+    _MAMBA2,
 )

@@ -82,7 +82,7 @@ QUANTIZED = (
     *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
-    *("lfm2", "granite hybrid", "nemotron h", "falcon h1"),
+    *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
 )
 """Families that are tried with codes too; the first four have other shapes than in CONFIGS"""
 YARN = {

@@ -59,6 +59,7 @@ ARCHITECTURES = {
     "bamba": "BambaForCausalLM",
     "nemotron h": "NemotronHForCausalLM",
     "falcon h1": "FalconH1ForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
 }
 SHAPE_KEYS = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
@@ -249,7 +250,6 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("bamba", lambda p: set_config(p, mamba_d_conv=1), ["mamba_d_conv", "2"]),
     ("bamba", lambda p: set_config(p, hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
     ("bamba", lambda p: set_config(p, time_step_limit=[1.0, 0.1]), ["time_step_limit", "0.1"]),
-    ("bamba", lambda p: set_config(p, attn_layer_indices=None), ["no layer is attention"]),
     ("nemotron h", lambda p: set_config(p, moe_latent_size=16), ["moe_latent_size"]),
     (
         "nemotron h",

@@ -105,6 +105,7 @@ FAMILIES = (
     "nemotron h",
     "falcon h1",
     "falcon h1, norms",
+    "mamba2, biases",
 )
 _WIDE: dict[str, Any] = {
     "vocab_size": 97,
@@ -146,6 +147,7 @@ ADAPTED = (
     "granite hybrid, dense",
     "nemotron h",
     "falcon h1",
+    "mamba2, biases",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
 transposed weights, experts"""

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 __all__ = ["layers_of", "make_adapter", "make_separate_adapter"]
 
 _ELSEWHERE = "vision|visual|connector|projector|lm_head|_coefs"
-_REFUSED = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
+_REFUSED = dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), "out_proj")
 """Layers that PEFT refuses, by the model's type"""
 
 
