@@ -8,8 +8,10 @@ __all__ = [
     "read_convolutions",
     "read_falcon_h1",
     "read_granite_hybrid",
+    "read_jamba",
     "read_mamba",
     "read_nemotron_h",
+    "read_selective",
 ]
 
 _NEMOTRON_KEYS = {
@@ -86,6 +88,31 @@ def read_nemotron_h(file: GgufFile) -> dict[str, Json]:
         "num_nextn_predict_layers": 0,
         "routed_scaling_factor": file.number(own("expert_weights_scale"), 1.0),
         "topk_group": file.count(own("expert_group_used_count"), 1, most=groups),
+    }
+
+
+def read_jamba(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Jamba, whose layers are Mamba or attention, some with experts."""
+    return {
+        **_read_attention(file, "linear_attention"),
+        **read_selective(file),
+        "mlp_layer_types": [
+            "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors else "dense"
+            for layer in range(count_layers(file))
+        ],
+    }
+
+
+def read_selective(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Mamba layers."""
+    own, biases = file.own, {name.split(".", 2)[-1] for name in file.tensors if "bias" in name}
+    return {
+        "mamba_conv_bias": "ssm_conv1d.bias" in biases,
+        "mamba_d_conv": file.integer(own("ssm.conv_kernel")),
+        "mamba_d_ssm": file.integer(own("ssm.inner_size")),
+        "mamba_d_state": file.integer(own("ssm.state_size")),
+        "mamba_dt_rank": file.integer(own("ssm.time_step_rank")),
+        "mamba_proj_bias": "ssm_in.bias" in biases,
     }
 
 

@@ -11,6 +11,7 @@ from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
+from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.checkpoint.family import QkNorm
 
 __all__ = [
@@ -196,7 +197,14 @@ class BesideSpec:
 
 
 MixerSpec: TypeAlias = (
-    AttentionSpec | ConvolutionShape | DeltaShape | LatentSpec | MambaShape | NoMixer | ParallelSpec
+    AttentionSpec
+    | ConvolutionShape
+    | DeltaShape
+    | LatentSpec
+    | MambaShape
+    | NoMixer
+    | ParallelSpec
+    | SelectiveShape
 )
 FeedForwardSpec: TypeAlias = DenseSpec | ExpertsSpec | BesideSpec | NoFeedForward
 

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
-from services.engine.model.checkpoint.recurrent_names import ConvolutionNames, MambaNames
+from services.engine.model.checkpoint.recurrent_names import (
+    ConvolutionNames,
+    MambaNames,
+    SelectiveNames,
+)
 
 __all__ = [
     "AltUpNames",
@@ -235,6 +239,8 @@ class TensorNames:
     """Tensors of the layers that are short convolutions"""
     mamba: MambaNames | None = None
     """Tensors of the layers that are Mamba-2"""
+    selective: SelectiveNames | None = None
+    """Tensors of the layers that are Mamba"""
     latent: LatentNames | None = None
     """Tensors of latent attention; None: layers have queries, keys and values"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)

@@ -9,7 +9,11 @@ from services.engine.model.checkpoint.family import (
     QkNorm,
     TensorNames,
 )
-from services.engine.model.checkpoint.recurrent_names import ConvolutionNames, MambaNames
+from services.engine.model.checkpoint.recurrent_names import (
+    ConvolutionNames,
+    MambaNames,
+    SelectiveNames,
+)
 
 __all__ = ["RECURRENT_FAMILIES"]
 
@@ -241,6 +245,72 @@ _MAMBA2 = Family(
     },
     is_recurrent=True,
 )
+_MAMBA = Family(
+    "MambaForCausalLM",
+    names=replace(
+        _MAMBA2.names,
+        mamba=None,
+        selective=SelectiveNames(
+            inputs="mixer.in_proj",
+            convolution="mixer.conv1d",
+            factors="mixer.x_proj",
+            steps="mixer.dt_proj",
+            a_log="mixer.A_log",
+            skip="mixer.D",
+            output="mixer.out_proj",
+        ),
+    ),
+    keys={
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_d_ssm": "intermediate_size",
+        "mamba_d_state": "state_size",
+        "mamba_dt_rank": "time_step_rank",
+        "mamba_expand": "expand",
+        "mamba_hidden_act": "hidden_act",
+        "mamba_proj_bias": "use_bias",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    defaults={
+        "hidden_size": 768,
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 2**20,
+        "num_hidden_layers": 32,
+        "tie_word_embeddings": True,
+        "vocab_size": 50_280,
+    },
+    is_recurrent=True,
+)
+_JAMBA = Family(
+    "JambaForCausalLM",
+    names=TensorNames(
+        final_norm="final_layernorm",
+        feed_forward_norm="pre_ff_layernorm",
+        gate=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        experts=ExpertTensorNames(
+            router="feed_forward.router",
+            gate=("feed_forward.experts.{}.gate_proj", "feed_forward.experts.{}.up_proj"),
+            down="feed_forward.experts.{}.down_proj",
+            module="feed_forward",
+        ),
+        selective=SelectiveNames(
+            norms=("mamba.dt_layernorm", "mamba.b_layernorm", "mamba.c_layernorm")
+        ),
+    ),
+    keys={"mamba_hidden_act": "hidden_act"},
+    defaults={
+        "attn_layer_offset": 4,
+        "attn_layer_period": 8,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "max_position_embeddings": 262_144,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+    },
+    reads_position_type=True,
+)
 
 RECURRENT_FAMILIES: tuple[Family, ...] = (
     _LFM2,
@@ -278,4 +348,11 @@ RECURRENT_FAMILIES: tuple[Family, ...] = (
     _NEMOTRON,
     _FALCON,
     _MAMBA2,
+    _MAMBA,
+    replace(
+        _MAMBA,
+        architecture="FalconMambaForCausalLM",
+        defaults={**_MAMBA.defaults, "mixer_rms_eps": 1e-6},
+    ),
+    _JAMBA,
 )

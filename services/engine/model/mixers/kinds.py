@@ -13,6 +13,7 @@ from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layers import AttentionSpec, MixerSpec, ParallelSpec
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.rotary import Rotaries
+from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.mixers.attention import AttentionMixer, AttentionWeights
@@ -27,6 +28,8 @@ from services.engine.model.mixers.mamba import MambaMixer, MambaWeights
 from services.engine.model.mixers.mamba_scan_choice import choose_mamba_scan
 from services.engine.model.mixers.parallel import ParallelMixer
 from services.engine.model.mixers.runs import RunGroups
+from services.engine.model.mixers.selective import SelectiveMixer, SelectiveWeights
+from services.engine.model.mixers.torch_selective_scan import TorchSelectiveScan
 from services.engine.model.operators.interface import Operators
 
 __all__ = ["MixerMaker", "MixerWeights", "ParallelWeights"]
@@ -47,6 +50,7 @@ MixerWeights: TypeAlias = (
     | LatentWeights
     | MambaWeights
     | ParallelWeights
+    | SelectiveWeights
 )
 
 
@@ -80,6 +84,7 @@ class MixerMaker:
         self._runs = RunGroups()
         self._dtype = dtype
         self._scan = cache(lambda shape: choose_mamba_scan(shape, dtype, device, self._runs))
+        self._selective = cache(lambda shape: TorchSelectiveScan(shape, dtype, device, self._runs))
         self._rule = cache(lambda shape: choose_delta_rule(shape, dtype, device))
 
     def make(self, layer: int, spec: MixerSpec, weights: MixerWeights | None) -> Mixer[Any]:
@@ -100,6 +105,9 @@ class MixerMaker:
         if isinstance(weights, MambaWeights):
             assert isinstance(spec, MambaShape)
             return MambaMixer(layer, spec, weights, self._operators, self._scan(spec))
+        if isinstance(weights, SelectiveWeights):
+            assert isinstance(spec, SelectiveShape)
+            return SelectiveMixer(layer, spec, weights, self._operators, self._selective(spec))
         rotation = None
         if isinstance(weights, LatentWeights):
             assert isinstance(spec, LatentSpec)

@@ -13,6 +13,7 @@ from services.engine.model.architecture.layers import (
     ParallelSpec,
 )
 from services.engine.model.architecture.mamba_shape import MambaShape
+from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.mixers.attention_weights import (
     StoredAttention,
     read_attention,
@@ -35,6 +36,11 @@ from services.engine.model.mixers.latent_weights import (
     stored_latent,
 )
 from services.engine.model.mixers.mamba_weights import StoredMamba, read_mamba, stored_mamba
+from services.engine.model.mixers.selective_weights import (
+    StoredSelective,
+    read_selective,
+    stored_selective,
+)
 from services.engine.model.parts.stored import LayerNames, StoredNorm
 from services.engine.model.parts.tensor_reader import TensorReader
 
@@ -54,6 +60,7 @@ StoredMixer: TypeAlias = (
     | StoredLatent
     | StoredMamba
     | StoredParallel
+    | StoredSelective
 )
 
 
@@ -69,6 +76,8 @@ def stored_mixer(names: LayerNames, spec: MixerSpec) -> StoredMixer | None:
         )
     if isinstance(spec, MambaShape):
         return stored_mamba(names, spec)
+    if isinstance(spec, SelectiveShape):
+        return stored_selective(names, spec)
     if isinstance(spec, ConvolutionShape):
         return stored_convolution(names, spec)
     if isinstance(spec, LatentSpec):
@@ -102,6 +111,9 @@ def read_mixer(
     if isinstance(stored, StoredMamba):
         assert isinstance(spec, MambaShape)
         return read_mamba(reader, stored, spec, norm, post_norm)
+    if isinstance(stored, StoredSelective):
+        assert isinstance(spec, SelectiveShape)
+        return read_selective(reader, stored, spec, norm, post_norm)
     if isinstance(stored, StoredConvolution):
         assert isinstance(spec, ConvolutionShape)
         return read_convolution(reader, stored, spec, norm, post_norm)

@@ -60,6 +60,9 @@ ARCHITECTURES = {
     "nemotron h": "NemotronHForCausalLM",
     "falcon h1": "FalconH1ForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "falcon mamba": "FalconMambaForCausalLM",
+    "jamba": "JambaForCausalLM",
 }
 SHAPE_KEYS = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
@@ -116,7 +119,7 @@ DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("wider vocabulary", lambda p: set_config(p, vocab_size=98), ["embed_tokens", "[98, 64]"]),
     (
         "unknown architecture",
-        lambda p: set_config(p, architectures=["MambaForCausalLM"]),
+        lambda p: set_config(p, architectures=["RwkvForCausalLM"]),
         ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"],
     ),
     ("no architecture", lambda p: set_config(p, architectures=...), ["architectures"]),

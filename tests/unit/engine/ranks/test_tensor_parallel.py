@@ -106,6 +106,8 @@ FAMILIES = (
     "falcon h1",
     "falcon h1, norms",
     "mamba2, biases",
+    "falcon mamba",
+    "jamba",
 )
 _WIDE: dict[str, Any] = {
     "vocab_size": 97,
@@ -148,6 +150,8 @@ ADAPTED = (
     "nemotron h",
     "falcon h1",
     "mamba2, biases",
+    "falcon mamba",
+    "jamba",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
 transposed weights, experts"""
