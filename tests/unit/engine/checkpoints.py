@@ -59,6 +59,7 @@ from transformers import (
     Mamba2Config,
     MambaConfig,
     MiniCPM3Config,
+    MiniMaxConfig,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral3Config,
@@ -787,7 +788,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "mamba2": Mamba2Config(**MAMBA2, time_step_limit=(0.1, 2.0)),
     "mamba2, biases": Mamba2Config(**MAMBA2, use_bias=True, use_conv_bias=False),
-    "mamba": MambaConfig(**MAMBA1, use_associative_scan=False),
+    "mamba": MambaConfig(**MAMBA1, time_step_rank=32),  # widths of the tiled kernels
     "falcon mamba": FalconMambaConfig(
         **MAMBA1 | {"tie_word_embeddings": False},
         time_step_rank=8,
@@ -802,6 +803,17 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attn_layer_offset=1,
         mamba_dt_rank=8,
         mamba_proj_bias=True,
+    ),
+    "minimax": MiniMaxConfig(  # heads of the tiled kernels
+        **SHAPE | {"num_hidden_layers": 4, "num_attention_heads": 2},
+        num_local_experts=5,
+        linear_attn_alpha_factor=1.3,
+        full_attn_alpha_factor=0.8,
+        mlp_alpha_factor=1.1,
+        linear_attn_beta_factor=0.7,
+        full_attn_beta_factor=0.7,
+        mlp_beta_factor=0.7,
+        block_size=16,
     ),
     "mistral4": Mistral4Config(
         **LATENT | ROUTED,

@@ -20,6 +20,7 @@ from services.engine.model.architecture.layers import (
     NoFeedForward,
     ParallelSpec,
 )
+from services.engine.model.architecture.lightning_reader import with_normed_residual
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.recurrent_reader import read_recurrent_layers
 from services.engine.model.architecture.rotary import RotarySpec
@@ -66,6 +67,8 @@ def read_layers(
     layers = tuple(map(LayerSpec, mixers, feed_forwards))
     if family.names.altup is not None:
         return gemma3n_layers(config, layers)
+    if family.has_normed_residual:
+        return with_normed_residual(config, layers)
     return gemma4_layers(config, layers, context_length) if family.is_gemma4 else layers
 
 

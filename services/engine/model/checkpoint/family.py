@@ -7,6 +7,7 @@ from enum import Enum
 from services.engine.model.checkpoint.config import JsonObject
 from services.engine.model.checkpoint.recurrent_names import (
     ConvolutionNames,
+    LightningNames,
     MambaNames,
     SelectiveNames,
 )
@@ -239,6 +240,8 @@ class TensorNames:
     """Tensors of the layers that are short convolutions"""
     mamba: MambaNames | None = None
     """Tensors of the layers that are Mamba-2"""
+    lightning: LightningNames | None = None
+    """Tensors of the layers that are lightning attention"""
     selective: SelectiveNames | None = None
     """Tensors of the layers that are Mamba"""
     latent: LatentNames | None = None
@@ -392,6 +395,8 @@ class Family:
     """logit_scale is a factor on the logits"""
     is_recurrent: bool = False
     """Every layer is a recurrent mixer alone"""
+    has_normed_residual: bool = False
+    """The two parts of a layer add to what they read, times factors, rather than to the residual"""
     has_single_parts: bool = False
     """Layers are a mixer or a feed-forward layer alone, as layers_block_type lists"""
     has_parallel_mixers: bool = False

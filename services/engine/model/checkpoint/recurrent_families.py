@@ -8,12 +8,15 @@ from services.engine.model.checkpoint.family import (
     Family,
     QkNorm,
     TensorNames,
+    WindowRule,
 )
 from services.engine.model.checkpoint.recurrent_names import (
     ConvolutionNames,
+    LightningNames,
     MambaNames,
     SelectiveNames,
 )
+from services.engine.model.checkpoint.shared_names import MIXTRAL_EXPERTS
 
 __all__ = ["RECURRENT_FAMILIES"]
 
@@ -311,6 +314,25 @@ _JAMBA = Family(
     },
     reads_position_type=True,
 )
+_MINIMAX = Family(
+    "MiniMaxForCausalLM",
+    names=TensorNames(
+        experts=MIXTRAL_EXPERTS,
+        lightning=LightningNames(),
+        ignored=("*.slope_rate", "*.query_decay", "*.key_decay", "*.diagonal_decay"),
+    ),
+    defaults={
+        "max_position_embeddings": 131_072,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    windows=WindowRule.ALL,
+    has_normed_residual=True,
+)
 
 RECURRENT_FAMILIES: tuple[Family, ...] = (
     _LFM2,
@@ -355,4 +377,5 @@ RECURRENT_FAMILIES: tuple[Family, ...] = (
         defaults={**_MAMBA.defaults, "mixer_rms_eps": 1e-6},
     ),
     _JAMBA,
+    _MINIMAX,
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["ConvolutionNames", "MambaNames", "SelectiveNames"]
+__all__ = ["ConvolutionNames", "LightningNames", "MambaNames", "SelectiveNames"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,17 @@ class ConvolutionNames:
     """Input gate, output gate, and what is convolved"""
     convolution: str = "conv.conv"
     output: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class LightningNames:
+    """Tensor names of lightning attention; those of products without .weight."""
+
+    inputs: str = "self_attn.qkv_proj"
+    """Query, key and value of the first head, then those of the next one, …"""
+    gate: str = "self_attn.output_gate"
+    norm: str = "self_attn.norm.weight"
+    output: str = "self_attn.out_proj"
 
 
 @dataclass(frozen=True, slots=True)

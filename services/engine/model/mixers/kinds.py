@@ -11,6 +11,7 @@ from services.engine.model.architecture.convolution_shape import ConvolutionShap
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layers import AttentionSpec, MixerSpec, ParallelSpec
+from services.engine.model.architecture.lightning_shape import LightningShape
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.rotary import Rotaries
 from services.engine.model.architecture.selective_shape import SelectiveShape
@@ -24,6 +25,7 @@ from services.engine.model.mixers.empty import EmptyMixer
 from services.engine.model.mixers.interface import Mixer
 from services.engine.model.mixers.latent_attention import LatentBuffer
 from services.engine.model.mixers.latent_mixer import LatentMixer, LatentWeights
+from services.engine.model.mixers.lightning import LightningMixer, LightningWeights
 from services.engine.model.mixers.mamba import MambaMixer, MambaWeights
 from services.engine.model.mixers.mamba_scan_choice import choose_mamba_scan
 from services.engine.model.mixers.parallel import ParallelMixer
@@ -48,6 +50,7 @@ MixerWeights: TypeAlias = (
     | ConvolutionWeights
     | DeltaNetWeights
     | LatentWeights
+    | LightningWeights
     | MambaWeights
     | ParallelWeights
     | SelectiveWeights
@@ -108,6 +111,9 @@ class MixerMaker:
         if isinstance(weights, SelectiveWeights):
             assert isinstance(spec, SelectiveShape)
             return SelectiveMixer(layer, spec, weights, self._operators, self._selective(spec))
+        if isinstance(weights, LightningWeights):
+            assert isinstance(spec, LightningShape)
+            return LightningMixer(layer, spec, weights, self._operators, self._runs)
         rotation = None
         if isinstance(weights, LatentWeights):
             assert isinstance(spec, LatentSpec)

@@ -28,7 +28,7 @@ CHUNK = 40
 FAMILIES = (
     *("deepseek v3", "gemma3", "gpt-oss", "kimi linear", "mistral, window", "olmo hybrid"),
     *("qwen3 next", "qwen3.5", "lfm2 moe", "granite hybrid"),
-    *("falcon h1", "nemotron h", "mamba2", "mamba", "jamba"),
+    *("falcon h1", "nemotron h", "mamba2", "mamba", "jamba", "minimax"),
 )
 
 

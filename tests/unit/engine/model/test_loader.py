@@ -63,6 +63,7 @@ ARCHITECTURES = {
     "mamba": "MambaForCausalLM",
     "falcon mamba": "FalconMambaForCausalLM",
     "jamba": "JambaForCausalLM",
+    "minimax": "MiniMaxForCausalLM",
 }
 SHAPE_KEYS = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
@@ -262,6 +263,11 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("nemotron h", lambda p: set_config(p, layers_block_type=["mlp", "rwkv"]), ["1", "rwkv"]),
     ("falcon h1", lambda p: set_config(p, mlp_multipliers=[1.0]), ["mlp_multipliers", "2"]),
     ("falcon h1", lambda p: set_config(p, mamba_d_ssm=64), ["mamba_d_ssm", "64"]),
+    ("mamba", lambda p: set_config(p, conv_kernel=1), ["conv_kernel", "2"]),
+    ("mamba", lambda p: set_config(p, hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
+    ("jamba", lambda p: set_config(p, mamba_dt_rank="auto"), ["mamba.x_proj", "[40, 128]"]),
+    ("minimax", lambda p: set_config(p, mlp_beta_factor=1), ["mlp_beta_factor", "equal"]),
+    ("minimax", lambda p: set_config(p, hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
     ("granite hybrid", lambda p: set_config(p, num_local_experts=-1), ["num_local_experts", "-1"]),
     ("gemma4, shared keys", lambda p: set_config(p, pad_token_id=-1), ["pad_token_id", "-1"]),
     (

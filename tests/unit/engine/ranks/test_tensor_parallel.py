@@ -108,6 +108,7 @@ FAMILIES = (
     "mamba2, biases",
     "falcon mamba",
     "jamba",
+    "minimax",
 )
 _WIDE: dict[str, Any] = {
     "vocab_size": 97,
@@ -152,6 +153,7 @@ ADAPTED = (
     "mamba2, biases",
     "falcon mamba",
     "jamba",
+    "minimax",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
 transposed weights, experts"""
