@@ -17,7 +17,10 @@ from services.common.gguf.gguf_recurrent import (
     read_convolutions,
     read_falcon_h1,
     read_granite_hybrid,
+    read_jamba,
+    read_mamba,
     read_nemotron_h,
+    read_selective,
 )
 from services.common.gguf.gguf_rope import read_rope_scaling
 from services.common.json_values import Json
@@ -35,6 +38,8 @@ class Architecture:
     """Llama's keys of config.json that have another name"""
     extra_keys: Callable[[GgufFile], dict[str, Json]] = field(default=lambda _: {})
     """Keys that only this architecture has"""
+    has_attention: bool = True
+    """Some layers have heads of attention"""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -52,6 +57,8 @@ def architecture_of(file: GgufFile) -> Architecture:
         return _MIXTRAL
     if name == "olmo2" and file.integer("olmo2.attention.sliding_window", 0) > 0:
         return _OLMO3
+    if name == "mamba" and file.flag("mamba.ssm.dt_b_c_rms", False):
+        return _FALCON_MAMBA
     if name == "deepseek2":
         return replace(_ARCHITECTURES[name], name=choose_latent_model(file))
     return _ARCHITECTURES[name]
@@ -175,6 +182,29 @@ _DEEPSEEK_KEYS = {
     "moe_num_shared_experts": "n_shared_experts",
     "num_local_experts": "n_routed_experts",
 }
+_MAMBA_KEYS = {
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_d_state": "state_size",
+    "mamba_expand": "expand",
+    "mamba_proj_bias": "use_bias",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
+_MAMBA = Architecture(
+    "MambaForCausalLM",
+    {**_MAMBA_KEYS, "mamba_d_ssm": "intermediate_size", "mamba_dt_rank": "time_step_rank"},
+    read_selective,
+    has_attention=False,
+)
+_FALCON_MAMBA = replace(
+    _MAMBA,
+    name="FalconMambaForCausalLM",
+    extra_keys=lambda file: {
+        **read_selective(file),
+        # llama.cpp has one epsilon for all norms
+        "mixer_rms_eps": file.number("mamba.attention.layer_norm_rms_epsilon"),
+    },
+)
 _OLMO3 = Architecture("Olmo3ForCausalLM", extra_keys=_read_olmo3)
 _MIXTRAL = Architecture("MixtralForCausalLM", extra_keys=lambda _: {"norm_topk_prob": True})
 _ARCHITECTURES: Mapping[str, Architecture] = {
@@ -213,6 +243,19 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             extra_keys=read_nemotron_h,
         ),
     ),
+    "mamba2": Architecture(
+        "Mamba2ForCausalLM",
+        {
+            **_MAMBA_KEYS,
+            "mamba_d_head": "head_dim",
+            "mamba_n_groups": "n_groups",
+            "mamba_n_heads": "num_heads",
+        },
+        read_mamba,
+        has_attention=False,
+    ),
+    "mamba": _MAMBA,
+    "jamba": Architecture("JambaForCausalLM", extra_keys=read_jamba),
     "falcon-h1": Architecture("FalconH1ForCausalLM", extra_keys=read_falcon_h1),
     "smollm3": Architecture("SmolLM3ForCausalLM"),
     "starcoder2": Architecture(

@@ -4,7 +4,7 @@ The keys are those that llama.cpp's converter writes; what it leaves out because
 its code (Gemma's scales, SmolLM 3's layers without rotation) is added here.
 """
 
-from services.common.gguf.gguf_architectures import architecture_of
+from services.common.gguf.gguf_architectures import Architecture, architecture_of
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_layers import count_layers
 from services.common.gguf.gguf_rope import read_rope_scaling
@@ -24,16 +24,18 @@ _FEED_FORWARD_BIASES = ("blk.0.ffn_up.bias", "blk.0.ffn_up_exps.bias")
 def config_of(file: GgufFile) -> dict[str, Json]:
     """Return the values of config.json. Raises GgufError for an unsupported architecture."""
     architecture = architecture_of(file)
-    values = {**_common(file), **architecture.extra_keys(file)}
+    values = {**_common(file, architecture), **architecture.extra_keys(file)}
     renamed = {architecture.names.get(key, key): value for key, value in values.items()}
     fused = not any(tensor.endswith(".attn_q.weight") for tensor in file.tensors)
     return {"architectures": [architecture.name], **renamed, MARK: {"fused_qkv": fused}}
 
 
-def _common(file: GgufFile) -> dict[str, Json]:
+def _common(file: GgufFile, architecture: Architecture) -> dict[str, Json]:
     key = file.own
     vocabulary, hidden = _table_shape(file)
-    heads = file.count(key("attention.head_count"), most=hidden)
+    heads = 1
+    if architecture.has_attention:
+        heads = file.count(key("attention.head_count"), most=hidden)
     head_dim = file.count(key("attention.key_length"), hidden // heads)
     rotated = file.count(key("rope.dimension_count"), head_dim)
     rms = key("attention.layer_norm_rms_epsilon")

@@ -8,7 +8,10 @@ __all__ = [
     "read_convolutions",
     "read_falcon_h1",
     "read_granite_hybrid",
+    "read_jamba",
+    "read_mamba",
     "read_nemotron_h",
+    "read_selective",
 ]
 
 _NEMOTRON_KEYS = {
@@ -48,7 +51,7 @@ def read_granite_hybrid(file: GgufFile) -> dict[str, Json]:
     dense = file.integer(own("feed_forward_length"))
     return {
         **_read_attention(file, "linear_attention"),
-        **_read_mamba(file),
+        **read_mamba(file),
         "norm_topk_prob": True,
         "num_local_experts": file.integer(own("expert_count"), 0),
         "position_embedding_type": "rope" if rotates else None,
@@ -73,7 +76,7 @@ def read_nemotron_h(file: GgufFile) -> dict[str, Json]:
     return {
         **{
             _NEMOTRON_KEYS[key]: value
-            for key, value in _read_mamba(file).items()
+            for key, value in read_mamba(file).items()
             if value is not None
         },
         "intermediate_size": max(widths) or 1,
@@ -88,10 +91,35 @@ def read_nemotron_h(file: GgufFile) -> dict[str, Json]:
     }
 
 
+def read_jamba(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Jamba, whose layers are Mamba or attention, some with experts."""
+    return {
+        **_read_attention(file, "linear_attention"),
+        **read_selective(file),
+        "mlp_layer_types": [
+            "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors else "dense"
+            for layer in range(count_layers(file))
+        ],
+    }
+
+
+def read_selective(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Mamba layers."""
+    own, biases = file.own, {name.split(".", 2)[-1] for name in file.tensors if "bias" in name}
+    return {
+        "mamba_conv_bias": "ssm_conv1d.bias" in biases,
+        "mamba_d_conv": file.integer(own("ssm.conv_kernel")),
+        "mamba_d_ssm": file.integer(own("ssm.inner_size")),
+        "mamba_d_state": file.integer(own("ssm.state_size")),
+        "mamba_dt_rank": file.integer(own("ssm.time_step_rank")),
+        "mamba_proj_bias": "ssm_in.bias" in biases,
+    }
+
+
 def read_falcon_h1(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Falcon-H1. The converter has multiplied the weights by their factors."""
     return {
-        **_read_mamba(file),
+        **read_mamba(file),
         "mamba_d_ssm": file.integer(file.own("ssm.inner_size")),
         "mamba_norm_before_gate": False,
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
@@ -99,7 +127,7 @@ def read_falcon_h1(file: GgufFile) -> dict[str, Json]:
     }
 
 
-def _read_mamba(file: GgufFile) -> dict[str, Json]:
+def read_mamba(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Mamba-2 layers."""
     own, biases = file.own, {name.split(".", 2)[-1] for name in file.tensors if "bias" in name}
     heads = file.count(own("ssm.time_step_rank"))

@@ -19,6 +19,7 @@ class GroupNeed:
     """Need of one group of attention layers."""
 
     block_bytes: int
+    """0 = no layer has pages"""
     window: int = 0
     """Last tokens that a token reads, itself included; 0 = all"""
 
@@ -40,7 +41,12 @@ class CacheNeed:
     """Bytes of a sequence's states; 0 = no layer is recurrent"""
 
     def blocks(self, tokens: int, group: int = 0) -> int:
-        """Return the most blocks that a sequence of so many tokens holds of a group."""
+        """Return the most blocks that a sequence of so many tokens holds of a group.
+
+        Blocks without pages take no memory: those of a typical sequence stand for its states.
+        """
+        if not self.groups[group].block_bytes:
+            tokens = min(tokens, _TYPICAL_TOKENS)
         needed = -(-tokens // self.block_size)
         window = self.groups[group].window
         if window:
@@ -62,8 +68,10 @@ class CacheNeed:
         """Return the blocks of each group beside so many of the first one.
 
         Each group has enough for as many typical sequences, and for one of any length, but no more
-        than all running sequences need.
+        than all running sequences need. Blocks without pages suffice for one of any length.
         """
+        if not self.groups[0].block_bytes:
+            return (max(num_blocks, -(-self.model_context // self.block_size)),)
         typical = min(self.model_context, _TYPICAL_TOKENS)
         sequences = num_blocks / self.blocks(typical)
         return num_blocks, *(
@@ -83,6 +91,8 @@ class CacheNeed:
         """
         if not self.state_bytes:
             return 0
+        if not self.groups[0].block_bytes:
+            return _MOST_INTERVAL
         token_bytes = sum(group.block_bytes for group in self.groups) / self.block_size
         wanted = min(max(self.state_bytes / token_bytes, _LEAST_INTERVAL), _MOST_INTERVAL)
         return round(wanted / self.block_size) * self.block_size
@@ -109,7 +119,7 @@ class CacheNeed:
 
     def affordable(self, memory: int) -> int:
         """Return the most blocks of the first group that fit into so many bytes with the rest."""
-        least, beyond = 0, memory // self.groups[0].block_bytes + 1
+        least, beyond = 0, memory // max(self.groups[0].block_bytes, 1) + 1
         while beyond - least > 1:
             middle = (least + beyond) // 2
             if self.bytes(middle) <= memory:

@@ -12,11 +12,9 @@ from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.kernels.memory import give_back_freed
 from services.engine.model.adapters.adapters import Adapters
-from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
-from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.progress import LoadProgress
@@ -91,12 +89,7 @@ def load_spec(path: str | Path) -> ModelSpec:
     """Read config.json, and the EOS ids as `with_known_ends` does. Raises CheckpointError."""
     directory = Path(path)
     config = Checkpoint.config(directory)
-    spec = ModelSpec.from_config(config.values, config.file)
-    if not spec.is_encoder and not layer_groups(spec):
-        raise CheckpointError(
-            f"{config.file}: no layer is attention. Such models are not supported."
-        )
-    return with_known_ends(spec, directory)
+    return with_known_ends(ModelSpec.from_config(config.values, config.file), directory)
 
 
 def with_known_ends(spec: ModelSpec, directory: Path) -> ModelSpec:

@@ -8,7 +8,7 @@ from torch import Tensor
 from services.engine.model.layer_inputs import LayerInput
 from services.engine.model.operators.interface import Operators
 
-__all__ = ["OneStream", "Residual", "ResidualRows"]
+__all__ = ["NormedResidual", "OneStream", "Residual", "ResidualRows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +64,21 @@ class OneStream(Residual):
             self.input.add_to(inputs, rows.normed, rows.hidden)
         if self.scalar != 1:
             rows.hidden.mul_(self.scalar)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedResidual(Residual):
+    """A residual that the norm before the mixer replaces by its output, as in MiniMax-01."""
+
+    operators: Operators
+    factor: float
+    """Factor on the norm's output"""
+
+    def begin(self, rows: ResidualRows) -> None:
+        """Leave `hidden` as the previous layer has left it."""
+
+    def bypass(self, rows: ResidualRows) -> None:
+        rows.hidden.copy_(self.operators.plain(rows.normed)).mul_(self.factor)
+
+    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+        """Leave `hidden` as the feed-forward layer has left it."""

@@ -19,9 +19,10 @@ from services.engine.model.manifest import (
 )
 from services.engine.model.mixers.stored import read_mixer
 from services.engine.model.operators.interface import NormedProjection
+from services.engine.model.parts.feed_forward import FromNormed
 from services.engine.model.parts.feed_forward_reader import FeedForwardReader
 from services.engine.model.parts.tensor_reader import TensorReader, without_mean
-from services.engine.model.residual import OneStream, Residual
+from services.engine.model.residual import NormedResidual, OneStream, Residual
 
 __all__ = ["WeightReader"]
 
@@ -74,6 +75,9 @@ class WeightReader:
             stored.feed_forward_norm,
             stored.feed_forward_post_norm,
         )
+        if spec.normed_factors is not None:
+            _, factor = spec.normed_factors
+            feed_forward = FromNormed(feed_forward, factor, self._reader.operators)
         return LayerWeights(
             mixer_norm=self._reader.norm(stored.mixer_norm),
             mixer=mixer,
@@ -89,6 +93,8 @@ class WeightReader:
             assert spec.altup is not None
             assert own is not None
             return read_altup(reader, stored.altup, spec.altup, own)
+        if spec.normed_factors is not None:
+            return NormedResidual(reader.operators, spec.normed_factors[0])
         scalar = 1.0 if stored.scalar is None else reader.tensor(stored.scalar).item()
         return OneStream(reader.operators, own, scalar)
 

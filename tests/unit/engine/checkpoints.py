@@ -25,6 +25,7 @@ from transformers import (
     Exaone4Config,
     FalconConfig,
     FalconH1Config,
+    FalconMambaConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3nTextConfig,
@@ -48,13 +49,17 @@ from transformers import (
     HYV3Config,
     Idefics3Config,
     InternLM3Config,
+    JambaConfig,
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
+    Mamba2Config,
+    MambaConfig,
     MiniCPM3Config,
+    MiniMaxConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
@@ -194,6 +199,23 @@ MAMBA: dict[str, Any] = {
     "mamba_d_head": 16,
     "mamba_d_state": 16,
     "mamba_n_groups": 2,
+}
+MAMBA2: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "initializer_range": 0.2,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 2,
+}
+MAMBA1: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "initializer_range": 0.2,
+    "state_size": 16,
 }
 MULTIPLIERS: dict[str, Any] = {
     "attention_in_multiplier": 0.9,
@@ -770,6 +792,35 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "falcon h1, gated norms": FalconH1Config(
         **SHAPE | MAMBA, mamba_d_ssm=128, mamba_rms_norm=True, mamba_norm_before_gate=False
+    ),
+    "mamba2": Mamba2Config(**MAMBA2, time_step_limit=(0.1, 2.0)),
+    "mamba2, biases": Mamba2Config(**MAMBA2, use_bias=True, use_conv_bias=False),
+    "mamba": MambaConfig(**MAMBA1, time_step_rank=32),  # widths of the tiled kernels
+    "falcon mamba": FalconMambaConfig(
+        **MAMBA1 | {"tie_word_embeddings": False},
+        time_step_rank=8,
+        use_bias=True,
+        use_conv_bias=False,
+        mixer_rms_eps=1e-3,
+    ),
+    "jamba": JambaConfig(
+        **SHAPE | {"num_hidden_layers": 4},
+        num_experts=5,
+        attn_layer_period=3,
+        attn_layer_offset=1,
+        mamba_dt_rank=8,
+        mamba_proj_bias=True,
+    ),
+    "minimax": MiniMaxConfig(  # heads of the tiled kernels
+        **SHAPE | {"num_hidden_layers": 4, "num_attention_heads": 2},
+        num_local_experts=5,
+        linear_attn_alpha_factor=1.3,
+        full_attn_alpha_factor=0.8,
+        mlp_alpha_factor=1.1,
+        linear_attn_beta_factor=0.7,
+        full_attn_beta_factor=0.7,
+        mlp_beta_factor=0.7,
+        block_size=16,
     ),
     "mistral4": Mistral4Config(
         **LATENT | ROUTED,

@@ -72,6 +72,10 @@ ARCHITECTURES = {
     "youtu": MODEL_ARCH.DEEPSEEK2,
     "granitemoehybrid": MODEL_ARCH.GRANITE_HYBRID,
     "bamba": MODEL_ARCH.GRANITE_HYBRID,
+    "mamba": MODEL_ARCH.MAMBA,
+    "falcon_mamba": MODEL_ARCH.MAMBA,
+    "jamba": MODEL_ARCH.JAMBA,
+    "mamba2": MODEL_ARCH.MAMBA2,
     "nemotron_h": MODEL_ARCH.NEMOTRON_H_MOE,
     "falcon_h1": MODEL_ARCH.FALCON_H1,
     "lfm2": MODEL_ARCH.LFM2,
@@ -104,6 +108,7 @@ _SIGMOIDS = {
     *("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open"),
 }
 """Families whose experts are weighed by sigmoids"""
+_WITHOUT_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
 _WITHOUT_OFFSET = ("gemma2", "gemma3_", "qwen3_5", "qwen3_next", "nemotron")
 """Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
@@ -343,7 +348,7 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
         return tensor.squeeze(1)
     if kind == "falcon_h1":
         tensor = _multiplied(name, tensor, config)
-    if ".mamba." in name or (kind == "nemotron_h" and "layers" in name):
+    if ".mamba." in name or (kind in (*_WITHOUT_ATTENTION, "nemotron_h") and "layers" in name):
         return _mamba(name, tensor, config)
     if kind.startswith(_WITHOUT_OFFSET) and name.endswith("norm.weight"):
         return tensor + 1
@@ -404,7 +409,7 @@ def _shared_layer(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str,
 def _mamba(name: str, tensor: Tensor, config: Any) -> Tensor:
     if name.endswith("A_log"):
         tensor = -tensor.exp()
-    if name.endswith(("A_log", ".D")):
+    if name.endswith(("A_log", ".D")) and tensor.ndim == 1:
         return tensor[:, None]
     if name.endswith("conv1d.weight"):
         return tensor.squeeze(1)
@@ -443,6 +448,9 @@ def _tiled(rows: Tensor, groups: int, heads: int) -> Tensor:
 def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma4_text":  # has values of each layer, which attributes hide
         config = SimpleNamespace(**config.to_dict())
+    if config.model_type in _WITHOUT_ATTENTION:
+        _write_recurrent(writer, config)
+        return
     heads = config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -508,6 +516,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         writer.add_leading_dense_block_count(getattr(config, "num_dense_layers", 0))
     if config.model_type == "nemotron_h":
         _write_nemotron(writer, config)
+    if config.model_type == "jamba":
+        _write_jamba(writer, config)
     if hasattr(config, "mamba_n_heads"):
         _write_mamba(writer, config)
     if hasattr(config, "linear_num_key_heads"):
@@ -535,6 +545,35 @@ def _write_mamba(writer: GGUFWriter, config: Any) -> None:
     writer.add_rope_scaling_finetuned(not is_granite or config.position_embedding_type == "rope")
     if is_granite:
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+
+
+def _write_recurrent(writer: GGUFWriter, config: Any) -> None:
+    """Write the values of a model without attention, as llama.cpp's converter does."""
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.state_size)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    if config.model_type == "mamba2":
+        writer.add_ssm_inner_size(config.num_heads * config.head_dim)
+        writer.add_ssm_time_step_rank(config.num_heads)
+        writer.add_ssm_group_count(config.n_groups)
+        return
+    writer.add_ssm_inner_size(config.intermediate_size)
+    writer.add_ssm_time_step_rank(config.time_step_rank)
+    writer.add_ssm_dt_b_c_rms(config.model_type == "falcon_mamba")
+
+
+def _write_jamba(writer: GGUFWriter, config: Any) -> None:
+    writer.add_ssm_conv_kernel(config.mamba_d_conv)
+    writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+    writer.add_ssm_state_size(config.mamba_d_state)
+    writer.add_ssm_time_step_rank(config.mamba_dt_rank)
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([config.num_key_value_heads * each for each in attends])
 
 
 def _write_nemotron(writer: GGUFWriter, config: Any) -> None:

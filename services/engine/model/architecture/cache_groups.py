@@ -15,7 +15,7 @@ class LayerGroup:
     window: int
     """Tokens that a token sees, itself included; 0 = all"""
     layers: Sequence[int]
-    """Numbers of the layers, rising"""
+    """Numbers of the layers, rising; empty: no layer of the model has pages"""
     token_width: int
     """Numbers that all these layers keep of one token"""
 
@@ -24,9 +24,12 @@ def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
     """Return the groups of the layers that have pages; one that sees all tokens comes first.
 
     The pages of a group's layers may differ in size: each layer has tensors of its own, and only
-    the numbers of the blocks are common. An encoder has one group, whose keys stay for a step.
+    the numbers of the blocks are common. An encoder has one group, whose keys stay for a step. A
+    model all of whose layers are recurrent has one without layers: its blocks only name tokens.
     """
     layers: dict[int, list[int]] = {}
+    if not spec.paged_layers and not spec.latent_layers:
+        return (LayerGroup(0, (), 0),)
     latents = spec.latent_layers
     for index, layer in spec.paged_layers.items():
         layers.setdefault(0 if spec.is_encoder else layer.window, []).append(index)

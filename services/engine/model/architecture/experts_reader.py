@@ -18,6 +18,14 @@ def expert_layers(config: Config, num_layers: int) -> set[int]:
     if config.has("mlp_layer_types"):
         kinds = config.kind_per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
         return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
+    if config.has("expert_layer_period"):  # one expert is a dense layer
+        period, offset = (
+            config.positive("expert_layer_period"),
+            config.integer("expert_layer_offset"),
+        )
+        if num_experts(config) == 1:
+            return set()
+        return {layer for layer in range(num_layers) if layer % period == offset}
     if config.has("moe_layers"):
         return set(config.ids("moe_layers"))
     if (every := config.integer("moe_layer_freq", 1)) != 1:

@@ -17,8 +17,10 @@ from services.engine.model.architecture.layers import (
     FeedForwardSpec,
     LayerSpec,
     MixerSpec,
+    NoFeedForward,
     ParallelSpec,
 )
+from services.engine.model.architecture.lightning_reader import with_normed_residual
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.recurrent_reader import read_recurrent_layers
 from services.engine.model.architecture.rotary import RotarySpec
@@ -47,12 +49,14 @@ def read_layers(
     for key in family.required:
         if not config.flag(key, True):
             raise CheckpointError(f"{config.file}: {key} is false, which is not supported.")
+    recurrent = read_recurrent_layers(config, family, hidden_size, num_layers)
+    if family.is_recurrent:
+        return tuple(LayerSpec(recurrent[layer], NoFeedForward()) for layer in range(num_layers))
     mixers: list[MixerSpec] = []
     if family.names.latent is None:
         mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
     else:
         mixers += [read_latent(config, family, hidden_size, context_length)] * num_layers
-    recurrent = read_recurrent_layers(config, family, hidden_size, num_layers)
     if family.has_parallel_mixers:
         mixers = [_parallel(mixer, recurrent[layer]) for layer, mixer in enumerate(mixers)]
     else:
@@ -63,6 +67,8 @@ def read_layers(
     layers = tuple(map(LayerSpec, mixers, feed_forwards))
     if family.names.altup is not None:
         return gemma3n_layers(config, layers)
+    if family.has_normed_residual:
+        return with_normed_residual(config, layers)
     return gemma4_layers(config, layers, context_length) if family.is_gemma4 else layers
 
 

@@ -8,9 +8,11 @@ from services.engine.model.architecture.activation import Activation
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.latent_spec import LatentSpec
+from services.engine.model.architecture.lightning_shape import LightningShape
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
+from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.checkpoint.family import QkNorm
 
 __all__ = [
@@ -196,7 +198,15 @@ class BesideSpec:
 
 
 MixerSpec: TypeAlias = (
-    AttentionSpec | ConvolutionShape | DeltaShape | LatentSpec | MambaShape | NoMixer | ParallelSpec
+    AttentionSpec
+    | ConvolutionShape
+    | DeltaShape
+    | LatentSpec
+    | LightningShape
+    | MambaShape
+    | NoMixer
+    | ParallelSpec
+    | SelectiveShape
 )
 FeedForwardSpec: TypeAlias = DenseSpec | ExpertsSpec | BesideSpec | NoFeedForward
 
@@ -226,6 +236,9 @@ class LayerSpec:
     """The residual is multiplied by a number at the end"""
     altup: AltUpSpec | None = None
     """None: the residual is one stream"""
+    normed_factors: tuple[float, float] | None = None
+    """What the mixer and the feed-forward layer read, times these factors, is what they add to;
+    None: they add to the residual"""
 
     def part(self, count: int) -> "LayerSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
-__all__ = ["read_mamba_layers"]
+__all__ = ["mamba_layers", "read_mamba_layers", "require_silu"]
 
 _MAMBA = ("linear_attention", "mamba")
 _ATTENTION = ("full_attention", "attention")
@@ -17,14 +17,18 @@ def read_mamba_layers(
     config: Config, hidden_size: int, num_layers: int
 ) -> Mapping[int, MambaShape]:
     """Read the layers that are Mamba-2, by number. Raises CheckpointError."""
-    layers = _layers(config, num_layers)
+    layers = mamba_layers(config, num_layers)
     return dict.fromkeys(layers, _shape(config, hidden_size)) if layers else {}
 
 
-def _layers(config: Config, num_layers: int) -> list[int]:
+def mamba_layers(config: Config, num_layers: int) -> list[int]:
+    """Return the numbers of the layers that are no attention. Raises CheckpointError."""
     if config.has("layer_types"):
         kinds = config.kind_per_layer("layer_types", num_layers, (*_MAMBA, *_ATTENTION))
         return [layer for layer, kind in enumerate(kinds) if kind in _MAMBA]
+    if config.has("attn_layer_period"):
+        period, offset = config.positive("attn_layer_period"), config.integer("attn_layer_offset")
+        return [layer for layer in range(num_layers) if layer % period != offset]
     attends = config.ids("attn_layer_indices")
     if not set(attends) <= set(range(num_layers)):
         raise CheckpointError(
@@ -46,12 +50,7 @@ def _shape(config: Config, hidden_size: int) -> MambaShape:
         raise CheckpointError(
             f"{config.file}: {config.file_key('mamba_d_conv')} must be at least 2, got 1."
         )
-    activation = config.text("mamba_hidden_act", "silu")
-    if activation != "silu":
-        raise CheckpointError(
-            f"{config.file}: {config.file_key('mamba_hidden_act')} {activation} is not supported "
-            "for Mamba layers. Supported: silu."
-        )
+    require_silu(config)
     least_step, most_step = _step_limits(config)
     has_bias = config.flag("mamba_proj_bias", False)
     has_norm = config.flag("mamba_rms_norm", True)
@@ -70,6 +69,16 @@ def _shape(config: Config, hidden_size: int) -> MambaShape:
         least_step=least_step,
         most_step=most_step,
     )
+
+
+def require_silu(config: Config) -> None:
+    """Raise CheckpointError if Mamba layers have another activation."""
+    activation = config.text("mamba_hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('mamba_hidden_act')} {activation} is not supported "
+            "for Mamba layers. Supported: silu."
+        )
 
 
 def _head_dim(config: Config, hidden_size: int, heads: int) -> int:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_reader import read_delta_layers
-from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.layers import MixerSpec
+from services.engine.model.architecture.lightning_reader import read_lightning_layers
 from services.engine.model.architecture.mamba_reader import read_mamba_layers
-from services.engine.model.architecture.mamba_shape import MambaShape
+from services.engine.model.architecture.selective_reader import read_selective_layers
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family
 
@@ -15,12 +16,16 @@ __all__ = ["read_recurrent_layers"]
 
 def read_recurrent_layers(
     config: Config, family: Family, hidden_size: int, num_layers: int
-) -> Mapping[int, ConvolutionShape | DeltaShape | MambaShape]:
+) -> Mapping[int, MixerSpec]:
     """Read the layers whose mixers have states, by number. Raises CheckpointError."""
     if family.names.delta_net is not None:
         return read_delta_layers(config, family, num_layers)
     if family.names.mamba is not None:
         return read_mamba_layers(config, hidden_size, num_layers)
+    if family.names.lightning is not None:
+        return read_lightning_layers(config, hidden_size, num_layers)
+    if family.names.selective is not None:
+        return read_selective_layers(config, family.names.selective, hidden_size, num_layers)
     if family.names.convolution is not None:
         return _read_convolutions(config, hidden_size, num_layers)
     return {}

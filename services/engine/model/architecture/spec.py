@@ -15,6 +15,7 @@ from services.engine.model.architecture.layers import (
     LayerSpec,
     ParallelSpec,
 )
+from services.engine.model.architecture.lightning_reader import residual_factor
 from services.engine.model.architecture.single_parts import with_parts
 from services.engine.model.architecture.weight_factors import WeightFactors, read_weight_factors
 from services.engine.model.checkpoint.architectures import family_of
@@ -263,6 +264,8 @@ def _is_set(config: Config, key: str | None) -> bool:
 
 
 def _residual_scale(config: Config, family: Family) -> float:
+    if family.has_normed_residual:
+        return residual_factor(config)
     if family.reads_depth and config.has("scale_depth"):
         depth: float = config.positive("num_hidden_layers") ** 0.5
         return config.positive_number("scale_depth") / depth

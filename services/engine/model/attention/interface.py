@@ -45,8 +45,9 @@ class KVCache:
         return self.blocks_of(0)
 
     def blocks_of(self, group: int) -> int:
-        """Return the blocks of each layer of a cache group."""
-        return self._of_layer(self._layers(group)[0])[0].shape[0]
+        """Return the blocks of each layer of a cache group; 1 if it has no layers."""
+        layers = self._layers(group)
+        return self._of_layer(layers[0])[0].shape[0] if layers else 1
 
     @property
     def num_slots(self) -> int:
@@ -57,6 +58,8 @@ class KVCache:
         """Copy blocks: cache group, source and target each, and no target is a source."""
         for group in {copy[0] for copy in copies}:
             layers = self._layers(group)
+            if not layers:
+                continue
             places = [(source, target) for number, source, target in copies if number == group]
             index = torch.tensor(places, dtype=torch.int64)
             index = to_device(index, self.pages[0].device)

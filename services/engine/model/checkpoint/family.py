@@ -5,7 +5,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from services.engine.model.checkpoint.config import JsonObject
-from services.engine.model.checkpoint.recurrent_names import ConvolutionNames, MambaNames
+from services.engine.model.checkpoint.recurrent_names import (
+    ConvolutionNames,
+    LightningNames,
+    MambaNames,
+    SelectiveNames,
+)
 
 __all__ = [
     "AltUpNames",
@@ -235,6 +240,10 @@ class TensorNames:
     """Tensors of the layers that are short convolutions"""
     mamba: MambaNames | None = None
     """Tensors of the layers that are Mamba-2"""
+    lightning: LightningNames | None = None
+    """Tensors of the layers that are lightning attention"""
+    selective: SelectiveNames | None = None
+    """Tensors of the layers that are Mamba"""
     latent: LatentNames | None = None
     """Tensors of latent attention; None: layers have queries, keys and values"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
@@ -384,6 +393,10 @@ class Family:
     hidden_size the logits"""
     reads_logit_scale: bool = False
     """logit_scale is a factor on the logits"""
+    is_recurrent: bool = False
+    """Every layer is a recurrent mixer alone"""
+    has_normed_residual: bool = False
+    """The two parts of a layer add to what they read, times factors, rather than to the residual"""
     has_single_parts: bool = False
     """Layers are a mixer or a feed-forward layer alone, as layers_block_type lists"""
     has_parallel_mixers: bool = False

@@ -12,7 +12,11 @@ from services.engine.model.checkpoint.family import (
     LayerInputNames,
     TensorNames,
 )
-from services.engine.model.checkpoint.recurrent_names import ConvolutionNames, MambaNames
+from services.engine.model.checkpoint.recurrent_names import (
+    ConvolutionNames,
+    MambaNames,
+    SelectiveNames,
+)
 
 __all__ = ["gguf_family"]
 
@@ -62,6 +66,17 @@ _MAMBA = MambaNames(
     norm_by_group=True,
     output="ssm_out",
 )
+_SELECTIVE = SelectiveNames(
+    inputs="ssm_in",
+    convolution="ssm_conv1d",
+    factors="ssm_x",
+    steps="ssm_dt",
+    a_log="ssm_a",
+    has_rates=True,
+    skip="ssm_d",
+    output="ssm_out",
+)
+_STEP_NORMS = ("ssm_dt_norm", "ssm_b_norm", "ssm_c_norm")
 _LAYER_INPUTS = LayerInputNames(
     table="per_layer_token_embd",
     projection="per_layer_model_proj",
@@ -152,11 +167,16 @@ def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
         delta_net=None if names.delta_net is None else _delta_net(names.delta_net),
         convolution=None if names.convolution is None else _CONVOLUTION,
         mamba=None if names.mamba is None else _MAMBA,
+        selective=None if names.selective is None else _selective(names.selective),
         beside=_BESIDE,
         layer_inputs=_LAYER_INPUTS,
         layer_scalar="layer_output_scale.weight",
         altup=None if names.altup is None else _ALTUP,
     )
+
+
+def _selective(names: SelectiveNames) -> SelectiveNames:
+    return _SELECTIVE if names.norms is None else replace(_SELECTIVE, norms=_STEP_NORMS)
 
 
 def _delta_net(names: DeltaNetNames) -> DeltaNetNames:

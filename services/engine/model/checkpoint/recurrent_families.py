@@ -8,8 +8,15 @@ from services.engine.model.checkpoint.family import (
     Family,
     QkNorm,
     TensorNames,
+    WindowRule,
 )
-from services.engine.model.checkpoint.recurrent_names import ConvolutionNames, MambaNames
+from services.engine.model.checkpoint.recurrent_names import (
+    ConvolutionNames,
+    LightningNames,
+    MambaNames,
+    SelectiveNames,
+)
+from services.engine.model.checkpoint.shared_names import MIXTRAL_EXPERTS
 
 __all__ = ["RECURRENT_FAMILIES"]
 
@@ -206,6 +213,126 @@ _FALCON = Family(
     reads_logit_scale=True,
     has_parallel_mixers=True,
 )
+_MAMBA2 = Family(
+    "Mamba2ForCausalLM",
+    names=TensorNames(
+        roots={"backbone.": "lm_head", "": "lm_head"},
+        embedding="embeddings",
+        final_norm="norm_f",
+        attention_norm="norm",
+        mamba=_NEMOTRON.names.mamba,
+    ),
+    keys={
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_d_head": "head_dim",
+        "mamba_d_state": "state_size",
+        "mamba_expand": "expand",
+        "mamba_hidden_act": "hidden_act",
+        "mamba_n_groups": "n_groups",
+        "mamba_n_heads": "num_heads",
+        "mamba_proj_bias": "use_bias",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    defaults={
+        "expand": 2,
+        "head_dim": 64,
+        "hidden_size": 4096,
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 2**20,
+        "n_groups": 8,
+        "num_heads": 128,
+        "num_hidden_layers": 64,
+        "state_size": 128,
+        "vocab_size": 32_768,
+    },
+    is_recurrent=True,
+)
+_MAMBA = Family(
+    "MambaForCausalLM",
+    names=replace(
+        _MAMBA2.names,
+        mamba=None,
+        selective=SelectiveNames(
+            inputs="mixer.in_proj",
+            convolution="mixer.conv1d",
+            factors="mixer.x_proj",
+            steps="mixer.dt_proj",
+            a_log="mixer.A_log",
+            skip="mixer.D",
+            output="mixer.out_proj",
+        ),
+    ),
+    keys={
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_d_ssm": "intermediate_size",
+        "mamba_d_state": "state_size",
+        "mamba_dt_rank": "time_step_rank",
+        "mamba_expand": "expand",
+        "mamba_hidden_act": "hidden_act",
+        "mamba_proj_bias": "use_bias",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    defaults={
+        "hidden_size": 768,
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 2**20,
+        "num_hidden_layers": 32,
+        "tie_word_embeddings": True,
+        "vocab_size": 50_280,
+    },
+    is_recurrent=True,
+)
+_JAMBA = Family(
+    "JambaForCausalLM",
+    names=TensorNames(
+        final_norm="final_layernorm",
+        feed_forward_norm="pre_ff_layernorm",
+        gate=("feed_forward.gate_proj", "feed_forward.up_proj"),
+        down="feed_forward.down_proj",
+        experts=ExpertTensorNames(
+            router="feed_forward.router",
+            gate=("feed_forward.experts.{}.gate_proj", "feed_forward.experts.{}.up_proj"),
+            down="feed_forward.experts.{}.down_proj",
+            module="feed_forward",
+        ),
+        selective=SelectiveNames(
+            norms=("mamba.dt_layernorm", "mamba.b_layernorm", "mamba.c_layernorm")
+        ),
+    ),
+    keys={"mamba_hidden_act": "hidden_act"},
+    defaults={
+        "attn_layer_offset": 4,
+        "attn_layer_period": 8,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "max_position_embeddings": 262_144,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+    },
+    reads_position_type=True,
+)
+_MINIMAX = Family(
+    "MiniMaxForCausalLM",
+    names=TensorNames(
+        experts=MIXTRAL_EXPERTS,
+        lightning=LightningNames(),
+        ignored=("*.slope_rate", "*.query_decay", "*.key_decay", "*.diagonal_decay"),
+    ),
+    defaults={
+        "max_position_embeddings": 131_072,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+    },
+    windows=WindowRule.ALL,
+    has_normed_residual=True,
+)
 
 RECURRENT_FAMILIES: tuple[Family, ...] = (
     _LFM2,
@@ -242,4 +369,13 @@ RECURRENT_FAMILIES: tuple[Family, ...] = (
     _BAMBA,
     _NEMOTRON,
     _FALCON,
+    _MAMBA2,
+    _MAMBA,
+    replace(
+        _MAMBA,
+        architecture="FalconMambaForCausalLM",
+        defaults={**_MAMBA.defaults, "mixer_rms_eps": 1e-6},
+    ),
+    _JAMBA,
+    _MINIMAX,
 )

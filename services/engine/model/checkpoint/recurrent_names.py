@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-__all__ = ["ConvolutionNames", "MambaNames"]
+__all__ = ["ConvolutionNames", "LightningNames", "MambaNames", "SelectiveNames"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,17 @@ class ConvolutionNames:
     """Input gate, output gate, and what is convolved"""
     convolution: str = "conv.conv"
     output: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class LightningNames:
+    """Tensor names of lightning attention; those of products without .weight."""
+
+    inputs: str = "self_attn.qkv_proj"
+    """Query, key and value of the first head, then those of the next one, …"""
+    gate: str = "self_attn.output_gate"
+    norm: str = "self_attn.norm.weight"
+    output: str = "self_attn.out_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,4 +41,23 @@ class MambaNames:
     norm: str = "mamba.norm.weight"
     norm_by_group: bool = False
     """`norm` is stored as [groups, outputs of a group]"""
+    output: str = "mamba.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveNames:
+    """Tensor names of Mamba; those of products, norms and the convolution without .weight."""
+
+    inputs: str = "mamba.in_proj"
+    """What is convolved, and the gate"""
+    convolution: str = "mamba.conv1d"
+    factors: str = "mamba.x_proj"
+    """Time steps, then the factors of inputs and of outputs"""
+    steps: str = "mamba.dt_proj"
+    norms: tuple[str, str, str] | None = None
+    """Norms of these three; None: norms without weights, or none"""
+    a_log: str = "mamba.A_log"
+    has_rates: bool = False
+    """`a_log` is stored as -exp(A_log)"""
+    skip: str = "mamba.D"
     output: str = "mamba.out_proj"

@@ -1,4 +1,4 @@
-"""Gate and norm of a Mamba-2 layer's output."""
+"""Gate and norm of a recurrent layer's output."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from services.engine.model.architecture.delta_shape import OutputGate
 from services.engine.model.architecture.mamba_shape import MambaShape
+from services.engine.model.parts.shard import Shard
 from services.engine.ranks.all_reduce import AllReduce
 
-__all__ = ["GatedNorm", "NormRanks"]
+__all__ = ["GatedNorm", "NormRanks", "norm_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,21 @@ class NormRanks:
     """Norms of all ranks"""
 
 
+def norm_ranks(outputs: int, norm_width: int, shard: Shard) -> NormRanks | None:
+    """Return the ranks among which a norm is divided; None: each rank has whole ones.
+
+    outputs: those of all ranks; norm_width: outputs that are normed together; 0: none are.
+    """
+    width = outputs // shard.count
+    if not norm_width or width % norm_width == 0:
+        return None
+    group = shard.number * width // norm_width
+    return NormRanks(shard.all_reduce, group, outputs // norm_width)
+
+
 @dataclass(frozen=True, slots=True)
 class GatedNorm:
-    """RMSNorm over groups of outputs, before or after SiLU of the gate multiplies them."""
+    """RMSNorm over groups of outputs, before or after a function of the gate multiplies them."""
 
     weight: Tensor | None
     """float32 [outputs]; None: there is the gate alone"""
@@ -35,6 +49,7 @@ class GatedNorm:
     norms_first: bool
     ranks: NormRanks | None
     """None: each rank has whole groups"""
+    gate: OutputGate = OutputGate.SILU
 
     @staticmethod
     def of(shape: MambaShape, weight: Tensor | None, ranks: NormRanks | None) -> "GatedNorm":
@@ -43,7 +58,8 @@ class GatedNorm:
 
     def apply(self, rows: Tensor, gate: Tensor) -> Tensor:
         """Return float32 [n, outputs]. rows: float32 [n, outputs]; gate: [n, outputs]."""
-        factors = functional.silu(gate.float())
+        is_sigmoid = self.gate is OutputGate.SIGMOID
+        factors = (torch.sigmoid if is_sigmoid else functional.silu)(gate.float())
         if self.weight is None:
             return rows * factors
         if self.norms_first:

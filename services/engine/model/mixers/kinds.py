@@ -11,8 +11,10 @@ from services.engine.model.architecture.convolution_shape import ConvolutionShap
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layers import AttentionSpec, MixerSpec, ParallelSpec
+from services.engine.model.architecture.lightning_shape import LightningShape
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.rotary import Rotaries
+from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.mixers.attention import AttentionMixer, AttentionWeights
@@ -23,10 +25,13 @@ from services.engine.model.mixers.empty import EmptyMixer
 from services.engine.model.mixers.interface import Mixer
 from services.engine.model.mixers.latent_attention import LatentBuffer
 from services.engine.model.mixers.latent_mixer import LatentMixer, LatentWeights
+from services.engine.model.mixers.lightning import LightningMixer, LightningWeights
 from services.engine.model.mixers.mamba import MambaMixer, MambaWeights
 from services.engine.model.mixers.mamba_scan_choice import choose_mamba_scan
 from services.engine.model.mixers.parallel import ParallelMixer
 from services.engine.model.mixers.runs import RunGroups
+from services.engine.model.mixers.selective import SelectiveMixer, SelectiveWeights
+from services.engine.model.mixers.torch_selective_scan import TorchSelectiveScan
 from services.engine.model.operators.interface import Operators
 
 __all__ = ["MixerMaker", "MixerWeights", "ParallelWeights"]
@@ -45,8 +50,10 @@ MixerWeights: TypeAlias = (
     | ConvolutionWeights
     | DeltaNetWeights
     | LatentWeights
+    | LightningWeights
     | MambaWeights
     | ParallelWeights
+    | SelectiveWeights
 )
 
 
@@ -80,6 +87,7 @@ class MixerMaker:
         self._runs = RunGroups()
         self._dtype = dtype
         self._scan = cache(lambda shape: choose_mamba_scan(shape, dtype, device, self._runs))
+        self._selective = cache(lambda shape: TorchSelectiveScan(shape, dtype, device, self._runs))
         self._rule = cache(lambda shape: choose_delta_rule(shape, dtype, device))
 
     def make(self, layer: int, spec: MixerSpec, weights: MixerWeights | None) -> Mixer[Any]:
@@ -100,6 +108,12 @@ class MixerMaker:
         if isinstance(weights, MambaWeights):
             assert isinstance(spec, MambaShape)
             return MambaMixer(layer, spec, weights, self._operators, self._scan(spec))
+        if isinstance(weights, SelectiveWeights):
+            assert isinstance(spec, SelectiveShape)
+            return SelectiveMixer(layer, spec, weights, self._operators, self._selective(spec))
+        if isinstance(weights, LightningWeights):
+            assert isinstance(spec, LightningShape)
+            return LightningMixer(layer, spec, weights, self._operators, self._runs)
         rotation = None
         if isinstance(weights, LatentWeights):
             assert isinstance(spec, LatentSpec)

@@ -8,7 +8,7 @@ from torch import Tensor
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.checkpoint.quantized import decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
-from services.engine.model.mixers.gated_norm import GatedNorm, NormRanks
+from services.engine.model.mixers.gated_norm import GatedNorm, norm_ranks
 from services.engine.model.mixers.mamba import MambaWeights
 from services.engine.model.mixers.mamba_scan import MambaConstants
 from services.engine.model.parts.shard import Shard
@@ -101,20 +101,11 @@ def read_mamba(
             norm=GatedNorm.of(
                 shape,
                 None if weight is None else constant(reader.tensor(weight).flatten()[places.gate]),
-                _norm_ranks(shape, reader.shard),
+                norm_ranks(shape.outputs, shape.norm_width, reader.shard),
             ),
         ),
         output=reader.residual_projection(stored.output, post_norm),
     )
-
-
-def _norm_ranks(shape: MambaShape, shard: Shard) -> NormRanks | None:
-    """Return the ranks among which a norm is divided; None: each rank has whole ones."""
-    width = shape.outputs // shard.count
-    if not shape.norm_width or width % shape.norm_width == 0:
-        return None
-    group = shard.number * width // shape.norm_width
-    return NormRanks(shard.all_reduce, group, shape.outputs // shape.norm_width)
 
 
 class _Places:

@@ -12,7 +12,9 @@ from services.engine.model.architecture.layers import (
     NoMixer,
     ParallelSpec,
 )
+from services.engine.model.architecture.lightning_shape import LightningShape
 from services.engine.model.architecture.mamba_shape import MambaShape
+from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.mixers.attention_weights import (
     StoredAttention,
     read_attention,
@@ -34,7 +36,17 @@ from services.engine.model.mixers.latent_weights import (
     read_latent_weights,
     stored_latent,
 )
+from services.engine.model.mixers.lightning_weights import (
+    StoredLightning,
+    read_lightning,
+    stored_lightning,
+)
 from services.engine.model.mixers.mamba_weights import StoredMamba, read_mamba, stored_mamba
+from services.engine.model.mixers.selective_weights import (
+    StoredSelective,
+    read_selective,
+    stored_selective,
+)
 from services.engine.model.parts.stored import LayerNames, StoredNorm
 from services.engine.model.parts.tensor_reader import TensorReader
 
@@ -52,8 +64,10 @@ StoredMixer: TypeAlias = (
     | StoredConvolution
     | StoredDeltaNet
     | StoredLatent
+    | StoredLightning
     | StoredMamba
     | StoredParallel
+    | StoredSelective
 )
 
 
@@ -69,6 +83,10 @@ def stored_mixer(names: LayerNames, spec: MixerSpec) -> StoredMixer | None:
         )
     if isinstance(spec, MambaShape):
         return stored_mamba(names, spec)
+    if isinstance(spec, LightningShape):
+        return stored_lightning(names, spec)
+    if isinstance(spec, SelectiveShape):
+        return stored_selective(names, spec)
     if isinstance(spec, ConvolutionShape):
         return stored_convolution(names, spec)
     if isinstance(spec, LatentSpec):
@@ -102,6 +120,12 @@ def read_mixer(
     if isinstance(stored, StoredMamba):
         assert isinstance(spec, MambaShape)
         return read_mamba(reader, stored, spec, norm, post_norm)
+    if isinstance(stored, StoredLightning):
+        assert isinstance(spec, LightningShape)
+        return read_lightning(reader, stored, spec, norm, post_norm)
+    if isinstance(stored, StoredSelective):
+        assert isinstance(spec, SelectiveShape)
+        return read_selective(reader, stored, spec, norm, post_norm)
     if isinstance(stored, StoredConvolution):
         assert isinstance(spec, ConvolutionShape)
         return read_convolution(reader, stored, spec, norm, post_norm)

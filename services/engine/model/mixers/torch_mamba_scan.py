@@ -1,14 +1,12 @@
 """State space scan of Mamba-2 in torch, for every dtype and device."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from services.engine.batch.step_batch import StateSegments
 from services.engine.model.architecture.mamba_shape import MambaShape
-from services.engine.model.mixers.decays import decayed_products
+from services.engine.model.mixers.chunked_scan import ScanTokens, scan
 from services.engine.model.mixers.mamba_scan import (
     MambaConstants,
     MambaInputs,
@@ -18,27 +16,6 @@ from services.engine.model.mixers.mamba_scan import (
 from services.engine.model.mixers.runs import RunGroups, convolve
 
 __all__ = ["TorchMambaScan"]
-
-_CHUNK = 64
-"""Tokens that are computed by one set of matrix products"""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Operands by group and head: float32 [runs, groups, heads of a group, length, ...]."""
-
-    values: Tensor
-    """[runs, groups, heads, length, head_dim], times their time steps"""
-    decays: Tensor
-    """[runs, groups, heads, length, 1], logarithms"""
-    opened: Tensor
-    """[runs, groups, 1, length, state_width], factors of the inputs (B)"""
-    closed: Tensor
-    """[runs, groups, 1, length, state_width], factors of the outputs (C)"""
-
-    def chunk(self, first: int) -> "_Tokens":
-        parts = (self.values, self.decays, self.opened, self.closed)
-        return _Tokens(*(part[..., first : first + _CHUNK, :] for part in parts))
 
 
 class TorchMambaScan(MambaScan):
@@ -95,7 +72,7 @@ def _scan(
     taken = functional.softplus(steps.float() + constants.step_bias)
     taken = taken.clamp(shape.least_step, shape.most_step)
     taken = taken.view(runs, length, *heads, 1).permute(0, 2, 3, 1, 4)
-    tokens = _Tokens(
+    tokens = ScanTokens(
         values * taken,
         -constants.rates.view(*heads, 1, 1) * taken,
         *(
@@ -103,26 +80,6 @@ def _scan(
             for each in (opened, closed)
         ),
     )
-    state, advanced = state.view(runs, *heads, *state.shape[2:]), []
-    for first in range(0, length, _CHUNK):
-        state, out = (_step if length == 1 else _advance)(state, tokens.chunk(first))
-        advanced.append(out)
-    out = torch.cat(advanced, -2) + constants.skip.view(*heads, 1, 1) * values
+    state, out = scan(state.view(runs, *heads, *state.shape[2:]), tokens)
+    out = out + constants.skip.view(*heads, 1, 1) * values
     return state.flatten(1, 2), out.permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _step(state: Tensor, tokens: _Tokens) -> tuple[Tensor, Tensor]:
-    """Advance states by one token each, in place: they are larger than all else of a step."""
-    state *= tokens.decays.exp()
-    state.addcmul_(tokens.opened.transpose(-1, -2), tokens.values)
-    return state, tokens.closed @ state
-
-
-def _advance(state: Tensor, tokens: _Tokens) -> tuple[Tensor, Tensor]:
-    """Advance states by several tokens."""
-    sums = tokens.decays.cumsum(-2)
-    out = (tokens.closed @ state) * sums.exp()
-    out = out + decayed_products(tokens.closed, tokens.opened, sums) @ tokens.values
-    last = sums[..., -1:, :]
-    added = tokens.opened.transpose(-1, -2) @ (tokens.values * (last - sums).exp())
-    return torch.addcmul(added, state, last.exp()), out

@@ -23,6 +23,7 @@ __all__ = [
     "EmptyFeedForward",
     "Experts",
     "FeedForward",
+    "FromNormed",
     "NormedExperts",
     "NormedOutput",
     "SharedExpert",
@@ -62,6 +63,20 @@ class Dense(FeedForward):
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         self.gate.into(rows, inner)
         self.down.add_to(inner, out)
+
+
+@dataclass(frozen=True, slots=True)
+class FromNormed(FeedForward):
+    """A feed-forward layer that adds to what it reads, and replaces the residual by the sum."""
+
+    feed_forward: FeedForward
+    factor: float
+    """Factor on what it reads in the sum"""
+    operators: Operators
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        out.copy_(self.operators.plain(rows)).mul_(self.factor)
+        self.feed_forward.add_to(rows, out, inner)
 
 
 @dataclass(frozen=True, slots=True)

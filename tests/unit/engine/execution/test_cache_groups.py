@@ -30,7 +30,7 @@ CHUNK = 40
 FAMILIES = (
     *("deepseek v3", "gemma3", "gpt-oss", "kimi linear", "mistral, window", "olmo hybrid"),
     *("qwen3 next", "qwen3.5", "lfm2 moe", "granite hybrid"),
-    *("falcon h1", "nemotron h"),
+    *("falcon h1", "nemotron h", "mamba2", "mamba", "jamba", "minimax"),
 )
 
 
@@ -94,7 +94,7 @@ def test_answers_equal_transformers_however_scarce_the_caches(
         assert tokens_of(loop, prompts, 8) == wanted
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3.5", "gemma3", "mamba2"])
 def test_turn_of_a_chat_continues_behind_the_answer_before_it(family: str, tmp_path: Path) -> None:
     """Otherwise each turn of a recurrent model would compute the whole chat again."""
     make_checkpoint(tmp_path, CONFIGS[family])
@@ -226,6 +226,19 @@ def test_longest_context_fits_into_every_group() -> None:
         groups = [GroupLimits(need.divide(blocks)[i], need.groups[i].window) for i in range(2)]
         caches = CachePools(CacheLimits(32, groups, chunk_tokens=2048))
         assert caches.fits(longest)
+
+
+def test_model_without_pages_has_any_context_for_the_memory_of_its_states() -> None:
+    """Mamba 2 keeps nothing of single tokens, so a small machine may serve its whole context."""
+    state = 16 << 20
+    need = CacheNeed(1 << 20, 32, [GroupNeed(0)], 8, 2048, state_bytes=state)
+    blocks = need.affordable(10 * state)
+    assert need.longest(blocks) == 1 << 20
+    assert need.state_slots(blocks) * state == need.bytes(blocks) == 9 * state
+    slots, [count] = need.state_slots(blocks), need.divide(blocks)
+    caches = CachePools(CacheLimits(32, [GroupLimits(count, 0)], slots, need.snapshot_interval))
+    assert caches.fits(1 << 20)
+    assert need.state_slots(need.most_blocks) == 3 * 8  # two of each sequence, and a snapshot
 
 
 def test_snapshots_take_as_much_memory_as_the_pages_of_their_interval() -> None:

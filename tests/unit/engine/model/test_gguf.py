@@ -26,6 +26,7 @@ from transformers import (
     DeepseekV3Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
+    FalconMambaConfig,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
@@ -63,6 +64,7 @@ from tests.unit.engine.checkpoints import (
     GEMMA3N,
     LATENT,
     MAMBA,
+    MAMBA1,
     ROUTED,
     SHAPE,
     VOCABULARY,
@@ -82,7 +84,8 @@ QUANTIZED = (
     *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
-    *("lfm2", "granite hybrid", "nemotron h", "falcon h1"),
+    *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
+    *("mamba", "falcon mamba", "jamba"),
 )
 """Families that are tried with codes too; the first four have other shapes than in CONFIGS"""
 YARN = {
@@ -110,6 +113,7 @@ FAMILIES = {
         "exaone4, no windows",
     )
 } | {  # what llama.cpp has in its code, and no file can change
+    "falcon mamba": FalconMambaConfig(**MAMBA1, mixer_rms_eps=1e-5),
     "ministral3": Ministral3Config(**SHAPE, rope_parameters=YARN | {"llama_4_scaling_beta": 0.4}),
     "phimoe": PhimoeConfig(
         **SHAPE, attention_bias=True, lm_head_bias=True, num_local_experts=5, sliding_window=30
@@ -477,7 +481,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda w: w.add_string("general.architecture", "mamba"), "architecture mamba is not"),
+        (lambda w: w.add_string("general.architecture", "rwkv7"), "architecture rwkv7 is not"),
         (lambda w: w.add_string("tokenizer.ggml.model", "rwkv"), "tokenizer rwkv is not supported"),
         (lambda w: w.add_string("tokenizer.ggml.pre", "afmoe"), "pre-tokenizer afmoe is not"),
         (lambda w: w.add_string("llama.block_count", "3"), "block_count must be a whole number"),

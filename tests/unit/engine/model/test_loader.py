@@ -59,6 +59,11 @@ ARCHITECTURES = {
     "bamba": "BambaForCausalLM",
     "nemotron h": "NemotronHForCausalLM",
     "falcon h1": "FalconH1ForCausalLM",
+    "mamba2": "Mamba2ForCausalLM",
+    "mamba": "MambaForCausalLM",
+    "falcon mamba": "FalconMambaForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "minimax": "MiniMaxForCausalLM",
 }
 SHAPE_KEYS = {
     *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "head_dim"),
@@ -115,7 +120,7 @@ DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("wider vocabulary", lambda p: set_config(p, vocab_size=98), ["embed_tokens", "[98, 64]"]),
     (
         "unknown architecture",
-        lambda p: set_config(p, architectures=["MambaForCausalLM"]),
+        lambda p: set_config(p, architectures=["RwkvForCausalLM"]),
         ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"],
     ),
     ("no architecture", lambda p: set_config(p, architectures=...), ["architectures"]),
@@ -249,7 +254,6 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("bamba", lambda p: set_config(p, mamba_d_conv=1), ["mamba_d_conv", "2"]),
     ("bamba", lambda p: set_config(p, hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
     ("bamba", lambda p: set_config(p, time_step_limit=[1.0, 0.1]), ["time_step_limit", "0.1"]),
-    ("bamba", lambda p: set_config(p, attn_layer_indices=None), ["no layer is attention"]),
     ("nemotron h", lambda p: set_config(p, moe_latent_size=16), ["moe_latent_size"]),
     (
         "nemotron h",
@@ -259,6 +263,11 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("nemotron h", lambda p: set_config(p, layers_block_type=["mlp", "rwkv"]), ["1", "rwkv"]),
     ("falcon h1", lambda p: set_config(p, mlp_multipliers=[1.0]), ["mlp_multipliers", "2"]),
     ("falcon h1", lambda p: set_config(p, mamba_d_ssm=64), ["mamba_d_ssm", "64"]),
+    ("mamba", lambda p: set_config(p, conv_kernel=1), ["conv_kernel", "2"]),
+    ("mamba", lambda p: set_config(p, hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
+    ("jamba", lambda p: set_config(p, mamba_dt_rank="auto"), ["mamba.x_proj", "[40, 128]"]),
+    ("minimax", lambda p: set_config(p, mlp_beta_factor=1), ["mlp_beta_factor", "equal"]),
+    ("minimax", lambda p: set_config(p, hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
     ("granite hybrid", lambda p: set_config(p, num_local_experts=-1), ["num_local_experts", "-1"]),
     ("gemma4, shared keys", lambda p: set_config(p, pad_token_id=-1), ["pad_token_id", "-1"]),
     (

@@ -105,6 +105,10 @@ FAMILIES = (
     "nemotron h",
     "falcon h1",
     "falcon h1, norms",
+    "mamba2, biases",
+    "falcon mamba",
+    "jamba",
+    "minimax",
 )
 _WIDE: dict[str, Any] = {
     "vocab_size": 97,
@@ -146,6 +150,10 @@ ADAPTED = (
     "granite hybrid, dense",
     "nemotron h",
     "falcon h1",
+    "mamba2, biases",
+    "falcon mamba",
+    "jamba",
+    "minimax",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
 transposed weights, experts"""

@@ -15,8 +15,13 @@ from transformers.pytorch_utils import Conv1D
 __all__ = ["layers_of", "make_adapter", "make_separate_adapter"]
 
 _ELSEWHERE = "vision|visual|connector|projector|lm_head|_coefs"
-_REFUSED = {"falcon_h1": "out_proj", "nemotron_h": "out_proj"}
-"""Layers that PEFT refuses, by the model's type"""
+_REFUSED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",)),
+    **dict.fromkeys(("falcon_mamba", "mamba"), ("dt_proj", "out_proj")),
+    "jamba": ("dt_proj",),
+}
+"""Layers that PEFT refuses, or that transformers multiplies without their adapters, by the model's
+type"""
 
 
 def layers_of(model: PreTrainedModel) -> list[str]:

@@ -1,0 +1,42 @@
+"""Sizes and variants of Mamba's first form (https://arxiv.org/abs/2312.00752)."""
+
+from collections.abc import Set
+from dataclasses import dataclass, replace
+
+__all__ = ["SelectiveShape"]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveShape:
+    """Sizes and variant of a Mamba layer. With tensor parallelism, those of one rank."""
+
+    channels: int
+    """Width of the convolution, of the state and of the output"""
+    state_width: int
+    """Numbers that the state has for each channel"""
+    step_rank: int
+    """Width between the two products that make the time steps"""
+    conv_width: int
+    """Tokens that the convolution reads for one of its outputs; at least 2"""
+    has_conv_bias: bool
+    has_bias: bool
+    """The products that read the residual and that add to it have a bias"""
+    has_norms: bool
+    """Time steps, input factors (B) and output factors (C) have an RMSNorm each"""
+    norm_epsilon: float
+
+    @property
+    def factors(self) -> tuple[int, int, int]:
+        """Widths of what the second product computes: time steps, then both kinds of factors."""
+        return self.step_rank, self.state_width, self.state_width
+
+    @property
+    def widths(self) -> Set[int]:
+        """Widths of the activations."""
+        return {self.channels, self.step_rank}
+
+    def part(self, count: int) -> "SelectiveShape":
+        """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        if self.channels % count:
+            raise ValueError(f"the channels of Mamba ({self.channels}) are no multiple of {count}")
+        return replace(self, channels=self.channels // count)
