@@ -329,6 +329,7 @@ class StateScanCall(ctypes.Structure):
         ("most_step", c_float),
         ("norms_first", c_int32),
         ("dtype", c_int32),
+        ("state_dtype", c_int32),
     ]
 
 

@@ -229,7 +229,7 @@ struct tw_scan {
   const float *skip;              // [heads]
   const float *norm;              // [heads * head_dim]; null: there is the gate alone
   void *windows;                  // [slots, conv_width - 1, channels] in dtype
-  float *states;                  // [slots, heads, state_width, head_dim]
+  void *states;                   // [slots, heads, state_width, head_dim] in state_dtype
   const int32_t *starts;          // starts, sources and targets as in tw_delta
   const int32_t *sources;
   const int32_t *targets;
@@ -249,6 +249,7 @@ struct tw_scan {
   float most_step;
   int32_t norms_first;  // whether the norm is that of outputs before the gate
   int32_t dtype;        // TW_FLOAT32 or TW_BFLOAT16
+  int32_t state_dtype;
 };
 void tw_state_scan(const tw_scan *scan);
 

@@ -123,15 +123,28 @@ void advance(const float *from, float *to, const float *x, const float *factors,
   }
 }
 
-template <typename T>
+// Computes in float32, in the state itself or in a copy that is rounded behind each run.
+template <typename T, typename State>
 void scan_head(const tw_scan &s, int64_t head, int64_t begin, int64_t end) {
+  constexpr bool kCopies = sizeof(State) < sizeof(float);
   const int64_t channels = channels_of(s), outputs = outputs_of(s), width = s.head_dim;
   const int64_t group = head / (s.heads / s.groups), size = s.state_width * width;
-  auto factors = static_cast<float *>(memory.reserve(s.state_width * 4));
-  auto state_of = [&](int64_t slot) { return s.states + (slot * s.heads + head) * size; };
+  auto factors =
+      static_cast<float *>(memory.reserve((s.state_width + (kCopies ? size : 0)) * 4));
+  float *const copy = factors + s.state_width;
+  auto state_of = [&](int64_t slot) {
+    return static_cast<State *>(s.states) + (slot * s.heads + head) * size;
+  };
   for (int64_t run = begin; run < end; run++) {
-    const float *from = s.sources[run] < 0 ? nullptr : state_of(s.sources[run]);
-    float *const to = state_of(s.targets[run]);
+    const State *source = s.sources[run] < 0 ? nullptr : state_of(s.sources[run]);
+    State *const target = state_of(s.targets[run]);
+    const float *from = reinterpret_cast<const float *>(source);
+    float *const to = kCopies ? copy : reinterpret_cast<float *>(target);
+    if (kCopies && source) {
+#pragma omp simd
+      for (int64_t i = 0; i < size; i++) copy[i] = load(source[i]);
+      from = copy;
+    }
     for (int64_t token = s.starts[run]; token < s.starts[run + 1]; token++) {
       const T *steps = static_cast<const T *>(s.steps) + token * s.steps_stride;
       const float wanted = load(steps[head]) + s.step_bias[head];
@@ -149,6 +162,10 @@ void scan_head(const tw_scan &s, int64_t head, int64_t begin, int64_t end) {
       const float decay = exponential(-s.rates[head] * step);
       advance(from, to, x, factors, closed, decay, s.state_width, width, out);
       from = to;
+    }
+    if (kCopies) {
+#pragma omp simd
+      for (int64_t i = 0; i < size; i++) store(target + i, copy[i]);
     }
   }
 }
@@ -198,7 +215,9 @@ void run(const tw_scan &s) {
   parallel_for(chains * s.heads, [&](int64_t item) {
     [[maybe_unused]] const DenormalsAreZero rounding;
     const int64_t chain = item / s.heads;
-    scan_head<T>(s, item % s.heads, first[chain], first[chain + 1]);
+    const int64_t head = item % s.heads, begin = first[chain], end = first[chain + 1];
+    s.state_dtype == TW_FLOAT32 ? scan_head<T, float>(s, head, begin, end)
+                                : scan_head<T, bfloat16>(s, head, begin, end);
   });
   if (s.out) parallel_for(s.starts[s.runs], [&](int64_t token) { finish<T>(s, token); });
 }

@@ -68,7 +68,7 @@ class ConvolutionMixer(RecurrentMixer[ConvolutionScratch]):
         widths = (3 * self._shape.channels, self._shape.channels, self._shape.channels)
         return ConvolutionScratch(*(self._operators.empty(tokens, width) for width in widths))
 
-    def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
+    def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Allocate the inputs of the last tokens: [slots, conv_width - 1, channels]."""
         convolution, shape = self._weights.convolution, self._shape
         sizes = (slots, shape.conv_width - 1, shape.channels)

@@ -77,11 +77,11 @@ class LightningMixer(RecurrentMixer[LightningScratch]):
         widths = (3 * width, width, width, width)
         return LightningScratch(*(self._operators.empty(tokens, each) for each in widths))
 
-    def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
-        """Allocate the sums of keys and values: float32 [slots, heads, head_dim, head_dim]."""
+    def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Allocate the sums of keys and values: [slots, heads, head_dim, head_dim]."""
         shape = self._shape
         sizes = (slots, shape.heads, shape.head_dim, shape.head_dim)
-        return (self._weights.decays.new_zeros(sizes),)
+        return (self._weights.decays.new_zeros(sizes, dtype=dtype),)
 
     def project(
         self, rows: Tensor, scratch: LightningScratch, rotations: Sequence[Rotation]
@@ -100,7 +100,7 @@ class LightningMixer(RecurrentMixer[LightningScratch]):
             queries, keys, values = heads.chunk(3, dim=-1)
             decays = weights.decays.expand(-1, runs.rows.shape[1], -1)
             tokens = ScanTokens(values, decays, opened=keys, closed=queries)
-            after, rows = scan(runs.before(states), tokens)
-            states[runs.targets] = after
+            after, rows = scan(runs.before(states).float(), tokens)
+            states[runs.targets] = after.to(states.dtype)
             out[runs.rows] = rows.transpose(1, 2).flatten(2)
         scratch.out.copy_(weights.norm.apply(out, scratch.gate))

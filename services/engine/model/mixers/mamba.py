@@ -104,8 +104,8 @@ class MambaMixer(RecurrentMixer[MambaScratch]):
             arranged=arranged,
         )
 
-    def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
-        state = self._scan.allocate(slots)
+    def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        state = self._scan.allocate(slots, dtype)
         return state.last, state.states
 
     def project(self, rows: Tensor, scratch: MambaScratch, rotations: Sequence[Rotation]) -> None:

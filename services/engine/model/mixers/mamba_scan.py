@@ -38,7 +38,7 @@ class MambaState:
     """[slots, conv_width - 1, channels] in the model's dtype: the last tokens' inputs, the newest
     last"""
     states: Tensor
-    """float32 [slots, heads, state_width, head_dim]"""
+    """[slots, heads, state_width, head_dim]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,9 @@ class MambaScan(ABC):
         self._device = device
 
     @abstractmethod
-    def allocate(self, slots: int) -> MambaState:
-        """Allocate one layer's states."""
+    def allocate(self, slots: int, dtype: torch.dtype = torch.float32) -> MambaState:
+        """Allocate one layer's states. dtype: of those that a step computes in float32 and then
+        rounds."""
 
     def _sizes(self, slots: int) -> tuple[tuple[int, int, int], tuple[int, int, int, int]]:
         """Return the sizes of the two parts of the states."""

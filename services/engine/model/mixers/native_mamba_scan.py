@@ -23,9 +23,9 @@ class NativeMambaScan(MambaScan):
         super().__init__(shape, dtype, torch.device("cpu"))
         self._native = native
 
-    def allocate(self, slots: int) -> MambaState:
+    def allocate(self, slots: int, dtype: torch.dtype = torch.float32) -> MambaState:
         last, states = self._sizes(slots)
-        return MambaState(allocate(last, self._dtype), allocate(states, torch.float32))
+        return MambaState(allocate(last, self._dtype), allocate(states, dtype))
 
     def apply(
         self,
@@ -70,6 +70,7 @@ class NativeMambaScan(MambaScan):
             shape.most_step,
             shape.norms_first,
             DTYPES[self._dtype],
+            DTYPES[state.states.dtype],
         )
         self._native.run(Kernel.STATE_SCAN, call)
         if not is_whole:

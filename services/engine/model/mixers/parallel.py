@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
@@ -39,8 +40,8 @@ class ParallelMixer(Mixer[ParallelScratch]):
     def allocate(self, tokens: int) -> ParallelScratch:
         return ParallelScratch(self._attention.allocate(tokens), self._recurrent.allocate(tokens))
 
-    def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
-        return self._recurrent.allocate_states(slots)
+    def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return self._recurrent.allocate_states(slots, dtype)
 
     def project(
         self, rows: Tensor, scratch: ParallelScratch, rotations: Sequence[Rotation]

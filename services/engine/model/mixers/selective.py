@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -112,8 +113,8 @@ class SelectiveMixer(RecurrentMixer[SelectiveScratch]):
             arranged=arranged,
         )
 
-    def allocate_states(self, slots: int) -> tuple[Tensor, ...]:
-        state = self._scan.allocate(slots)
+    def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        state = self._scan.allocate(slots, dtype)
         return state.last, state.states
 
     def project(

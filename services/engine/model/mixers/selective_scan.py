@@ -36,7 +36,7 @@ class SelectiveState:
     """[slots, conv_width - 1, channels] in the model's dtype: the last tokens' inputs, the newest
     last"""
     states: Tensor
-    """float32 [slots, state_width, channels]"""
+    """[slots, state_width, channels]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,9 @@ class SelectiveScan(ABC):
         self._device = device
 
     @abstractmethod
-    def allocate(self, slots: int) -> SelectiveState:
-        """Allocate one layer's states."""
+    def allocate(self, slots: int, dtype: torch.dtype = torch.float32) -> SelectiveState:
+        """Allocate one layer's states. dtype: of those that a step computes in float32 and then
+        rounds."""
 
     def _sizes(self, slots: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Return the sizes of the two parts of the states."""

@@ -28,11 +28,11 @@ class TorchMambaScan(MambaScan):
         super().__init__(shape, dtype, device)
         self._groups = groups
 
-    def allocate(self, slots: int) -> MambaState:
+    def allocate(self, slots: int, dtype: torch.dtype = torch.float32) -> MambaState:
         last, states = self._sizes(slots)
         return MambaState(
             torch.zeros(last, dtype=self._dtype, device=self._device),
-            torch.zeros(states, device=self._device),
+            torch.zeros(states, dtype=dtype, device=self._device),
         )
 
     def apply(
@@ -46,9 +46,9 @@ class TorchMambaScan(MambaScan):
         factors, bias = constants.convolution, constants.convolution_bias
         for runs in self._groups.of(segments):
             mixed = convolve(inputs.mixed[runs.rows], state.last, runs, factors, bias)
-            before, steps = runs.before(state.states), inputs.steps[runs.rows]
+            before, steps = runs.before(state.states).float(), inputs.steps[runs.rows]
             after, rows = _scan(self._shape, constants, functional.silu(mixed), steps, before)
-            state.states[runs.targets] = after
+            state.states[runs.targets] = after.to(state.states.dtype)
             out[runs.rows] = rows.flatten(2)
         inputs.out.copy_(constants.norm.apply(out, inputs.gate))
 

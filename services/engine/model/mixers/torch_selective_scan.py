@@ -30,11 +30,11 @@ class TorchSelectiveScan(SelectiveScan):
         super().__init__(shape, dtype, device)
         self._groups = groups
 
-    def allocate(self, slots: int) -> SelectiveState:
+    def allocate(self, slots: int, dtype: torch.dtype = torch.float32) -> SelectiveState:
         last, states = self._sizes(slots)
         return SelectiveState(
             torch.zeros(last, dtype=self._dtype, device=self._device),
-            torch.zeros(states, device=self._device),
+            torch.zeros(states, dtype=dtype, device=self._device),
         )
 
     def convolve(
@@ -58,11 +58,11 @@ class TorchSelectiveScan(SelectiveScan):
         segments: StateSegments,
     ) -> None:
         for runs in self._groups.of(segments):
-            before = runs.before(state.states)
+            before = runs.before(state.states).float()
             for rows in torch.split(runs.rows, _CHUNK, 1):
                 before, out = _advance(constants, inputs, rows, before)
                 inputs.out[rows] = out.to(inputs.out.dtype)
-            state.states[runs.targets] = before
+            state.states[runs.targets] = before.to(state.states.dtype)
 
 
 def _advance(
