@@ -15,7 +15,7 @@ from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.operators.interface import Operators
 
-__all__ = ["IMPLEMENTATION", "TRIAL", "AttentionCalls", "PagedCalls", "connect"]
+__all__ = ["IMPLEMENTATION", "TRIAL", "AttentionCalls", "PagedCalls", "attend", "connect"]
 
 IMPLEMENTATION = "tokenwire"
 """Name of our attention in transformers"""
@@ -135,7 +135,7 @@ def _fill(part: Tensor, heads: Tensor) -> None:
         part[..., width:] = 0
 
 
-def _attend(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -143,9 +143,14 @@ def _attend(
     attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
+    """Attend as transformers' attention functions do, by the receiver of the module's calls.
+
+    query: [1, heads, tokens, width]; key and value: [1, key heads, tokens, width]; returns
+    [1, tokens, heads, value width], and no weights.
+    """
     calls: AttentionCalls = getattr(module, _ATTRIBUTE)
     return calls.attend(module, query, key, value, attention_mask, arguments), None
 
 
-AttentionInterface.register(IMPLEMENTATION, _attend)
-AttentionInterface.register(TRIAL, _attend)
+AttentionInterface.register(IMPLEMENTATION, attend)
+AttentionInterface.register(TRIAL, attend)

@@ -16,6 +16,7 @@ from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.schemes import Scheme
 from services.engine.model.transformers_code.experts import experts_of
 from services.engine.model.transformers_code.gated import GatedLayer, replace_gated
+from services.engine.model.transformers_code.inline_attention import lead_to_interface
 from services.engine.model.transformers_code.linear import ProjectedLinear, replace_linears
 from services.engine.model.transformers_code.positions import Positions
 from services.engine.model.transformers_code.refusal import UnsupportedError, refusal
@@ -61,6 +62,7 @@ class ModelPlan:
         try:
             if model.base_model is model:
                 raise UnsupportedError("its layers and its output are one module")
+            lead_to_interface(model)
             positions = Positions(model)
             trial = try_pass(model, positions)
             text, offset = text_config(model), _position_offset(model)

@@ -10,7 +10,10 @@ from transformers import (
     DbrxConfig,
     HeliumConfig,
     LongcatFlashConfig,
+    OpenAIGPTConfig,
     PreTrainedModel,
+    RoFormerConfig,
+    XGLMConfig,
 )
 
 from services.engine.engine import Engine
@@ -67,6 +70,28 @@ LONGCAT = LongcatFlashConfig(
     head_dim=16,
     max_position_embeddings=256,
 )
+GPT = OpenAIGPTConfig(
+    vocab_size=SHAPE["vocab_size"], n_embd=64, n_head=4, n_layer=2, n_positions=256
+)
+ROFORMER = RoFormerConfig(
+    vocab_size=SHAPE["vocab_size"],
+    embedding_size=64,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=96,
+    max_position_embeddings=256,
+    rotary_value=True,
+    is_decoder=True,
+)
+XGLM = XGLMConfig(
+    vocab_size=SHAPE["vocab_size"],
+    d_model=64,
+    num_layers=2,
+    attention_heads=4,
+    ffn_dim=96,
+    max_position_embeddings=256,
+)
 FAMILIES = {
     "helium": HELIUM,
     "llama": CONFIGS["llama"],
@@ -78,6 +103,9 @@ FAMILIES = {
     "deepseek v3, with narrow values": CONFIGS["deepseek v3"],
     "bart, whose layers count positions": BART,
     "dbrx, whose experts are a loop": DBRX,
+    "gpt, whose attention is its own": GPT,
+    "roformer, whose attention is its own": ROFORMER,
+    "xglm, whose attention is its own": XGLM,
     "longcat, whose router multiplies a weight": LONGCAT,
 }
 
