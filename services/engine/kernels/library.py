@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from services.engine.kernels.build import LIBRARY
+from services.engine.kernels.freshness import require_current
 
 __all__ = [
     "DTYPES",
@@ -675,6 +676,7 @@ def _missing(*_: object) -> int:
 def _load() -> Native | None:
     if not LIBRARY.exists():
         return None
+    require_current()
     try:
         return Native(LIBRARY)
     except OSError:

@@ -401,6 +401,17 @@ def test_kimi_linear_lists_must_name_each_layer_once(lists: dict[str, Json]) -> 
         ModelSpec.from_config(values)
 
 
+@pytest.mark.parametrize("value", [3, [1, "3"], [1, 3.0], [True], {"1": 3}])
+@pytest.mark.parametrize("key", ["kda_layers", "full_attn_layers"])
+def test_kimi_linear_lists_must_be_of_integers(key: str, value: Json) -> None:
+    values: dict[str, Json] = json.loads(CONFIGS["kimi linear"].to_json_string(use_diff=False))
+    del values["layer_types"]
+    lists = {"kda_layers": [1, 3], "full_attn_layers": [2, 4]} | {key: value}
+    values |= {"architectures": ["KimiLinearForCausalLM"], "linear_attn_config": lists}
+    with pytest.raises(CheckpointError, match=rf": {key} must be a list of integers, not "):
+        ModelSpec.from_config(values)
+
+
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
     """DeepSeek V3's published files hold one behind the layers of config.json."""
     model = make_checkpoint(tmp_path, CONFIGS["deepseek v3"])
