@@ -521,6 +521,36 @@ def test_published_keys_of_internlm3_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
 
 
+def test_minimax_m1_has_keys_of_its_own(tmp_path: Path) -> None:
+    """transformers converts the published files, which most people have."""
+    model = make_checkpoint(tmp_path, CONFIGS["minimax"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    published = {
+        f"layernorm_{name}_{factor}": config[f"{part}_{factor}_factor"]
+        for part, name in (
+            ("linear_attn", "linear_attention"),
+            ("full_attn", "full_attention"),
+            ("mlp", "mlp"),
+        )
+        for factor in ("alpha", "beta")
+    }
+    dropped = {key: ... for key in (*config, "layer_types") if key.endswith(("_factor", "_types"))}
+    set_config(
+        tmp_path,
+        architectures=["MiniMaxM1ForCausalLM"],
+        attn_type_list=[1, 0, 1, 0],
+        rotary_dim=32,
+        postnorm=True,
+        shared_intermediate_size=0,
+        **dropped | published,
+    )
+    tokens = random_tokens(20, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, 20)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
 def test_sharded_checkpoint_loads(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, CONFIGS["qwen2, tied"], shard="100KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
