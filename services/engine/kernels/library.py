@@ -363,6 +363,7 @@ class SelectiveCall(ctypes.Structure):
         ("state_width", c_int64),
         ("conv_width", c_int64),
         ("dtype", c_int32),
+        ("state_dtype", c_int32),
     ]
 
 

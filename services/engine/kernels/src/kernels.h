@@ -269,7 +269,7 @@ struct tw_selective {
   const float *step_bias;         // [channels]
   const float *skip;              // [channels]
   void *windows;                  // [slots, conv_width - 1, channels] in dtype
-  float *states;                  // [slots, state_width, channels]
+  void *states;                   // [slots, state_width, channels] in state_dtype
   const int32_t *starts;          // starts, sources and targets as in tw_delta
   const int32_t *sources;
   const int32_t *targets;
@@ -280,6 +280,7 @@ struct tw_selective {
   int64_t state_width;
   int64_t conv_width;
   int32_t dtype;  // TW_FLOAT32 or TW_BFLOAT16
+  int32_t state_dtype;
 };
 
 // Fills `convolved`, and the targets' windows.

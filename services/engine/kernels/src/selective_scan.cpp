@@ -36,19 +36,19 @@ inline float softplus(float x) {
   return maximum(x, 0.0f) + 2.0f * z * sum;
 }
 
-// Copies rows of `width` floats; from: null for zeros.
-void copy_rows(const float *from, int64_t from_stride, float *to, int64_t to_stride, int64_t rows,
+// Copies rows of `width` numbers, rounded to what `to` holds; from: null for zeros.
+template <typename From, typename To>
+void copy_rows(const From *from, int64_t from_stride, To *to, int64_t to_stride, int64_t rows,
                int64_t width) {
   for (int64_t n = 0; n < rows; n++) {
-    if (from)
-      memcpy(to + n * to_stride, from + n * from_stride, static_cast<size_t>(width) * 4);
-    else
-      memset(to + n * to_stride, 0, static_cast<size_t>(width) * 4);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++)
+      store(to + n * to_stride + i, from ? load(from[n * from_stride + i]) : 0.0f);
   }
 }
 
 // Scans channels `first` to `first` + `width` - 1 over runs `begin` to `end` - 1.
-template <typename T>
+template <typename T, typename State>
 void scan_channels(const tw_selective &s, int64_t first, int64_t width, int64_t begin,
                    int64_t end) {
   const int64_t channels = s.channels, states = s.state_width;
@@ -56,10 +56,12 @@ void scan_channels(const tw_selective &s, int64_t first, int64_t width, int64_t 
   float *rates = state + states * kChannels, *step = rates + states * kChannels;
   float *x = step + kChannels, *taken = x + kChannels, *out = taken + kChannels;
   copy_rows(s.rates + first, channels, rates, kChannels, states, width);
-  auto slot_state = [&](int64_t slot) { return s.states + slot * states * channels + first; };
-  copy_rows(s.sources[begin] < 0 ? nullptr : slot_state(s.sources[begin]), channels, state,
-            kChannels, states, width);
+  auto slot_state = [&](int64_t slot) {
+    return static_cast<State *>(s.states) + slot * states * channels + first;
+  };
   for (int64_t run = begin; run < end; run++) {
+    const State *source = s.sources[run] < 0 ? nullptr : slot_state(s.sources[run]);
+    copy_rows(source, channels, state, kChannels, states, width);
     for (int64_t token = s.starts[run]; token < s.starts[run + 1]; token++) {
       const T *steps = static_cast<const T *>(s.steps) + token * channels + first;
       const T *inputs = static_cast<const T *>(s.convolved) + token * channels + first;
@@ -110,7 +112,10 @@ void scan_all(const tw_selective &s) {
   parallel_for(chains * parts, [&](int64_t item) {
     [[maybe_unused]] const DenormalsAreZero rounding;
     const int64_t chain = item / parts, at = item % parts * kChannels;
-    scan_channels<T>(s, at, minimum(kChannels, s.channels - at), first[chain], first[chain + 1]);
+    const int64_t width = minimum(kChannels, s.channels - at);
+    s.state_dtype == TW_FLOAT32
+        ? scan_channels<T, float>(s, at, width, first[chain], first[chain + 1])
+        : scan_channels<T, bfloat16>(s, at, width, first[chain], first[chain + 1]);
   });
 }
 

@@ -26,9 +26,9 @@ class NativeSelectiveScan(SelectiveScan):
         super().__init__(shape, dtype, torch.device("cpu"))
         self._native = native
 
-    def allocate(self, slots: int) -> SelectiveState:
+    def allocate(self, slots: int, dtype: torch.dtype = torch.float32) -> SelectiveState:
         last, states = self._sizes(slots)
-        return SelectiveState(allocate(last, self._dtype), allocate(states, torch.float32))
+        return SelectiveState(allocate(last, self._dtype), allocate(states, dtype))
 
     def convolve(
         self,
@@ -78,4 +78,5 @@ class NativeSelectiveScan(SelectiveScan):
             state_width=shape.state_width,
             conv_width=shape.conv_width,
             dtype=DTYPES[self._dtype],
+            state_dtype=DTYPES[state.states.dtype],
         )
