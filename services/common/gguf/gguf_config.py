@@ -64,7 +64,8 @@ def _common(file: GgufFile, architecture: Architecture) -> dict[str, Json]:
         **_ends(file),
     }
     if key("feed_forward_length") in file.metadata:
-        values["intermediate_size"] = file.integers(key("feed_forward_length"), 1, least=1)[0]
+        least = int(architecture.has_attention)  # the first Mambas' layers are one part
+        values["intermediate_size"] = file.integers(key("feed_forward_length"), 1, least=least)[0]
     if (window := file.integer(key("attention.sliding_window"), 0)) > 0:  # 0 in Phi 4's files
         values["sliding_window"] = window
     if key("expert_count") in file.metadata:
