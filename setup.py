@@ -82,14 +82,9 @@ def _google_rpc() -> Path:
 
 def build_kernels() -> None:
     """Compile the kernels if there is a compiler and they are out of date."""
-    library = KERNELS / "libtokenwire_kernels.so"
-    sources = [KERNELS / "build.py", *(KERNELS / "src").iterdir()]
-    newest = max(source.stat().st_mtime for source in sources)
-    if library.exists() and library.stat().st_mtime > newest:
-        return
     command = [sys.executable, "-m", "services.engine.kernels.build"]
     if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
-        library.unlink(missing_ok=True)
+        (KERNELS / "libtokenwire_kernels.so").unlink(missing_ok=True)
         print(
             "The CPU kernels were not built: no C++17 compiler with OpenMP. torch does their work."
         )

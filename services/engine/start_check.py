@@ -8,6 +8,7 @@ from services.common.gguf.gguf_config import config_of
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.settings import StartupError
 from services.engine.host_memory import free_host_memory, in_units
+from services.engine.kernels.freshness import require_current
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.model_code import code_of
 from services.engine.model.checkpoint.stored_weights import StoredWeights
@@ -27,11 +28,12 @@ _ROUNDED = ("int8", "int4")
 
 
 def check_start(settings: EngineSettings) -> None:
-    """Raise StartupError for a model that is not served, and for too little memory.
+    """Raise StartupError for stale kernels, a model that is not served, and too little memory.
 
     What needs torch is checked when the model is loaded: other values of config.json, a GPU's
     memory, and the room for the KV cache.
     """
+    require_current()
     model = settings.model
     try:
         gguf = _gguf(model)

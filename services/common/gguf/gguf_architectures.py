@@ -67,10 +67,10 @@ def architecture_of(file: GgufFile) -> Architecture:
 def _read_granite(file: GgufFile, attention: float = 1.0) -> dict[str, Json]:
     """Return the multipliers. attention: factor on scores if the file has none."""
     return {
-        "embedding_multiplier": file.number(file.own("embedding_scale"), 1.0),
-        "residual_multiplier": file.number(file.own("residual_scale"), 1.0),
-        "attention_multiplier": file.number(file.own("attention.scale"), attention),
-        "logits_scaling": file.number(file.own("logit_scale"), 1.0),
+        "embedding_multiplier": file.positive(file.own("embedding_scale"), 1.0),
+        "residual_multiplier": file.positive(file.own("residual_scale"), 1.0),
+        "attention_multiplier": file.positive(file.own("attention.scale"), attention),
+        "logits_scaling": file.positive(file.own("logit_scale"), 1.0),
     }
 
 
@@ -94,8 +94,8 @@ def _read_gpt_oss(file: GgufFile) -> dict[str, Json]:
 
 def _read_olmo3(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Olmo 3, whose layers with a window rotate without scaling."""
-    base = file.number("olmo2.rope.freq_base", 10000.0)
-    local = file.number("olmo2.rope.freq_base_swa", base)
+    base = file.positive("olmo2.rope.freq_base", 10000.0)
+    local = file.positive("olmo2.rope.freq_base_swa", base)
     return {
         **read_windows(file, 4),
         "rope_parameters": {
@@ -128,9 +128,9 @@ def _read_ernie_experts(file: GgufFile) -> dict[str, Json]:
     The number of shared experts is needed because the file gives the width of one.
     """
     return {
-        "moe_layer_start_index": file.integer(file.own("leading_dense_block_count"), 0),
-        "moe_layer_interval": file.integer(file.own("interleave_moe_layer_step"), 1),
-        "moe_num_shared_experts": file.integer(file.own("expert_shared_count"), 0),
+        "moe_layer_start_index": file.count(file.own("leading_dense_block_count"), 0, least=0),
+        "moe_layer_interval": file.count(file.own("interleave_moe_layer_step"), 1),
+        "moe_num_shared_experts": file.count(file.own("expert_shared_count"), 0, least=0),
     }
 
 
@@ -141,7 +141,7 @@ def _read_llama4(file: GgufFile) -> dict[str, Json]:
     has no norms of queries and keys.
     """
     values: dict[str, Json] = {
-        "interleave_moe_layer_step": file.integer("llama4.interleave_moe_layer_step", 1),
+        "interleave_moe_layer_step": file.count("llama4.interleave_moe_layer_step", 1),
         "use_qk_norm": file.integer("llama4.expert_count", 0) != _MAVERICK_EXPERTS,
     }
     if file.integer("llama4.attention.sliding_window", 1) == 0:

@@ -15,7 +15,8 @@ __all__ = ["MARK", "config_of"]
 MARK = "tokenwire_gguf"
 """Key of config.json that marks weights with the names and formats of a GGUF file
 
-Its value is an object. `fused_qkv` in it is true if queries, keys and values are one tensor."""
+Its value is an object. `fused_qkv` in it is true if queries, keys and values are one tensor; `file`
+is the GGUF file, which errors name."""
 
 _MATRIX = 2  # dimensions
 _FEED_FORWARD_BIASES = ("blk.0.ffn_up.bias", "blk.0.ffn_up_exps.bias")
@@ -27,7 +28,11 @@ def config_of(file: GgufFile) -> dict[str, Json]:
     values = {**_common(file, architecture), **architecture.extra_keys(file)}
     renamed = {architecture.names.get(key, key): value for key, value in values.items()}
     fused = not any(tensor.endswith(".attn_q.weight") for tensor in file.tensors)
-    return {"architectures": [architecture.name], **renamed, MARK: {"fused_qkv": fused}}
+    return {
+        "architectures": [architecture.name],
+        **renamed,
+        MARK: {"fused_qkv": fused, "file": str(file.path)},
+    }
 
 
 def _common(file: GgufFile, architecture: Architecture) -> dict[str, Json]:
@@ -45,11 +50,11 @@ def _common(file: GgufFile, architecture: Architecture) -> dict[str, Json]:
         "hidden_size": file.count(key("embedding_length")),
         "num_hidden_layers": count_layers(file),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.integers(key("attention.head_count_kv"), 1, heads)[0],
+        "num_key_value_heads": file.integers(key("attention.head_count_kv"), 1, heads, least=1)[0],
         "head_dim": head_dim,
         "max_position_embeddings": file.count(key("context_length")),
-        "rms_norm_eps": file.number(epsilon),
-        "rope_theta": file.number(key("rope.freq_base"), 10000.0),
+        "rms_norm_eps": file.positive(epsilon),
+        "rope_theta": file.positive(key("rope.freq_base"), 10000.0),
         "partial_rotary_factor": rotated / head_dim,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": _has_bias(file, "attn_q", "attn_qkv"),
@@ -59,18 +64,23 @@ def _common(file: GgufFile, architecture: Architecture) -> dict[str, Json]:
         **_ends(file),
     }
     if key("feed_forward_length") in file.metadata:
-        values["intermediate_size"] = file.integers(key("feed_forward_length"), 1)[0]
+        least = int(architecture.has_attention)  # the first Mambas' layers are one part
+        values["intermediate_size"] = file.integers(key("feed_forward_length"), 1, least=least)[0]
     if (window := file.integer(key("attention.sliding_window"), 0)) > 0:  # 0 in Phi 4's files
         values["sliding_window"] = window
     if key("expert_count") in file.metadata:
-        values["num_local_experts"] = file.integer(key("expert_count"))
-        values["num_experts_per_tok"] = file.integer(key("expert_used_count"))
+        experts = file.count(key("expert_count"), least=0)
+        least = min(experts, 1)  # a dense model of a family with experts states 0 of them
+        values["num_local_experts"] = experts
+        values["num_experts_per_tok"] = file.count(
+            key("expert_used_count"), least=least, most=experts
+        )
         width = key("expert_feed_forward_length")
         if width in file.metadata:
-            values["moe_intermediate_size"] = file.integer(width)
+            values["moe_intermediate_size"] = file.count(width, least=least)
         shared = key("expert_shared_feed_forward_length")
         if shared in file.metadata:
-            values["shared_expert_intermediate_size"] = file.integer(shared)
+            values["shared_expert_intermediate_size"] = file.count(shared, least=0)
     return values
 
 

@@ -14,12 +14,12 @@ def read_routing(file: GgufFile) -> dict[str, Json]:
     own = file.own
     groups = file.count(own("expert_group_count"), 1)
     return {
-        "moe_layer_start_index": file.integer(own("leading_dense_block_count"), 0),
-        "moe_num_shared_experts": file.integer(own("expert_shared_count"), 0),
+        "moe_layer_start_index": file.count(own("leading_dense_block_count"), 0, least=0),
+        "moe_num_shared_experts": file.count(own("expert_shared_count"), 0, least=0),
         "n_group": groups,
         "norm_topk_prob": file.flag(own("expert_weights_norm"), False),
         "num_nextn_predict_layers": 0,
-        "routed_scaling_factor": file.number(own("expert_weights_scale"), 1.0),
+        "routed_scaling_factor": file.positive(own("expert_weights_scale"), 1.0),
         "topk_group": file.count(own("expert_group_used_count"), 1, most=groups),
     }
 

@@ -100,6 +100,13 @@ class GgufFile:
             raise self._wrong(key, "a finite number")
         return value
 
+    def positive(self, key: str, default: float | None = None) -> float:
+        """Return a finite number above 0. Raises GgufError for another one."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise self._wrong(key, f"a number above 0, not {value:g}")
+        return value
+
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a whole number, or the one that all entries of a list are."""
         value = self.metadata.get(key, default)
@@ -119,14 +126,22 @@ class GgufFile:
             raise self._wrong(key, f"a whole number {bounds}, not {value}")
         return value
 
-    def integers(self, key: str, count: int, default: int | None = None) -> list[int]:
-        """Return a whole number for each of `count` layers: a list, or one number for all."""
+    def integers(
+        self, key: str, count: int, default: int | None = None, *, least: int = 0
+    ) -> list[int]:
+        """Return a whole number for each of `count` layers: a list, or one number for all.
+
+        least: of one number for all; in a list, layers may have 0. Raises GgufError for a smaller
+        one.
+        """
         value = self.metadata.get(key, default)
         if not isinstance(value, list):
-            return [self.integer(key, default)] * count
+            return [self.count(key, default, least=least)] * count
         numbers = [each for each in value if isinstance(each, int)]
         if len(numbers) != len(value) or len(numbers) < count:
             raise self._wrong(key, f"a whole number or {count} of them")
+        if min(numbers) < 0:
+            raise self._wrong(key, f"whole numbers of at least 0, not {min(numbers)}")
         return numbers
 
     def flag(self, key: str, default: bool) -> bool:

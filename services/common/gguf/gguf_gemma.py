@@ -17,7 +17,7 @@ def read_gemma2(file: GgufFile) -> dict[str, Json]:
 def read_gemma3(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Gemma 3."""
     values = _read_gemma(file, pattern=6, layers_of_large=62)
-    local = file.number(file.own("rope.freq_base_swa"), 10000.0)
+    local = file.positive(file.own("rope.freq_base_swa"), 10000.0)
     return {**values, "rope_local_base_freq": local}
 
 
@@ -46,14 +46,14 @@ def read_gemma3n(file: GgufFile) -> dict[str, Json]:
     values: dict[str, Json] = {
         **read_windows(file, 5),
         "intermediate_size": [*file.integers(own("feed_forward_length"), layers)],
-        "num_kv_shared_layers": file.integer(
-            own("attention.shared_kv_layers"), max(layers - 20, 0)
+        "num_kv_shared_layers": file.count(
+            own("attention.shared_kv_layers"), max(layers - 20, 0), least=0
         ),
-        "hidden_size_per_layer_input": file.integer(own("embedding_length_per_layer_input"), 256),
-        "altup_num_inputs": file.integer(own("altup.num_inputs"), 4),
-        "altup_active_idx": file.integer(own("altup.active_idx"), 0),
+        "hidden_size_per_layer_input": file.count(own("embedding_length_per_layer_input"), 256),
+        "altup_num_inputs": file.count(own("altup.num_inputs"), 4),
+        "altup_active_idx": file.count(own("altup.active_idx"), 0, least=0),
         "final_logit_softcapping": file.number(own("final_logit_softcapping"), 30.0),
-        "rope_local_base_freq": file.number(own("rope.freq_base_swa"), 10000.0),
+        "rope_local_base_freq": file.positive(own("rope.freq_base_swa"), 10000.0),
     }
     if scales:  # the standard deviations that leave out a share of the gates
         shares = [NormalDist().cdf(scale) for scale in scales[:layers]]
@@ -78,33 +78,35 @@ def read_gemma4(file: GgufFile) -> dict[str, Json]:
     table = file.tensors.get("per_layer_token_embd.weight")
     values: dict[str, Json] = {
         **read_windows(file, 6),
-        "head_dim": file.integer(own("attention.key_length_swa")),
-        "global_head_dim": file.integer(own("attention.key_length")),
+        "head_dim": file.count(own("attention.key_length_swa")),
+        "global_head_dim": file.count(own("attention.key_length")),
         "num_key_value_heads": next(
             (heads[layer] for layer in range(layers) if has_window[layer]), heads[0]
         ),
         "per_layer_config": {str(layer): {"num_key_value_heads": heads[layer]} for layer in whole},
         "attention_k_eq_v": bool(whole) and f"blk.{whole[0]}.attn_v.weight" not in file.tensors,
-        "num_kv_shared_layers": file.integer(own("attention.shared_kv_layers"), 0),
-        "hidden_size_per_layer_input": file.integer(own("embedding_length_per_layer_input"), 0),
+        "num_kv_shared_layers": file.count(own("attention.shared_kv_layers"), 0, least=0),
+        "hidden_size_per_layer_input": file.count(
+            own("embedding_length_per_layer_input"), 0, least=0
+        ),
         "use_double_wide_mlp": widths[layers - 1] == 2 * widths[0],
         "enable_moe_block": "blk.0.ffn_gate_inp.weight" in file.tensors,
         "final_logit_softcapping": file.number(own("final_logit_softcapping"), 0.0),
         "rope_parameters": {
             "full_attention": {
                 "rope_type": "proportional",
-                "rope_theta": file.number(own("rope.freq_base"), 1e6),
+                "rope_theta": file.positive(own("rope.freq_base"), 1e6),
                 "partial_rotary_factor": divisors.count(1.0) / len(divisors),
             },
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": file.number(own("rope.freq_base_swa"), 10000.0),
+                "rope_theta": file.positive(own("rope.freq_base_swa"), 10000.0),
             },
         },
     }
     if table is not None:
         values["vocab_size_per_layer_input"] = table.shape[0]
     if values["enable_moe_block"]:
-        values["num_experts"] = file.integer(own("expert_count"))
-        values["top_k_experts"] = file.integer(own("expert_used_count"))
+        values["num_experts"] = file.count(own("expert_count"))
+        values["top_k_experts"] = file.count(own("expert_used_count"))
     return values

@@ -42,17 +42,18 @@ def read_latent(file: GgufFile) -> dict[str, Json]:
     """Return the keys of latent attention and of DeepSeek's experts."""
     own = file.own
     rotated = file.count(own("rope.dimension_count"))
-    vectors = file.integer(own("attention.q_lora_rank"), 0)
+    vectors = file.count(own("attention.q_lora_rank"), 0, least=0)
     values = {
         **read_routing(file),
         "attention_bias": False,
-        "kv_lora_rank": file.integer(own("attention.kv_lora_rank")),
-        "num_key_value_heads": file.integer(own("attention.head_count")),
+        "kv_lora_rank": file.count(own("attention.kv_lora_rank")),
+        "num_key_value_heads": file.count(own("attention.head_count")),
         "partial_rotary_factor": 1.0,
         "q_lora_rank": vectors or None,
-        "qk_nope_head_dim": file.integer(own("attention.key_length_mla")) - rotated,
+        "qk_nope_head_dim": file.count(own("attention.key_length_mla"), least=rotated + 1)
+        - rotated,
         "qk_rope_head_dim": rotated,
-        "v_head_dim": file.integer(own("attention.value_length_mla")),
+        "v_head_dim": file.count(own("attention.value_length_mla")),
     }
     if values["n_group"] != 1 and not _has_sigmoids(file):
         values["topk_method"] = "group_limited_greedy"

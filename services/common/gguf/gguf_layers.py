@@ -41,9 +41,10 @@ def read_delta_net(file: GgufFile) -> dict[str, Json]:
         "layer_types": [
             "linear_attention" if each else "full_attention" for each in recurrent[:layers]
         ],
-        "linear_conv_kernel_dim": file.integer(own("ssm.conv_kernel")),
-        "linear_key_head_dim": file.integer(own("ssm.state_size")),
-        "linear_num_key_heads": file.integer(own("ssm.group_count")),
+        "linear_conv_kernel_dim": file.count(own("ssm.conv_kernel")),
+        "linear_key_head_dim": file.count(own("ssm.state_size")),
+        "linear_num_key_heads": file.count(own("ssm.group_count")),
         "linear_num_value_heads": value_heads,
-        "linear_value_head_dim": file.integer(own("ssm.inner_size")) // value_heads,
+        "linear_value_head_dim": file.count(own("ssm.inner_size"), least=value_heads)
+        // value_heads,
     }

@@ -108,10 +108,10 @@ def read_selective(file: GgufFile) -> dict[str, Json]:
     own, biases = file.own, {name.split(".", 2)[-1] for name in file.tensors if "bias" in name}
     return {
         "mamba_conv_bias": "ssm_conv1d.bias" in biases,
-        "mamba_d_conv": file.integer(own("ssm.conv_kernel")),
-        "mamba_d_ssm": file.integer(own("ssm.inner_size")),
-        "mamba_d_state": file.integer(own("ssm.state_size")),
-        "mamba_dt_rank": file.integer(own("ssm.time_step_rank")),
+        "mamba_d_conv": file.count(own("ssm.conv_kernel")),
+        "mamba_d_ssm": file.count(own("ssm.inner_size")),
+        "mamba_d_state": file.count(own("ssm.state_size")),
+        "mamba_dt_rank": file.count(own("ssm.time_step_rank")),
         "mamba_proj_bias": "ssm_in.bias" in biases,
     }
 
@@ -120,7 +120,7 @@ def read_falcon_h1(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Falcon-H1. The converter has multiplied the weights by their factors."""
     return {
         **read_mamba(file),
-        "mamba_d_ssm": file.integer(file.own("ssm.inner_size")),
+        "mamba_d_ssm": file.count(file.own("ssm.inner_size")),
         "mamba_norm_before_gate": False,
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in file.tensors,
         "projectors_bias": "blk.0.ssm_out.bias" in file.tensors,
@@ -133,11 +133,11 @@ def read_mamba(file: GgufFile) -> dict[str, Json]:
     heads = file.count(own("ssm.time_step_rank"))
     return {
         "mamba_conv_bias": "ssm_conv1d.bias" in biases,
-        "mamba_d_conv": file.integer(own("ssm.conv_kernel")),
-        "mamba_d_head": file.integer(own("ssm.inner_size")) // heads,
-        "mamba_d_state": file.integer(own("ssm.state_size")),
+        "mamba_d_conv": file.count(own("ssm.conv_kernel")),
+        "mamba_d_head": file.count(own("ssm.inner_size")) // heads,
+        "mamba_d_state": file.count(own("ssm.state_size")),
         "mamba_expand": None,
-        "mamba_n_groups": file.integer(own("ssm.group_count"), 1),
+        "mamba_n_groups": file.count(own("ssm.group_count"), 1),
         "mamba_n_heads": heads,
         "mamba_proj_bias": "ssm_in.bias" in biases,
     }

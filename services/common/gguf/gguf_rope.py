@@ -45,7 +45,7 @@ def read_rope_scaling(file: GgufFile) -> dict[str, Json]:
         return {"rope_type": "default"}
     scaling = {
         "rope_type": kind,
-        "factor": file.number(f"{prefix}.factor"),
+        "factor": file.positive(f"{prefix}.factor"),
         "original_max_position_embeddings": original,
     }
     if kind == "yarn":

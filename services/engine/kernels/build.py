@@ -1,5 +1,9 @@
-"""Build of the kernels: python -m services.engine.kernels.build [OUTPUT]."""
+"""Build of the kernels: python -m services.engine.kernels.build [OUTPUT].
 
+Without OUTPUT, the library of this checkout is compiled if it is not that of the sources.
+"""
+
+import hashlib
 import os
 import platform
 import subprocess
@@ -10,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LIBRARY", "build"]
+__all__ = ["LIBRARY", "build", "is_current"]
 
 _SOURCES = Path(__file__).parent / "src"
 
@@ -43,6 +47,7 @@ _ANYWHERE = (
     _Unit("score.cpp", defines="TW_SCORE=score_baseline"),
     _Unit("delta_rule.cpp", defines="TW_DELTA=delta_baseline"),
     _Unit("state_scan.cpp", defines="TW_SCAN=scan_baseline"),
+    _Unit("selective_scan.cpp", defines="TW_SELECTIVE(stage)=selective_##stage##_baseline"),
     _Unit("grouped.cpp", defines="TW_GROUPED=grouped_baseline"),
     _Unit("experts.cpp", defines="TW_EXPERTS=experts_baseline"),
     _Unit("grouped_pack.cpp"),
@@ -67,6 +72,8 @@ _X86_64 = (
     _Unit("delta_rule.cpp", _AVX512, "TW_DELTA=delta_avx512"),
     _Unit("state_scan.cpp", _AVX2, "TW_SCAN=scan_avx2"),
     _Unit("state_scan.cpp", _AVX512, "TW_SCAN=scan_avx512"),
+    _Unit("selective_scan.cpp", _AVX2, "TW_SELECTIVE(stage)=selective_##stage##_avx2"),
+    _Unit("selective_scan.cpp", _AVX512, "TW_SELECTIVE(stage)=selective_##stage##_avx512"),
     _Unit("experts.cpp", _AVX2, "TW_EXPERTS=experts_avx2"),
     _Unit("experts.cpp", _AVX512, "TW_EXPERTS=experts_avx512"),
     _Unit("grouped.cpp", _AVX2, "TW_GROUPED=grouped_avx2"),
@@ -96,6 +103,9 @@ def build(output: Path = LIBRARY) -> Path:
     units = _ANYWHERE + (_X86_64 if platform.machine() in ("x86_64", "AMD64") else ())
     compiler = _compiler()
     with tempfile.TemporaryDirectory() as scratch:
+        named = Path(scratch) / "fingerprint.cpp"
+        named.write_text(f'extern "C" const char tw_fingerprint[] = "{_fingerprint()}";\n')
+        units += (_Unit(str(named)),)
         objects = [Path(scratch) / f"{index}.o" for index in range(len(units))]
 
         def compile_unit(unit: _Unit, to: Path) -> None:
@@ -120,9 +130,25 @@ def build(output: Path = LIBRARY) -> Path:
     return output
 
 
+def is_current(library: Path) -> bool:
+    """Return whether a library was compiled from the sources beside this file, if there are any."""
+    return not _SOURCES.is_dir() or _fingerprint().encode() in library.read_bytes()
+
+
+def _fingerprint() -> str:
+    """Return the name by which a library says what it was compiled from: flags and sources."""
+    digest = hashlib.sha256(repr((_FLAGS, _ANYWHERE, _X86_64)).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(f"\0{source.name}\0".encode() + source.read_bytes())
+    return f"tokenwire kernels {digest.hexdigest()}"
+
+
 def _compiler() -> list[str]:
     return (os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++").split()
 
 
 if __name__ == "__main__":
-    print(build(Path(sys.argv[1]) if len(sys.argv) > 1 else LIBRARY))
+    if len(sys.argv) > 1:
+        print(build(Path(sys.argv[1])))
+    elif not LIBRARY.exists() or not is_current(LIBRARY):
+        print(build())

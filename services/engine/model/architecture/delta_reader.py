@@ -77,10 +77,10 @@ def _kinds(config: Config, num_layers: int) -> tuple[str, ...]:
 
 def _published_kinds(published: Config, num_layers: int) -> tuple[str, ...]:
     """Return the kinds by Kimi's own lists, which number the layers from 1."""
-    linear, numbers = published.ids("kda_layers"), range(1, num_layers + 1)
+    linear, numbers = published.integers("kda_layers"), range(1, num_layers + 1)
     others = full = [layer for layer in numbers if layer not in linear]
     if published.has("full_attn_layers"):
-        full = sorted(published.ids("full_attn_layers"))
+        full = sorted(published.integers("full_attn_layers"))
     if full != others or not set(linear) <= set(numbers):
         raise CheckpointError(
             f"{published.file}: kda_layers and full_attn_layers of linear_attn_config must name "

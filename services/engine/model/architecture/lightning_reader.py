@@ -61,6 +61,14 @@ def residual_factor(config: Config) -> float:
 
 def _kinds(config: Config, num_layers: int) -> Sequence[str]:
     known = ("full_attention", "linear_attention")
+    if config.has("attn_type_list"):
+        attends = config.ids("attn_type_list")
+        if len(attends) != num_layers:
+            raise CheckpointError(
+                f"{config.file}: attn_type_list names {len(attends)} layers, num_hidden_layers "
+                f"{num_layers}."
+            )
+        return [known[not each] for each in attends]
     if config.has("layer_types"):
         return config.kind_per_layer("layer_types", num_layers, known)
     return [known[layer % 2] for layer in range(num_layers)]

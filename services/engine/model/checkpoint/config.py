@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
 
 __all__ = ["CheckpointError", "Config", "JsonObject"]
@@ -53,7 +54,9 @@ class Config:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} does not hold a JSON object.")
-        return Config(str(path), values)
+        described = values.get(MARK)
+        original = described.get("file") if isinstance(described, dict) else None
+        return Config(original if isinstance(original, str) else str(path), values)
 
     def has(self, key: str) -> bool:
         return self._find(key) is not None
@@ -122,14 +125,25 @@ class Config:
             raise self._wrong(key, "a token id or a list of them")
         return tuple(ids)
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Return a list of integers."""
+        items = self._value(key, None)
+        if not isinstance(items, list):
+            raise self._wrong(key, "a list of integers")
+        numbers = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+        if len(numbers) != len(items):
+            raise self._wrong(key, "a list of integers")
+        return tuple(numbers)
+
     def per_layer(self, key: str, num_layers: int, default: int | None = None) -> tuple[int, ...]:
         """Return the positive integer of each layer under `key`: a list, or one for all."""
-        if not isinstance(self._find(key), list):
+        items = self._find(key)
+        if not isinstance(items, list):
             return (self.positive(key, default),) * num_layers
-        numbers = self.ids(key)
-        if len(numbers) != num_layers or min(numbers) <= 0:
+        numbers = [item for item in items if type(item) is int and item > 0]
+        if len(numbers) != len(items) or len(numbers) != num_layers:
             raise self._wrong(key, f"a positive integer or {num_layers} of them")
-        return numbers
+        return tuple(numbers)
 
     def kind_per_layer(self, key: str, num_layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
         """Return the kind of each layer under `key`, a list of names among `known`."""

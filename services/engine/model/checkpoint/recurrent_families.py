@@ -333,6 +333,21 @@ _MINIMAX = Family(
     windows=WindowRule.ALL,
     has_normed_residual=True,
 )
+_MINIMAX_TEXT = replace(
+    _MINIMAX,
+    architecture="MiniMaxText01ForCausalLM",
+    keys={
+        f"{part}_{factor}_factor": f"layernorm_{name}_{factor}"
+        for part, name in (
+            ("linear_attn", "linear_attention"),
+            ("full_attn", "full_attention"),
+            ("mlp", "mlp"),
+        )
+        for factor in ("alpha", "beta")
+    },
+    refused=("shared_intermediate_size",),
+    required=("postnorm",),
+)
 
 RECURRENT_FAMILIES: tuple[Family, ...] = (
     _LFM2,
@@ -378,4 +393,6 @@ RECURRENT_FAMILIES: tuple[Family, ...] = (
     ),
     _JAMBA,
     _MINIMAX,
+    _MINIMAX_TEXT,
+    replace(_MINIMAX_TEXT, architecture="MiniMaxM1ForCausalLM"),
 )

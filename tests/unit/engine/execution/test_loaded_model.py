@@ -3,8 +3,11 @@
 from pathlib import Path
 
 from services.engine.execution.loaded_model import load
+from services.engine.loop.loaded_loop import load_loop
+from services.engine.messages import RequestDone
 from services.engine.settings import EngineSettings
-from tests.unit.engine.checkpoints import Driver, random_tokens
+from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.tiny import make_request
 
 
 def test_largest_step_uses_memory_reserved_at_start(embedded_model: Path) -> None:
@@ -18,3 +21,23 @@ def test_largest_step_uses_memory_reserved_at_start(embedded_model: Path) -> Non
     driver.step([(index, 1) for index in range(4)])
     driver.step([*((index, 1) for index in range(4)), (4, 96)])
     assert decoder.buffers is reserved
+
+
+def test_model_without_attention_has_its_whole_context_for_the_memory_of_states(
+    tmp_path: Path,
+) -> None:
+    """Nothing is kept of single tokens: memory bounds the number of sequences, not their length."""
+    make_checkpoint(tmp_path, CONFIGS["mamba2"])
+    settings = EngineSettings(
+        model=tmp_path, dtype="float32", kv_memory="1MiB", max_step_tokens=96, max_running=4
+    )
+    loaded = load_loop(settings)
+    assert loaded.description.context_length == 1 << 20
+    assert 0 < loaded.description.kv_bytes <= 1 << 20
+    prompt, cached = random_tokens(200, 1).tolist(), []
+    for handle in range(2):
+        loaded.steps.apply([make_request(handle, [prompt], max_tokens=5, context=4096)])
+        while not loaded.steps.is_idle:
+            outputs = loaded.steps.step(lambda: ()).outputs
+            cached += [each.cached_tokens for each in outputs if isinstance(each, RequestDone)]
+    assert cached == [0, 192]  # whole blocks

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import services.engine.kernels.build as builder
+from services.common.settings import StartupError
 from services.engine.kernels.build import build
+from services.engine.kernels.freshness import require_current
 from services.engine.kernels.library import InstructionSet, Native
 from services.engine.kernels.memory import Arena, allocate, touch
 from services.engine.model.architecture.rotary import Rotation
@@ -245,6 +247,30 @@ def test_the_sources_compile(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("there is no C++ compiler")
     assert Native(built).instruction_set() >= InstructionSet.BASELINE
+
+
+def test_stale_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Structures of other sources have other fields: wrong results, or a crash, without a word."""
+    sources = tmp_path / "src"
+    sources.mkdir()
+    (sources / "kernels.cpp").write_text("int tw_answer() { return 1; }\n")
+    monkeypatch.setattr(builder, "_SOURCES", sources)
+    monkeypatch.setattr(builder, "_ANYWHERE", (builder._Unit("kernels.cpp"),))
+    monkeypatch.setattr(builder, "_X86_64", ())
+    library = tmp_path / "kernels.so"
+    require_current(library)  # there is none
+    try:
+        build(library)
+    except OSError:
+        pytest.skip("there is no C++ compiler")
+    require_current(library)
+    (sources / "kernels.cpp").write_text("int tw_answer() { return 2; }\n")
+    with pytest.raises(StartupError, match=r"kernels\.so were compiled from other sources"):
+        require_current(library)
+    build(library)
+    require_current(library)
+    monkeypatch.setattr(builder, "_SOURCES", tmp_path / "a wheel has none")
+    require_current(library)
 
 
 def test_library_without_tiled_kernels_has_the_portable_ones(

@@ -1,5 +1,7 @@
 """GGUF files: every family, every format of weights, and what is wrong with a file."""
 
+import itertools
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -52,12 +54,14 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from services.common.checkpoint import opened_checkpoint
+from services.common.gguf.gguf_config import config_of
+from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.settings import StartupError
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.gguf_groups import read_groups
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.decoder import Decoder
-from services.engine.model.loader import load_model
+from services.engine.model.loader import load_model, load_spec
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     EXPERTS,
@@ -272,6 +276,29 @@ def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) ->
     tokens = random_tokens(TOKENS, 1)
     ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
     torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts"]
+)
+def test_wrong_values_name_the_file_and_its_key(family: str, tmp_path: Path) -> None:
+    """The config.json that is made of a file lies in a directory which nobody knows."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, make_checkpoint(tmp_path / "checkpoint", FAMILIES[family]))
+    metadata = GgufFile(path).metadata
+    own = [key for key in metadata if key.startswith(f"{metadata['general.architecture']}.")]
+    values: tuple[int | float | str, ...] = (-1, 0, 0.5, 2**31 - 1, "many")
+    for key, wrong in itertools.product(own, values):
+        file = GgufFile(path)
+        file.metadata = {**metadata, key: wrong}
+        try:
+            (tmp_path / "config.json").write_text(json.dumps(config_of(file)))
+            load_spec(tmp_path)
+        except (GgufError, CheckpointError) as error:
+            message = str(error)
+            assert message.startswith(str(path))
+            if wrong in (-1, "many") and "scaling.type" not in key:
+                assert key in message
 
 
 def test_window_of_zero_is_none(tmp_path: Path) -> None:

@@ -401,6 +401,17 @@ def test_kimi_linear_lists_must_name_each_layer_once(lists: dict[str, Json]) -> 
         ModelSpec.from_config(values)
 
 
+@pytest.mark.parametrize("value", [3, [1, "3"], [1, 3.0], [True], {"1": 3}])
+@pytest.mark.parametrize("key", ["kda_layers", "full_attn_layers"])
+def test_kimi_linear_lists_must_be_of_integers(key: str, value: Json) -> None:
+    values: dict[str, Json] = json.loads(CONFIGS["kimi linear"].to_json_string(use_diff=False))
+    del values["layer_types"]
+    lists = {"kda_layers": [1, 3], "full_attn_layers": [2, 4]} | {key: value}
+    values |= {"architectures": ["KimiLinearForCausalLM"], "linear_attn_config": lists}
+    with pytest.raises(CheckpointError, match=rf": {key} must be a list of integers, not "):
+        ModelSpec.from_config(values)
+
+
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
     """DeepSeek V3's published files hold one behind the layers of config.json."""
     model = make_checkpoint(tmp_path, CONFIGS["deepseek v3"])
@@ -503,6 +514,36 @@ def test_published_keys_of_internlm3_are_read(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, CONFIGS["internlm3"])
     biases = {"attention_bias": ..., "mlp_bias": ..., "qkv_bias": True, "bias": True}
     set_config(tmp_path, architectures=["InternLM3ForCausalLM"], **biases)
+    tokens = random_tokens(20, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, 20)])
+    expected = reference_logits(model, tokens)
+    torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
+def test_minimax_m1_has_keys_of_its_own(tmp_path: Path) -> None:
+    """transformers converts the published files, which most people have."""
+    model = make_checkpoint(tmp_path, CONFIGS["minimax"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    published = {
+        f"layernorm_{name}_{factor}": config[f"{part}_{factor}_factor"]
+        for part, name in (
+            ("linear_attn", "linear_attention"),
+            ("full_attn", "full_attention"),
+            ("mlp", "mlp"),
+        )
+        for factor in ("alpha", "beta")
+    }
+    dropped = {key: ... for key in (*config, "layer_types") if key.endswith(("_factor", "_types"))}
+    set_config(
+        tmp_path,
+        architectures=["MiniMaxM1ForCausalLM"],
+        attn_type_list=[1, 0, 1, 0],
+        rotary_dim=32,
+        postnorm=True,
+        shared_intermediate_size=0,
+        **dropped | published,
+    )
     tokens = random_tokens(20, 1)
     driver = Driver(load_model(tmp_path, torch.float32), [tokens])
     driver.step([(0, 20)])
