@@ -108,6 +108,8 @@ _SIZES: Mapping[str, Any] = {
 _TOWERS = {"audio_config", "audio_encoder", "audio_encoder_config", "vision_config", "vq_config"}
 """Parts of configs of models that read more than text"""
 SMALL_SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "big_bird": {"attention_type": "original_full"},
+    "bloom": {"seq_length": 256},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}},
     },
