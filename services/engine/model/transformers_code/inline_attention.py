@@ -10,20 +10,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from services.engine.model.transformers_code.alibi import AlibiAttention
 from services.engine.model.transformers_code.calls import attend
+from services.engine.model.transformers_code.positions import Positions
 
-__all__ = ["lead_to_interface"]
+__all__ = ["has_biases", "lead_to_interface"]
 
 _Forward = Callable[..., Any]
 
 
-def lead_to_interface(model: nn.Module) -> None:
+def has_biases(model: nn.Module) -> bool:
+    """Return whether a model's attention adds biases to scores (ALiBi)."""
+    return any(_kind(module) in _BIASED for module in model.modules())
+
+
+def lead_to_interface(model: PreTrainedModel, positions: Positions) -> None:
     """Have all modules of a model that compute attention themselves call ours."""
+    biased = AlibiAttention.of(model.base_model, positions) if has_biases(model) else None
     for module in model.modules():
-        kind = type(module)
-        name = f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
-        if name in _PASSES:
+        name = _kind(module)
+        if biased is not None and name in _BIASED:
+            module.forward = functools.partial(_BIASED[name], biased, module)
+        elif name in _PASSES:
             module.forward = functools.partial(_PASSES[name], module)
         elif name in _PRODUCTS:
             setattr(module, "_attn", functools.partial(_PRODUCTS[name], module))  # noqa: B010
@@ -66,6 +76,7 @@ def _neox(
 
 
 _PASSES: Mapping[str, _Forward] = {
+    "modeling_big_bird.BigBirdSelfAttention": _bert,
     "modeling_megatron_bert.MegatronBertSelfAttention": _bert,
     "modeling_mvp.MvpAttention": _bart,
     "modeling_rembert.RemBertSelfAttention": _bert,
@@ -79,6 +90,18 @@ _PRODUCTS: Mapping[str, _Forward] = {
     "modeling_openai.Attention": _gpt,
 }
 """The parts of forward passes behind the projections"""
+
+
+_BIASED: Mapping[str, _Forward] = {
+    "modeling_bloom.BloomAttention": AlibiAttention.bloom,
+    "modeling_mpt.MptAttention": AlibiAttention.mpt,
+}
+"""Forward passes with linear biases"""
+
+
+def _kind(module: nn.Module) -> str:
+    kind = type(module)
+    return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
 
 
 def _told(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.schemes import Scheme
 from services.engine.model.transformers_code.experts import experts_of
 from services.engine.model.transformers_code.gated import GatedLayer, replace_gated
-from services.engine.model.transformers_code.inline_attention import lead_to_interface
+from services.engine.model.transformers_code.inline_attention import has_biases, lead_to_interface
 from services.engine.model.transformers_code.linear import ProjectedLinear, replace_linears
 from services.engine.model.transformers_code.positions import Positions
 from services.engine.model.transformers_code.refusal import UnsupportedError, refusal
@@ -31,6 +31,7 @@ _CONTEXT_KEYS = (
     "max_seq_len",
     "max_target_positions",
     "n_positions",
+    "seq_length",
 )
 
 
@@ -62,8 +63,8 @@ class ModelPlan:
         try:
             if model.base_model is model:
                 raise UnsupportedError("its layers and its output are one module")
-            lead_to_interface(model)
-            positions = Positions(model)
+            positions = Positions(model, has_biases=has_biases(model))
+            lead_to_interface(model, positions)
             trial = try_pass(model, positions)
             text, offset = text_config(model), _position_offset(model)
             family = Family(architecture)

@@ -14,22 +14,33 @@ __all__ = ["Positions"]
 
 
 class Positions:
-    """The positions that a model reads: an argument of its layers, or of embeddings inside them.
+    """The positions that a model reads: an argument of its layers, of embeddings inside them, or
+    what biases of its attention are computed from.
 
     Layers of BART's kind count the tokens of a pass and of their cache, and pass the numbers on.
     Their embeddings are told the positions here instead.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Raises UnsupportedError if the model can't be told positions."""
+    def __init__(self, model: PreTrainedModel, *, has_biases: bool) -> None:
+        """Raises UnsupportedError if the model can't be told positions.
+
+        has_biases: its attention reads `current`.
+        """
         self._positions: Tensor | None = None
         self._is_argument = _takes_positions(model.base_model)
         counting = [each for each in model.base_model.modules() if _embeds_positions(each)]
-        if not self._is_argument:
-            if not counting:
-                raise UnsupportedError("its layers take no positions")
-            for module in counting:
-                module.forward = functools.partial(self._embed, module.forward)
+        if self._is_argument:
+            return
+        if not counting and not has_biases:
+            raise UnsupportedError("its layers take no positions")
+        for module in counting:
+            module.forward = functools.partial(self._embed, module.forward)
+
+    @property
+    def current(self) -> Tensor:
+        """The positions [tokens] of the pass that runs."""
+        assert self._positions is not None
+        return self._positions
 
     def arguments(self, positions: Tensor) -> Mapping[str, Tensor]:
         """Return the arguments of a pass that tell its positions [1, tokens]."""

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from transformers import (
     BartConfig,
+    BloomConfig,
     DbrxConfig,
     HeliumConfig,
     LongcatFlashConfig,
+    MptConfig,
     OpenAIGPTConfig,
     PreTrainedModel,
     RoFormerConfig,
@@ -70,6 +72,10 @@ LONGCAT = LongcatFlashConfig(
     head_dim=16,
     max_position_embeddings=256,
 )
+BLOOM = BloomConfig(  # type: ignore[call-arg]
+    vocab_size=SHAPE["vocab_size"], hidden_size=96, n_head=6, n_layer=2, seq_length=256
+)
+MPT = MptConfig(vocab_size=SHAPE["vocab_size"], d_model=96, n_heads=6, n_layers=2, max_seq_len=256)
 GPT = OpenAIGPTConfig(
     vocab_size=SHAPE["vocab_size"], n_embd=64, n_head=4, n_layer=2, n_positions=256
 )
@@ -103,6 +109,8 @@ FAMILIES = {
     "deepseek v3, with narrow values": CONFIGS["deepseek v3"],
     "bart, whose layers count positions": BART,
     "dbrx, whose experts are a loop": DBRX,
+    "bloom, with linear biases": BLOOM,
+    "mpt, with linear biases": MPT,
     "gpt, whose attention is its own": GPT,
     "roformer, whose attention is its own": ROFORMER,
     "xglm, whose attention is its own": XGLM,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import (
     BertConfig,
-    BloomConfig,
     Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    XLNetConfig,
 )
 
 import services.engine.model.checkpoint.model_code
@@ -19,7 +19,7 @@ from services.engine.execution.model_loader import load_any_model
 from services.engine.model.checkpoint.config import CheckpointError
 
 REFUSED = {
-    "BloomForCausalLM": (BloomConfig(), "its layers take no positions"),
+    "XLNetLMHeadModel": (XLNetConfig(n_layer=2), "its layers take no positions"),
     "MambaForCausalLM": (MambaConfig(num_hidden_layers=2), "its layers are recurrent"),
     "BertLMHeadModel": (BertConfig(num_hidden_layers=2), "its tokens see later tokens"),
     "Llama4ForCausalLM": (
