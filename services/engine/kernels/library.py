@@ -516,6 +516,8 @@ class RoutingCall(ctypes.Structure):
         ("group_leaders", c_int64),
         ("least_sum", c_float),
         ("scale", c_float),
+        ("jitter", c_float),
+        ("is_sparse", c_int32),
         ("has_sigmoids", c_int32),
         ("is_normalized", c_int32),
     ]

@@ -577,6 +577,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         router_jitter_noise=0.3,
         sliding_window=30,
     ),
+    "phimoe, wide heads": PhimoeConfig(
+        **SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        num_local_experts=5,
+        router_jitter_noise=0.3,
+    ),
     "granite moe": GraniteMoeConfig(
         **SHAPE,
         num_local_experts=5,

@@ -68,6 +68,7 @@ class Chooser {
   }
 
   void choose(const float *scores, int64_t *chosen, float *factors) {
+    if (routing_.is_sparse) return choose_sparsely(scores, chosen, factors);
     weigh(routing_, scores, weights_);
     const float *bias = routing_.bias;
     const bool has_groups = routing_.kept_groups < routing_.groups;
@@ -89,6 +90,22 @@ class Chooser {
   }
 
  private:
+  // Weighs the best expert against those close to it, then the next one without the best.
+  void choose_sparsely(const float *scores, int64_t *chosen, float *factors) {
+    for (int64_t i = 0; i < routing_.experts; i++) keys_[i] = key_of(scores[i]);
+    for (int64_t k = 0; k < routing_.per_row; k++) {
+      chosen[k] = take_best(keys_, routing_.experts);
+      const float best = scores[chosen[k]];
+      float total = best != best ? best : 1.0f;
+      for (int64_t i = 0; i < routing_.experts; i++) {
+        const float size = __builtin_fabsf(scores[i]), most = size > best ? size : best;
+        const bool is_far = (best - scores[i]) / most > 2 * routing_.jitter;
+        if (keys_[i] != kTaken && !is_far) total += power_of(scores[i] - best);
+      }
+      factors[k] = 1.0f / total;
+    }
+  }
+
   // Leaves out the experts of all groups but the best. A group is as good as its leaders together.
   void keep_groups() {
     const int64_t size = routing_.experts / routing_.groups;

@@ -121,6 +121,8 @@ struct tw_routing {
   int64_t group_leaders;  // best experts of a group whose weights together rank it
   float least_sum;      // by which normalized weights are divided
   float scale;          // of all weights
+  float jitter;         // half the relative distance within which SparseMixer weighs experts
+  int32_t is_sparse;    // whether SparseMixer chooses; the other rules then have no effect
   int32_t has_sigmoids;  // whether weights are sigmoids of the scores, else parts of a softmax
   int32_t is_normalized;  // whether a row's weights are divided by their sum
 };

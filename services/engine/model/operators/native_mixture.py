@@ -49,7 +49,7 @@ def run_mixture(native: Native, call: MixtureCall, rows: Tensor, out: Tensor) ->
 
 def routing_call(routing: Routing, experts: int, bias: Tensor | None) -> RoutingCall | None:
     """Describe a rule to the kernels; None if they don't follow it. `bias` must outlive it."""
-    if routing.jitter is not None or routing.scales_inputs:
+    if routing.scales_inputs:
         return None
     return RoutingCall(
         bias=None if bias is None else bias.data_ptr(),
@@ -60,6 +60,8 @@ def routing_call(routing: Routing, experts: int, bias: Tensor | None) -> Routing
         group_leaders=routing.group_leaders,
         least_sum=routing.least_sum,
         scale=routing.scale,
+        jitter=routing.jitter or 0,
+        is_sparse=routing.jitter is not None,
         has_sigmoids=routing.has_sigmoids,
         is_normalized=routing.normalized,
     )

@@ -232,10 +232,11 @@ ROUTINGS = [
     Routing(PER_ROW, normalized=True),
     Routing(PER_ROW, normalized=False, has_bias=True, least_sum=0.5, scale=1.5),
     Routing(PER_ROW, normalized=True, has_sigmoids=True, groups=3, kept_groups=2, scale=2.5),
+    Routing(PER_ROW, normalized=False, jitter=0.2),
 ]
 
 
-@pytest.mark.parametrize("routing", ROUTINGS, ids=["softmax", "bias", "groups"])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=["softmax", "bias", "groups", "sparse"])
 @pytest.mark.parametrize("shared", ["no", "whole", "weighed"])
 @pytest.mark.parametrize("instructions", TILED, ids=lambda each: each.name)
 def test_layer_in_one_kernel_equals_its_parts(
@@ -318,6 +319,21 @@ def test_kernel_chooses_as_torch_does(
     )
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert all(len(set(row)) == per_row for row in chosen.tolist())
+
+
+@given(seed=st.integers(0, 2**32), rows=st.integers(1, 40), experts=st.integers(2, 70))
+@pytest.mark.parametrize("instructions", _PORTABLE, ids=lambda each: each.name)
+def test_kernel_mixes_sparsely_as_torch_does(
+    instructions: InstructionSet, seed: int, rows: int, experts: int
+) -> None:
+    torch.manual_seed(seed)
+    routing = Routing(2, normalized=False, jitter=float(torch.rand(())))
+    scores = 3 * torch.randn(rows, experts)
+    with restrict_kernels(instructions) as native:
+        chosen, factors = NativeOperators(native, torch.float32).choose(scores, routing, None)
+    wanted = routing.choose(scores, None)
+    assert torch.equal(chosen, wanted[0])
+    torch.testing.assert_close(factors, wanted[1])
 
 
 @pytest.mark.parametrize("has_sigmoids", [False, True])

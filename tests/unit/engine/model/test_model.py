@@ -225,7 +225,8 @@ def test_streams_in_tiles_stay_close_to_float32(tmp_path: Path) -> None:
 
 @needs_tiles
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen3.5", "bamba", "qwen3 moe", "qwen3.5 moe", "gpt-oss"]
+    "name",
+    ["qwen3", "qwen3.5", "bamba", "qwen3 moe", "qwen3.5 moe", "gpt-oss", "phimoe, wide heads"],
 )
 def test_replayed_pass_equals_single_kernels(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
