@@ -42,6 +42,7 @@ __all__ = [
     "RoutingCall",
     "RowNormCall",
     "ScoreCall",
+    "SelectiveCall",
     "StateScanCall",
     "TablesCall",
     "instruction_set",
@@ -332,6 +333,37 @@ class StateScanCall(ctypes.Structure):
     ]
 
 
+class SelectiveCall(ctypes.Structure):
+    """struct tw_selective"""
+
+    _fields_ = [
+        ("mixed", c_void_p),
+        ("convolved", c_void_p),
+        ("gate", c_void_p),
+        ("steps", c_void_p),
+        ("opened", c_void_p),
+        ("closed", c_void_p),
+        ("out", c_void_p),
+        ("convolution", c_void_p),
+        ("convolution_bias", c_void_p),
+        ("rates", c_void_p),
+        ("step_bias", c_void_p),
+        ("skip", c_void_p),
+        ("windows", c_void_p),
+        ("states", c_void_p),
+        ("starts", c_void_p),
+        ("sources", c_void_p),
+        ("targets", c_void_p),
+        ("runs", c_int64),
+        ("mixed_stride", c_int64),
+        ("gate_stride", c_int64),
+        ("channels", c_int64),
+        ("state_width", c_int64),
+        ("conv_width", c_int64),
+        ("dtype", c_int32),
+    ]
+
+
 class GroupedCall(ctypes.Structure):
     """struct tw_grouped"""
 
@@ -602,6 +634,8 @@ class Native:
         self.draw_tokens = function("tw_draw_tokens", None, POINTER(DrawCall), size, size)
         self.score_tokens = function("tw_score_tokens", None, POINTER(ScoreCall), size, size, size)
         self.adapt = function("tw_adapt_rows", None, POINTER(AdaptCall))
+        self.selective_convolve = function("tw_selective_convolve", None, POINTER(SelectiveCall))
+        self.selective_scan = function("tw_selective_scan", None, POINTER(SelectiveCall))
         self.grouped_bytes = function("tw_grouped_bytes", size, POINTER(GroupedCall))
         self.grouped_pack = function(
             *("tw_grouped_pack", None, POINTER(GroupedCall), POINTER(CodesCall)),

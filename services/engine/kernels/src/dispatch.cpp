@@ -5,6 +5,7 @@
 #include "experts.h"
 #include "grouped.h"
 #include "portable.h"
+#include "selective_scan.h"
 #include "state_scan.h"
 
 #if defined(__x86_64__)
@@ -101,6 +102,22 @@ void tw_state_scan(const tw_scan *scan) {
   if (in_use == TW_AVX2) return scan_avx2(scan);
 #endif
   scan_baseline(scan);
+}
+
+void tw_selective_convolve(const tw_selective *scan) {
+#if defined(__x86_64__)
+  if (in_use >= TW_AVX512) return selective_convolve_avx512(scan);
+  if (in_use == TW_AVX2) return selective_convolve_avx2(scan);
+#endif
+  selective_convolve_baseline(scan);
+}
+
+void tw_selective_scan(const tw_selective *scan) {
+#if defined(__x86_64__)
+  if (in_use >= TW_AVX512) return selective_scan_avx512(scan);
+  if (in_use == TW_AVX2) return selective_scan_avx2(scan);
+#endif
+  selective_scan_baseline(scan);
 }
 
 void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary) {

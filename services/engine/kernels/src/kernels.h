@@ -252,6 +252,41 @@ struct tw_scan {
 };
 void tw_state_scan(const tw_scan *scan);
 
+// One layer's selective scan (Mamba) and the convolution before it. Between the two stages, products
+// of `convolved` make `steps`, `opened` and `closed`. Strides are those between tokens.
+struct tw_selective {
+  const void *mixed;              // [tokens, channels]
+  void *convolved;                // [tokens, channels], contiguous as all that follows without stride
+  const void *gate;               // [tokens, channels]
+  const void *steps;              // [tokens, channels]
+  const float *opened;            // [tokens, state_width], factors of the inputs (B)
+  const float *closed;            // [tokens, state_width], factors of the outputs (C)
+  void *out;                      // [tokens, channels]
+  const float *convolution;       // [conv_width, channels]
+  const float *convolution_bias;  // [channels] or null
+  const float *rates;             // [state_width, channels]
+  const float *step_bias;         // [channels]
+  const float *skip;              // [channels]
+  void *windows;                  // [slots, conv_width - 1, channels] in dtype
+  float *states;                  // [slots, state_width, channels]
+  const int32_t *starts;          // starts, sources and targets as in tw_delta
+  const int32_t *sources;
+  const int32_t *targets;
+  int64_t runs;
+  int64_t mixed_stride;
+  int64_t gate_stride;
+  int64_t channels;
+  int64_t state_width;
+  int64_t conv_width;
+  int32_t dtype;  // TW_FLOAT32 or TW_BFLOAT16
+};
+
+// Fills `convolved`, and the targets' windows.
+void tw_selective_convolve(const tw_selective *scan);
+
+// Fills `out`, and the targets' states.
+void tw_selective_scan(const tw_selective *scan);
+
 // One draw from a row of logits, in which a token's weight is e^(logit / temperature).
 struct tw_draw {
   const float *logits;  // [vocabulary]

@@ -10,6 +10,7 @@
 
 #include "buffer.h"
 #include "chains.h"
+#include "convolution.h"
 #include "denormals.h"
 #include "exponential.h"
 #include "scalars.h"
@@ -27,7 +28,6 @@ constexpr int64_t kLanes = 4;
 typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float))));
 
 constexpr int64_t kVectors = 4;     // vectors of a state's row that are advanced together
-constexpr int64_t kChannels = 256;  // channels that a thread convolves together
 
 inline Lanes load_lanes(const float *from) {
   Lanes lanes;
@@ -35,54 +35,11 @@ inline Lanes load_lanes(const float *from) {
   return lanes;
 }
 
-inline float silu(float x) { return x / (1.0f + exponential(-x)); }
-
 int64_t outputs_of(const tw_scan &s) { return s.heads * s.head_dim; }
 
 int64_t channels_of(const tw_scan &s) { return outputs_of(s) + 2 * s.groups * s.state_width; }
 
 thread_local Buffer memory;
-
-// Convolves channels `first` to `last` - 1 over the tokens of a chain of runs.
-template <typename T>
-void convolve(const tw_scan &s, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  const int64_t channels = channels_of(s), past = s.conv_width - 1, width = last - first;
-  auto window = static_cast<float *>(memory.reserve((past + 1) * width * 4));
-  auto slot_row = [&](int64_t slot, int64_t row) {
-    return static_cast<T *>(s.windows) + (slot * past + row) * channels + first;
-  };
-  memset(window, 0, static_cast<size_t>(past * width) * 4);
-  if (s.sources[begin] >= 0)
-    for (int64_t row = 0; row < past; row++) {
-      const T *from = slot_row(s.sources[begin], row);
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) window[row * width + i] = load(from[i]);
-    }
-  for (int64_t run = begin; run < end; run++) {
-    for (int64_t token = s.starts[run]; token < s.starts[run + 1]; token++) {
-      const T *from = static_cast<const T *>(s.mixed) + token * s.mixed_stride + first;
-      float *to = s.convolved + token * channels + first, *newest = window + past * width;
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) newest[i] = load(from[i]);
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++)
-        to[i] = s.convolution_bias ? s.convolution_bias[first + i] : 0.0f;
-      for (int64_t j = 0; j <= past; j++) {
-        const float *weights = s.convolution + j * channels + first, *row = window + j * width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) to[i] += weights[i] * row[i];
-      }
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) to[i] = silu(to[i]);
-      memmove(window, window + width, static_cast<size_t>(past * width) * 4);
-    }
-    for (int64_t row = 0; row < past; row++) {
-      T *to = slot_row(s.targets[run], row);
-#pragma omp simd
-      for (int64_t i = 0; i < width; i++) store(to + i, window[row * width + i]);
-    }
-  }
-}
 
 // Makes `to` decay * from + factors x^T, and adds to^T closed to `out`. from: null for zeros, or
 // `to` itself; all rows have `width` numbers.
@@ -190,10 +147,11 @@ void run(const tw_scan &s) {
   // A chain of runs is computed by one thread.
   auto first = static_cast<int64_t *>(firsts.reserve((s.runs + 1) * 8));
   const int64_t chains = find_chains(s.sources, s.targets, s.runs, first);
-  const int64_t channels = channels_of(s), parts = (channels + kChannels - 1) / kChannels;
+  const int64_t channels = channels_of(s), parts = (channels + kConvolved - 1) / kConvolved;
   parallel_for(chains * parts, [&](int64_t item) {
-    const int64_t chain = item / parts, at = item % parts * kChannels;
-    convolve<T>(s, at, minimum(at + kChannels, channels), first[chain], first[chain + 1]);
+    const int64_t chain = item / parts, at = item % parts * kConvolved;
+    convolve<T>(s, memory, channels, s.convolved, at, minimum(at + kConvolved, channels),
+                first[chain], first[chain + 1]);
   });
   parallel_for(chains * s.heads, [&](int64_t item) {
     [[maybe_unused]] const DenormalsAreZero rounding;

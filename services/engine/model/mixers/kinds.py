@@ -31,7 +31,7 @@ from services.engine.model.mixers.mamba_scan_choice import choose_mamba_scan
 from services.engine.model.mixers.parallel import ParallelMixer
 from services.engine.model.mixers.runs import RunGroups
 from services.engine.model.mixers.selective import SelectiveMixer, SelectiveWeights
-from services.engine.model.mixers.torch_selective_scan import TorchSelectiveScan
+from services.engine.model.mixers.selective_scan_choice import choose_selective_scan
 from services.engine.model.operators.interface import Operators
 
 __all__ = ["MixerMaker", "MixerWeights", "ParallelWeights"]
@@ -87,7 +87,9 @@ class MixerMaker:
         self._runs = RunGroups()
         self._dtype = dtype
         self._scan = cache(lambda shape: choose_mamba_scan(shape, dtype, device, self._runs))
-        self._selective = cache(lambda shape: TorchSelectiveScan(shape, dtype, device, self._runs))
+        self._selective = cache(
+            lambda shape: choose_selective_scan(shape, dtype, device, self._runs)
+        )
         self._rule = cache(lambda shape: choose_delta_rule(shape, dtype, device))
 
     def make(self, layer: int, spec: MixerSpec, weights: MixerWeights | None) -> Mixer[Any]:

@@ -41,7 +41,7 @@ class SelectiveState:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveInputs:
-    """One step's operands in the model's dtype. Rows may have gaps between them."""
+    """One step's operands in the model's dtype. Only rows of `gate` may have gaps between them."""
 
     convolved: Tensor
     """[tokens, channels], after the convolution and its SiLU"""

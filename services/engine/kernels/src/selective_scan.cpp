@@ -1,0 +1,125 @@
+// Selective scan of Mamba (https://arxiv.org/abs/2312.00752), compiled once per instruction set.
+//
+// TW_SELECTIVE(stage) is the name of the function that this compilation defines for a stage.
+// Everything else is in an anonymous namespace, and no standard template is instantiated (see
+// portable.cpp).
+#include "selective_scan.h"
+
+#include <string.h>
+
+#include "buffer.h"
+#include "chains.h"
+#include "convolution.h"
+#include "denormals.h"
+#include "exponential.h"
+#include "scalars.h"
+#include "threads.h"
+
+namespace {
+
+constexpr int64_t kChannels = 64;  // channels that a thread scans together
+
+thread_local Buffer memory;
+thread_local Buffer firsts;
+
+// Returns log(1 + e^x). Of 2 atanh(z) = log((1 + z) / (1 - z)), seven terms leave less than 1e-8
+// for z up to 1/3.
+inline float softplus(float x) {
+  const float power = exponential(-maximum(x, -x)), z = power / (2.0f + power), square = z * z;
+  float sum = 1.0f / 13.0f;
+  sum = sum * square + 1.0f / 11.0f;
+  sum = sum * square + 1.0f / 9.0f;
+  sum = sum * square + 1.0f / 7.0f;
+  sum = sum * square + 1.0f / 5.0f;
+  sum = sum * square + 1.0f / 3.0f;
+  sum = sum * square + 1.0f;
+  return maximum(x, 0.0f) + 2.0f * z * sum;
+}
+
+// Copies rows of `width` floats; from: null for zeros.
+void copy_rows(const float *from, int64_t from_stride, float *to, int64_t to_stride, int64_t rows,
+               int64_t width) {
+  for (int64_t n = 0; n < rows; n++) {
+    if (from)
+      memcpy(to + n * to_stride, from + n * from_stride, static_cast<size_t>(width) * 4);
+    else
+      memset(to + n * to_stride, 0, static_cast<size_t>(width) * 4);
+  }
+}
+
+// Scans channels `first` to `first` + `width` - 1 over runs `begin` to `end` - 1.
+template <typename T>
+void scan_channels(const tw_selective &s, int64_t first, int64_t width, int64_t begin,
+                   int64_t end) {
+  const int64_t channels = s.channels, states = s.state_width;
+  auto state = static_cast<float *>(memory.reserve((2 * states + 4) * kChannels * 4));
+  float *rates = state + states * kChannels, *step = rates + states * kChannels;
+  float *x = step + kChannels, *taken = x + kChannels, *out = taken + kChannels;
+  copy_rows(s.rates + first, channels, rates, kChannels, states, width);
+  auto slot_state = [&](int64_t slot) { return s.states + slot * states * channels + first; };
+  copy_rows(s.sources[begin] < 0 ? nullptr : slot_state(s.sources[begin]), channels, state,
+            kChannels, states, width);
+  for (int64_t run = begin; run < end; run++) {
+    for (int64_t token = s.starts[run]; token < s.starts[run + 1]; token++) {
+      const T *steps = static_cast<const T *>(s.steps) + token * channels + first;
+      const T *inputs = static_cast<const T *>(s.convolved) + token * channels + first;
+      const T *gate = static_cast<const T *>(s.gate) + token * s.gate_stride + first;
+      T *to = static_cast<T *>(s.out) + token * channels + first;
+      const float *opened = s.opened + token * states, *closed = s.closed + token * states;
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) {
+        step[i] = softplus(load(steps[i]) + s.step_bias[first + i]);
+        x[i] = load(inputs[i]);
+        taken[i] = step[i] * x[i];
+        out[i] = s.skip[first + i] * x[i];
+      }
+      for (int64_t n = 0; n < states; n++) {
+        const float factor = opened[n], read = closed[n], *rate = rates + n * kChannels;
+        float *row = state + n * kChannels;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+          row[i] = exponential(-rate[i] * step[i]) * row[i] + factor * taken[i];
+          out[i] += read * row[i];
+        }
+      }
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) store(to + i, out[i] * silu(load(gate[i])));
+    }
+    copy_rows(state, kChannels, slot_state(s.targets[run]), channels, states, width);
+  }
+}
+
+template <typename T>
+void convolve_all(const tw_selective &s) {
+  auto first = static_cast<int64_t *>(firsts.reserve((s.runs + 1) * 8));
+  const int64_t chains = find_chains(s.sources, s.targets, s.runs, first);
+  const int64_t parts = (s.channels + kConvolved - 1) / kConvolved;
+  parallel_for(chains * parts, [&](int64_t item) {
+    const int64_t chain = item / parts, at = item % parts * kConvolved;
+    convolve<T>(s, memory, s.channels, static_cast<T *>(s.convolved), at,
+                minimum(at + kConvolved, s.channels), first[chain], first[chain + 1]);
+  });
+}
+
+template <typename T>
+void scan_all(const tw_selective &s) {
+  // A chain of runs is computed by one thread.
+  auto first = static_cast<int64_t *>(firsts.reserve((s.runs + 1) * 8));
+  const int64_t chains = find_chains(s.sources, s.targets, s.runs, first);
+  const int64_t parts = (s.channels + kChannels - 1) / kChannels;
+  parallel_for(chains * parts, [&](int64_t item) {
+    [[maybe_unused]] const DenormalsAreZero rounding;
+    const int64_t chain = item / parts, at = item % parts * kChannels;
+    scan_channels<T>(s, at, minimum(kChannels, s.channels - at), first[chain], first[chain + 1]);
+  });
+}
+
+}  // namespace
+
+void TW_SELECTIVE(convolve)(const tw_selective *scan) {
+  scan->dtype == TW_FLOAT32 ? convolve_all<float>(*scan) : convolve_all<bfloat16>(*scan);
+}
+
+void TW_SELECTIVE(scan)(const tw_selective *scan) {
+  scan->dtype == TW_FLOAT32 ? scan_all<float>(*scan) : scan_all<bfloat16>(*scan);
+}
