@@ -809,7 +809,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         mixer_rms_eps=1e-3,
     ),
     "jamba": JambaConfig(
-        **SHAPE | {"num_hidden_layers": 4},
+        **SHAPE | {"num_hidden_layers": 4, "initializer_range": 0.1},
         num_experts=5,
         attn_layer_period=3,
         attn_layer_offset=1,
