@@ -3,6 +3,7 @@
 import sys
 from typing import NoReturn
 
+from services.common.process import collector_paused
 from services.common.server import main
 from services.common.settings import StartupError, parse
 from services.engine.application import EngineApplication
@@ -15,7 +16,8 @@ def _follow() -> NoReturn:
     settings = parse(EngineSettings, "python -m services.engine", "TOKENWIRE_ENGINE")
     limit_thread_spinning()
     # imported here only: the gRPC process of rank 0 must stay free of torch
-    from services.engine.loop.follower_process import run
+    with collector_paused():
+        from services.engine.loop.follower_process import run
 
     run(settings)
 

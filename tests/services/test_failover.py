@@ -4,12 +4,14 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+import pytest_asyncio
 import torch
 from transformers import LlamaForCausalLM
 
@@ -43,20 +45,35 @@ async def tokenizer_of(model: Path, engine: MortalEngine, log: Path) -> AsyncIte
         yield client
 
 
-async def test_stream_survives_repeated_losses_of_the_engine(
-    embedded_model: Path, tmp_path: Path
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """An engine of the embedded model that each test leaves running, and its tokenizer service."""
+
+    engine: MortalEngine
+    tokenizer: str
+    """host:port"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def replica(
+    embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Replica]:
+    arguments = ("--model", str(embedded_model), "--engine-wait", "120", "--engine")
+    log = tmp_path_factory.mktemp("log") / "tokenizer"
+    async with (
+        mortal_engine(embedded_model) as engine,
+        running_service("tokenizer", *arguments, engine.target, log=log) as service,
+    ):
+        yield Replica(engine, service.target)
+
+
+async def test_stream_survives_repeated_losses_of_the_engine(replica: Replica) -> None:
     """The test kills the whole engine or only the step loop, which the OOM killer picks first.
 
     Credit bounds what an engine sends before it is lost. Later tokens show that the next one runs.
     """
-    arguments = ("--model", str(embedded_model), "--engine-wait", "120", "--engine")
-    async with (
-        mortal_engine(embedded_model) as engine,
-        running_service("tokenizer", *arguments, engine.target, log=tmp_path / "log") as service,
-        Client(service.target) as client,
-        connect(service.target) as channel,
-    ):
+    engine = replica.engine
+    async with Client(replica.tokenizer) as client, connect(replica.tokenizer) as channel:
         calm = await client.complete("import", max_tokens=TOKENS, **ASKED)
         losses = [engine.kill_loop, engine.kill, engine.kill_loop, engine.kill, engine.kill]
         asked = {"max_tokens": TOKENS, **ASKED}
@@ -100,22 +117,12 @@ async def test_stream_of_an_adapter_survives_the_loss_of_the_engine(
         assert text == calm.text
 
 
-async def test_beam_search_survives_the_loss_of_the_engine(
-    embedded_model: Path, tmp_path: Path
-) -> None:
+async def test_beam_search_survives_the_loss_of_the_engine(replica: Replica) -> None:
     """The search begins anew, also after a part of its result has arrived."""
     asked: dict[str, Any] = {
         "max_tokens": TOKENS, "n": 2, "ignore_eos": True, "beam_search": BeamSearch(),
     }  # fmt: skip
-    async with (
-        mortal_engine(embedded_model) as engine,
-        running_service(
-            "tokenizer", "--model", str(embedded_model), "--engine", engine.target,
-            "--engine-wait", "120", log=tmp_path / "log",
-        ) as service,
-        Client(service.target) as client,
-        connect(service.target) as channel,
-    ):  # fmt: skip
+    async with Client(replica.tokenizer) as client, connect(replica.tokenizer) as channel:
         calm = await client.complete("import", **asked)
         start = complete_start("import", dict(asked), completion.DELIVERY_DELTAS)
         start.credit = 10
@@ -126,8 +133,8 @@ async def test_beam_search_survives_the_loss_of_the_engine(
                 is_first = not any(texts)
                 texts[delta.index] += delta.text
                 if is_first:
-                    await engine.kill()
-                    await engine.start()
+                    await replica.engine.kill()
+                    await replica.engine.start()
                     credit = completion.Credit(tokens=TOKENS)
                     session.send(completion.SessionCommand(handle=1, credit=credit))
         await session.close()
@@ -166,13 +173,9 @@ async def test_requests_wait_while_the_engine_serves_another_checkpoint(
     assert log.read_text().count("serves another checkpoint") == 1
 
 
-async def test_new_request_waits_while_the_engine_is_restarted(
-    embedded_model: Path, tmp_path: Path
-) -> None:
-    async with (
-        mortal_engine(embedded_model) as engine,
-        tokenizer_of(embedded_model, engine, tmp_path / "log") as client,
-    ):
+async def test_new_request_waits_while_the_engine_is_restarted(replica: Replica) -> None:
+    engine = replica.engine
+    async with Client(replica.tokenizer) as client:
         calm = await client.complete("import", max_tokens=TOKENS, **ASKED)
         async with client.stream("import", max_tokens=TOKENS, **ASKED) as stream:
             text = (await anext(aiter(stream))).text

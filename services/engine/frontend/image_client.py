@@ -13,6 +13,7 @@ import grpc
 from services.common.background import keep_running
 from services.common.block_hash import image_digest, tenant_salt
 from services.common.contract import MAX_IMAGE_BYTES
+from services.common.process import collector_paused
 from services.common.settings import StartupError
 from services.common.sharing.fair_queue import FairQueue
 from services.common.sharing.shares import Shares
@@ -274,6 +275,7 @@ def _encoder_lost(message: str) -> ServiceError:
 
 def _run(settings: EngineSettings, link: socket.socket) -> None:
     # imported in the encoder's process only: the gRPC process must stay free of torch
-    from services.engine.vision.encoder_process import run
+    with collector_paused():
+        from services.engine.vision.encoder_process import run
 
     run(settings, link)

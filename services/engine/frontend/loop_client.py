@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from services.common.process import collector_paused
 from services.common.settings import StartupError
 from services.engine.frontend.child_process import ChildProcess
 from services.engine.messages import Command, LoopFailed, ModelDescription, StepOutput
@@ -52,6 +53,7 @@ class LoopClient:
 
 def _run(settings: EngineSettings, link: socket.socket) -> None:
     # imported in the loop process only: the gRPC process must stay free of torch
-    from services.engine.loop.loop_process import run
+    with collector_paused():
+        from services.engine.loop.loop_process import run
 
     run(settings, link)

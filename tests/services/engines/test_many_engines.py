@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.stack import (
     MortalEngine,
-    free_ports,
     metrics_of,
     mortal_engine,
     running_service,
@@ -81,6 +81,15 @@ async def fleet(model: Path, log: Path, size: int, *flags: str) -> AsyncIterator
         yield made
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pair(
+    embedded_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Fleet]:
+    """Two engines, which each test leaves running."""
+    async with fleet(embedded_model, tmp_path_factory.mktemp("log"), 2) as two:
+        yield two
+
+
 async def test_stream_goes_on_at_another_engine_whichever_is_killed(
     embedded_model: Path, tmp_path: Path
 ) -> None:
@@ -144,20 +153,18 @@ async def test_engine_that_stops_hands_its_streams_over_at_once(
         assert text == calm.text
 
 
-async def test_prompts_go_where_their_prefix_is_and_others_spread(
-    embedded_model: Path, tmp_path: Path
-) -> None:
+async def test_prompts_go_where_their_prefix_is_and_others_spread(pair: Fleet) -> None:
     asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
     systems = [f"# Module {topic}\n" + f"{topic} = compute({topic})\n" * 40 for topic in "abcd"]
-    async with fleet(embedded_model, tmp_path, 2) as many:
-        firsts = [many.client.complete(text, **asked) for text in systems]
-        await asyncio.gather(*firsts)
-        assert min((await many.placed()).values()) >= 1
-        for turn in range(6):
-            for text in systems:
-                answer = await many.client.complete(f"{text}# turn {turn}\n", **asked)
-                assert answer.usage.cached_tokens > answer.usage.prompt_tokens // 2
-        assert "read anew" not in many.log.read_text()
+    before, logged = await pair.placed(), pair.log.read_text()
+    firsts = [pair.client.complete(text, **asked) for text in systems]
+    await asyncio.gather(*firsts)
+    assert all(count > before[engine] for engine, count in (await pair.placed()).items())
+    for turn in range(6):
+        for text in systems:
+            answer = await pair.client.complete(f"{text}# turn {turn}\n", **asked)
+            assert answer.usage.cached_tokens > answer.usage.prompt_tokens // 2
+    assert "read anew" not in pair.log.read_text().removeprefix(logged)
 
 
 @pytest.mark.parametrize("name", ["llava", "mistral3"])
@@ -179,33 +186,31 @@ async def test_prompts_with_images_go_where_their_prefix_is(name: str, tmp_path:
         assert (await metrics_of(many.target))[lacking] == 0
 
 
-async def test_engine_of_another_model_is_refused_and_told(
-    embedded_model: Path, tmp_path: Path
-) -> None:
+async def test_engine_of_another_model_is_refused_and_told(pair: Fleet, tmp_path: Path) -> None:
     """Ids of another vocabulary would continue the text with nonsense."""
     other = tmp_path / "other"
     make_checkpoint(other, CONFIGS["llama"])
-    async with fleet(embedded_model, tmp_path, 2) as many:
-        calm = await many.client.complete("import", max_tokens=8, **ASKED)
-        odd = many.engines[0]
-        await odd.kill()
-        await odd.start(other)
-        async with asyncio.timeout(HANG_SECONDS):
-            while (await many.states())[odd.target] != REFUSED:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        assert "serves another checkpoint" in many.log.read_text()
-        assert (await metrics_of(many.target))['tokenwire_tokenizer_engines{state="refused"}'] == 1
-        for _ in range(4):
-            assert (await many.client.complete("import", max_tokens=8, **ASKED)).text == calm.text
-        await odd.kill()
-        await odd.start()
-        await many.until_serving(2)
+    calm = await pair.client.complete("import", max_tokens=8, **ASKED)
+    odd = pair.engines[0]
+    await odd.kill()
+    await odd.start(other)
+    async with asyncio.timeout(HANG_SECONDS):
+        while (await pair.states())[odd.target] != REFUSED:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert "serves another checkpoint" in pair.log.read_text()
+    assert (await metrics_of(pair.target))['tokenwire_tokenizer_engines{state="refused"}'] == 1
+    for _ in range(4):
+        assert (await pair.client.complete("import", max_tokens=8, **ASKED)).text == calm.text
+    await odd.kill()
+    await odd.start()
+    await pair.until_serving(2)
 
 
-async def test_engine_of_other_weights_is_refused(embedded_model: Path, tmp_path: Path) -> None:
+async def test_engine_of_other_weights_is_refused(
+    pair: Fleet, embedded_model: Path, tmp_path: Path
+) -> None:
     """A stream that moves would go on as another model's."""
     async with (
-        fleet(embedded_model, tmp_path, 1) as many,
         running_service(
             *("engine", "--model", str(embedded_model), "--kv-memory", "64MiB"),
             *("--dtype", "bfloat16"),
@@ -213,12 +218,12 @@ async def test_engine_of_other_weights_is_refused(embedded_model: Path, tmp_path
         ) as odd,
         running_service(
             *("tokenizer", "--model", str(embedded_model)),
-            *("--engine", f"{many.engines[0].target},{odd.target}"),
+            *("--engine", f"{pair.engines[0].target},{odd.target}"),
             log=tmp_path / "both",
         ) as service,
         Client(service.target) as client,
     ):
-        both = Fleet(many.engines, client, service.target, tmp_path / "both")
+        both = Fleet(pair.engines, client, service.target, tmp_path / "both")
         async with asyncio.timeout(HANG_SECONDS):
             while sorted((await both.states()).values()) != [SERVING, REFUSED]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -262,11 +267,9 @@ async def test_full_engine_leaves_a_request_to_another(
             assert refused.value.reason == "QUEUE_FULL"
 
 
-async def test_engines_are_found_by_dns(embedded_model: Path, tmp_path: Path) -> None:
-    [port] = free_ports(1)
-    few = ("--model", str(embedded_model), "--dtype", "float32", "--kv-memory", "64MiB")
+async def test_engines_are_found_by_dns(pair: Fleet, embedded_model: Path, tmp_path: Path) -> None:
+    port = pair.engines[0].target.partition(":")[2]
     async with (
-        running_service("engine", *few, log=tmp_path / "engine", port=port),
         running_service(
             *("tokenizer", "--model", str(embedded_model)),
             *("--engine", f"dns:///localhost:{port}"),
