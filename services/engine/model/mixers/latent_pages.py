@@ -1,0 +1,57 @@
+"""Reading of pages of latents: blocks of sequences, and decodes of similar work."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from services.engine.batch.step_batch import StepBatch
+
+__all__ = ["PIECE", "LatentBuffer", "decode_groups", "sequence_pages"]
+
+PIECE = 1 << 24
+"""Numbers of gathered latents, scores, or keys and values that are in memory at once"""
+
+
+class LatentBuffer:
+    """Memory for the latents that a layer reads. Memory of its own for each layer costs more time
+    than the reading."""
+
+    def __init__(self) -> None:
+        self._blocks: Tensor | None = None
+
+    def gather(self, pages: Tensor, blocks: Tensor) -> Tensor:
+        """Copy blocks of `pages`, int64 [n]; valid until the next call.
+
+        Returns [n * block_size, width].
+        """
+        memory, count = self._blocks, len(blocks)
+        if memory is None or len(memory) < count or memory.shape[1:] != pages.shape[1:]:
+            memory = self._blocks = pages.new_empty(count, *pages.shape[1:])
+        torch.index_select(pages, 0, blocks, out=memory[:count])
+        return memory[:count].flatten(0, 1)
+
+
+def decode_groups(batch: StepBatch, width: int) -> Iterator[tuple[slice, int]]:
+    """Divide the sequences that decode: those of a group are padded to their longest context.
+
+    width: numbers in memory for each token of a context. Yields the sequences and the longest
+    context.
+    """
+    lengths, first = batch.context_lengths_host, 0
+    while first < batch.num_decodes:
+        longest, last = lengths[first], first + 1
+        while last < batch.num_decodes:
+            next_longest = max(longest, lengths[last])
+            if (last + 1 - first) * next_longest * width > PIECE:
+                break
+            longest, last = next_longest, last + 1
+        yield slice(first, last), longest
+        first = last
+
+
+def sequence_pages(buffer: LatentBuffer, pages: Tensor, batch: StepBatch, sequence: int) -> Tensor:
+    """Return what the pages hold of a sequence's tokens, [context, width]."""
+    context, size = batch.context_lengths_host[sequence], pages.shape[1]
+    table = batch.block_tables[sequence, : -(-context // size)].long()
+    return buffer.gather(pages, table)[:context]
