@@ -367,37 +367,6 @@ class SelectiveCall(ctypes.Structure):
     ]
 
 
-class SelectiveCall(ctypes.Structure):
-    """struct tw_selective"""
-
-    _fields_ = [
-        ("mixed", c_void_p),
-        ("convolved", c_void_p),
-        ("gate", c_void_p),
-        ("steps", c_void_p),
-        ("opened", c_void_p),
-        ("closed", c_void_p),
-        ("out", c_void_p),
-        ("convolution", c_void_p),
-        ("convolution_bias", c_void_p),
-        ("rates", c_void_p),
-        ("step_bias", c_void_p),
-        ("skip", c_void_p),
-        ("windows", c_void_p),
-        ("states", c_void_p),
-        ("starts", c_void_p),
-        ("sources", c_void_p),
-        ("targets", c_void_p),
-        ("runs", c_int64),
-        ("mixed_stride", c_int64),
-        ("gate_stride", c_int64),
-        ("channels", c_int64),
-        ("state_width", c_int64),
-        ("conv_width", c_int64),
-        ("dtype", c_int32),
-    ]
-
-
 class GroupedCall(ctypes.Structure):
     """struct tw_grouped"""
 

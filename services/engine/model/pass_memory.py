@@ -4,7 +4,7 @@ import torch
 
 from services.engine.model.architecture.layers import BesideSpec, ExpertsSpec, FeedForwardSpec
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.mixers.latent_attention import latent_numbers
+from services.engine.model.mixers.latent_pages import latent_numbers
 
 __all__ = ["pass_bytes"]
 

@@ -19,6 +19,7 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -35,6 +36,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GlmMoeDsaConfig,
     GPT2Config,
     GPTBigCodeConfig,
     GPTJConfig,
@@ -194,6 +196,14 @@ ROUTED: dict[str, Any] = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.5,
 }
+INDEXED: dict[str, Any] = {
+    "index_topk": 16,
+    "index_head_dim": 12,
+    "index_n_heads": 32,
+    "pad_token_id": None,
+}
+"""Sparse attention that reads a part of a text of a few dozen tokens. All scores would be 0 for a
+padding token, which has no embedding, and of equal scores transformers takes any"""
 MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -658,6 +668,20 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **LATENT
         | ROUTED
         | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    ),
+    "deepseek v3.2": DeepseekV32Config(
+        **LATENT | ROUTED | INDEXED | {"first_k_dense_replace": 1},
+        n_group=4,
+        topk_group=2,
+        rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    "glm moe dsa": GlmMoeDsaConfig(
+        **LATENT
+        | ROUTED
+        | INDEXED
+        | {"num_hidden_layers": 4, "q_lora_rank": 32, "v_head_dim": 24, "index_head_dim": 8},
+        first_k_dense_replace=1,
+        indexer_types=["full", "full", "shared", "shared"],
     ),
     "glm4 moe": Glm4MoeConfig(**WIDE | ROUTED, use_qk_norm=True, attention_bias=True),
     "glm4 moe, groups": Glm4MoeConfig(

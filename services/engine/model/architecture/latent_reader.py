@@ -1,22 +1,84 @@
 """Multi-head latent attention, read from config.json."""
 
 import math
+from dataclasses import replace
 
+from services.engine.model.architecture.index_spec import IndexSpec
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family
 
-__all__ = ["read_latent"]
+__all__ = ["read_latent_layers"]
 
 _EPSILON = 1e-6
 """Epsilon of the norms within attention, whatever rms_norm_eps says"""
 
 
-def read_latent(
+def read_latent_layers(
+    config: Config, family: Family, hidden_size: int, context_length: int, num_layers: int
+) -> list[LatentSpec]:
+    """Read the latent attention of all layers. Raises CheckpointError."""
+    dense = _read_latent(config, family, hidden_size, context_length)
+    names = family.names.latent
+    if names is None or names.index is None:
+        return [dense] * num_layers
+    with_indexer = replace(
+        dense,
+        attended_tokens=config.positive("index_topk"),
+        index=_read_index(config, dense),
+    )
+    reusing = replace(with_indexer, index=None)
+    have_indexers = _layers_with_indexers(config, num_layers)
+    return [with_indexer if has_indexer else reusing for has_indexer in have_indexers]
+
+
+def _read_index(config: Config, latent: LatentSpec) -> IndexSpec:
+    width = config.positive("index_head_dim")
+    if width < latent.shared_width:
+        raise CheckpointError(
+            f"{config.file}: index_head_dim ({width}) must be at least qk_rope_head_dim "
+            f"({latent.shared_width})."
+        )
+    if not latent.query_width:
+        raise CheckpointError(
+            f"{config.file}: q_lora_rank is missing, of which indexers make their queries."
+        )
+    return IndexSpec(
+        num_heads=config.positive("index_n_heads"),
+        width=width,
+        is_interleaved=config.flag("indexer_rope_interleave", False),
+    )
+
+
+def _layers_with_indexers(config: Config, num_layers: int) -> list[bool]:
+    """Return for each layer whether it chooses tokens, or takes those of the last that did."""
+    if config.has("indexer_types"):
+        kinds = config.kind_per_layer("indexer_types", num_layers, ("full", "shared"))
+        chooses = [kind == "full" for kind in kinds]
+    elif config.has("index_topk_pattern"):
+        pattern = config.text("index_topk_pattern")
+        if len(pattern) < num_layers or set(pattern) - set("FS"):
+            raise CheckpointError(
+                f"{config.file}: index_topk_pattern must have F or S for each of {num_layers} "
+                f"layers, got {pattern}."
+            )
+        chooses = [letter == "F" for letter in pattern[:num_layers]]
+    else:
+        every = config.positive("index_topk_freq", 1)
+        offset = config.integer("index_skip_topk_offset", 2)
+        chooses = [max(layer - offset + 1, 0) % every == 0 for layer in range(num_layers)]
+    if not chooses[0]:
+        raise CheckpointError(
+            f"{config.file}: the first layer has no indexer, and no layer before it to choose "
+            "tokens."
+        )
+    return chooses
+
+
+def _read_latent(
     config: Config, family: Family, hidden_size: int, context_length: int
 ) -> LatentSpec:
-    """Read the shape that all layers of latent attention have. Raises CheckpointError."""
     num_heads = config.positive("num_attention_heads")
     if config.positive("num_key_value_heads", num_heads) != num_heads:
         raise CheckpointError(

@@ -3,6 +3,7 @@
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
+from services.engine.model.architecture.index_spec import IndexSpec
 from services.engine.model.architecture.rotary import RotarySpec
 
 __all__ = ["LatentSpec"]
@@ -35,10 +36,19 @@ class LatentSpec:
     """Query vectors, latents and the output have biases"""
     norm_epsilon: float
     """Epsilon of the norms of query vectors and latents"""
+    attended_tokens: int = 0
+    """Tokens that a query attends to at most; 0: all"""
+    index: IndexSpec | None = None
+    """What chooses the attended tokens; None: the last layer with an indexer chose them"""
 
     @property
     def page_width(self) -> int:
-        """Numbers that the cache holds of a token, for all heads."""
+        """Numbers that the cache holds of a token, for all heads: an index key comes last."""
+        return self.absorbed_width + (0 if self.index is None else self.index.width)
+
+    @property
+    def absorbed_width(self) -> int:
+        """Numbers of a token's page that queries are multiplied with."""
         return self.latent_width + self.shared_width
 
     @property
@@ -59,7 +69,7 @@ class LatentSpec:
         token; values are padded to the width of keys, and latents serve as values.
         """
         expansion = self.latent_width * (self.key_width + self.value_width)
-        return queries * 2 * self.page_width > queries * 2 * self.head_width + expansion
+        return queries * 2 * self.absorbed_width > queries * 2 * self.head_width + expansion
 
     def part(self, count: int) -> "LatentSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""

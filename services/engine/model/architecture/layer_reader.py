@@ -10,7 +10,7 @@ from services.engine.model.architecture.experts_reader import (
 )
 from services.engine.model.architecture.gemma3n_layers import gemma3n_layers
 from services.engine.model.architecture.gemma4_layers import gemma4_layers
-from services.engine.model.architecture.latent_reader import read_latent
+from services.engine.model.architecture.latent_reader import read_latent_layers
 from services.engine.model.architecture.layers import (
     AttentionSpec,
     DenseSpec,
@@ -56,7 +56,7 @@ def read_layers(
     if family.names.latent is None:
         mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
     else:
-        mixers += [read_latent(config, family, hidden_size, context_length)] * num_layers
+        mixers += read_latent_layers(config, family, hidden_size, context_length, num_layers)
     if family.has_parallel_mixers:
         mixers = [_parallel(mixer, recurrent[layer]) for layer, mixer in enumerate(mixers)]
     else:

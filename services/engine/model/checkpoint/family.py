@@ -22,6 +22,7 @@ __all__ = [
     "Family",
     "HeadStage",
     "ImageSight",
+    "IndexNames",
     "LatentNames",
     "LayerInputNames",
     "MultimodalAxes",
@@ -136,6 +137,16 @@ class DeltaNetNames:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexNames:
+    """Tensor names of the indexer of sparse attention, without .weight and .bias."""
+
+    queries: str = "self_attn.indexer.wq_b"
+    keys: str = "self_attn.indexer.wk"
+    key_norm: str = "self_attn.indexer.k_norm"
+    head_weights: str = "self_attn.indexer.weights_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class LatentNames:
     """Tensor names of multi-head latent attention, without .weight and .bias."""
 
@@ -149,6 +160,8 @@ class LatentNames:
     expansion: tuple[str, ...] = ("self_attn.kv_b_proj",)
     """Keys and values of latents, head by head; or one tensor [heads, latent, key] and one [heads,
     value, latent]"""
+    index: IndexNames | None = None
+    """None: layers attend to all tokens"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.engine.model.checkpoint.family import Family, LatentNames, TensorNames
+from services.engine.model.checkpoint.family import Family, IndexNames, LatentNames, TensorNames
 from services.engine.model.checkpoint.shared_names import (
     BIASED_EXPERTS,
     DEEPSEEK_EXPERTS,
@@ -35,6 +35,17 @@ _DEEPSEEK_V3 = Family(
     interleaved_rotary=True,
     scores_by_sigmoid=True,
 )
+_DEEPSEEK_V32 = replace(
+    _DEEPSEEK_V3,
+    architecture="DeepseekV32ForCausalLM",
+    names=replace(_DEEPSEEK_V3.names, latent=LatentNames(index=IndexNames())),
+    defaults={
+        **_DEEPSEEK_V3.defaults,
+        "index_head_dim": 128,
+        "index_n_heads": 64,
+        "index_topk": 2048,
+    },
+)
 
 LATENT_FAMILIES: tuple[Family, ...] = (
     Family(
@@ -53,6 +64,22 @@ LATENT_FAMILIES: tuple[Family, ...] = (
         refused=("norm_topk_prob",),
     ),
     _DEEPSEEK_V3,
+    _DEEPSEEK_V32,
+    replace(
+        _DEEPSEEK_V32,
+        architecture="GlmMoeDsaForCausalLM",
+        defaults={
+            **_DEEPSEEK_V32.defaults,
+            "index_n_heads": 32,
+            "indexer_rope_interleave": True,
+            "n_group": 1,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "rms_norm_eps": 1e-5,
+            "topk_group": 1,
+            "v_head_dim": 256,
+        },
+    ),
     replace(
         _DEEPSEEK_V3,
         architecture="Glm4MoeLiteForCausalLM",

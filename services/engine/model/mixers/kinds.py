@@ -23,8 +23,7 @@ from services.engine.model.mixers.delta_net import DeltaNetMixer, DeltaNetWeight
 from services.engine.model.mixers.delta_rule_choice import choose_delta_rule
 from services.engine.model.mixers.empty import EmptyMixer
 from services.engine.model.mixers.interface import Mixer
-from services.engine.model.mixers.latent_attention import LatentBuffer
-from services.engine.model.mixers.latent_mixer import LatentMixer, LatentWeights
+from services.engine.model.mixers.latent_mixer import LatentMixer, LatentShared, LatentWeights
 from services.engine.model.mixers.lightning import LightningMixer, LightningWeights
 from services.engine.model.mixers.mamba import MambaMixer, MambaWeights
 from services.engine.model.mixers.mamba_scan_choice import choose_mamba_scan
@@ -83,7 +82,7 @@ class MixerMaker:
             for number, group in enumerate(layer_groups(spec))
             for layer in group.layers
         }
-        self._latents = LatentBuffer()
+        self._latents = LatentShared()
         self._runs = RunGroups()
         self._dtype = dtype
         self._scan = cache(lambda shape: choose_mamba_scan(shape, dtype, device, self._runs))

@@ -1,54 +1,20 @@
 """Attention over pages of latents, in torch."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.latent_spec import LatentSpec
+from services.engine.model.mixers.latent_pages import (
+    LatentBuffer,
+    decode_groups,
+    pieces,
+    sequence_pages,
+)
 from services.engine.model.operators.interface import Operators, SequenceDelta
 
-__all__ = ["LatentAttention", "LatentBuffer", "latent_numbers"]
-
-_PIECE = 1 << 24
-"""Numbers of gathered latents, scores, or keys and values that are in memory at once"""
-
-
-def latent_numbers(spec: LatentSpec, tokens: int, sequences: int, context: int) -> int:
-    """Return the most numbers that the attention of a layer holds in memory at once.
-
-    tokens: of a step; sequences: those that decode; context: tokens of the longest sequence.
-    """
-    page, pair, heads = spec.page_width, 2 * spec.head_width, spec.num_heads
-    gathered = min(max(_PIECE, context * page), max(1, sequences) * context * page)
-    # keys and values, and both before they get the width of a query
-    expanded = 2 * min(max(_PIECE, context * pair), heads * context * pair)
-    # a mask of bytes, which torch makes numbers
-    masks = 2 * min(max(_PIECE, heads * context), tokens * heads * context)
-    absorbed = sum(not spec.expands(length) for length in range(1, tokens + 1))
-    queries = 3 * max(sequences, absorbed) * heads * page + 4 * tokens * heads * spec.head_width
-    return gathered + expanded + masks + queries
-
-
-class LatentBuffer:
-    """Memory for the latents that a layer reads. Memory of its own for each layer costs more time
-    than the reading."""
-
-    def __init__(self) -> None:
-        self._blocks: Tensor | None = None
-
-    def gather(self, pages: Tensor, blocks: Tensor) -> Tensor:
-        """Copy blocks of `pages`, int64 [n]; valid until the next call.
-
-        Returns [n * block_size, page_width].
-        """
-        memory, count = self._blocks, len(blocks)
-        if memory is None or len(memory) < count or memory.shape[1:] != pages.shape[1:]:
-            memory = self._blocks = pages.new_empty(count, *pages.shape[1:])
-        torch.index_select(pages, 0, blocks, out=memory[:count])
-        return memory[:count].flatten(0, 1)
+__all__ = ["LatentAttention"]
 
 
 class LatentAttention:
@@ -59,6 +25,9 @@ class LatentAttention:
     prompt chunks of a few tokens. With more queries (`LatentSpec.expands`: from 171 on in the shape
     of DeepSeek V3) keys and values of some heads at a time are computed first, because products
     with them are narrower. Sequences whose adapter changes keys and values take this form, too.
+
+    Where an indexer has chosen tokens, decodes and short chunks read these alone. Longer chunks
+    read all and mask the others, because together their queries choose most of them.
     """
 
     def __init__(
@@ -78,18 +47,36 @@ class LatentAttention:
         self._operators = operators
         self._buffer = buffer
 
-    def attend(self, queries: Tensor, pages: Tensor, batch: StepBatch, out: Tensor) -> None:
+    def attend(
+        self,
+        queries: Tensor,
+        pages: Tensor,
+        batch: StepBatch,
+        out: Tensor,
+        chosen: Tensor | None = None,
+    ) -> None:
         """Fill `out` [rows, heads * value_width].
 
         queries: [rows, heads * head_width], the own parts of all heads, then their shared parts;
-        pages: [blocks, block_size, page_width], which hold the step's latents.
+        pages: [blocks, block_size, page_width], which hold the step's latents; chosen: places of
+        the tokens that each row attends to, as `TokenChoice` has them.
         """
         spec, decodes = self._spec, batch.num_decodes
+        pages = pages[..., : spec.absorbed_width]
         own, shared = queries.split_with_sizes(
             (spec.num_heads * spec.key_width, spec.num_heads * spec.shared_width), dim=1
         )
         own, shared, heads = (self._by_head(rows) for rows in (own, shared, out))
-        self._decode(own[:decodes], shared[:decodes], pages, batch, heads)
+        if chosen is None:
+            self._decode(own[:decodes], shared[:decodes], pages, batch, heads)
+        else:
+            heads[:decodes] = self._gathered(
+                self._on_latents(own[:decodes], shared[:decodes]),
+                pages,
+                batch.block_tables[:decodes],
+                batch.context_lengths[:decodes],
+                chosen[:decodes],
+            )
         start = 0
         for sequence, length in enumerate(batch.query_lengths_host):
             rows = slice(start, start + length)
@@ -97,12 +84,25 @@ class LatentAttention:
             is_adapted = self._is_adapted(batch, sequence)
             if sequence < decodes and not is_adapted:
                 continue
-            latents = self._latents(pages, batch, sequence)
+            context = batch.context_lengths_host[sequence]
+            places = None
+            if chosen is not None and context > spec.attended_tokens:
+                places = chosen[rows]
+            if places is not None and not is_adapted and places.numel() <= context:
+                heads[rows] = self._gathered(
+                    self._on_latents(own[rows], shared[rows]),
+                    pages,
+                    batch.block_tables[sequence].expand(length, -1),
+                    torch.arange(context - length + 1, context + 1, device=pages.device),
+                    places,
+                )
+                continue
+            latents = sequence_pages(self._buffer, pages, batch, sequence)
             if is_adapted or spec.expands(length):
                 number = batch.adapters_host[sequence] if batch.adapters_host else 0
-                heads[rows] = self._expanded(own[rows], shared[rows], latents, number)
+                heads[rows] = self._expanded(own[rows], shared[rows], latents, places, number)
             else:
-                heads[rows] = self._absorbed(own[rows], shared[rows], latents)
+                heads[rows] = self._absorbed(own[rows], shared[rows], latents, places)
 
     def _is_adapted(self, batch: StepBatch, sequence: int) -> bool:
         if self._expansion is None or not batch.adapters_host:
@@ -114,44 +114,58 @@ class LatentAttention:
     ) -> None:
         """Attend for the sequences that decode, some at a time, padded to their longest."""
         queries, size = self._on_latents(own, shared), pages.shape[1]
-        lengths, first = batch.context_lengths_host, 0
-        while first < len(queries):
-            longest, last = lengths[first], first + 1
-            while last < len(queries):
-                next_longest = max(longest, lengths[last])
-                if (last + 1 - first) * next_longest * self._spec.page_width > _PIECE:
-                    break
-                longest, last = next_longest, last + 1
-            tables = batch.block_tables[first:last, : -(-longest // size)].long()
+        for sequences, longest in decode_groups(batch, self._spec.absorbed_width):
+            tables = batch.block_tables[sequences, : -(-longest // size)].long()
             latents = self._buffer.gather(pages, tables.flatten())
-            latents = latents.view(last - first, -1, pages.shape[2])
+            latents = latents.view(len(tables), -1, pages.shape[2])
             places = torch.arange(latents.shape[1], device=latents.device)
-            visible = places < batch.context_lengths[first:last, None]
+            visible = places < batch.context_lengths[sequences, None]
             # slots past a context hold another sequence's data: a NaN would survive the mask
             latents = latents.masked_fill_(~visible[..., None], 0)[:, None]
             attended = scaled_dot_product_attention(
-                queries[first:last, None],
+                queries[sequences, None],
                 latents,
                 latents,
                 attn_mask=visible[:, None, None, :],
                 scale=self._spec.scale,
             )
-            out[first:last] = self._of_latents(attended[:, 0])
-            first = last
+            out[sequences] = self._of_latents(attended[:, 0])
 
-    def _latents(self, pages: Tensor, batch: StepBatch, sequence: int) -> Tensor:
-        """Return the latents of a sequence's tokens, [context, page_width]."""
-        context, size = batch.context_lengths_host[sequence], pages.shape[1]
-        table = batch.block_tables[sequence, : -(-context // size)].long()
-        return self._buffer.gather(pages, table)[:context]
+    def _gathered(
+        self, queries: Tensor, pages: Tensor, tables: Tensor, ends: Tensor, chosen: Tensor
+    ) -> Tensor:
+        """Return the outputs [rows, heads, value_width] of attention to the chosen tokens alone.
 
-    def _absorbed(self, own: Tensor, shared: Tensor, latents: Tensor) -> Tensor:
+        queries: [rows, heads, absorbed_width]; tables: the block table of each row; ends: [rows], a
+        row sees the tokens below its end; chosen: int64 [rows, attended_tokens].
+        """
+        vectors, size, count = pages.flatten(0, 1), pages.shape[1], chosen.shape[1]
+        numbers = torch.arange(count, device=pages.device)
+        outputs = [queries.new_empty(0, queries.shape[1], self._spec.value_width)]
+        for rows in pieces(len(queries), count * self._spec.absorbed_width):
+            blocks = tables[rows].long().gather(1, chosen[rows] // size)
+            slots = blocks * size + chosen[rows] % size
+            latents = vectors.index_select(0, slots.flatten()).view(*slots.shape, -1)[:, None]
+            is_chosen = numbers < ends[rows, None]  # the others repeat a place
+            attended = scaled_dot_product_attention(
+                queries[rows, None],
+                latents,
+                latents,
+                attn_mask=is_chosen[:, None, None, :],
+                scale=self._spec.scale,
+            )
+            outputs.append(self._of_latents(attended[:, 0]))
+        return torch.cat(outputs)
+
+    def _absorbed(
+        self, own: Tensor, shared: Tensor, latents: Tensor, chosen: Tensor | None
+    ) -> Tensor:
         """Return the outputs [length, heads, value_width] of a chunk, some tokens at a time."""
         queries, heads, context = self._on_latents(own, shared), own.shape[1], len(latents)
         outputs = []
-        for rows in _pieces(len(queries), heads * context):
+        for rows in pieces(len(queries), heads * context):
             some = queries[rows]
-            visible = _visible(rows, len(queries), context, latents.device)
+            visible = _visible(rows, len(queries), context, chosen, latents.device)
             attended = scaled_dot_product_attention(
                 some.flatten(0, 1)[None, None],
                 latents[None, None],
@@ -162,7 +176,9 @@ class LatentAttention:
             outputs.append(self._of_latents(attended.view(some.shape)))
         return torch.cat(outputs)
 
-    def _expanded(self, own: Tensor, shared: Tensor, latents: Tensor, adapter: int) -> Tensor:
+    def _expanded(
+        self, own: Tensor, shared: Tensor, latents: Tensor, chosen: Tensor | None, adapter: int
+    ) -> Tensor:
         """Return the outputs of a chunk, computing keys and values of some heads at a time."""
         spec = self._spec
         vectors, common = latents.split_with_sizes((spec.latent_width, spec.shared_width), dim=1)
@@ -170,7 +186,7 @@ class LatentAttention:
         length, context = len(own), len(latents)
         queries = torch.cat((own, shared), dim=2).transpose(0, 1)
         out = queries.new_empty(length, spec.num_heads, spec.value_width)
-        for some in _pieces(spec.num_heads, context * 2 * spec.head_width):
+        for some in pieces(spec.num_heads, context * 2 * spec.head_width):
             keys = _heads_of(vectors, self._keys[some])
             values = _heads_of(vectors, self._values[some])
             if added is not None:
@@ -179,12 +195,12 @@ class LatentAttention:
             keys = torch.cat((keys, common.expand(len(keys), -1, -1)), dim=2)
             # torch's fast kernel for CPUs takes values as wide as keys alone
             values = pad(values, (0, max(0, spec.head_width - spec.value_width)))
-            for rows in _pieces(length, context):
+            for rows in pieces(length, context):
                 attended = scaled_dot_product_attention(
                     queries[None, some, rows],
                     keys[None],
                     values[None],
-                    attn_mask=_visible(rows, length, context, latents.device),
+                    attn_mask=_visible(rows, length, context, chosen, latents.device),
                     scale=spec.scale,
                 )
                 out[rows, some] = attended[0, :, :, : spec.value_width].transpose(0, 1)
@@ -227,15 +243,17 @@ def _heads_of(vectors: Tensor, weights: Tensor) -> Tensor:
     return product.view(len(vectors), len(weights), -1).transpose(0, 1)
 
 
-def _pieces(count: int, numbers: int) -> Iterator[slice]:
-    """Divide `count` rows or heads, each of which takes so many numbers."""
-    step = max(1, _PIECE // numbers)
-    for first in range(0, count, step):
-        yield slice(first, min(first + step, count))
+def _visible(
+    rows: slice, length: int, context: int, chosen: Tensor | None, device: torch.device
+) -> Tensor:
+    """Return bool [rows, context]: which tokens some of the last `length` ones attend to.
 
-
-def _visible(rows: slice, length: int, context: int, device: torch.device) -> Tensor:
-    """Return bool [rows, context]: which tokens some of the last `length` ones see."""
+    chosen: int64 [length, n], the places that each attends to; None = all up to itself.
+    """
+    if chosen is not None:
+        some = chosen[rows]
+        mask = torch.zeros((len(some), context), dtype=torch.bool, device=device)
+        return mask.scatter_(1, some, True)
     earlier = context - length
     places = torch.arange(earlier + rows.start, earlier + rows.stop, device=device)
     return torch.arange(context, device=device) <= places[:, None]

@@ -9,8 +9,11 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention import KVCache
+from services.engine.model.mixers.indexer import Indexer, IndexScratch, IndexWeights
 from services.engine.model.mixers.interface import Mixer, Scratch
-from services.engine.model.mixers.latent_attention import LatentAttention, LatentBuffer
+from services.engine.model.mixers.latent_attention import LatentAttention
+from services.engine.model.mixers.latent_pages import LatentBuffer
+from services.engine.model.mixers.token_choice import TokenChoice
 from services.engine.model.operators.interface import (
     HeadNorms,
     Operators,
@@ -18,7 +21,7 @@ from services.engine.model.operators.interface import (
     SequenceDelta,
 )
 
-__all__ = ["LatentMixer", "LatentScratch", "LatentWeights"]
+__all__ = ["LatentMixer", "LatentScratch", "LatentShared", "LatentWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,17 @@ class LatentWeights:
     """Additions of adapters to keys and values, [tokens, heads * (key_width + value_width)]; None:
     adapters can't change them"""
     output: Projection
+    index: IndexWeights | None
+    """None: the layer has no indexer"""
+
+
+class LatentShared:
+    """What all layers of latent attention share: memory, and the chosen tokens."""
+
+    def __init__(self) -> None:
+        self.latents = LatentBuffer()
+        self.index_keys = LatentBuffer()
+        self.choice = TokenChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +69,29 @@ class LatentScratch(Scratch):
     queries: Tensor
     """[tokens, heads * head_width], the own parts of all heads, then their shared parts"""
     latents: Tensor
-    """[tokens, page_width], what the cache holds"""
+    """[tokens, absorbed_width], what the cache holds"""
     out: Tensor
     """[tokens, heads * value_width], row by row"""
     arranged: Tensor
     """[tokens, heads * value_width], in the layout that products read"""
+    index: IndexScratch | None
+    """None: the layer has no indexer"""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        vectors = self.query_vectors, self.normed
-        return *vectors, self.queries, self.latents, self.out, self.arranged
+        own = self.query_vectors, self.normed, self.queries, self.latents, self.out, self.arranged
+        return own if self.index is None else (*own, *self.index.tensors)
 
     def first(self, tokens: int) -> "LatentScratch":
-        return LatentScratch(*(tensor[:tokens] for tensor in self.tensors))
+        return LatentScratch(
+            query_vectors=self.query_vectors[:tokens],
+            normed=self.normed[:tokens],
+            queries=self.queries[:tokens],
+            latents=self.latents[:tokens],
+            out=self.out[:tokens],
+            arranged=self.arranged[:tokens],
+            index=None if self.index is None else self.index.first(tokens),
+        )
 
 
 class LatentMixer(Mixer[LatentScratch]):
@@ -82,12 +106,12 @@ class LatentMixer(Mixer[LatentScratch]):
         weights: LatentWeights,
         rotation: int | None,
         operators: Operators,
-        buffer: LatentBuffer,
+        shared: LatentShared,
         group: int,
     ) -> None:
         """rotation: index among the step's rotations; None = no RoPE.
 
-        buffer: that of all layers; group: number of the layer's cache group.
+        group: number of the layer's cache group.
         """
         self.scratch_key = spec
         self._layer = layer
@@ -99,24 +123,29 @@ class LatentMixer(Mixer[LatentScratch]):
         norm = weights.latent_norm
         self._norms = HeadNorms(norm, norm, centers=False)
         self._attention = LatentAttention(
-            spec, weights.keys, weights.values, weights.expansion, operators, buffer
+            spec, weights.keys, weights.values, weights.expansion, operators, shared.latents
         )
+        self._choice = shared.choice
+        self._indexer = None
+        if weights.index is not None:
+            self._indexer = Indexer(spec, weights.index, operators, shared.index_keys)
 
     def allocate(self, tokens: int) -> LatentScratch:
         spec, empty = self._spec, self._operators.empty
         vectors, normed = (empty(tokens, spec.query_width) for _ in range(2))
         out, arranged = (empty(tokens, spec.num_heads * spec.value_width) for _ in range(2))
         queries = empty(tokens, spec.num_heads * spec.head_width)
-        return LatentScratch(
-            vectors, normed, queries, empty(tokens, spec.page_width), out, arranged
-        )
+        latents = empty(tokens, spec.absorbed_width)
+        index = None if self._indexer is None else self._indexer.allocate(tokens)
+        return LatentScratch(vectors, normed, queries, latents, out, arranged, index)
 
     def allocate_latents(self, num_blocks: int, block_size: int) -> Tensor:
         keys = self._weights.keys
         return keys.new_zeros(num_blocks, block_size, self._spec.page_width)
 
     def project(self, rows: Tensor, scratch: LatentScratch, rotations: Sequence[Rotation]) -> None:
-        spec, weights = self._spec, self._weights
+        spec, weights, residual = self._spec, self._weights, rows
+        rotation = None if self._rotation is None else rotations[self._rotation]
         weights.latents.into(rows, scratch.latents)
         if weights.query_vectors is not None and weights.query_norm is not None:
             weights.query_vectors.into(rows, scratch.query_vectors)
@@ -126,14 +155,15 @@ class LatentMixer(Mixer[LatentScratch]):
         weights.queries.into(rows, scratch.queries)
         latents = scratch.latents[:, None, : spec.latent_width]
         self._operators.norm_heads(latents, 1, self._norms, spec.norm_epsilon)
-        if self._rotation is not None:
+        if rotation is not None:
             own = spec.num_heads * spec.key_width
             shared = scratch.queries[:, own:].view(len(rows), -1, spec.shared_width)
-            self._rotate(shared, rotations[self._rotation])
-            self._rotate(scratch.latents[:, None, spec.latent_width :], rotations[self._rotation])
-            scales = rotations[self._rotation].query_scales
-            if scales is not None:
-                scratch.queries.mul_(scales[:, None])
+            self._rotate(shared, rotation)
+            self._rotate(scratch.latents[:, None, spec.latent_width :], rotation)
+            if rotation.query_scales is not None:
+                scratch.queries.mul_(rotation.query_scales[:, None])
+        if self._indexer is not None and scratch.index is not None:
+            self._indexer.project(residual, rows, scratch.index, rotation)
 
     def _rotate(self, heads: Tensor, rotation: Rotation) -> None:
         self._operators.rotate(heads, heads.shape[1], rotation, None, None, 0.0)
@@ -144,7 +174,10 @@ class LatentMixer(Mixer[LatentScratch]):
 
     def write(self, batch: StepBatch, cache: KVCache, scratch: LatentScratch) -> None:
         slots = batch.of_group(self._group).slots
-        cache.latents[self._layer].flatten(0, 1)[slots] = scratch.latents[: len(slots)]
+        pages, width = cache.latents[self._layer].flatten(0, 1), self._spec.absorbed_width
+        pages[:, :width][slots] = scratch.latents[: len(slots)]
+        if scratch.index is not None:
+            pages[:, width:][slots] = scratch.index.keys[: len(slots)]
 
     def mix(
         self,
@@ -157,14 +190,32 @@ class LatentMixer(Mixer[LatentScratch]):
     ) -> None:
         if not is_written:
             self.write(batch, cache, scratch)
-        attending, batch = scratch, batch.of_group(self._group)
+        attending, batch, rows = scratch, batch.of_group(self._group), None
         if kept is not None:
             attending, outputs = kept, batch.output_rows
-            self._operators.keep(scratch.queries, None if outputs is None else outputs.indices)
+            rows = None if outputs is None else outputs.indices
+            self._operators.keep(scratch.queries, rows)
+            if scratch.index is not None:
+                scratch.index.keep(self._operators, rows)
             batch = batch.narrowed
         pages = cache.latents[self._layer]
-        self._attention.attend(attending.queries, pages, batch, attending.out)
+        chosen = self._chosen(attending.index, pages, batch, rows)
+        self._attention.attend(attending.queries, pages, batch, attending.out, chosen)
         self._operators.arrange(attending.out, attending.arranged)
+
+    def _chosen(
+        self, index: IndexScratch | None, pages: Tensor, batch: StepBatch, rows: Tensor | None
+    ) -> Tensor | None:
+        """Return the places of the attended tokens; None = all.
+
+        rows: those of the step that the batch has as queries, int64 [n]; None = all.
+        """
+        if not self._spec.attended_tokens:
+            return None
+        if self._indexer is None or index is None:
+            return self._choice.of_rows(rows)
+        self._choice.places = self._indexer.choose(index, pages, batch)
+        return self._choice.places
 
     def add_to(self, scratch: LatentScratch, hidden: Tensor) -> None:
         self._weights.output.add_to(scratch.arranged, hidden)

@@ -8,10 +8,11 @@ from torch import Tensor
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.checkpoint.quantized import decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
+from services.engine.model.mixers.index_weights import StoredIndex, read_index, stored_index
 from services.engine.model.mixers.latent_mixer import LatentWeights
-from services.engine.model.operators.interface import Projection
+from services.engine.model.mixers.latent_products import ordered_product, pair_order
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
-from services.engine.model.parts.tensor_reader import TensorReader, take_rows
+from services.engine.model.parts.tensor_reader import TensorReader
 
 __all__ = ["StoredLatent", "read_latent_weights", "stored_latent"]
 
@@ -28,6 +29,8 @@ class StoredLatent:
     """Head by head: the key, then the value; or one tensor [heads, latent, key] and one [heads,
     value, latent]"""
     output: StoredLinear
+    index: StoredIndex | None
+    """None: the layer has no indexer"""
 
 
 def stored_latent(names: LayerNames, spec: LatentSpec) -> StoredLatent:
@@ -43,10 +46,11 @@ def stored_latent(names: LayerNames, spec: LatentSpec) -> StoredLatent:
         else None,
         query_norm=names.tensor(f"{own.query_norm}.weight", vectors) if vectors else None,
         queries=names.linear(queries, (heads * spec.head_width,), vectors or hidden, False),
-        latents=names.linear((own.latents,), (spec.page_width,), hidden, bias),
+        latents=names.linear((own.latents,), (spec.absorbed_width,), hidden, bias),
         latent_norm=names.tensor(f"{own.latent_norm}.weight", spec.latent_width),
         expansion=_stored_expansion(names, own.expansion, spec),
         output=names.linear(output, (hidden,), heads * spec.value_width, bias),
+        index=stored_index(names, spec),
     )
 
 
@@ -77,7 +81,7 @@ def read_latent_weights(
     """
     vectors = None
     if stored.query_vectors is not None:
-        vectors = _product(reader, stored.query_vectors, norm, None)
+        vectors = ordered_product(reader, stored.query_vectors, norm, None)
     keys, values = _expansion(reader, stored, spec)
     expansion = None
     if reader.adapters is not None and isinstance(stored.expansion, StoredLinear):
@@ -86,34 +90,24 @@ def read_latent_weights(
     return LatentWeights(
         query_vectors=vectors,
         query_norm=None if stored.query_norm is None else _norm(reader, stored.query_norm),
-        queries=_product(
+        queries=ordered_product(
             reader,
             stored.queries,
             norm if vectors is None else None,
             _query_order(reader, spec),
         ),
-        latents=_product(reader, stored.latents, norm, _latent_order(spec)),
+        latents=ordered_product(reader, stored.latents, norm, _latent_order(spec)),
         latent_norm=_norm(reader, stored.latent_norm),
         keys=keys,
         values=values,
         expansion=expansion,
         output=reader.residual_projection(stored.output, post_norm),
+        index=None if stored.index is None else read_index(reader, stored.index, spec, norm),
     )
 
 
 def _norm(reader: TensorReader, stored: StoredTensor) -> Tensor:
     return reader.norm_weight(reader.tensor(stored))
-
-
-def _product(
-    reader: TensorReader, stored: StoredLinear, norm: StoredNorm | None, order: Tensor | None
-) -> Projection:
-    """Read a product whose outputs are the stored ones in an order; None = as stored."""
-    (part,) = reader.linear(stored, norm)
-    if order is not None:
-        part = take_rows(part, order)
-    product = reader.product([part], reader.operators_of(stored))
-    return reader.adapted(product, reader.site(stored, norm, order))
 
 
 def _expansion(
@@ -155,6 +149,4 @@ def _latent_order(spec: LatentSpec) -> Tensor:
 
 
 def _pairs(spec: LatentSpec) -> Tensor:
-    """Return the order in which the two rows of a RoPE pair lie half the width apart."""
-    places = torch.arange(spec.shared_width)
-    return places.view(-1, 2).T.flatten() if spec.is_interleaved else places
+    return pair_order(spec.shared_width, is_interleaved=spec.is_interleaved)

@@ -28,7 +28,15 @@ from tests.unit.engine.tiny import make_request
 BLOCK = 32
 CHUNK = 40
 FAMILIES = (
-    *("deepseek v3", "gemma3", "gpt-oss", "kimi linear", "mistral, window", "olmo hybrid"),
+    *(
+        "deepseek v3",
+        "glm moe dsa",
+        "gemma3",
+        "gpt-oss",
+        "kimi linear",
+        "mistral, window",
+        "olmo hybrid",
+    ),
     *("qwen3 next", "qwen3.5", "lfm2 moe", "granite hybrid"),
     *("falcon h1", "nemotron h", "mamba2", "mamba", "jamba", "minimax"),
 )

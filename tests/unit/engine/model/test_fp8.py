@@ -31,6 +31,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 MODELS = {
     "llama": LlamaConfig(**SHAPE),
     "glm4 moe lite": CONFIGS["glm4 moe lite"],
+    "deepseek v3.2": CONFIGS["deepseek v3.2"],
     "qwen3 moe": Qwen3MoeConfig(
         **WIDE, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32
     ),

@@ -8,12 +8,13 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, Mistral4Config
+from transformers import AutoConfig, GlmMoeDsaConfig, Mistral4Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.json_values import Json
@@ -45,6 +46,8 @@ ARCHITECTURES = {
     "phimoe": "PhimoeForCausalLM",
     "deepseek v2, groups": "DeepseekV2ForCausalLM",
     "deepseek v3": "DeepseekV3ForCausalLM",
+    "deepseek v3.2": "DeepseekV32ForCausalLM",
+    "glm moe dsa": "GlmMoeDsaForCausalLM",
     "glm4 moe": "Glm4MoeForCausalLM",
     "minimax m2": "MiniMaxM2ForCausalLM",
     "llama4": "Llama4ForCausalLM",
@@ -230,6 +233,17 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("deepseek v3", lambda p: set_config(p, topk_group=1), ["topk_group", "fewer", "3"]),
     ("deepseek v3", lambda p: set_config(p, num_nextn_predict_layers=-3), ["num_nextn", "-3"]),
     ("deepseek v3", lambda p: set_config(p, num_nextn_predict_layers=10**9), ["num_nextn"]),
+    ("deepseek v3.2", lambda p: set_config(p, index_head_dim=4), ["index_head_dim", "4", "8"]),
+    ("deepseek v3.2", lambda p: set_config(p, index_topk=0), ["index_topk"]),
+    ("deepseek v3.2", lambda p: set_config(p, q_lora_rank=None), ["q_lora_rank", "indexers"]),
+    ("glm moe dsa", lambda p: set_config(p, indexer_types=["shared"] * 4), ["first layer"]),
+    ("glm moe dsa", lambda p: set_config(p, indexer_types=["full"] * 3), ["indexer_types", "3"]),
+    ("glm moe dsa", lambda p: set_config(p, indexer_types=["full"] * 4), ["layers.2", "indexer"]),
+    (
+        "glm moe dsa",
+        lambda p: set_config(p, indexer_types=None, index_topk_pattern="FSX"),
+        ["index_topk_pattern", "FSX"],
+    ),
     ("glm4 moe", lambda p: set_config(p, n_group=3), ["n_group", "3", "8 experts"]),
     ("llama4", lambda p: set_config(p, attention_chunk_size=48), ["attention_chunk_size", "48"]),
     ("llama4", lambda p: set_config(p, layer_types=["sliding_attention"] * 4), ["sliding_att"]),
@@ -456,7 +470,7 @@ DEFAULTED = [
     *("nemotron", "arcee", "hunyuan", "apertus", "ernie", "ministral3", "seed oss"),
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
     *("deepseek v3", "solar open", "minimax m2", "hy v3", "glm4 moe lite", "llama4", "afmoe"),
-    *("youtu", "minicpm3", "mistral4", "opt", "falcon"),
+    *("youtu", "minicpm3", "mistral4", "opt", "falcon", "deepseek v3.2", "glm moe dsa"),
     *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
 ]
 LEAST_KEYS = {
@@ -507,6 +521,25 @@ def test_a_family_has_the_defaults_of_transformers(family: str) -> None:
     written["architectures"] = [name]
     least = {key: value for key, value in written.items() if key in LEAST_KEYS}
     assert ModelSpec.from_config(least) == ModelSpec.from_config(written)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"index_topk_pattern": "FFSSFSSS"},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 2},
+        {"index_topk_freq": 3, "index_skip_topk_offset": 1},
+        {},
+    ],
+)
+def test_layers_with_indexers_are_those_of_transformers(keys: dict[str, Any]) -> None:
+    """A layer without an indexer attends to the tokens that an earlier layer chose."""
+    theirs = GlmMoeDsaConfig(num_hidden_layers=8, **keys)
+    written = json.loads(theirs.to_json_string(use_diff=False))
+    written |= {"architectures": ["GlmMoeDsaForCausalLM"], "indexer_types": None} | keys
+    latent = ModelSpec.from_config(written).latent_layers.values()
+    kinds = ["shared" if layer.index is None else "full" for layer in latent]
+    assert kinds == theirs.indexer_types
 
 
 def test_published_keys_of_internlm3_are_read(tmp_path: Path) -> None:

@@ -100,6 +100,26 @@ def test_omitted_rows_leave_the_other_logits_unchanged(
         assert_equal(ours[computed], reference_logits(model, tokens)[computed])
 
 
+@pytest.mark.parametrize("name", ["deepseek v3.2", "glm moe dsa"])
+def test_sparse_attention_of_short_texts_reads_all_tokens(name: str, tmp_path: Path) -> None:
+    """Up to index_topk tokens, the published models are dense."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.update({"index_topk": TOKENS})
+    model, tokens = make_checkpoint(tmp_path, config), random_tokens(TOKENS, 1)
+    logits = []
+    for weight in (1.0, -1.0):  # the other sign chooses the other tokens
+        for site, tensor in model.named_parameters():
+            if "weights_proj" in site:
+                tensor.data.mul_(weight)
+        model.save_pretrained(tmp_path)
+        driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+        driver.step([(0, TOKENS - 1)])
+        driver.step([(0, 1)])
+        assert_equal(driver.logits[0], reference_logits(model, tokens))
+        logits.append(driver.logits[0])
+    assert torch.equal(*logits)
+
+
 def test_mxfp4_experts_equal_transformers(tmp_path: Path) -> None:
     """gpt-oss's published format: MXFP4 blocks and scales."""
     model = make_packed_checkpoint(tmp_path)
