@@ -153,12 +153,15 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         second_texts: Mapping[int, int] | None = None,
         instructions: Mapping[int, int] | None = None,
+        *,
+        is_raw: bool = False,
     ) -> Tensor:
         """Return the vectors of prompts, embeddings or scores: float32 [prompts, width].
 
         second_texts: by index of a prompt, where the second text of a pair begins. instructions:
-        likewise, tokens at its beginning that pooling may leave out. Outputs of other requests that
-        run meanwhile are lost. Raises ServiceError.
+        likewise, tokens at its beginning that pooling may leave out. is_raw: leave out the last
+        stage, the activation of scores or what gives embeddings length 1. Outputs of other requests
+        that run meanwhile are lost. Raises ServiceError.
         """
         model = self.model
         if model.pooled is None:
@@ -167,7 +170,12 @@ class Engine:
         for prompt in prompts:
             self._check(prompt)
         checked = CheckedRequest.of_texts(
-            prompts, model.pooled, model.context_length, second_texts, instructions
+            prompts,
+            model.pooled,
+            model.context_length,
+            second_texts,
+            instructions,
+            is_raw=is_raw,
         )
         handle = self._enter(checked)
         vectors: dict[int, Tensor] = {}

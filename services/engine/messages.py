@@ -222,6 +222,8 @@ class CheckedRequest:
     """By prompt index, number of tokens at its beginning that are an instruction"""
     pooled: Pooled | None = None
     """None = the request generates"""
+    is_raw: bool = False
+    """The last stage of the vectors is left out"""
     second_texts: Mapping[int, int] = field(default_factory=dict)
     """By prompt index, where the second text of a pair begins"""
     beams: BeamSettings | None = None
@@ -234,6 +236,8 @@ class CheckedRequest:
         context_length: int,
         second_texts: Mapping[int, int] | None = None,
         instructions: Mapping[int, int] | None = None,
+        *,
+        is_raw: bool = False,
     ) -> "CheckedRequest":
         """Return a request for the vectors of prompts."""
         return CheckedRequest(
@@ -246,6 +250,7 @@ class CheckedRequest:
             resume=(),
             constrained=False,
             pooled=pooled,
+            is_raw=is_raw,
             second_texts=second_texts or {},
             instructions=instructions or {},
         )

@@ -44,6 +44,7 @@ from services.http_shim.endpoints.token_counting import (
 )
 from services.http_shim.endpoints.tokenization import Tokenization
 from services.http_shim.endpoints.vectors import (
+    CLASSIFY,
     EMBEDDINGS,
     RERANK,
     SCORE,
@@ -76,6 +77,8 @@ _VECTOR_PATHS: Mapping[str, VectorApi[Any, Any, Any]] = {
     "/rerank": RERANK,
     "/v1/score": SCORE,
     "/score": SCORE,
+    "/v1/classify": CLASSIFY,
+    "/classify": CLASSIFY,
 }
 _DAY = 24 * 60 * 60
 

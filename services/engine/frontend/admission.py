@@ -136,7 +136,9 @@ class Admission:
         instructions = {i: each.instruction_length for i, each in enumerate(request.prompts)}
         prompts = self._prompts(request.prompts, 1, stopping)
         pooled = self.model.pooled
-        return CheckedRequest.of_texts(prompts, pooled, length, seconds, instructions)
+        return CheckedRequest.of_texts(
+            prompts, pooled, length, seconds, instructions, is_raw=request.raw
+        )
 
     def _check_model(self, model: str, adapters: Container[str]) -> None:
         if model not in ("", self.model_id) and model not in adapters:

@@ -61,7 +61,7 @@ class PromptPooling:
         if not complete:
             return None
         with torch.inference_mode():
-            vectors = self._pooler.finish(pooled)
+            vectors = self._pooler.finish(pooled, [span.sequence.is_raw for span in complete])
         return PendingVectors([span.sequence for span in complete], HostCopy(vectors))
 
     @torch.inference_mode()

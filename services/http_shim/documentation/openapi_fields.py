@@ -97,6 +97,10 @@ FIELDS: Mapping[str, Field] = {
         "Numbers of an embedding to keep, from the first on; at most the model's.",
         {"minimum": 1},
     ),
+    "use_activation": (
+        "Return probabilities; false = the logits of the labels.",
+        {"default": True},
+    ),
     "prompt_name": (
         "Name of a prompt in the checkpoint's config_sentence_transformers.json, whose text goes "
         "before each text; absent = the checkpoint's default prompt, or none.",

@@ -49,6 +49,8 @@ from services.http_shim.formats.request_bodies import (
 )
 from services.http_shim.formats.responses import AnswerHead, PromptLogprobs, Usage
 from services.http_shim.formats.vector_formats import (
+    Classification,
+    ClassifyBody,
     EmbeddingBody,
     EmbeddingList,
     RerankBody,
@@ -348,6 +350,17 @@ OPERATIONS: Sequence[Operation] = (
             required=("text_1", "text_2"),
             answer=ScoreList,
             example={"model": "default", "text_1": "A lock.", "text_2": ["A key.", "A fruit."]},
+        )
+    ),
+    *_with_unversioned(
+        _generate(
+            path="/v1/classify",
+            name="classify",
+            summary="Sort texts into classes; only with a model that has a head for it.",
+            body=ClassifyBody,
+            required=("input",),
+            answer=Classification,
+            example={"model": "default", "input": ["What a day!", "A lock."]},
         )
     ),
     _post(

@@ -1,4 +1,4 @@
-"""Endpoints of embeddings and scores: /v1/embeddings, /v1/rerank, /v1/score."""
+"""Endpoints of embeddings and scores: /v1/embeddings, /v1/rerank, /v1/score, /v1/classify."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,16 +16,19 @@ from services.http_shim.endpoints.stream_sender import client_left
 from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.formats.request_bodies import parse
 from services.http_shim.formats.vector_formats import (
+    ClassifyBody,
     EmbeddingBody,
     RerankBody,
     ScoreBody,
     VectorBody,
+    classification,
     embedding_list,
-    embedding_param_of,
+    input_param_of,
     rerank_param_of,
     reranking,
     score_list,
     score_param_of,
+    to_classify_request,
     to_embed_request,
     to_rerank_request,
     to_score_request,
@@ -38,11 +41,21 @@ from services.http_shim.http.scheduling import priority_of
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["EMBEDDINGS", "RERANK", "SCORE", "VectorApi", "VectorEndpoint"]
+__all__ = ["CLASSIFY", "EMBEDDINGS", "RERANK", "SCORE", "VectorApi", "VectorEndpoint"]
 
 Asked = TypeVar("Asked", bound=VectorBody)
-Request = TypeVar("Request", completion_pb2.EmbedRequest, completion_pb2.ScoreRequest)
-Answer = TypeVar("Answer", completion_pb2.EmbedResponse, completion_pb2.ScoreResponse)
+Request = TypeVar(
+    "Request",
+    completion_pb2.EmbedRequest,
+    completion_pb2.ScoreRequest,
+    completion_pb2.ClassifyRequest,
+)
+Answer = TypeVar(
+    "Answer",
+    completion_pb2.EmbedResponse,
+    completion_pb2.ScoreResponse,
+    completion_pb2.ClassifyResponse,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +78,7 @@ EMBEDDINGS = VectorApi(
     "embeddings",
     msgspec.json.Decoder(EmbeddingBody),
     to_embed_request,
-    embedding_param_of,
+    input_param_of,
     Backend.embed,
     lambda body, answer, model, _: embedding_list(body, answer, model),
 )
@@ -84,6 +97,14 @@ SCORE = VectorApi(
     score_param_of,
     Backend.score,
     lambda _, answer, model, request_id: score_list(answer, model, request_id),
+)
+CLASSIFY = VectorApi(
+    "classify",
+    msgspec.json.Decoder(ClassifyBody),
+    to_classify_request,
+    input_param_of,
+    Backend.classify,
+    lambda _, answer, model, request_id: classification(answer, model, request_id),
 )
 
 

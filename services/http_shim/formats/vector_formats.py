@@ -1,10 +1,10 @@
-"""JSON of /v1/embeddings, /v1/rerank and /v1/score."""
+"""JSON of /v1/embeddings, /v1/rerank, /v1/score and /v1/classify."""
 
 import base64
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -15,24 +15,30 @@ from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
+    "Classification",
+    "ClassifyBody",
     "EmbeddingBody",
     "EmbeddingList",
     "RerankBody",
     "Reranking",
     "ScoreBody",
     "ScoreList",
+    "classification",
     "embedding_list",
-    "embedding_param_of",
+    "input_param_of",
     "rerank_param_of",
     "reranking",
     "score_list",
     "score_param_of",
+    "to_classify_request",
     "to_embed_request",
     "to_rerank_request",
     "to_score_request",
 ]
 
 _TEXTS = Meta(max_length=2**20)  # the services have lower limits
+
+Inputs: TypeAlias = str | Annotated[list[str | Uint32 | Annotated[list[Uint32], _TEXTS]], _TEXTS]
 
 
 class VectorBody(Struct):
@@ -48,9 +54,7 @@ class VectorBody(Struct):
 class EmbeddingBody(VectorBody):
     """The body of POST /v1/embeddings."""
 
-    input: str | Annotated[list[str | Uint32 | Annotated[list[Uint32], _TEXTS]], _TEXTS] | None = (
-        None
-    )
+    input: Inputs | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Uint32 | None = None
     prompt_name: str | None = None
@@ -76,6 +80,13 @@ class ScoreBody(VectorBody):
 
     text_1: str | Annotated[list[str], _TEXTS] | None = None
     text_2: str | Annotated[list[str], _TEXTS] | None = None
+
+
+class ClassifyBody(VectorBody):
+    """The body of POST /v1/classify."""
+
+    input: Inputs | None = None
+    use_activation: bool | None = None
 
 
 class VectorUsage(Struct):
@@ -138,6 +149,26 @@ class ScoreList(Struct):
     usage: VectorUsage
 
 
+class TextClass(Struct):
+    """The label that fits a text best, and the probabilities of all."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classification(Struct):
+    """The answer of /v1/classify."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[TextClass]
+    usage: VectorUsage
+
+
 def to_embed_request(body: EmbeddingBody) -> completion_pb2.EmbedRequest:
     """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
     return completion_pb2.EmbedRequest(
@@ -149,8 +180,8 @@ def to_embed_request(body: EmbeddingBody) -> completion_pb2.EmbedRequest:
     )
 
 
-def embedding_param_of(path: str) -> str:
-    """Return the client's name of a field of EmbedRequest."""
+def input_param_of(path: str) -> str:
+    """Return the client's name of a field of EmbedRequest or ClassifyRequest."""
     return "input" if path.startswith("inputs") else path
 
 
@@ -158,8 +189,7 @@ def embedding_list(
     body: EmbeddingBody, answer: completion_pb2.EmbedResponse, model: str
 ) -> EmbeddingList:
     """Return the answer under the model's name."""
-    size = 4 * answer.width
-    parts = [answer.vectors[at : at + size] for at in range(0, len(answer.vectors), size)]
+    parts = _rows(answer.vectors, answer.width)
     is_base64 = body.encoding_format == "base64"
     return EmbeddingList(
         "list",
@@ -244,6 +274,41 @@ def score_list(answer: completion_pb2.ScoreResponse, model: str, request_id: str
         [PairScore(index, "score", score) for index, score in enumerate(answer.scores)],
         _usage(answer.usage.prompt_tokens),
     )
+
+
+def to_classify_request(body: ClassifyBody) -> completion_pb2.ClassifyRequest:
+    """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
+    return completion_pb2.ClassifyRequest(
+        inputs=prompts_of(body.input, "input", MAX_EMBEDDED_TEXTS),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        user=body.user or "",
+        raw=body.use_activation is False,
+    )
+
+
+def classification(
+    answer: completion_pb2.ClassifyResponse, model: str, request_id: str
+) -> Classification:
+    """Return the classes in the order of the texts."""
+    labels = answer.labels
+    texts = [array("f", part).tolist() for part in _rows(answer.probabilities, len(labels))]
+    return Classification(
+        f"classify-{request_id}",
+        "list",
+        int(time.time()),
+        model,
+        [
+            TextClass(index, labels[probs.index(max(probs))], probs, len(labels))
+            for index, probs in enumerate(texts)
+        ],
+        _usage(answer.usage.prompt_tokens),
+    )
+
+
+def _rows(vectors: bytes, width: int) -> list[bytes]:
+    """Divide vectors of `width` float32 numbers."""
+    size = 4 * width
+    return [vectors[at : at + size] for at in range(0, len(vectors), size)]
 
 
 def _check_count(name: str, texts: Sequence[object]) -> None:

@@ -42,10 +42,18 @@ class VectorRequest:
         """Of all parts that engines have computed"""
 
     async def vectors(
-        self, prompts: Sequence[engine_pb2.EmbeddedPrompt], limits: ModelLimits
+        self,
+        prompts: Sequence[engine_pb2.EmbeddedPrompt],
+        limits: ModelLimits,
+        *,
+        is_raw: bool = False,
     ) -> Vectors:
-        """Return the vectors of prompts, which go to the engines in parts. Raises ServiceError."""
+        """Return the vectors of prompts, which go to the engines in parts. Raises ServiceError.
+
+        is_raw: without the last stage of the model.
+        """
         self._limits, most = limits, limits.max_sequences
+        self._is_raw = is_raw
         firsts = range(0, len(prompts), most)
         try:
             async with asyncio.TaskGroup() as group:
@@ -68,7 +76,7 @@ class VectorRequest:
     async def _ask(self, prompts: Sequence[engine_pb2.EmbeddedPrompt]) -> engine_pb2.EmbedResponse:
         """Ask the engine that costs least; ask others if it was lost, stops or is full."""
         model = self._limits.model if self._limits.adapter else ""
-        request = engine_pb2.EmbedRequest(model=model, prompts=prompts)
+        request = engine_pb2.EmbedRequest(model=model, prompts=prompts, raw=self._is_raw)
         avoided: set[EngineLink] = set()
         for tries in range(1, _MOST_TRIES + 1):
             need = self._need(request)
