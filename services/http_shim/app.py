@@ -46,6 +46,7 @@ from services.http_shim.endpoints.tokenization import Tokenization
 from services.http_shim.endpoints.vectors import (
     CLASSIFY,
     EMBEDDINGS,
+    POOLING,
     RERANK,
     SCORE,
     VectorApi,
@@ -79,6 +80,8 @@ _VECTOR_PATHS: Mapping[str, VectorApi[Any, Any, Any]] = {
     "/score": SCORE,
     "/v1/classify": CLASSIFY,
     "/classify": CLASSIFY,
+    "/v1/pooling": POOLING,
+    "/pooling": POOLING,
 }
 _DAY = 24 * 60 * 60
 

@@ -222,6 +222,26 @@ async def test_classes_equal_those_of_transformers(
     np.testing.assert_allclose(raw["data"][0]["probs"], logits[0].numpy(), atol=1e-5)
 
 
+async def test_pooling_returns_vectors_of_texts_and_of_tokens(
+    client: httpx.AsyncClient, served: Served, expected: npt.NDArray[np.float32]
+) -> None:
+    model = SentenceTransformer(str(served.embedder), device="cpu")
+    tokens = [np.asarray(t) for t in model.encode(TEXTS, output_value="token_embeddings")]
+    body = {"model": "embedder", "input": TEXTS}
+    each = await post(client, "/v1/pooling", task="token_embed", **body)
+    for found, states in zip(each["data"], tokens, strict=True):
+        np.testing.assert_allclose(found["data"], states, atol=1e-5)
+    raw = await post(client, "/pooling", **body)
+    given = np.array([found["data"] for found in raw["data"]])
+    means = [states.mean(axis=0) for states in tokens]
+    np.testing.assert_allclose(given, means, atol=1e-5)
+    unit = await post(client, "/pooling", use_activation=True, **body)
+    np.testing.assert_allclose([found["data"] for found in unit["data"]], expected, atol=1e-5)
+    coded = await post(client, "/v1/pooling", task="token_embed", encoding_format="base64", **body)
+    numbers = np.frombuffer(base64.b64decode(coded["data"][1]["data"]), "<f4")
+    np.testing.assert_allclose(numbers.reshape(tokens[1].shape), tokens[1], atol=1e-5)
+
+
 async def test_single_label_has_the_probability_that_scores_have(
     client: httpx.AsyncClient,
 ) -> None:
@@ -263,6 +283,14 @@ async def test_long_texts_are_refused_or_cut(client: httpx.AsyncClient) -> None:
         ("/v1/embeddings", {"model": "classifier", "input": "a"}, "model"),
         ("/v1/score", {"model": "classifier", "text_1": "a", "text_2": "b"}, "model"),
         ("/v1/classify", {"model": "embedder", "input": "a"}, "model"),
+        ("/v1/pooling", {"model": "classifier", "input": "a"}, "model"),
+        ("/v1/pooling", {"model": "embedder"}, "input"),
+        ("/v1/pooling", {"model": "embedder", "input": "a", "task": "token_classify"}, "task"),
+        (
+            "/v1/pooling",
+            {"model": "embedder", "input": "a", "task": "token_embed", "dimensions": 8},
+            "dimensions",
+        ),
         ("/v1/classify", {"model": "classifier"}, "input"),
         ("/v1/classify", {"model": "classifier", "input": ["a", ""]}, "input"),
         ("/v1/classify", {"model": "classifier", "input": ["a"] * 2049}, "input"),
@@ -353,6 +381,7 @@ async def test_generating_model_makes_no_vectors(stack: Stack) -> None:
             ("/v1/rerank", {"query": "a", "documents": ["b"]}),
             ("/v1/score", {"text_1": "a", "text_2": "b"}),
             ("/v1/classify", {"input": "a"}),
+            ("/v1/pooling", {"input": "a"}),
         ):
             assert await refused(client, path, model=stack.model_id, **body) == (400, "model")
 
@@ -379,6 +408,8 @@ async def test_answers_are_documented(client: httpx.AsyncClient) -> None:
     assert_documented(scores, "ScoreList")
     classes = await post(client, "/v1/classify", model="classifier", input="a")
     assert_documented(classes, "Classification")
+    vectors = await post(client, "/v1/pooling", model="embedder", input="a", task="token_embed")
+    assert_documented(vectors, "PoolingList")
 
 
 async def test_grpc_clients_embed_at_both_levels(

@@ -98,8 +98,13 @@ FIELDS: Mapping[str, Field] = {
         {"minimum": 1},
     ),
     "use_activation": (
-        "Return probabilities; false = the logits of the labels.",
-        {"default": True},
+        "In /v1/classify, return probabilities (default), or the logits of the labels. In "
+        "/v1/pooling, give vectors length 1 if the model's embeddings have it (default: false).",
+        {},
+    ),
+    "task": (
+        "What has a vector: embed = each text, token_embed = each token, by its last state.",
+        {"default": "embed"},
     ),
     "prompt_name": (
         "Name of a prompt in the checkpoint's config_sentence_transformers.json, whose text goes "

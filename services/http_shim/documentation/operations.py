@@ -53,6 +53,8 @@ from services.http_shim.formats.vector_formats import (
     ClassifyBody,
     EmbeddingBody,
     EmbeddingList,
+    PoolingBody,
+    PoolingList,
     RerankBody,
     Reranking,
     ScoreBody,
@@ -361,6 +363,17 @@ OPERATIONS: Sequence[Operation] = (
             required=("input",),
             answer=Classification,
             example={"model": "default", "input": ["What a day!", "A lock."]},
+        )
+    ),
+    *_with_unversioned(
+        _generate(
+            path="/v1/pooling",
+            name="pooling",
+            summary="Embed texts without making the vectors' length 1, or embed their tokens.",
+            body=PoolingBody,
+            required=("input",),
+            answer=PoolingList,
+            example={"model": "default", "input": ["A lock."], "task": "token_embed"},
         )
     ),
     _post(

@@ -1,4 +1,4 @@
-"""Endpoints of embeddings and scores: /v1/embeddings, /v1/rerank, /v1/score, /v1/classify."""
+"""Endpoints of embeddings, rankings, scores, classes and pooled states."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,18 +18,21 @@ from services.http_shim.formats.request_bodies import parse
 from services.http_shim.formats.vector_formats import (
     ClassifyBody,
     EmbeddingBody,
+    PoolingBody,
     RerankBody,
     ScoreBody,
     VectorBody,
     classification,
     embedding_list,
     input_param_of,
+    pooling_list,
     rerank_param_of,
     reranking,
     score_list,
     score_param_of,
     to_classify_request,
     to_embed_request,
+    to_pooling_request,
     to_rerank_request,
     to_score_request,
 )
@@ -41,7 +44,7 @@ from services.http_shim.http.scheduling import priority_of
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["CLASSIFY", "EMBEDDINGS", "RERANK", "SCORE", "VectorApi", "VectorEndpoint"]
+__all__ = ["CLASSIFY", "EMBEDDINGS", "POOLING", "RERANK", "SCORE", "VectorApi", "VectorEndpoint"]
 
 Asked = TypeVar("Asked", bound=VectorBody)
 Request = TypeVar(
@@ -105,6 +108,14 @@ CLASSIFY = VectorApi(
     input_param_of,
     Backend.classify,
     lambda _, answer, model, request_id: classification(answer, model, request_id),
+)
+POOLING = VectorApi(
+    "pooling",
+    msgspec.json.Decoder(PoolingBody),
+    to_pooling_request,
+    input_param_of,
+    Backend.embed,
+    pooling_list,
 )
 
 

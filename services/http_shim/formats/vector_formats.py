@@ -1,9 +1,10 @@
-"""JSON of /v1/embeddings, /v1/rerank, /v1/score and /v1/classify."""
+"""JSON of /v1/embeddings, /v1/rerank, /v1/score, /v1/classify and /v1/pooling."""
 
 import base64
 import time
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -19,6 +20,8 @@ __all__ = [
     "ClassifyBody",
     "EmbeddingBody",
     "EmbeddingList",
+    "PoolingBody",
+    "PoolingList",
     "RerankBody",
     "Reranking",
     "ScoreBody",
@@ -26,12 +29,14 @@ __all__ = [
     "classification",
     "embedding_list",
     "input_param_of",
+    "pooling_list",
     "rerank_param_of",
     "reranking",
     "score_list",
     "score_param_of",
     "to_classify_request",
     "to_embed_request",
+    "to_pooling_request",
     "to_rerank_request",
     "to_score_request",
 ]
@@ -58,6 +63,13 @@ class EmbeddingBody(VectorBody):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Uint32 | None = None
     prompt_name: str | None = None
+
+
+class PoolingBody(EmbeddingBody):
+    """The body of POST /v1/pooling."""
+
+    task: Literal["embed", "token_embed"] | None = None
+    use_activation: bool | None = None
 
 
 class TextDocument(Struct):
@@ -110,6 +122,25 @@ class EmbeddingList(Struct):
     object: str
     data: list[Embedding]
     model: str
+    usage: VectorUsage
+
+
+class PooledText(Struct):
+    """A vector, or those of a text's tokens; or the base64 of their float32 values."""
+
+    object: str
+    index: int
+    data: list[float | list[float]] | str
+
+
+class PoolingList(Struct):
+    """The answer of /v1/pooling."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[PooledText]
     usage: VectorUsage
 
 
@@ -200,6 +231,41 @@ def embedding_list(
         model,
         _usage(answer.usage.prompt_tokens),
     )
+
+
+def to_pooling_request(body: PoolingBody) -> completion_pb2.EmbedRequest:
+    """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
+    request = to_embed_request(body)
+    request.raw = not body.use_activation
+    request.tokens = body.task == "token_embed"
+    return request
+
+
+def pooling_list(
+    body: PoolingBody, answer: completion_pb2.EmbedResponse, model: str, request_id: str
+) -> PoolingList:
+    """Return the vectors in the order of the texts."""
+    rows = _rows(answer.vectors, answer.width)
+    counts = answer.counts or [1] * len(rows)
+    ends = list(accumulate(counts))
+    texts = [rows[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return PoolingList(
+        f"pool-{request_id}",
+        "list",
+        int(time.time()),
+        model,
+        [PooledText("pooling", index, _numbers(body, text)) for index, text in enumerate(texts)],
+        _usage(answer.usage.prompt_tokens),
+    )
+
+
+def _numbers(body: PoolingBody, vectors: Sequence[bytes]) -> list[float | list[float]] | str:
+    """Return the vectors of one text in the form that the body asks for."""
+    if body.encoding_format == "base64":
+        return _base64(b"".join(vectors))
+    if body.task == "token_embed":
+        return [array("f", vector).tolist() for vector in vectors]
+    return [*array("f", vectors[0])]
 
 
 def to_rerank_request(body: RerankBody) -> completion_pb2.ScoreRequest:

@@ -13,6 +13,7 @@ import grpc
 from services.common.contract import MAX_EMBEDDED_TEXTS
 from services.common.errors import draining_error
 from services.common.logging import failure
+from services.common.token_states import check_token_states
 from services.tokenizer import metrics
 from services.tokenizer.completion.engine_request import CallContext
 from services.tokenizer.completion.validation import check_model
@@ -25,6 +26,7 @@ from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
 
 __all__ = ["EmbeddingCalls"]
 
@@ -88,7 +90,13 @@ class EmbeddingCalls:
         limits = await self._limits(request, engines.context)
         _check_embed(request, limits)
         prompt = self._prompts.named(_prompt_name(request))
-        vectors = await self._vectors(request, engines, limits, prompt)
+        prompts = await self._prompts_of(request, limits, prompt)
+        if request.tokens:
+            tokens = sum(len(each.ids) for each in prompts)
+            check_token_states(tokens, limits.token_width, "inputs")
+        vectors = await engines.vectors(
+            prompts, limits, is_raw=request.raw, keeps_tokens=request.tokens
+        )
         if request.HasField("dimensions"):
             normalizes = limits.vectors_are_normalized and not request.raw
             vectors = _shortened(vectors, request.dimensions, normalizes=normalizes)
@@ -97,6 +105,7 @@ class EmbeddingCalls:
             vectors=vectors.data,
             model=limits.model,
             usage=engines.usage,
+            counts=[len(each.ids) for each in prompts] if request.tokens else (),
         )
 
     async def _classify(
@@ -104,7 +113,8 @@ class EmbeddingCalls:
     ) -> completion_pb2.ClassifyResponse:
         limits = await self._limits(request, engines.context)
         _check_classify(request, limits)
-        vectors = await self._vectors(request, engines, limits)
+        prompts = await self._prompts_of(request, limits)
+        vectors = await engines.vectors(prompts, limits, is_raw=request.raw)
         return completion_pb2.ClassifyResponse(
             labels=self.labels_of(limits),
             probabilities=vectors.data,
@@ -112,19 +122,14 @@ class EmbeddingCalls:
             usage=engines.usage,
         )
 
-    async def _vectors(
-        self,
-        request: TextsRequest,
-        engines: VectorRequest,
-        limits: ModelLimits,
-        prompt: SentencePrompt | None = None,
-    ) -> Vectors:
-        """Return the vectors of a request's inputs, each text behind `prompt`."""
+    async def _prompts_of(
+        self, request: TextsRequest, limits: ModelLimits, prompt: SentencePrompt | None = None
+    ) -> Sequence[engine_pb2.EmbeddedPrompt]:
+        """Encode a request's inputs, each text behind `prompt`."""
         encoder = TextEncoder(self._vocabulary, limits, _truncation(request), prompt)
         added = 0 if prompt is None else len(prompt.text)
         size = sum(len(each.text) + added for each in request.inputs)
-        prompts = await _run(lambda: encoder.encode(request.inputs), size)
-        return await engines.vectors(prompts, limits, is_raw=request.raw)
+        return await _run(lambda: encoder.encode(request.inputs), size)
 
     async def _score(
         self, request: completion_pb2.ScoreRequest, engines: VectorRequest
@@ -204,6 +209,8 @@ def _check_embed(request: completion_pb2.EmbedRequest, limits: ModelLimits) -> N
             f"The model {limits.model} makes no embeddings: {why}.",
             field="model",
         )
+    if request.HasField("dimensions") and request.tokens:
+        raise invalid("dimensions", "States of tokens can't be shortened.")
     if request.HasField("dimensions") and not 1 <= request.dimensions <= limits.vector_width:
         message = f"dimensions must be between 1 and {limits.vector_width}."
         raise invalid("dimensions", message)

@@ -124,6 +124,30 @@ def test_encoder_equals_transformers(family: str, tmp_path: Path) -> None:
     torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_token_states_equal_transformers(family: str, tmp_path: Path) -> None:
+    """Also of prompts that take several steps, or that the prefix cache has."""
+    model = save_model(tmp_path, {**ENCODERS, **DECODERS}[family])
+    steps = {} if family in ENCODERS else {"pooling": "last", "max_step_tokens": 16}
+    with Engine(tmp_path, settings(**steps)) as engine:
+        vectors = engine.embed(texts())
+        found = [engine.token_states(texts()) for _ in range(2)]
+        torch.testing.assert_close(engine.embed(texts()), vectors, atol=1e-6, rtol=1e-5)
+    for states in found:
+        for ids, state in zip(texts(), states, strict=True):
+            expected = hidden_states(model, ids)
+            torch.testing.assert_close(state, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_raw_vectors_keep_their_length(family: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path, {**ENCODERS, **DECODERS}[family])
+    with Engine(tmp_path, settings(pooling="mean")) as engine:
+        vectors = engine.embed(texts(), is_raw=True)
+    expected = torch.stack([hidden_states(model, ids).mean(dim=0) for ids in texts()])
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_distances_beyond_the_farthest_are_alike(tmp_path: Path) -> None:
     model = save_model(tmp_path, ENCODERS["mpnet"])
     ids = torch.randint(4, 97, (FAR,), generator=torch.Generator().manual_seed(1)).tolist()
