@@ -48,17 +48,19 @@ from services.http_shim.formats.request_bodies import (
     UnloadAdapterBody,
 )
 from services.http_shim.formats.responses import AnswerHead, PromptLogprobs, Usage
-from services.http_shim.formats.vector_formats import (
+from services.http_shim.formats.score_formats import (
     Classification,
     ClassifyBody,
-    EmbeddingBody,
-    EmbeddingList,
-    PoolingBody,
-    PoolingList,
     RerankBody,
     Reranking,
     ScoreBody,
     ScoreList,
+)
+from services.http_shim.formats.vector_formats import (
+    EmbeddingBody,
+    EmbeddingList,
+    PoolingBody,
+    PoolingList,
 )
 
 __all__ = ["OPERATIONS", "Operation"]

@@ -15,26 +15,28 @@ from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.endpoints.stream_sender import client_left
 from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.formats.request_bodies import parse
-from services.http_shim.formats.vector_formats import (
+from services.http_shim.formats.score_formats import (
     ClassifyBody,
-    EmbeddingBody,
-    PoolingBody,
     RerankBody,
     ScoreBody,
-    VectorBody,
     classification,
-    embedding_list,
-    input_param_of,
-    pooling_list,
     rerank_param_of,
     reranking,
     score_list,
     score_param_of,
     to_classify_request,
-    to_embed_request,
-    to_pooling_request,
     to_rerank_request,
     to_score_request,
+)
+from services.http_shim.formats.vector_formats import (
+    EmbeddingBody,
+    PoolingBody,
+    VectorBody,
+    embedding_list,
+    input_param_of,
+    pooling_list,
+    to_embed_request,
+    to_pooling_request,
 )
 from services.http_shim.http.access import authorized_model, charged, reserve
 from services.http_shim.http.body import BodyReader, json_response
