@@ -14,9 +14,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-__all__ = ["CONTEXT", "make_embedder", "make_scorer"]
+__all__ = ["CONTEXT", "LABELS", "make_classifier", "make_embedder", "make_scorer"]
 
 CONTEXT = 64
+LABELS = ("calm", "glad", "sad")
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _WORDS = ("a", "lock", "mutex", "is", "what", "fruit", "the", "key", "##s", "##es", "?", ".", ",")
 _SHAPE: dict[str, Any] = {
@@ -59,6 +60,16 @@ def make_scorer(path: Path) -> Path:
     size = _save_tokenizer(path)
     torch.manual_seed(0)
     config = BertConfig(vocab_size=size, **_SHAPE, num_labels=1)  # type: ignore[call-arg]
+    BertForSequenceClassification(config).save_pretrained(path)
+    return path
+
+
+def make_classifier(path: Path) -> Path:
+    """Make a checkpoint that sorts texts into LABELS."""
+    size = _save_tokenizer(path)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"id2label": dict(enumerate(LABELS))}
+    config = BertConfig(vocab_size=size, **_SHAPE, **names)
     BertForSequenceClassification(config).save_pretrained(path)
     return path
 

@@ -32,6 +32,8 @@ BATCH_PATHS = (
     "/v1/embeddings",
     "/v1/rerank",
     "/v1/score",
+    "/v1/classify",
+    "/v1/pooling",
 )
 """Paths that a line may name"""
 _AGAIN = frozenset({429, 502, 503})

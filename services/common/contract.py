@@ -35,6 +35,9 @@ MAX_CHAT_LOGPROBS = 20
 MAX_EMBEDDED_TEXTS = 2_048
 """Texts, or pairs of texts, of a request for vectors"""
 
+MAX_TOKEN_STATES = 32 * 1024 * 1024
+"""Bytes of the states of all tokens of a request"""
+
 MAX_IMAGES = 16
 """Images of a request"""
 MAX_IMAGE_BYTES = 20 * 1024 * 1024

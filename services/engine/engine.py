@@ -35,6 +35,7 @@ from services.engine.messages import (
     ModelDescription,
     Output,
     PlacedImage,
+    Pooled,
     Refused,
     RequestDone,
     SamplingSettings,
@@ -153,32 +154,54 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         second_texts: Mapping[int, int] | None = None,
         instructions: Mapping[int, int] | None = None,
+        *,
+        is_raw: bool = False,
     ) -> Tensor:
         """Return the vectors of prompts, embeddings or scores: float32 [prompts, width].
 
         second_texts: by index of a prompt, where the second text of a pair begins. instructions:
-        likewise, tokens at its beginning that pooling may leave out. Outputs of other requests that
-        run meanwhile are lost. Raises ServiceError.
+        likewise, tokens at its beginning that pooling may leave out. is_raw: leave out the last
+        stage, the activation of scores or what gives embeddings length 1. Outputs of other requests
+        that run meanwhile are lost. Raises ServiceError.
         """
-        model = self.model
-        if model.pooled is None:
+        pooled = self._pooled()
+        length = self.model.context_length
+        checked = CheckedRequest.of_texts(
+            prompts, pooled, length, second_texts, instructions, is_raw=is_raw
+        )
+        return torch.cat(self._vectors(checked))
+
+    def token_states(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return the last layer's states of all tokens of each prompt: float32 [tokens, width].
+
+        As `embed`, otherwise.
+        """
+        pooled, length = self._pooled(), self.model.context_length
+        checked = CheckedRequest.of_texts(prompts, pooled, length, keeps_tokens=True)
+        return self._vectors(checked)
+
+    def _pooled(self) -> Pooled:
+        if self.model.pooled is None:
             message = "The model makes no embeddings; start it with --pooling."
             raise ServiceError(grpc.StatusCode.FAILED_PRECONDITION, "NO_EMBEDDINGS", message)
-        for prompt in prompts:
+        return self.model.pooled
+
+    def _vectors(self, checked: CheckedRequest) -> list[Tensor]:
+        """Return the vectors of each prompt: float32 [vectors, width]."""
+        for prompt in checked.prompts:
             self._check(prompt)
-        checked = CheckedRequest.of_texts(
-            prompts, model.pooled, model.context_length, second_texts, instructions
-        )
         handle = self._enter(checked)
+        width = self.model.token_width if checked.keeps_tokens else self.model.vector_width
         vectors: dict[int, Tensor] = {}
         while True:
             for output in self.step():
                 match output:
                     case Embedded() if output.handle == handle:
-                        buffer = bytearray(output.vector)
-                        vectors[output.prompt] = torch.frombuffer(buffer, dtype=torch.float32)
+                        buffer = bytearray(output.vectors)
+                        numbers = torch.frombuffer(buffer, dtype=torch.float32)
+                        vectors[output.prompt] = numbers.view(-1, width)
                     case RequestDone() if output.handle == handle:
-                        return torch.stack([vectors[index] for index in range(len(prompts))])
+                        return [vectors[index] for index in range(len(checked.prompts))]
 
     def submit(self, prompt: Sequence[int], **options: Unpack[GenerateOptions]) -> int:
         """Queue a request; return the handle that its outputs carry.

@@ -222,6 +222,10 @@ class CheckedRequest:
     """By prompt index, number of tokens at its beginning that are an instruction"""
     pooled: Pooled | None = None
     """None = the request generates"""
+    is_raw: bool = False
+    """The last stage of the vectors is left out"""
+    keeps_tokens: bool = False
+    """Each token has a vector, its state, instead of each prompt"""
     second_texts: Mapping[int, int] = field(default_factory=dict)
     """By prompt index, where the second text of a pair begins"""
     beams: BeamSettings | None = None
@@ -234,8 +238,11 @@ class CheckedRequest:
         context_length: int,
         second_texts: Mapping[int, int] | None = None,
         instructions: Mapping[int, int] | None = None,
+        *,
+        is_raw: bool = False,
+        keeps_tokens: bool = False,
     ) -> "CheckedRequest":
-        """Return a request for the vectors of prompts."""
+        """Return a request for the vectors of prompts, or of their tokens."""
         return CheckedRequest(
             prompts=prompts,
             n=1,
@@ -245,7 +252,9 @@ class CheckedRequest:
             prompt_logprobs=None,
             resume=(),
             constrained=False,
-            pooled=pooled,
+            pooled=Pooled.ALL if keeps_tokens else pooled,
+            is_raw=is_raw,
+            keeps_tokens=keeps_tokens,
             second_texts=second_texts or {},
             instructions=instructions or {},
         )
@@ -462,11 +471,11 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The vector of a prompt: an embedding, or scores."""
+    """The vector of a prompt, an embedding or scores, or those of its tokens."""
 
     handle: int
     prompt: int
-    vector: bytes
+    vectors: bytes
     """float32, in the machine's byte order"""
 
 
@@ -640,6 +649,8 @@ class ModelDescription:
     """Tokens whose hidden states make vectors; None = it makes none"""
     vector_width: int = 0
     """Numbers of a vector"""
+    token_width: int = 0
+    """Numbers of a token's state; 0 = it makes no vectors"""
     has_scores: bool = False
     """Its vectors are scores of texts, or of pairs of texts, rather than embeddings"""
     vectors_are_normalized: bool = False

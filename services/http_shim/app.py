@@ -44,7 +44,9 @@ from services.http_shim.endpoints.token_counting import (
 )
 from services.http_shim.endpoints.tokenization import Tokenization
 from services.http_shim.endpoints.vectors import (
+    CLASSIFY,
     EMBEDDINGS,
+    POOLING,
     RERANK,
     SCORE,
     VectorApi,
@@ -76,6 +78,10 @@ _VECTOR_PATHS: Mapping[str, VectorApi[Any, Any, Any]] = {
     "/rerank": RERANK,
     "/v1/score": SCORE,
     "/score": SCORE,
+    "/v1/classify": CLASSIFY,
+    "/classify": CLASSIFY,
+    "/v1/pooling": POOLING,
+    "/pooling": POOLING,
 }
 _DAY = 24 * 60 * 60
 

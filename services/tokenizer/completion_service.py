@@ -42,7 +42,9 @@ __all__ = ["CompletionServicer"]
 
 Stream = CompletionStream[Any]
 Request = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
-VectorRequest = completion_pb2.EmbedRequest | completion_pb2.ScoreRequest
+VectorRequest = (
+    completion_pb2.EmbedRequest | completion_pb2.ScoreRequest | completion_pb2.ClassifyRequest
+)
 _FULL_BYTES = 4 * 1024 * 1024  # size at which a message of a Session takes no more output
 _CHECK_EVERY = 8  # streams between two looks at the size, which their output rarely reaches
 
@@ -138,6 +140,12 @@ class CompletionServicer(CompletionServiceServicer):
         call = _context_of_call(context, request, self._model)
         return await self._embeddings.score(request, call)
 
+    async def Classify(
+        self, request: completion_pb2.ClassifyRequest, context: Context
+    ) -> completion_pb2.ClassifyResponse:
+        call = _context_of_call(context, request, self._model)
+        return await self._embeddings.classify(request, call)
+
     async def ListModels(
         self, request: completion_pb2.ListModelsRequest, context: Context
     ) -> completion_pb2.ListModelsResponse:
@@ -158,6 +166,7 @@ class CompletionServicer(CompletionServiceServicer):
             scores_pairs=limits.vectors_are_scores and limits.vector_width == 1,
             only_embeds=limits.only_embeds,
             model_code=limits.model_code,
+            labels=self._embeddings.labels_of(limits),
         )
         models = [model]
         for name in sorted(self._pool.adapters):

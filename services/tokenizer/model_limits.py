@@ -29,6 +29,8 @@ class ModelLimits:
     """Code that computes the model, "native" or "transformers"; empty = not known"""
     vector_width: int = 0
     """Numbers of an embedding, or labels that a text is scored for; 0 = the model makes neither"""
+    token_width: int = 0
+    """Numbers of a token's state; 0 = the model makes no vectors"""
     vectors_are_scores: bool = False
     vectors_are_normalized: bool = False
     takes_pairs: bool = False

@@ -21,7 +21,7 @@ REFUSED = {
     **{
         f"{prefix}/{path}": 400
         for prefix in ("", "/v1")
-        for path in ("embeddings", "rerank", "score")
+        for path in ("embeddings", "rerank", "score", "classify", "pooling")
     },
     "/v1/load_lora_adapter": 403,
     "/v1/unload_lora_adapter": 403,

@@ -1,4 +1,4 @@
-"""Embeddings, rankings and scores behind the whole path, against sentence-transformers."""
+"""Embeddings, rankings, scores and classes behind the whole path, against sentence-transformers."""
 
 import asyncio
 import base64
@@ -16,12 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import pytest_asyncio
+import torch
 from openai import AsyncOpenAI
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.services.shim import assert_documented, running_shim
 from tests.stack import Stack, is_idle, metrics_of, running_service
-from tests.text_models import CONTEXT, make_embedder, make_scorer
+from tests.text_models import CONTEXT, LABELS, make_classifier, make_embedder, make_scorer
 from tokenwire.channel import connect
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
@@ -38,12 +40,15 @@ HANG_SECONDS = 120
 
 @dataclass(frozen=True)
 class Served:
-    """Two models behind one shim: "embedder" and "scorer"."""
+    """Three models behind one shim: "embedder", "scorer" and "classifier"."""
 
     url: str
     embedder: Path
     scorer: Path
+    classifier: Path
     tokenizer: str
+    labeller: str
+    """Tokenizer service of the classifier"""
     engine: str
 
 
@@ -53,6 +58,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     paths = {
         "embedder": make_embedder(folder / "embedder"),
         "scorer": make_scorer(folder / "scorer"),
+        "classifier": make_classifier(folder / "classifier"),
     }
     flags = ("--dtype", "float32", "--device", "cpu")
     async with AsyncExitStack() as stack:
@@ -74,7 +80,11 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         catalog.write_text("".join(rows))
         shim = await stack.enter_async_context(running_shim("--catalog", str(catalog)))
         yield Served(
-            shim.url, paths["embedder"], paths["scorer"], targets["embedder"], engines["embedder"]
+            shim.url,
+            **paths,
+            tokenizer=targets["embedder"],
+            labeller=targets["classifier"],
+            engine=engines["embedder"],
         )
 
 
@@ -190,6 +200,58 @@ async def test_embedding_model_scores_by_cosine(
     np.testing.assert_allclose([each["score"] for each in answer["data"]], cosines, atol=1e-5)
 
 
+async def test_classes_equal_those_of_transformers(
+    client: httpx.AsyncClient, served: Served
+) -> None:
+    """Whether given as texts or as ids; logits if the client asks for them."""
+    tokenizer = AutoTokenizer.from_pretrained(served.classifier)
+    model = AutoModelForSequenceClassification.from_pretrained(served.classifier).eval()
+    with torch.no_grad():
+        logits = [model(**tokenizer(text, return_tensors="pt")).logits[0] for text in TEXTS]
+    expected = torch.stack(logits).softmax(dim=1).numpy()
+    answer = await post(client, "/v1/classify", model="classifier", input=TEXTS)
+    given = [each["probs"] for each in answer["data"]]
+    np.testing.assert_allclose(given, expected, atol=1e-5)
+    best = [LABELS[int(np.argmax(row))] for row in expected]
+    assert [(each["label"], each["num_classes"]) for each in answer["data"]] == [
+        (label, 3) for label in best
+    ]
+    path = {"model": "classifier", "prompt": TEXTS[0]}
+    ids = (await post(client, "/tokenize", **path))["tokens"]
+    raw = await post(client, "/classify", model="classifier", input=ids, use_activation=False)
+    np.testing.assert_allclose(raw["data"][0]["probs"], logits[0].numpy(), atol=1e-5)
+
+
+async def test_pooling_returns_vectors_of_texts_and_of_tokens(
+    client: httpx.AsyncClient, served: Served, expected: npt.NDArray[np.float32]
+) -> None:
+    model = SentenceTransformer(str(served.embedder), device="cpu")
+    tokens = [np.asarray(t) for t in model.encode(TEXTS, output_value="token_embeddings")]
+    body = {"model": "embedder", "input": TEXTS}
+    each = await post(client, "/v1/pooling", task="token_embed", **body)
+    for found, states in zip(each["data"], tokens, strict=True):
+        np.testing.assert_allclose(found["data"], states, atol=1e-5)
+    raw = await post(client, "/pooling", **body)
+    given = np.array([found["data"] for found in raw["data"]])
+    means = [states.mean(axis=0) for states in tokens]
+    np.testing.assert_allclose(given, means, atol=1e-5)
+    unit = await post(client, "/pooling", use_activation=True, **body)
+    np.testing.assert_allclose([found["data"] for found in unit["data"]], expected, atol=1e-5)
+    coded = await post(client, "/v1/pooling", task="token_embed", encoding_format="base64", **body)
+    numbers = np.frombuffer(base64.b64decode(coded["data"][1]["data"]), "<f4")
+    np.testing.assert_allclose(numbers.reshape(tokens[1].shape), tokens[1], atol=1e-5)
+
+
+async def test_single_label_has_the_probability_that_scores_have(
+    client: httpx.AsyncClient,
+) -> None:
+    answer = await post(client, "/v1/classify", model="scorer", input="a lock")
+    raw = await post(client, "/v1/classify", model="scorer", input="a lock", use_activation=False)
+    [[probability], [reward]] = (each["data"][0]["probs"] for each in (answer, raw))
+    assert answer["data"][0]["label"] == "LABEL_0"
+    assert probability == pytest.approx(1 / (1 + np.exp(-reward)), abs=1e-5)
+
+
 async def test_long_texts_are_refused_or_cut(client: httpx.AsyncClient) -> None:
     """A cut keeps the special tokens at the end."""
     long = "lock " * CONTEXT
@@ -217,6 +279,26 @@ async def test_long_texts_are_refused_or_cut(client: httpx.AsyncClient) -> None:
             "/v1/chat/completions",
             {"model": "scorer", "messages": [{"role": "user", "content": "a"}]},
             "model",
+        ),
+        ("/v1/embeddings", {"model": "classifier", "input": "a"}, "model"),
+        ("/v1/score", {"model": "classifier", "text_1": "a", "text_2": "b"}, "model"),
+        ("/v1/classify", {"model": "embedder", "input": "a"}, "model"),
+        ("/v1/pooling", {"model": "classifier", "input": "a"}, "model"),
+        ("/v1/pooling", {"model": "embedder"}, "input"),
+        ("/v1/pooling", {"model": "embedder", "input": "a", "task": "token_classify"}, "task"),
+        (
+            "/v1/pooling",
+            {"model": "embedder", "input": "a", "task": "token_embed", "dimensions": 8},
+            "dimensions",
+        ),
+        ("/v1/classify", {"model": "classifier"}, "input"),
+        ("/v1/classify", {"model": "classifier", "input": ["a", ""]}, "input"),
+        ("/v1/classify", {"model": "classifier", "input": ["a"] * 2049}, "input"),
+        ("/v1/classify", {"model": "classifier", "input": "lock " * CONTEXT}, "input"),
+        (
+            "/v1/classify",
+            {"model": "classifier", "input": "a", "truncate_prompt_tokens": 65},
+            "truncate_prompt_tokens",
         ),
         ("/v1/embeddings", {"model": "embedder"}, "input"),
         ("/v1/embeddings", {"model": "embedder", "input": []}, "input"),
@@ -298,6 +380,8 @@ async def test_generating_model_makes_no_vectors(stack: Stack) -> None:
             ("/v1/embeddings", {"input": "a"}),
             ("/v1/rerank", {"query": "a", "documents": ["b"]}),
             ("/v1/score", {"text_1": "a", "text_2": "b"}),
+            ("/v1/classify", {"input": "a"}),
+            ("/v1/pooling", {"input": "a"}),
         ):
             assert await refused(client, path, model=stack.model_id, **body) == (400, "model")
 
@@ -305,10 +389,14 @@ async def test_generating_model_makes_no_vectors(stack: Stack) -> None:
 async def test_cards_tell_what_a_model_does(client: httpx.AsyncClient) -> None:
     cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
     does = {
-        name: (card["embedding_width"], card["scores_pairs"], card["generates"])
+        name: (card["embedding_width"], card["scores_pairs"], card["labels"], card["generates"])
         for name, card in cards.items()
     }
-    assert does == {"embedder": (32, False, False), "scorer": (0, True, False)}
+    assert does == {
+        "embedder": (32, False, [], False),
+        "scorer": (0, True, ["LABEL_0"], False),
+        "classifier": (0, False, [*LABELS], False),
+    }
 
 
 async def test_answers_are_documented(client: httpx.AsyncClient) -> None:
@@ -318,6 +406,10 @@ async def test_answers_are_documented(client: httpx.AsyncClient) -> None:
     assert_documented(ranking, "Reranking")
     scores = await post(client, "/v1/score", model="scorer", text_1="a", text_2="b")
     assert_documented(scores, "ScoreList")
+    classes = await post(client, "/v1/classify", model="classifier", input="a")
+    assert_documented(classes, "Classification")
+    vectors = await post(client, "/v1/pooling", model="embedder", input="a", task="token_embed")
+    assert_documented(vectors, "PoolingList")
 
 
 async def test_grpc_clients_embed_at_both_levels(
@@ -348,6 +440,17 @@ async def test_grpc_clients_embed_at_both_levels(
         whole = engine_pb2.EmbeddedPrompt(ids=[2, 3], instruction_length=2)
         embedded = await engine.Embed(engine_pb2.EmbedRequest(prompts=[whole, ids[0], whole]))
         assert len(embedded.vectors) == 3 * 4 * 32
+
+
+async def test_grpc_clients_sort_texts(served: Served) -> None:
+    async with connect(served.labeller) as channel:
+        stub = CompletionServiceStub(channel)
+        inputs = [completion_pb2.Prompt(text=text) for text in TEXTS]
+        answer = await stub.Classify(completion_pb2.ClassifyRequest(inputs=inputs))
+    assert tuple(answer.labels) == LABELS
+    probabilities = np.frombuffer(answer.probabilities, "<f4").reshape(len(TEXTS), -1)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-6)
+    assert answer.usage.prompt_tokens > len(TEXTS)
 
 
 async def cancelled_requests(tokenizer: str) -> float:

@@ -30,7 +30,9 @@ __all__ = [
 ]
 
 GenerationRequest: TypeAlias = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
-VectorRequest: TypeAlias = completion_pb2.EmbedRequest | completion_pb2.ScoreRequest
+VectorRequest: TypeAlias = (
+    completion_pb2.EmbedRequest | completion_pb2.ScoreRequest | completion_pb2.ClassifyRequest
+)
 _USUAL_ANSWER = 1_024  # tokens that a chat's choice without max_tokens is expected to have
 _BYTES_PER_TOKEN = 4
 _USUAL_IMAGE = 1_024  # tokens that an image is expected to have
@@ -194,7 +196,7 @@ def estimated_tokens(request: GenerationRequest | VectorRequest) -> int:
         pairs = len(request.second) // max(1, len(request.first))
         texts = [*request.first, *request.second, *request.first[:1] * (pairs - 1)]
         return math.ceil(sum(len(text.encode()) for text in texts) / _BYTES_PER_TOKEN)
-    if isinstance(request, completion_pb2.EmbedRequest):
+    if isinstance(request, completion_pb2.EmbedRequest | completion_pb2.ClassifyRequest):
         return _estimated_input(request.inputs)
     choices = request.n if request.HasField("n") else 1
     output = _output(request)

@@ -20,6 +20,7 @@ from services.common.contract import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
 )
+from services.common.token_states import check_token_states
 from services.engine.messages import (
     BeamSettings,
     CheckedRequest,
@@ -135,8 +136,17 @@ class Admission:
                 raise invalid(field, "An instruction must not have more ids than its prompt.")
         instructions = {i: each.instruction_length for i, each in enumerate(request.prompts)}
         prompts = self._prompts(request.prompts, 1, stopping)
-        pooled = self.model.pooled
-        return CheckedRequest.of_texts(prompts, pooled, length, seconds, instructions)
+        if request.tokens:
+            check_token_states(sum(map(len, prompts)), self.model.token_width, "prompts")
+        return CheckedRequest.of_texts(
+            prompts,
+            self.model.pooled,
+            length,
+            seconds,
+            instructions,
+            is_raw=request.raw,
+            keeps_tokens=request.tokens,
+        )
 
     def _check_model(self, model: str, adapters: Container[str]) -> None:
         if model not in ("", self.model_id) and model not in adapters:

@@ -82,6 +82,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             adapters=map(_adapter, self._frontend.adapters),
             max_adapters=self._frontend.adapters.most if model.takes_adapters else 0,
             vector_width=model.vector_width,
+            token_width=model.token_width,
             vectors_are_scores=model.has_scores,
             vectors_are_normalized=model.vectors_are_normalized,
             takes_pairs=model.takes_pairs,

@@ -1,7 +1,7 @@
 """EngineService: a call for one request, and Sessions of many requests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -72,7 +72,7 @@ class EngineServicer(EngineServiceServicer):
             self._frontend.drop(handle)
 
     async def Embed(self, request: EmbedRequest, context: Context) -> EmbedResponse:
-        call = _EmbedCall(len(request.prompts))
+        call = _EmbedCall([len(each.ids) if request.tokens else 1 for each in request.prompts])
         try:
             handle = await self._frontend.submit(request, _caller(context), None, call)
         except asyncio.CancelledError:
@@ -139,23 +139,25 @@ class _Call(Sink[GenerateResponse]):
 class _EmbedCall(Sink[GenerateResponse]):
     """The sink of an Embed call, which has one response."""
 
-    def __init__(self, prompts: int) -> None:
+    def __init__(self, counts: Sequence[int]) -> None:
+        """counts: vectors of each prompt."""
         super().__init__(EventQueue(), GenerateResponse)
         self.response: asyncio.Future[EmbedResponse] = asyncio.get_running_loop().create_future()
-        self._vectors = [b""] * prompts
+        self._counts = counts
+        self._vectors = [b""] * len(counts)
 
     def on_accepted(self, accepted: engine_pb2.Accepted) -> None:
         pass
 
     def on_embedded(self, embedded: Embedded) -> None:
-        self._vectors[embedded.prompt] = embedded.vector
+        self._vectors[embedded.prompt] = embedded.vectors
 
     def on_finished(self, finished: engine_pb2.SequenceFinished) -> None:
         pass
 
     def on_completed(self, completed: engine_pb2.Completed) -> None:
         if not self.response.done():
-            width = len(self._vectors[0]) // _FLOAT_BYTES
+            width = len(self._vectors[0]) // (self._counts[0] * _FLOAT_BYTES)
             vectors = b"".join(self._vectors)
             self.response.set_result(
                 EmbedResponse(width=width, vectors=vectors, usage=completed.usage)

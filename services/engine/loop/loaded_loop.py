@@ -95,6 +95,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         generates=not spec.is_encoder and spec.family.has_logits,
         pooled=_pooled(model),
         vector_width=0 if pooler is None else pooler.width,
+        token_width=0 if pooler is None else spec.hidden_size,
         has_scores=pooler is not None and pooler.scores,
         vectors_are_normalized=pooler is not None and pooler.normalizes,
         takes_pairs=spec.num_token_types > 1,

@@ -20,8 +20,10 @@ class PendingVectors:
     """Vectors of complete prompts, on their way to the host."""
 
     sequences: list[Sequence]
+    counts: list[int]
+    """Vectors of each sequence: one, or one for each token"""
     vectors: HostCopy
-    """float32 [sequences, width]"""
+    """float32 [sum of the counts, width]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,31 @@ class PromptPooling:
         self._pooler = pooler
         self._runner = runner
 
-    def pool(self, plan: StepPlan, hidden: Tensor) -> PendingVectors | None:
-        """Return the vectors of the prompts that the step completes; None without any.
+    def pool(self, plan: StepPlan, hidden: Tensor) -> list[PendingVectors]:
+        """Return the vectors of the prompts that the step completes, and of their tokens.
 
         hidden: the step's hidden states, a row for each kept token.
         """
         spans = self._spans(plan)
+        whole = self._pooled([each for each in spans if not each.sequence.keeps_tokens], hidden)
+        kept = [self._kept(each, hidden) for each in spans if each.sequence.keeps_tokens]
+        return [pending for pending in (whole, *kept) if pending is not None]
+
+    @torch.inference_mode()
+    def _kept(self, span: _Span, hidden: Tensor) -> PendingVectors | None:
+        """Return the states of all tokens of a prompt that ends; keep those of another."""
+        states = self._runner.states(hidden, range(span.start, span.end)).clone()
+        before = [] if span.is_first else span.sequence.token_states
+        span.sequence.token_states = [*before, states]
+        if not span.is_last:
+            return None
+        parts = [each for each in span.sequence.token_states if isinstance(each, Tensor)]
+        span.sequence.token_states = []
+        whole = torch.cat(parts)
+        return PendingVectors([span.sequence], [len(whole)], HostCopy(whole))
+
+    def _pooled(self, spans: list[_Span], hidden: Tensor) -> PendingVectors | None:
+        """Return the vectors of the prompts that end; None without any."""
         complete = [span for span in spans if span.is_last]
         if self._pooler.pooling is Pooling.MEAN and spans:
             pooled = self._means(spans, hidden)
@@ -61,8 +82,9 @@ class PromptPooling:
         if not complete:
             return None
         with torch.inference_mode():
-            vectors = self._pooler.finish(pooled)
-        return PendingVectors([span.sequence for span in complete], HostCopy(vectors))
+            vectors = self._pooler.finish(pooled, [span.sequence.is_raw for span in complete])
+        ones = [1] * len(complete)
+        return PendingVectors([span.sequence for span in complete], ones, HostCopy(vectors))
 
     @torch.inference_mode()
     def _means(self, spans: list[_Span], hidden: Tensor) -> Tensor:
@@ -116,7 +138,8 @@ class PromptPooling:
     def _skipped(self, sequence: Sequence) -> int:
         """Return how many tokens at the beginning of a prompt are not pooled."""
         pooling, length = self._pooler.pooling, sequence.instruction_length
-        if not self._pooler.skips_instructions or pooling is Pooling.LAST:
+        keeps = sequence.keeps_tokens or not self._pooler.skips_instructions
+        if keeps or pooling is Pooling.LAST:
             return 0
         is_all = pooling is Pooling.CLS and length >= sequence.prompt_length
         return 0 if is_all else length

@@ -152,9 +152,7 @@ class StepSampler:
         Make the vectors of prompts that the step completes, too.
         """
         if self._pooling is not None:
-            vectors = self._pooling.pool(plan, hidden)
-            if vectors is not None:
-                self._results.vectors.append(vectors)
+            self._results.vectors.extend(self._pooling.pool(plan, hidden))
         end_row = len(plan.decodes)
         for chunk in plan.chunks:
             end_row += chunk.num_outputs
@@ -202,14 +200,17 @@ class StepSampler:
                 self._requests.finish(sequence, FinishCause.LENGTH)
 
     def _report_vectors(self, pending: PendingVectors) -> None:
-        vectors = pending.vectors.wait().numpy()
-        finite = np.isfinite(vectors).all(axis=1)
-        for sequence, vector, is_finite in zip(pending.sequences, vectors, finite, strict=True):
+        rows = pending.vectors.wait().numpy()
+        finite = np.isfinite(rows).all(axis=1)
+        end = 0
+        for sequence, count in zip(pending.sequences, pending.counts, strict=True):
+            start, end = end, end + count
             handle = sequence.request.command.handle
             if sequence.state is SequenceState.FINISHED:
                 continue
-            if is_finite:
-                self._requests.report(Embedded(handle, sequence.prompt_index, vector.tobytes()))
+            if finite[start:end].all():
+                vectors = rows[start:end].tobytes()
+                self._requests.report(Embedded(handle, sequence.prompt_index, vectors))
             else:
                 self._requests.abort(refusals.not_finite(handle))
 

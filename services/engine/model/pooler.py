@@ -1,14 +1,16 @@
 """Vectors of whole texts from the hidden states of their tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, linear, normalize
+from torch.nn.functional import gelu, layer_norm, linear, normalize, softmax
 
+from services.engine.batch.transfer import to_device
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import HeadStage
@@ -30,6 +32,12 @@ _ACTIVATIONS: dict[str, Stage] = {
     "relu": torch.relu,
     "sigmoid": torch.sigmoid,
 }
+_CLASSES: dict[str, Stage] = {
+    "multi_label_classification": torch.sigmoid,
+    "regression": _ACTIVATIONS["identity"],
+    "single_label_classification": partial(softmax, dim=1),
+}
+"""What makes the logits of several labels probabilities, by `problem_type`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,8 @@ class Pooler:
 
     pooling: Pooling
     stages: tuple[Stage, ...]
+    last: Stage
+    """Activation of the labels' logits, or what gives vectors length 1"""
     width: int
     """Numbers of a vector"""
     scores: bool
@@ -47,11 +57,19 @@ class Pooler:
     skips_instructions: bool = False
     """Pooling leaves out the instruction at the beginning of a text"""
 
-    def finish(self, pooled: Tensor) -> Tensor:
-        """Return float32 [n, width] for pooled hidden states, float32 [n, hidden_size]."""
+    def finish(self, pooled: Tensor, raw: Sequence[bool]) -> Tensor:
+        """Return float32 [n, width] for pooled hidden states, float32 [n, hidden_size].
+
+        raw: for each vector, whether the last stage is left out.
+        """
         for stage in self.stages:
             pooled = stage(pooled)
-        return pooled
+        if all(raw):
+            return pooled
+        finished = self.last(pooled)
+        if not any(raw):
+            return finished
+        return torch.where(to_device(torch.tensor(raw), pooled.device)[:, None], pooled, finished)
 
 
 def load_pooler(
@@ -76,12 +94,11 @@ def load_pooler(
     if modules.pooling is Pooling.CLS and not spec.is_encoder:
         raise CheckpointError(f"{directory}: a decoder's first token sees no other: pooling cls.")
     stages = [_dense(module, device) for module in modules.dense]
-    if modules.normalizes:
-        stages.append(normalize)
     width = modules.dense[-1].outputs if modules.dense else spec.hidden_size
     return Pooler(
         modules.pooling,
         tuple(stages),
+        normalize if modules.normalizes else _ACTIVATIONS["identity"],
         width,
         False,
         modules.normalizes,
@@ -97,15 +114,26 @@ def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Poole
         pooling = Pooling(config.text("classifier_pooling", "cls"))
     with Checkpoint(directory) as checkpoint:
         stages = [_stage(checkpoint, each, spec, device) for each in spec.family.head]
-    stages.append(_last_activation(config, spec.num_labels))
-    return Pooler(pooling, tuple(stages), spec.num_labels, scores=True, normalizes=False)
+    last = _last_activation(config, spec.num_labels)
+    return Pooler(pooling, tuple(stages), last, spec.num_labels, scores=True, normalizes=False)
 
 
 def _last_activation(config: Config, num_labels: int) -> Stage:
-    """Return what sentence-transformers applies to the labels' logits."""
+    """Return what sentence-transformers applies to the logit of a single label.
+
+    Or what makes those of several labels probabilities, by the loss that transformers trains them
+    with.
+    """
+    if num_labels > 1:
+        kind = config.text("problem_type", "single_label_classification")
+        if kind not in _CLASSES:
+            raise CheckpointError(
+                f"{config.file}: the problem_type {kind} is not supported. Supported: "
+                f"{', '.join(_CLASSES)}."
+            )
+        return _CLASSES[kind]
     named = config.section("sentence_transformers")
-    default = "Sigmoid" if num_labels == 1 else "Identity"
-    older = config.text("sbert_ce_default_activation_function", default)
+    older = config.text("sbert_ce_default_activation_function", "Sigmoid")
     return _activation(named.text("activation_fn", older), config.file)
 
 

@@ -88,6 +88,12 @@ class Sequence:
         """Prompt tokens found in the prefix cache at the first start; None = never started"""
         self.pooled = checked.pooled
         """Tokens that make the prompt's vector; None = the sequence generates"""
+        self.is_raw = checked.is_raw
+        """The last stage of the prompt's vector is left out"""
+        self.keeps_tokens = checked.keeps_tokens
+        """Each token of the prompt has a vector, its state"""
+        self.token_states: list[object] = []
+        """States of its tokens so far, where each is a vector"""
         self.second_text = checked.second_texts.get(self.prompt_index)
         """Start of the second text of a pair; None = the prompt is no pair"""
         self.instruction_length = checked.instructions.get(self.prompt_index, 0)

@@ -210,6 +210,17 @@ class Backend:
         context = _context_of(tenant, priority, timeout)
         return await self._answer(lambda link: link.completion.Score(request, **context))
 
+    async def classify(
+        self,
+        request: completion_pb2.ClassifyRequest,
+        tenant: str,
+        priority: int,
+        timeout: float | None,
+    ) -> completion_pb2.ClassifyResponse:
+        """Sort texts into classes."""
+        context = _context_of(tenant, priority, timeout)
+        return await self._answer(lambda link: link.completion.Classify(request, **context))
+
     async def load_adapter(self, request: completion_pb2.LoadAdapterRequest) -> None:
         """Load a LoRA adapter on all engines of the model."""
         context = _context() | {"timeout": _ADAPTER_SECONDS}

@@ -40,7 +40,7 @@ _OWNERS = 8
 """Owners of which a batch runs at a time"""
 _PATIENCE = 600.0
 _MOST_LINES = 50_000
-_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score")
+_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/pooling")
 """Endpoints whose answers may be large"""
 _LOCK_SECONDS = 1.0
 _POLL_SECONDS = 0.5

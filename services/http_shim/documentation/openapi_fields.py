@@ -97,6 +97,15 @@ FIELDS: Mapping[str, Field] = {
         "Numbers of an embedding to keep, from the first on; at most the model's.",
         {"minimum": 1},
     ),
+    "use_activation": (
+        "In /v1/classify, return probabilities (default), or the logits of the labels. In "
+        "/v1/pooling, give vectors length 1 if the model's embeddings have it (default: false).",
+        {},
+    ),
+    "task": (
+        "What has a vector: embed = each text, token_embed = each token, by its last state.",
+        {"default": "embed"},
+    ),
     "prompt_name": (
         "Name of a prompt in the checkpoint's config_sentence_transformers.json, whose text goes "
         "before each text; absent = the checkpoint's default prompt, or none.",

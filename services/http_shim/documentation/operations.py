@@ -48,13 +48,19 @@ from services.http_shim.formats.request_bodies import (
     UnloadAdapterBody,
 )
 from services.http_shim.formats.responses import AnswerHead, PromptLogprobs, Usage
-from services.http_shim.formats.vector_formats import (
-    EmbeddingBody,
-    EmbeddingList,
+from services.http_shim.formats.score_formats import (
+    Classification,
+    ClassifyBody,
     RerankBody,
     Reranking,
     ScoreBody,
     ScoreList,
+)
+from services.http_shim.formats.vector_formats import (
+    EmbeddingBody,
+    EmbeddingList,
+    PoolingBody,
+    PoolingList,
 )
 
 __all__ = ["OPERATIONS", "Operation"]
@@ -348,6 +354,28 @@ OPERATIONS: Sequence[Operation] = (
             required=("text_1", "text_2"),
             answer=ScoreList,
             example={"model": "default", "text_1": "A lock.", "text_2": ["A key.", "A fruit."]},
+        )
+    ),
+    *_with_unversioned(
+        _generate(
+            path="/v1/classify",
+            name="classify",
+            summary="Sort texts into classes; only with a model that has a head for it.",
+            body=ClassifyBody,
+            required=("input",),
+            answer=Classification,
+            example={"model": "default", "input": ["What a day!", "A lock."]},
+        )
+    ),
+    *_with_unversioned(
+        _generate(
+            path="/v1/pooling",
+            name="pooling",
+            summary="Embed texts without making the vectors' length 1, or embed their tokens.",
+            body=PoolingBody,
+            required=("input",),
+            answer=PoolingList,
+            example={"model": "default", "input": ["A lock."], "task": "token_embed"},
         )
     ),
     _post(

@@ -1,4 +1,4 @@
-"""Endpoints of embeddings and scores: /v1/embeddings, /v1/rerank, /v1/score."""
+"""Endpoints of embeddings, rankings, scores, classes and pooled states."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,20 +15,28 @@ from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.endpoints.stream_sender import client_left
 from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.formats.request_bodies import parse
-from services.http_shim.formats.vector_formats import (
-    EmbeddingBody,
+from services.http_shim.formats.score_formats import (
+    ClassifyBody,
     RerankBody,
     ScoreBody,
-    VectorBody,
-    embedding_list,
-    embedding_param_of,
+    classification,
     rerank_param_of,
     reranking,
     score_list,
     score_param_of,
-    to_embed_request,
+    to_classify_request,
     to_rerank_request,
     to_score_request,
+)
+from services.http_shim.formats.vector_formats import (
+    EmbeddingBody,
+    PoolingBody,
+    VectorBody,
+    embedding_list,
+    input_param_of,
+    pooling_list,
+    to_embed_request,
+    to_pooling_request,
 )
 from services.http_shim.http.access import authorized_model, charged, reserve
 from services.http_shim.http.body import BodyReader, json_response
@@ -38,11 +46,21 @@ from services.http_shim.http.scheduling import priority_of
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["EMBEDDINGS", "RERANK", "SCORE", "VectorApi", "VectorEndpoint"]
+__all__ = ["CLASSIFY", "EMBEDDINGS", "POOLING", "RERANK", "SCORE", "VectorApi", "VectorEndpoint"]
 
 Asked = TypeVar("Asked", bound=VectorBody)
-Request = TypeVar("Request", completion_pb2.EmbedRequest, completion_pb2.ScoreRequest)
-Answer = TypeVar("Answer", completion_pb2.EmbedResponse, completion_pb2.ScoreResponse)
+Request = TypeVar(
+    "Request",
+    completion_pb2.EmbedRequest,
+    completion_pb2.ScoreRequest,
+    completion_pb2.ClassifyRequest,
+)
+Answer = TypeVar(
+    "Answer",
+    completion_pb2.EmbedResponse,
+    completion_pb2.ScoreResponse,
+    completion_pb2.ClassifyResponse,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +83,7 @@ EMBEDDINGS = VectorApi(
     "embeddings",
     msgspec.json.Decoder(EmbeddingBody),
     to_embed_request,
-    embedding_param_of,
+    input_param_of,
     Backend.embed,
     lambda body, answer, model, _: embedding_list(body, answer, model),
 )
@@ -84,6 +102,22 @@ SCORE = VectorApi(
     score_param_of,
     Backend.score,
     lambda _, answer, model, request_id: score_list(answer, model, request_id),
+)
+CLASSIFY = VectorApi(
+    "classify",
+    msgspec.json.Decoder(ClassifyBody),
+    to_classify_request,
+    input_param_of,
+    Backend.classify,
+    lambda _, answer, model, request_id: classification(answer, model, request_id),
+)
+POOLING = VectorApi(
+    "pooling",
+    msgspec.json.Decoder(PoolingBody),
+    to_pooling_request,
+    input_param_of,
+    Backend.embed,
+    pooling_list,
 )
 
 

@@ -30,6 +30,8 @@ class ModelCard(Struct):
     """Numbers of an embedding; 0 = the model makes none"""
     scores_pairs: bool | None = None
     """It scores pairs of texts by itself, rather than by their embeddings"""
+    labels: list[str] | None = None
+    """Names of the labels that it sorts texts into"""
     generates: bool | None = None
     model_code: str | None = None
     """Code that computes it: native, or transformers for modules of that library"""
@@ -74,6 +76,7 @@ def catalog_card(
         system_fingerprint=None if model is None else model.system_fingerprint,
         embedding_width=None if model is None else model.embedding_width,
         scores_pairs=None if model is None else model.scores_pairs,
+        labels=None if model is None else list(model.labels),
         generates=None if model is None else not model.only_embeds,
         model_code=None if model is None else model.model_code or None,
         parent=row.adapter_of or (None if model is None else model.parent) or None,

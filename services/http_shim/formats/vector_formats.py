@@ -1,38 +1,42 @@
-"""JSON of /v1/embeddings, /v1/rerank and /v1/score."""
+"""JSON of /v1/embeddings and /v1/pooling."""
 
 import base64
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from itertools import accumulate
+from typing import Annotated, Literal, TypeAlias
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from services.common.contract import MAX_EMBEDDED_TEXTS
 from services.http_shim.formats.completion_requests import prompts_of
 from services.http_shim.formats.request_bodies import KeptTokens, Priority, Seconds, Uint32
-from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
+    "MANY_TEXTS",
     "EmbeddingBody",
     "EmbeddingList",
-    "RerankBody",
-    "Reranking",
-    "ScoreBody",
-    "ScoreList",
+    "Inputs",
+    "PoolingBody",
+    "PoolingList",
+    "VectorBody",
+    "VectorUsage",
     "embedding_list",
-    "embedding_param_of",
-    "rerank_param_of",
-    "reranking",
-    "score_list",
-    "score_param_of",
+    "input_param_of",
+    "pooling_list",
+    "rows_of",
     "to_embed_request",
-    "to_rerank_request",
-    "to_score_request",
+    "to_pooling_request",
+    "usage_of",
 ]
 
-_TEXTS = Meta(max_length=2**20)  # the services have lower limits
+MANY_TEXTS = Meta(max_length=2**20)  # the services have lower limits
+
+Inputs: TypeAlias = (
+    str | Annotated[list[str | Uint32 | Annotated[list[Uint32], MANY_TEXTS]], MANY_TEXTS]
+)
 
 
 class VectorBody(Struct):
@@ -48,34 +52,17 @@ class VectorBody(Struct):
 class EmbeddingBody(VectorBody):
     """The body of POST /v1/embeddings."""
 
-    input: str | Annotated[list[str | Uint32 | Annotated[list[Uint32], _TEXTS]], _TEXTS] | None = (
-        None
-    )
+    input: Inputs | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Uint32 | None = None
     prompt_name: str | None = None
 
 
-class TextDocument(Struct):
-    """One of `documents`."""
+class PoolingBody(EmbeddingBody):
+    """The body of POST /v1/pooling."""
 
-    text: str
-
-
-class RerankBody(VectorBody):
-    """The body of POST /v1/rerank."""
-
-    query: str | None = None
-    documents: Annotated[list[str | TextDocument], _TEXTS] | None = None
-    top_n: Uint32 | None = None
-    return_documents: bool | None = None
-
-
-class ScoreBody(VectorBody):
-    """The body of POST /v1/score."""
-
-    text_1: str | Annotated[list[str], _TEXTS] | None = None
-    text_2: str | Annotated[list[str], _TEXTS] | None = None
+    task: Literal["embed", "token_embed"] | None = None
+    use_activation: bool | None = None
 
 
 class VectorUsage(Struct):
@@ -102,39 +89,22 @@ class EmbeddingList(Struct):
     usage: VectorUsage
 
 
-class Ranked(Struct):
-    """A document and its score; higher = fits the query better."""
+class PooledText(Struct):
+    """A vector, or those of a text's tokens; or the base64 of their float32 values."""
 
-    index: int
-    relevance_score: float
-    document: TextDocument | UnsetType = UNSET
-
-
-class Reranking(Struct):
-    """The answer of /v1/rerank: documents, best first."""
-
-    id: str
-    model: str
-    results: list[Ranked]
-    usage: VectorUsage
-
-
-class PairScore(Struct):
-    """The score of a pair."""
-
-    index: int
     object: str
-    score: float
+    index: int
+    data: list[float | list[float]] | str
 
 
-class ScoreList(Struct):
-    """The answer of /v1/score."""
+class PoolingList(Struct):
+    """The answer of /v1/pooling."""
 
     id: str
     object: str
     created: int
     model: str
-    data: list[PairScore]
+    data: list[PooledText]
     usage: VectorUsage
 
 
@@ -149,8 +119,8 @@ def to_embed_request(body: EmbeddingBody) -> completion_pb2.EmbedRequest:
     )
 
 
-def embedding_param_of(path: str) -> str:
-    """Return the client's name of a field of EmbedRequest."""
+def input_param_of(path: str) -> str:
+    """Return the client's name of a field of EmbedRequest or ClassifyRequest."""
     return "input" if path.startswith("inputs") else path
 
 
@@ -158,8 +128,7 @@ def embedding_list(
     body: EmbeddingBody, answer: completion_pb2.EmbedResponse, model: str
 ) -> EmbeddingList:
     """Return the answer under the model's name."""
-    size = 4 * answer.width
-    parts = [answer.vectors[at : at + size] for at in range(0, len(answer.vectors), size)]
+    parts = rows_of(answer.vectors, answer.width)
     is_base64 = body.encoding_format == "base64"
     return EmbeddingList(
         "list",
@@ -168,97 +137,55 @@ def embedding_list(
             for index, part in enumerate(parts)
         ],
         model,
-        _usage(answer.usage.prompt_tokens),
+        usage_of(answer.usage.prompt_tokens),
     )
 
 
-def to_rerank_request(body: RerankBody) -> completion_pb2.ScoreRequest:
+def to_pooling_request(body: PoolingBody) -> completion_pb2.EmbedRequest:
     """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
-    if body.query is None:
-        raise invalid("query", "query is required: a string.")
-    if not body.documents:
-        raise invalid("documents", "documents is required: a list of strings.")
-    if body.top_n == 0:
-        raise invalid("top_n", "top_n must be at least 1.")
-    _check_count("documents", body.documents)
-    return completion_pb2.ScoreRequest(
-        first=[body.query],
-        second=map(_text, body.documents),
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        user=body.user or "",
-    )
+    request = to_embed_request(body)
+    request.raw = not body.use_activation
+    request.tokens = body.task == "token_embed"
+    return request
 
 
-def rerank_param_of(path: str) -> str:
-    """Return the client's name of a field of ScoreRequest."""
-    return path.replace("first", "query").replace("second", "documents")
-
-
-def reranking(
-    body: RerankBody, answer: completion_pb2.ScoreResponse, model: str, request_id: str
-) -> Reranking:
-    """Return the documents, best first."""
-    documents = body.documents or []
-    order = sorted(range(len(documents)), key=lambda index: -answer.scores[index])
-    shows = body.return_documents is not False
-    results = [
-        Ranked(
-            index,
-            answer.scores[index],
-            TextDocument(_text(documents[index])) if shows else UNSET,
-        )
-        for index in order[: body.top_n]
-    ]
-    return Reranking(f"rerank-{request_id}", model, results, _usage(answer.usage.prompt_tokens))
-
-
-def to_score_request(body: ScoreBody) -> completion_pb2.ScoreRequest:
-    """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
-    first, second = (
-        [text] if isinstance(text, str) else text for text in (body.text_1, body.text_2)
-    )
-    for name, texts in (("text_1", first), ("text_2", second)):
-        if not texts:
-            raise invalid(name, f"{name} is required: a string, or a list of strings.")
-        _check_count(name, texts)
-    return completion_pb2.ScoreRequest(
-        first=first,
-        second=second,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-        user=body.user or "",
-    )
-
-
-def score_param_of(path: str) -> str:
-    """Return the client's name of a field of ScoreRequest."""
-    return path.replace("first", "text_1").replace("second", "text_2")
-
-
-def score_list(answer: completion_pb2.ScoreResponse, model: str, request_id: str) -> ScoreList:
-    """Return the scores in the order of the pairs."""
-    return ScoreList(
-        f"score-{request_id}",
+def pooling_list(
+    body: PoolingBody, answer: completion_pb2.EmbedResponse, model: str, request_id: str
+) -> PoolingList:
+    """Return the vectors in the order of the texts."""
+    rows = rows_of(answer.vectors, answer.width)
+    counts = answer.counts or [1] * len(rows)
+    ends = list(accumulate(counts))
+    texts = [rows[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return PoolingList(
+        f"pool-{request_id}",
         "list",
         int(time.time()),
         model,
-        [PairScore(index, "score", score) for index, score in enumerate(answer.scores)],
-        _usage(answer.usage.prompt_tokens),
+        [PooledText("pooling", index, _numbers(body, text)) for index, text in enumerate(texts)],
+        usage_of(answer.usage.prompt_tokens),
     )
 
 
-def _check_count(name: str, texts: Sequence[object]) -> None:
-    if len(texts) > MAX_EMBEDDED_TEXTS:
-        message = f"{name} has {len(texts):,} elements; the limit is {MAX_EMBEDDED_TEXTS:,}."
-        raise invalid(name, message)
+def _numbers(body: PoolingBody, vectors: Sequence[bytes]) -> list[float | list[float]] | str:
+    """Return the vectors of one text in the form that the body asks for."""
+    if body.encoding_format == "base64":
+        return _base64(b"".join(vectors))
+    if body.task == "token_embed":
+        return [array("f", vector).tolist() for vector in vectors]
+    return [*array("f", vectors[0])]
 
 
-def _text(document: str | TextDocument) -> str:
-    return document if isinstance(document, str) else document.text
+def rows_of(vectors: bytes, width: int) -> list[bytes]:
+    """Divide vectors of `width` float32 numbers."""
+    size = 4 * width
+    return [vectors[at : at + size] for at in range(0, len(vectors), size)]
 
 
 def _base64(vector: bytes) -> str:
     return base64.b64encode(vector).decode()
 
 
-def _usage(tokens: int) -> VectorUsage:
+def usage_of(tokens: int) -> VectorUsage:
+    """Return the usage of a request of so many tokens."""
     return VectorUsage(tokens, tokens)

@@ -16,12 +16,14 @@ TextRequest: TypeAlias = (
     | completion_pb2.ChatRequest
     | completion_pb2.EmbedRequest
     | completion_pb2.ScoreRequest
+    | completion_pb2.ClassifyRequest
 )
 _NAMES: Mapping[type[TextRequest], tuple[str, str]] = {
     completion_pb2.CompleteRequest: ("Complete", "text_completion"),
     completion_pb2.ChatRequest: ("Chat", "chat"),
     completion_pb2.EmbedRequest: ("Embed", "embeddings"),
     completion_pb2.ScoreRequest: ("Score", "score"),
+    completion_pb2.ClassifyRequest: ("Classify", "classify"),
 }
 """Method, and operation in OpenTelemetry's terms, by type of the request"""
 _SERVICE = completion_pb2.DESCRIPTOR.services_by_name["CompletionService"].full_name

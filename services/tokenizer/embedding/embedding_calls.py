@@ -1,10 +1,10 @@
-"""Calls of Embed and Score: texts to the engines, vectors and scores back."""
+"""Calls of Embed, Score and Classify: texts to the engines, vectors and scores back."""
 
 import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -13,10 +13,12 @@ import grpc
 from services.common.contract import MAX_EMBEDDED_TEXTS
 from services.common.errors import draining_error
 from services.common.logging import failure
+from services.common.token_states import check_token_states
 from services.tokenizer import metrics
 from services.tokenizer.completion.engine_request import CallContext
 from services.tokenizer.completion.validation import check_model
-from services.tokenizer.embedding.sentence_prompts import SentencePrompts
+from services.tokenizer.embedding.label_names import LabelNames
+from services.tokenizer.embedding.sentence_prompts import SentencePrompt, SentencePrompts
 from services.tokenizer.embedding.text_encoding import TextEncoder
 from services.tokenizer.embedding.vector_request import VectorRequest, Vectors
 from services.tokenizer.engines.engine_pool import EnginePool
@@ -24,6 +26,7 @@ from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.engine.v1 import engine_pb2
 
 __all__ = ["EmbeddingCalls"]
 
@@ -31,15 +34,23 @@ _LOG = logging.getLogger("embedding")
 _INLINE_CHARACTERS = 4_096  # longer texts are encoded in a thread: the event loop must stay free
 
 Answer = TypeVar("Answer")
-Request = completion_pb2.EmbedRequest | completion_pb2.ScoreRequest
+TextsRequest = completion_pb2.EmbedRequest | completion_pb2.ClassifyRequest
+Request = TextsRequest | completion_pb2.ScoreRequest
 
 
 class EmbeddingCalls:
-    """All calls of Embed and Score of the process."""
+    """All calls of Embed, Score and Classify of the process."""
 
-    def __init__(self, vocabulary: Vocabulary, prompts: SentencePrompts, pool: EnginePool) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prompts: SentencePrompts,
+        labels: LabelNames,
+        pool: EnginePool,
+    ) -> None:
         self._vocabulary = vocabulary
         self._prompts = prompts
+        self._labels = labels
         self._pool = pool
         self._running = 0
         self._idle = asyncio.Event()
@@ -63,25 +74,62 @@ class EmbeddingCalls:
         """Score pairs of texts. Raises ServiceError."""
         return await self._answered(context, partial(self._score, request))
 
+    async def classify(
+        self, request: completion_pb2.ClassifyRequest, context: CallContext
+    ) -> completion_pb2.ClassifyResponse:
+        """Sort texts into classes. Raises ServiceError."""
+        return await self._answered(context, partial(self._classify, request))
+
+    def labels_of(self, limits: ModelLimits) -> Sequence[str]:
+        """Return the names of the labels that a model sorts texts into; none: it has no head."""
+        return self._labels.first(limits.vector_width if limits.vectors_are_scores else 0)
+
     async def _embed(
         self, request: completion_pb2.EmbedRequest, engines: VectorRequest
     ) -> completion_pb2.EmbedResponse:
         limits = await self._limits(request, engines.context)
         _check_embed(request, limits)
         prompt = self._prompts.named(_prompt_name(request))
-        encoder = TextEncoder(self._vocabulary, limits, _truncation(request), prompt)
-        added = 0 if prompt is None else len(prompt.text)
-        size = sum(len(each.text) + added for each in request.inputs)
-        prompts = await _run(lambda: encoder.encode(request.inputs), size)
-        vectors = await engines.vectors(prompts, limits)
+        prompts = await self._prompts_of(request, limits, prompt)
+        if request.tokens:
+            tokens = sum(len(each.ids) for each in prompts)
+            check_token_states(tokens, limits.token_width, "inputs")
+        vectors = await engines.vectors(
+            prompts, limits, is_raw=request.raw, keeps_tokens=request.tokens
+        )
         if request.HasField("dimensions"):
-            vectors = _shortened(vectors, request.dimensions, limits)
+            normalizes = limits.vectors_are_normalized and not request.raw
+            vectors = _shortened(vectors, request.dimensions, normalizes=normalizes)
         return completion_pb2.EmbedResponse(
             width=vectors.width,
             vectors=vectors.data,
             model=limits.model,
             usage=engines.usage,
+            counts=[len(each.ids) for each in prompts] if request.tokens else (),
         )
+
+    async def _classify(
+        self, request: completion_pb2.ClassifyRequest, engines: VectorRequest
+    ) -> completion_pb2.ClassifyResponse:
+        limits = await self._limits(request, engines.context)
+        _check_classify(request, limits)
+        prompts = await self._prompts_of(request, limits)
+        vectors = await engines.vectors(prompts, limits, is_raw=request.raw)
+        return completion_pb2.ClassifyResponse(
+            labels=self.labels_of(limits),
+            probabilities=vectors.data,
+            model=limits.model,
+            usage=engines.usage,
+        )
+
+    async def _prompts_of(
+        self, request: TextsRequest, limits: ModelLimits, prompt: SentencePrompt | None = None
+    ) -> Sequence[engine_pb2.EmbeddedPrompt]:
+        """Encode a request's inputs, each text behind `prompt`."""
+        encoder = TextEncoder(self._vocabulary, limits, _truncation(request), prompt)
+        added = 0 if prompt is None else len(prompt.text)
+        size = sum(len(each.text) + added for each in request.inputs)
+        return await _run(lambda: encoder.encode(request.inputs), size)
 
     async def _score(
         self, request: completion_pb2.ScoreRequest, engines: VectorRequest
@@ -161,6 +209,8 @@ def _check_embed(request: completion_pb2.EmbedRequest, limits: ModelLimits) -> N
             f"The model {limits.model} makes no embeddings: {why}.",
             field="model",
         )
+    if request.HasField("dimensions") and request.tokens:
+        raise invalid("dimensions", "States of tokens can't be shortened.")
     if request.HasField("dimensions") and not 1 <= request.dimensions <= limits.vector_width:
         message = f"dimensions must be between 1 and {limits.vector_width}."
         raise invalid("dimensions", message)
@@ -179,6 +229,19 @@ def _check_score(request: completion_pb2.ScoreRequest, limits: ModelLimits) -> N
             grpc.StatusCode.FAILED_PRECONDITION,
             "NO_SCORES",
             f"The model {limits.model} scores no pairs of texts: it {kind}.",
+            field="model",
+        )
+
+
+def _check_classify(request: completion_pb2.ClassifyRequest, limits: ModelLimits) -> None:
+    _check_count("inputs", len(request.inputs))
+    _check_truncation(request, limits)
+    if not limits.vectors_are_scores:
+        kind = "makes embeddings" if limits.vector_width else "only generates"
+        raise ServiceError(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "NO_CLASSES",
+            f"The model {limits.model} sorts no texts into classes: it {kind}.",
             field="model",
         )
 
@@ -204,11 +267,10 @@ def _prompt_name(request: completion_pb2.EmbedRequest) -> str | None:
     return request.prompt_name if request.HasField("prompt_name") else None
 
 
-def _shortened(vectors: Vectors, dimensions: int, limits: ModelLimits) -> Vectors:
-    """Return the first numbers of each vector, of length 1 if the model's vectors have it."""
+def _shortened(vectors: Vectors, dimensions: int, *, normalizes: bool) -> Vectors:
+    """Return the first numbers of each vector, of length 1 if `normalizes`."""
     from services.tokenizer.embedding.vector_math import shortened
 
-    normalizes = limits.vectors_are_normalized
     data = shortened(vectors.data, vectors.width, dimensions, normalizes=normalizes)
     return Vectors(dimensions, data)
 

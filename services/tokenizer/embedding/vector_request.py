@@ -42,10 +42,19 @@ class VectorRequest:
         """Of all parts that engines have computed"""
 
     async def vectors(
-        self, prompts: Sequence[engine_pb2.EmbeddedPrompt], limits: ModelLimits
+        self,
+        prompts: Sequence[engine_pb2.EmbeddedPrompt],
+        limits: ModelLimits,
+        *,
+        is_raw: bool = False,
+        keeps_tokens: bool = False,
     ) -> Vectors:
-        """Return the vectors of prompts, which go to the engines in parts. Raises ServiceError."""
+        """Return the vectors of prompts, which go to the engines in parts. Raises ServiceError.
+
+        is_raw: without the last stage of the model. keeps_tokens: the states of all tokens instead.
+        """
         self._limits, most = limits, limits.max_sequences
+        self._is_raw, self._keeps_tokens = is_raw, keeps_tokens
         firsts = range(0, len(prompts), most)
         try:
             async with asyncio.TaskGroup() as group:
@@ -68,7 +77,9 @@ class VectorRequest:
     async def _ask(self, prompts: Sequence[engine_pb2.EmbeddedPrompt]) -> engine_pb2.EmbedResponse:
         """Ask the engine that costs least; ask others if it was lost, stops or is full."""
         model = self._limits.model if self._limits.adapter else ""
-        request = engine_pb2.EmbedRequest(model=model, prompts=prompts)
+        request = engine_pb2.EmbedRequest(
+            model=model, prompts=prompts, raw=self._is_raw, tokens=self._keeps_tokens
+        )
         avoided: set[EngineLink] = set()
         for tries in range(1, _MOST_TRIES + 1):
             need = self._need(request)

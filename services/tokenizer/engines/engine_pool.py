@@ -417,6 +417,7 @@ class EnginePool:
             appends_suffix=self._settings.appends_suffix,
             vector_width=model.vector_width,
             model_code=model.model_code,
+            token_width=model.token_width,
             vectors_are_scores=model.vectors_are_scores,
             vectors_are_normalized=model.vectors_are_normalized,
             takes_pairs=model.takes_pairs,

@@ -19,6 +19,8 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     DistilBertConfig,
+    Gemma2Config,
+    LlamaConfig,
     MistralConfig,
     ModernBertConfig,
     MPNetConfig,
@@ -62,6 +64,11 @@ DECODERS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**WIDE),
     "qwen2": Qwen2Config(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=11),
+}
+CLASSIFIERS: dict[str, PreTrainedConfig] = {
+    **DECODERS,
+    "llama": LlamaConfig(**SHAPE),
+    "gemma2": Gemma2Config(**WIDE, sliding_window=11),
 }
 LENGTHS = (1, 2, 5, 33, 64, 100)
 FAR = 175
@@ -113,6 +120,30 @@ def test_encoder_equals_transformers(family: str, tmp_path: Path) -> None:
     model = save_model(tmp_path, ENCODERS[family])
     with Engine(tmp_path, settings()) as engine:
         vectors = engine.embed(texts())
+    expected = torch.stack([hidden_states(model, ids).mean(dim=0) for ids in texts()])
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
+def test_token_states_equal_transformers(family: str, tmp_path: Path) -> None:
+    """Also of prompts that take several steps, or that the prefix cache has."""
+    model = save_model(tmp_path, {**ENCODERS, **DECODERS}[family])
+    steps = {} if family in ENCODERS else {"pooling": "last", "max_step_tokens": 16}
+    with Engine(tmp_path, settings(**steps)) as engine:
+        vectors = engine.embed(texts())
+        found = [engine.token_states(texts()) for _ in range(2)]
+        torch.testing.assert_close(engine.embed(texts()), vectors, atol=1e-6, rtol=1e-5)
+    for states in found:
+        for ids, state in zip(texts(), states, strict=True):
+            expected = hidden_states(model, ids)
+            torch.testing.assert_close(state, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_raw_vectors_keep_their_length(family: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path, {**ENCODERS, **DECODERS}[family])
+    with Engine(tmp_path, settings(pooling="mean")) as engine:
+        vectors = engine.embed(texts(), is_raw=True)
     expected = torch.stack([hidden_states(model, ids).mean(dim=0) for ids in texts()])
     torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
 
@@ -215,7 +246,19 @@ def test_scores_equal_those_of_transformers(family: str, labels: int, tmp_path: 
         assert engine.model.has_scores
     with torch.no_grad():
         logits = torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in texts()])
-    expected = logits.sigmoid() if labels == 1 else logits
+    expected = logits.sigmoid() if labels == 1 else logits.softmax(dim=1)
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["multi_label_classification", "regression"])
+def test_problem_type_decides_what_several_labels_mean(kind: str, tmp_path: Path) -> None:
+    config = BertConfig(**ENCODER | {"num_labels": 3, "problem_type": kind})
+    model = save_model(tmp_path, config, AutoModelForSequenceClassification)
+    with Engine(tmp_path, settings()) as engine:
+        scores = engine.embed(texts())
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in texts()])
+    expected = logits if kind == "regression" else logits.sigmoid()
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -233,14 +276,21 @@ def test_second_text_of_a_pair_has_its_own_type(tmp_path: Path) -> None:
     torch.testing.assert_close(scores, torch.cat(expected).sigmoid(), atol=1e-5, rtol=1e-5)
 
 
-def test_decoder_with_a_head_scores(tmp_path: Path) -> None:
-    config = Qwen3Config(**WIDE | {"pad_token_id": 0, "num_labels": 1})
+@pytest.mark.parametrize("family", CLASSIFIERS)
+@pytest.mark.parametrize("labels", [1, 3])
+def test_decoder_with_a_head_scores(family: str, labels: int, tmp_path: Path) -> None:
+    """Rewards are the logits of a single label."""
+    values = CLASSIFIERS[family].to_dict() | {"pad_token_id": 0, "num_labels": labels}
+    config = type(CLASSIFIERS[family])(**values)
     model = save_model(tmp_path, config, AutoModelForSequenceClassification)
     with Engine(tmp_path, settings(max_step_tokens=16)) as engine:
         scores = engine.embed(texts())
+        rewards = engine.embed(texts(), is_raw=True)
     with torch.no_grad():
         logits = torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in texts()])
-    torch.testing.assert_close(scores, logits.sigmoid(), atol=1e-5, rtol=1e-5)
+    expected = logits.sigmoid() if labels == 1 else logits.softmax(dim=1)
+    torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rewards, logits, atol=1e-5, rtol=1e-5)
 
 
 def _change(file: str, **values: Any) -> Callable[[Path], None]:

@@ -17,7 +17,12 @@ from services.http_shim.batches.batch_runner import BatchRunner
 from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
 from services.http_shim.endpoints import batches
-from services.http_shim.formats import request_bodies, tool_fields, vector_formats
+from services.http_shim.formats import (
+    request_bodies,
+    score_formats,
+    tool_fields,
+    vector_formats,
+)
 from services.http_shim.formats.anthropic import message_requests
 from services.http_shim.formats.openai_responses import response_requests
 from services.http_shim.http.gate import Gate
@@ -67,7 +72,14 @@ def bodies() -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("name", "example"), bodies())
 def test_parser_accepts_the_examples(name: str, example: dict[str, object]) -> None:
-    modules = (request_bodies, message_requests, response_requests, vector_formats, batches)
+    modules = (
+        request_bodies,
+        message_requests,
+        response_requests,
+        score_formats,
+        vector_formats,
+        batches,
+    )
     body = next(getattr(module, name) for module in modules if hasattr(module, name))
     decoder = msgspec.json.Decoder(body)
     _, ignored = request_bodies.parse(decoder, json.dumps(example).encode())

@@ -1,0 +1,26 @@
+"""Names of the labels that a checkpoint sorts texts into."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from services.common.settings import StartupError
+from services.tokenizer.text.checkpoint_files import read_json
+
+__all__ = ["LabelNames"]
+
+_FILE = "config.json"
+
+
+class LabelNames:
+    """The names in a checkpoint's config.json."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read `id2label`; a checkpoint without it names no label. Raises StartupError."""
+        listed = read_json(directory / _FILE).get("id2label") or {}
+        if not isinstance(listed, dict) or not all(isinstance(e, str) for e in listed.values()):
+            raise StartupError(f"{directory / _FILE}: id2label must be names by index.")
+        self._names: Mapping[str, str] = listed
+
+    def first(self, count: int) -> Sequence[str]:
+        """Return the names of `count` labels: LABEL_0, LABEL_1, ... where the file has none."""
+        return [self._names.get(str(index), f"LABEL_{index}") for index in range(count)]
