@@ -332,6 +332,12 @@ def _change(file: str, **values: Any) -> Callable[[Path], None]:
             lambda path: (path / "modules.json").write_text('[{"type": "a.Quant", "path": ""}]'),
             "Quant",
         ),
+        (
+            lambda path: (path / "modules.json").write_text(
+                '[{"type": "a.Normalize", "path": "2"}]'
+            ),
+            "names no Pooling",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
