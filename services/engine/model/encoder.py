@@ -1,7 +1,6 @@
-"""The encoder's forward pass: embeddings, layers, hidden states of all tokens."""
+"""What an encoder's forward pass does otherwise than a decoder's."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,8 +9,9 @@ from torch.nn.functional import layer_norm
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
-from services.engine.model.decoder import Activations, Decoder, DecoderWeights
+from services.engine.model.decoder import Activations, DecoderWeights
 from services.engine.model.operators.interface import LayerNorm, Operators
+from services.engine.model.whole_text_decoder import WholeTextDecoder
 
 __all__ = ["Encoder", "EncoderWeights"]
 
@@ -32,13 +32,8 @@ class EncoderWeights(DecoderWeights):
     of the key less that of the query, from 1 - context_length on; None: there is none"""
 
 
-class Encoder(Decoder):
-    """An encoder, which computes whole texts. It keeps no keys and values beyond a step.
-
-    Not thread-safe: passes share buffers.
-    """
-
-    computes_whole_prompts = True
+class Encoder(WholeTextDecoder):
+    """An encoder: its norms and embeddings differ from a decoder's."""
 
     def __init__(
         self,
@@ -52,49 +47,15 @@ class Encoder(Decoder):
         assert spec.family.encoder is not None
         self._norms_first = spec.family.encoder.norms_first
         self._encoder_weights = weights
-        self._recording = None
-        self.runs_in_pieces = False
-
-    @property
-    def is_capturable(self) -> bool:
-        return False
-
-    def allocate_cache(
-        self,
-        num_blocks: int | Sequence[int],
-        block_size: int | None = None,
-        num_states: int = 0,
-    ) -> KVCache:
-        """Allocate a cache of one layer, which all layers use in turn."""
-        size = block_size or self.block_size
-        [blocks] = [num_blocks] if isinstance(num_blocks, int) else num_blocks
-        whole = self._attention.allocate(blocks, size, {0: self.spec.attention(0)})
-        layers = range(self.spec.num_layers)
-        keys, values = (dict.fromkeys(layers, each[0]) for each in (whole.keys, whole.values))
-        return KVCache(keys, values, size)
+        self._epsilon = spec.norm_epsilon
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
-        buffers = self._buffers(len(batch.token_ids))
-        self._begin(batch, buffers)
-        ends = _text_ends(batch)
-        everywhere = replace(batch, visible_ends=ends)
-        nearby: dict[int, StepBatch] = {0: everywhere}
-        for index, layer in self.spec.attention_layers.items():
-            window = layer.window
-            if window not in nearby:
-                last = (batch.positions + window).to(torch.int32)
-                nearby[window] = replace(batch, visible_ends=torch.minimum(ends, last))
-            self._project(index, buffers)
-            mixer, scratch = self._mixing(index, buffers)
-            mixer.mix(nearby[window], cache, scratch)
-            self._after_mixing(index, buffers)
-        if self._encoder_weights.last_norm is not None:
-            self._norm_rows(buffers.hidden, self._encoder_weights.last_norm, buffers.hidden)
-        if batch.output_rows is not None:
-            self._operators.keep(buffers.hidden, batch.output_rows.indices)
-            return buffers.hidden[: len(batch.output_rows.indices)]
-        return buffers.hidden
+        hidden = super().compute(batch, cache)
+        if (norm := self._encoder_weights.last_norm) is not None:
+            rows = layer_norm(hidden, hidden.shape[1:], norm.weight, norm.bias, self._epsilon)
+            hidden.copy_(rows)
+        return hidden
 
     @torch.inference_mode()
     def states(self, hidden: Tensor) -> Tensor:
@@ -142,14 +103,3 @@ class Encoder(Decoder):
         self._operators.layer_norm(
             buffers.hidden, norm, self.spec.norm_epsilon, buffers.normed, replaces=True
         )
-
-    def _norm_rows(self, rows: Tensor, norm: LayerNorm, out: Tensor) -> None:
-        out.copy_(layer_norm(rows, rows.shape[1:], norm.weight, norm.bias, self.spec.norm_epsilon))
-
-
-def _text_ends(batch: StepBatch) -> Tensor:
-    """Return for each token the number of tokens in its text: int32 [tokens]."""
-    lengths = torch.diff(batch.query_starts).long()
-    return torch.repeat_interleave(
-        batch.context_lengths, lengths, output_size=len(batch.token_ids)
-    ).to(torch.int32)

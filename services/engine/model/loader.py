@@ -15,6 +15,7 @@ from services.engine.model.adapters.adapters import Adapters
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.progress import LoadProgress
@@ -40,6 +41,7 @@ from services.engine.model.operators.torch_operators import TorchOperators
 from services.engine.model.parts.shard import Shard
 from services.engine.model.parts.tensor_reader import TensorReader
 from services.engine.model.weight_reader import WeightReader
+from services.engine.model.whole_text_decoder import WholeTextDecoder, has_one_attention
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 
 __all__ = [
@@ -134,8 +136,15 @@ def load_model(
     """
     directory = Path(path)
     whole = load_spec(directory)
-    if whole.is_encoder:
-        return _load_encoder(directory, whole, dtype, progress, device, weights, ranks)
+    if whole.is_encoder and not ranks.rank.is_alone:
+        raise StartupError("An encoder can't be shared by several ranks. Start without them.")
+    if whole.is_encoder and not has_one_attention(whole):
+        raise CheckpointError(
+            f"{directory}: {whole.architecture} without a causal mask is not supported: not all of "
+            "its layers are attention of one shape."
+        )
+    if whole.family.encoder is not None:
+        return _load_encoder(directory, whole, dtype, progress, device, weights)
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
     operators = choose_operators(spec, dtype, device, weights)
@@ -168,7 +177,7 @@ def load_model(
         total = checkpoint.require(manifest.tensors(), (*names.ignored, *head, *drafts))
         bar = LoadProgress(total, shown=progress)
         adapters: Adapters | None = None
-        if checkpoint.has_peft_names:
+        if checkpoint.has_peft_names and not spec.is_encoder:
             adapters = Adapters(operators, dtype, device, names.roots)
         try:
             reader = TensorReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
@@ -178,6 +187,8 @@ def load_model(
     give_back_freed()
     tiled = isinstance(operators, TiledOperators)
     attention = choose_backend(spec, dtype, device, tiled=tiled, with_xformers=with_xformers)
+    if spec.is_encoder:
+        return WholeTextDecoder(spec, dtype, loaded, operators, attention)
     decoder = (
         LeadingDecoder(ranks, spec, dtype, loaded, operators, attention)
         if ranks.leads_others
@@ -209,11 +220,8 @@ def _load_encoder(
     progress: bool,
     device: torch.device,
     weights: str,
-    ranks: RankGroup,
 ) -> Encoder:
     """Do `load_model` for an encoder."""
-    if not ranks.rank.is_alone:
-        raise StartupError("An encoder can't be shared by several ranks. Start without them.")
     if spec.fp8 is not None or spec.scheme is not None:
         raise StartupError(f"{directory}: quantized encoders are not supported.")
     operators = choose_operators(spec, dtype, device, weights)

@@ -97,8 +97,10 @@ def _attention_layers(
             f"{_CHUNK_STEP}, got {config.positive('sliding_window')}."
         )
     window = config.positive("sliding_window") if any(local) else 0
-    if family.encoder is not None:
+    if family.encoder is not None or family.halves_windows:
         window = window // 2 + 1
+    elif family.is_bidirectional:
+        window += 1 if window else 0
     has_bias = family.reads_attention_bias and config.flag("attention_bias", False)
     has_qk_norm = family.qk_norm_key is None or config.flag(family.qk_norm_key, False)
     has_gate = family.has_output_gate or family.names.output_gate is not None

@@ -79,7 +79,7 @@ class ModelSpec:
     @property
     def is_encoder(self) -> bool:
         """True if every token sees all tokens of its text."""
-        return self.family.encoder is not None
+        return self.family.sees_whole_texts
 
     @property
     def has_attention_bias(self) -> bool:

@@ -41,7 +41,8 @@ def choose_backend(
         return TextAttention(spec, dtype, device, bias)
     if device.type == "cuda":
         return _on_cuda(spec, dtype, device, with_xformers)
-    if spec.is_encoder and not (tiled and runs_in_tiles(spec, dtype, device)):
+    is_plain = all(layer.is_plain for layer in spec.attention_layers.values())
+    if spec.is_encoder and is_plain and not (tiled and runs_in_tiles(spec, dtype, device)):
         return TextAttention(spec, dtype, device)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchAttention(spec, dtype, device)

@@ -58,7 +58,12 @@ class TextAttention(AttentionBackend):
             )
             mask = self._mask(length, spec.window)
             attended = scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=spec.scale
+                queries,
+                keys,
+                values,
+                attn_mask=mask,
+                scale=spec.scale,
+                enable_gqa=spec.num_heads != spec.num_kv_heads,
             )
             out[own] = attended[0].transpose(0, 1)
             start += length

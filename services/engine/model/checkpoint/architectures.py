@@ -13,7 +13,7 @@ def family_of(config: Config) -> Family:
     """Return the family. Raises CheckpointError for an architecture that is not served."""
     architectures = config.texts("architectures")
     for name in architectures:
-        if name in FAMILIES:
+        if name in FAMILIES and config.flag("is_causal", True):
             return FAMILIES[name]
         if name in VISION_LANGUAGE:
             return VISION_LANGUAGE[name].family(config)

@@ -248,8 +248,18 @@ def pooling_family(name: str, config: Config) -> Family | None:
         assert encoder.encoder is not None
         head = encoder.encoder.head if classifies else ()
         return None if classifies and not head else replace(encoder, architecture=name, head=head)
+    stem = stem.removesuffix("ForCausalLM").removesuffix("Text")
     decoder = FAMILIES.get(f"{stem}ForCausalLM")
     if decoder is None or stem == name:
         return None
     head = (HeadStage("score", narrows=True),) if classifies else ()
-    return replace(decoder, architecture=name, has_logits=False, head=head)
+    key = decoder.bidirectional_key
+    halves = key is not None and config.flag(key, False)
+    return replace(
+        decoder,
+        architecture=name,
+        has_logits=False,
+        head=head,
+        is_bidirectional=halves or not config.flag("is_causal", True),
+        halves_windows=halves,
+    )

@@ -446,8 +446,19 @@ class Family:
     clamped_swiglu: bool = False
     """The activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
     encoder: EncoderTraits | None = None
-    """None: it is a decoder"""
+    """None: its layers are a decoder's"""
+    bidirectional_key: str | None = None
+    """Key in config.json by which a checkpoint is bidirectional, with halved windows"""
+    is_bidirectional: bool = False
+    """Tokens of a decoder see all tokens of their text"""
+    halves_windows: bool = False
+    """A bidirectional decoder's window is divided between both sides of a token"""
     has_logits: bool = True
     """The checkpoint can generate: it holds an output projection"""
     head: tuple[HeadStage, ...] = ()
     """Stages that turn a pooled text into scores; empty: the checkpoint has none"""
+
+    @property
+    def sees_whole_texts(self) -> bool:
+        """True if every token sees all tokens of its text."""
+        return self.encoder is not None or self.is_bidirectional

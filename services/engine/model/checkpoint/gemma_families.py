@@ -63,6 +63,7 @@ GEMMA_FAMILIES: tuple[Family, ...] = (
         qk_norm=QkNorm.HEAD,
         norm_offset=True,
         windows=WindowRule.PATTERN,
+        bidirectional_key="use_bidirectional_attention",
         local_rotary=True,
         scaled_embedding=True,
         reads_soft_caps=True,

@@ -61,7 +61,8 @@ class SentenceModules:
         file = directory / _MODULES
         if not file.exists():
             return None
-        pooling, dense, normalizes, skips = Pooling.MEAN, [], False, False
+        pooling: Pooling | None = None
+        dense, normalizes, skips = [], False, False
         for kind, path in _modules(file):
             match kind:
                 case "Transformer":
@@ -79,6 +80,11 @@ class SentenceModules:
                         f"{file}: the module {kind} is not supported. Supported: Transformer, "
                         "Pooling, Dense, Normalize."
                     )
+        if pooling is None:
+            raise CheckpointError(
+                f"{file} names no Pooling: models that make a vector of each token, such as "
+                "ColBERT's, are not supported."
+            )
         return SentenceModules(pooling, tuple(dense), normalizes, skips)
 
 

@@ -20,6 +20,8 @@ from transformers import (
     BertConfig,
     DistilBertConfig,
     Gemma2Config,
+    Gemma3TextConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     ModernBertConfig,
@@ -59,6 +61,16 @@ ENCODERS: dict[str, PreTrainedConfig] = {
     "nomic": NomicBertConfig(**ENCODER),
     "mpnet": MPNetConfig(**ENCODER | {"pad_token_id": 1, "max_position_embeddings": 180}),
     "distilbert": DistilBertConfig(**ENCODER),
+    "qwen2, not causal": Qwen2Config(**SHAPE | {"is_causal": False}),
+    "mistral, not causal": MistralConfig(**WIDE | {"is_causal": False}, sliding_window=11),
+    "gemma2, not causal": Gemma2Config(**WIDE | {"is_causal": False}, sliding_window=11),
+    "embeddinggemma": Gemma3TextConfig(
+        **WIDE,
+        sliding_window=14,
+        query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        use_bidirectional_attention=True,
+    ),
 }
 DECODERS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**WIDE),
@@ -293,6 +305,15 @@ def test_decoder_with_a_head_scores(family: str, labels: int, tmp_path: Path) ->
     torch.testing.assert_close(rewards, logits, atol=1e-5, rtol=1e-5)
 
 
+def test_recurrent_layers_need_a_causal_mask(tmp_path: Path) -> None:
+    config = Lfm2Config(
+        **SHAPE | {"is_causal": False}, layer_types=["conv", "full_attention", "conv"]
+    )
+    save_model(tmp_path, config)
+    with pytest.raises(CheckpointError, match="without a causal mask is not supported"):
+        Engine(tmp_path, settings())
+
+
 def _change(file: str, **values: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         content = json.loads((path / file).read_text())
@@ -310,6 +331,12 @@ def _change(file: str, **values: Any) -> Callable[[Path], None]:
         (
             lambda path: (path / "modules.json").write_text('[{"type": "a.Quant", "path": ""}]'),
             "Quant",
+        ),
+        (
+            lambda path: (path / "modules.json").write_text(
+                '[{"type": "a.Normalize", "path": "2"}]'
+            ),
+            "names no Pooling",
         ),
     ],
 )
