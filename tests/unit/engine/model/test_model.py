@@ -33,12 +33,28 @@ from tests.unit.engine.machines import TILED, needs_tiles, restrict_kernels
 TOKENS = 75
 
 
+class Reference:
+    """A checkpoint, and the logits that transformers computes with it, once for each sequence."""
+
+    def __init__(self, path: Path, model: PreTrainedModel) -> None:
+        self.path = path
+        self._model = model
+        self._logits: dict[bytes, Tensor] = {}
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [tokens, vocabulary] of a sequence."""
+        key = tokens.numpy().tobytes()
+        if key not in self._logits:
+            self._logits[key] = reference_logits(self._model, tokens)
+        return self._logits[key]
+
+
 @pytest.fixture(scope="module", params=CONFIGS)
-def checkpoint(
+def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, PreTrainedModel]:
+) -> Reference:
     path = tmp_path_factory.mktemp("checkpoint")
-    return path, make_checkpoint(path, CONFIGS[request.param])
+    return Reference(path, make_checkpoint(path, CONFIGS[request.param]))
 
 
 @pytest.fixture(params=["torch", "native"])
@@ -56,13 +72,12 @@ def assert_equal(ours: Tensor, theirs: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("backend")
-def test_logits_equal_those_of_transformers(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+def test_logits_equal_those_of_transformers(reference: Reference) -> None:
     """Prefill at once, in odd chunks, by token, and after a cached prefix, in mixed batches."""
-    path, model = checkpoint
-    decoder = load_model(path, torch.float32)
+    decoder = load_model(reference.path, torch.float32)
     sequences = [random_tokens(TOKENS, seed) for seed in range(4)]
     sequences.append(torch.cat((sequences[0][:40], sequences[1][40:])))
-    expected = [reference_logits(model, tokens) for tokens in sequences]
+    expected = [reference.logits(tokens) for tokens in sequences]
     driver = Driver(decoder, sequences, block_size=16)
     driver.step([(0, TOKENS)])  # at once
     driver.share(4, 0, 40)
@@ -78,13 +93,10 @@ def test_logits_equal_those_of_transformers(checkpoint: tuple[Path, PreTrainedMo
 
 
 @pytest.mark.usefixtures("backend")
-def test_omitted_rows_leave_the_other_logits_unchanged(
-    checkpoint: tuple[Path, PreTrainedModel],
-) -> None:
+def test_omitted_rows_leave_the_other_logits_unchanged(reference: Reference) -> None:
     """A prompt's last logits and all later ones don't need the logits of its other tokens."""
-    path, model = checkpoint
     sequences = [random_tokens(TOKENS, seed) for seed in range(4)]
-    driver = Driver(load_model(path, torch.float32), sequences, block_size=16)
+    driver = Driver(load_model(reference.path, torch.float32), sequences, block_size=16)
     driver.step([(0, TOKENS)], kept=[1])
     driver.step([(1, 30), (2, 1)], kept=[3, 1])
     driver.step([(2, 1), (1, 20), (3, 40)], kept=[1, 1, 40])
@@ -97,7 +109,7 @@ def test_omitted_rows_leave_the_other_logits_unchanged(
     for ours, tokens, count in zip(driver.logits, sequences, (1, 11, 14, 57), strict=True):
         computed = ~ours.isnan().any(dim=1)
         assert computed.sum() == count
-        assert_equal(ours[computed], reference_logits(model, tokens)[computed])
+        assert_equal(ours[computed], reference.logits(tokens)[computed])
 
 
 @pytest.mark.parametrize("name", ["deepseek v3.2", "glm moe dsa"])
