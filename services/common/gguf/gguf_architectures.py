@@ -75,7 +75,8 @@ def _read_granite(file: GgufFile, attention: float = 1.0) -> dict[str, Json]:
 
 
 def _read_granite_hybrid(file: GgufFile) -> dict[str, Json]:
-    width = file.count(file.own("embedding_length")) // file.count(file.own("attention.head_count"))
+    heads = file.count(file.own("attention.head_count"))
+    width = file.count(file.own("embedding_length"), least=heads) // heads
     return {**_read_granite(file, width**-0.5), **read_granite_hybrid(file)}
 
 

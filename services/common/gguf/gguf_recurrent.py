@@ -44,7 +44,7 @@ def read_granite_hybrid(file: GgufFile) -> dict[str, Json]:
     own = file.own
     rotates = file.flag(own("rope.scaling.finetuned"), True)
     heads = file.count(own("attention.head_count"))
-    width = file.count(own("embedding_length")) // heads
+    width = file.count(own("embedding_length"), least=heads) // heads
     if rotates and file.count(own("rope.dimension_count"), width) < width:
         key = own("rope.dimension_count")
         raise GgufError(f"{file.path}: {key} is less than a head (Bamba), which is not supported.")

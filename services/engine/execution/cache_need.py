@@ -9,6 +9,8 @@ _TYPICAL_TOKENS = 4096
 """Tokens of the sequences by which memory is divided among groups. Most conversations are shorter:
 then groups with windows run out first, but give their blocks back. Long documents are rare, and
 need blocks of the groups without windows alone, which get what the others can't use"""
+_MOST_NAMED = 1 << 17
+"""Blocks without pages: each takes about 200 bytes of the host's memory"""
 _LEAST_INTERVAL, _MOST_INTERVAL = 256, 4096
 """Tokens between two snapshots. More runs would make steps slower; fewer would make prompts that
 continue one compute more than a step"""
@@ -68,11 +70,14 @@ class CacheNeed:
         """Return the blocks of each group beside so many of the first one.
 
         Each group has enough for as many typical sequences, and for one of any length, but no more
-        than all running sequences need. Blocks without pages suffice for one of any length.
+        than all running sequences need. Blocks without pages suffice for all sequences that have
+        states, whatever their lengths, up to a bound on the host's memory.
         """
-        if not self.groups[0].block_bytes:
-            return (max(num_blocks, -(-self.model_context // self.block_size)),)
         typical = min(self.model_context, _TYPICAL_TOKENS)
+        if not self.groups[0].block_bytes:
+            longest = -(-self.model_context // self.block_size)
+            with_states = min(-(-num_blocks // self.blocks(typical)), self.max_running)
+            return (max(num_blocks, longest, min(with_states * longest, _MOST_NAMED)),)
         sequences = num_blocks / self.blocks(typical)
         return num_blocks, *(
             min(

@@ -136,9 +136,10 @@ def is_current(library: Path) -> bool:
 
 
 def _fingerprint() -> str:
-    """Return the name by which a library says what it was compiled from: flags and sources."""
-    digest = hashlib.sha256(repr((_FLAGS, _ANYWHERE, _X86_64)).encode())
-    for source in sorted(_SOURCES.iterdir()):
+    """Return the name by which a library says what it is: its machine, flags and sources."""
+    machine = (sys.platform, platform.machine())
+    digest = hashlib.sha256(repr((machine, _FLAGS, _ANYWHERE, _X86_64)).encode())
+    for source in sorted([*_SOURCES.glob("[a-z]*.cpp"), *_SOURCES.glob("[a-z]*.h")]):
         digest.update(f"\0{source.name}\0".encode() + source.read_bytes())
     return f"tokenwire kernels {digest.hexdigest()}"
 

@@ -172,7 +172,8 @@ class Decoder(Model):
     @property
     def is_capturable(self) -> bool:
         # Else the host reads the experts that the router chose, which a graph can't.
-        has_fixed_launches = not self.spec.has_experts or self._operators.groups_experts
+        groups = self._operators.groups_experts and self.spec.gates_experts
+        has_fixed_launches = groups or not self.spec.has_experts
         has_fixed_launches &= all(mixer.is_capturable for mixer in self._shapes)
         return self._attention.is_capturable and has_fixed_launches
 

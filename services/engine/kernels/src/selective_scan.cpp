@@ -33,7 +33,7 @@ inline float softplus(float x) {
   sum = sum * square + 1.0f / 5.0f;
   sum = sum * square + 1.0f / 3.0f;
   sum = sum * square + 1.0f;
-  return maximum(x, 0.0f) + 2.0f * z * sum;
+  return x != x ? x : maximum(x, 0.0f) + 2.0f * z * sum;  // a NaN remains one
 }
 
 // Copies rows of `width` numbers, rounded to what `to` holds; from: null for zeros.

@@ -105,9 +105,10 @@ void scan_head(const tw_scan &s, int64_t head, int64_t begin, int64_t end) {
     for (int64_t token = s.starts[run]; token < s.starts[run + 1]; token++) {
       const T *steps = static_cast<const T *>(s.steps) + token * s.steps_stride;
       const float wanted = load(steps[head]) + s.step_bias[head];
-      const float step = minimum(
+      const float bounded = minimum(
           maximum(wanted > 20.0f ? wanted : log1pf(exponential(wanted)), s.least_step),
           s.most_step);
+      const float step = wanted != wanted ? wanted : bounded;  // a NaN remains one
       const float *row = s.convolved + token * channels;
       const float *x = row + head * width, *opened = row + outputs + group * s.state_width;
       const float *closed = opened + s.groups * s.state_width;

@@ -32,6 +32,8 @@ __all__ = ["read_layers"]
 
 _CHUNK_STEP = 32
 """Number that divides a chunk of attention: blocks of the cache must not belong to two"""
+_MOST_WIDTH = 1 << 24
+"""Bound of a layer's intermediate size"""
 
 
 def read_layers(
@@ -50,6 +52,11 @@ def read_layers(
         if not config.flag(key, True):
             raise CheckpointError(f"{config.file}: {key} is false, which is not supported.")
     recurrent = read_recurrent_layers(config, family, hidden_size, num_layers)
+    missing = sorted(set(range(num_layers)) - recurrent.keys())
+    if missing and (family.is_recurrent or family.has_parallel_mixers):
+        raise CheckpointError(
+            f"{config.file}: layer {missing[0]} of {family.architecture} must be recurrent."
+        )
     if family.is_recurrent:
         return tuple(LayerSpec(recurrent[layer], NoFeedForward()) for layer in range(num_layers))
     mixers: list[MixerSpec] = []
@@ -187,7 +194,10 @@ def _adjusted_width(config: Config, width: int) -> int:
     width = 2 * width // 3
     if config.has("block_ffn_dim_multiplier"):
         multiple = config.positive("block_multiple_of")
-        width = int(config.positive_number("block_ffn_dim_multiplier") * width)
+        wider = config.positive_number("block_ffn_dim_multiplier") * width
+        if wider > _MOST_WIDTH:
+            raise CheckpointError(f"{config.file}: block_ffn_dim_multiplier is too large.")
+        width = int(wider)
         width = -(-width // multiple) * multiple
     if width <= 0:
         raise CheckpointError(

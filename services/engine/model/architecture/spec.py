@@ -129,6 +129,13 @@ class ModelSpec:
         return any(isinstance(layer.feed_forward, kinds) for layer in self.layers)
 
     @property
+    def gates_experts(self) -> bool:
+        """True if all experts have a gate."""
+        layers = (layer.feed_forward for layer in self.layers)
+        experts = (each.experts if isinstance(each, BesideSpec) else each for each in layers)
+        return all(each.activation.gated for each in experts if isinstance(each, ExpertsSpec))
+
+    @property
     def paged_layers(self) -> Mapping[int, AttentionSpec]:
         """The layers that have pages of keys and values, by number."""
         layers = self.attention_layers.items()

@@ -28,6 +28,8 @@ def read_weight_factors(
     """
     names = family.names
     assert names.mamba is not None
+    if len(names.qkv) == 1:  # a GGUF file, whose weights hold the factors
+        return ()
     read = config.number("attention_in_multiplier", 1.0)
     scan_read = config.number("ssm_in_multiplier", 1.0)
     opened, closed = _numbers(config, "mlp_multipliers", 2)

@@ -223,12 +223,15 @@ class LatentAttention:
         return rows.view(len(rows), self._spec.num_heads, -1)
 
     def _on_latents(self, own: Tensor, shared: Tensor) -> Tensor:
-        """Return queries that are multiplied with latents: [rows, heads, page_width]."""
+        """Return queries for latents: [rows, heads, absorbed_width]."""
         absorbed = torch.bmm(own.transpose(0, 1), self._keys).transpose(0, 1)
         return torch.cat((absorbed, shared), dim=2)
 
     def _of_latents(self, attended: Tensor) -> Tensor:
-        """Return outputs [rows, heads, value_width] of weighted pages [rows, heads, page_width]."""
+        """Return outputs [rows, heads, value_width].
+
+        attended: weighted latents [rows, heads, absorbed_width].
+        """
         weighted = attended[..., : self._spec.latent_width].transpose(0, 1)
         return torch.bmm(weighted, self._values.transpose(1, 2)).transpose(0, 1)
 

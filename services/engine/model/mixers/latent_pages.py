@@ -34,7 +34,7 @@ class LatentBuffer:
 
 
 def latent_numbers(spec: LatentSpec, tokens: int, sequences: int, context: int) -> int:
-    """Return the most numbers that the attention of a layer holds in memory at once.
+    """Return the most numbers that the attention of a layer holds at once, but for an indexer's.
 
     tokens: of a step; sequences: those that decode; context: tokens of the longest sequence.
     """

@@ -14,9 +14,13 @@ from services.engine.batch.transfer import to_device
 __all__ = ["RunGroups", "Runs", "convolve"]
 
 
+_MOST = 256
+"""Runs that are computed together: their states are copied"""
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of the same length that read no state that one of them writes."""
+    """At most 256 runs of the same length that read no state that one of them writes."""
 
     rows: Tensor
     """int64 [runs, length], tokens of each run"""
@@ -90,7 +94,8 @@ def _group(segments: StateSegments) -> list[Runs]:
             [targets[run] for run in runs],
             segments.sources.device,
         )
-        for _, runs in sorted(alike.items())
+        for _, together in sorted(alike.items())
+        for runs in (together[at : at + _MOST] for at in range(0, len(together), _MOST))
     ]
 
 

@@ -17,7 +17,9 @@ from services.engine.model.mixers.selective_scan import (
 __all__ = ["TorchSelectiveScan"]
 
 _CHUNK = 32
-"""Tokens whose states are computed together"""
+"""Tokens of a run whose states are computed together"""
+_ROWS = 256
+"""Tokens of all runs whose states are in memory at once"""
 
 
 class TorchSelectiveScan(SelectiveScan):
@@ -59,7 +61,8 @@ class TorchSelectiveScan(SelectiveScan):
     ) -> None:
         for runs in self._groups.of(segments):
             before = runs.before(state.states).float()
-            for rows in torch.split(runs.rows, _CHUNK, 1):
+            count = max(1, min(_CHUNK, _ROWS // len(runs.rows)))
+            for rows in torch.split(runs.rows, count, 1):
                 before, out = _advance(constants, inputs, rows, before)
                 inputs.out[rows] = out.to(inputs.out.dtype)
             state.states[runs.targets] = before.to(state.states.dtype)

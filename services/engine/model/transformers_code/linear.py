@@ -84,6 +84,7 @@ def replace_linears(model: nn.Module) -> dict[str, ProjectedLinear]:
     Those stay whose weights other modules multiply themselves, as some routers' do.
     """
     replaced: dict[str, ProjectedLinear] = {}
+    sources: dict[type[nn.Module], str] = {}
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             outputs, inputs = module.weight.shape
@@ -91,7 +92,11 @@ def replace_linears(model: nn.Module) -> dict[str, ProjectedLinear]:
             inputs, outputs = module.weight.shape
         else:
             continue
-        if _is_read(model, name):
+        parent, _, last = name.rpartition(".")
+        kind = type(model.get_submodule(parent))
+        if kind not in sources:
+            sources[kind] = _source(kind)
+        if f"self.{last}.weight" in sources[kind]:
             continue
         linear = ProjectedLinear(
             inputs,
@@ -104,10 +109,12 @@ def replace_linears(model: nn.Module) -> dict[str, ProjectedLinear]:
     return replaced
 
 
-def _is_read(model: nn.Module, name: str) -> bool:
-    """Return whether the code of a layer's parent reads its weight."""
-    parent, _, last = name.rpartition(".")
-    return f"self.{last}.weight" in inspect.getsource(type(model.get_submodule(parent)))
+def _source(kind: type) -> str:
+    """Return the code of a class, empty if only its bytecode is installed."""
+    try:
+        return inspect.getsource(kind)
+    except OSError:
+        return ""
 
 
 def joined(linears: Mapping[str, ProjectedLinear]) -> Iterable[Sequence[str]]:

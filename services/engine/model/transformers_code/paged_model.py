@@ -20,7 +20,7 @@ from services.engine.model.transformers_code.plan import ModelPlan
 __all__ = ["TransformersModel"]
 
 _BUFFERS = 8
-"""Activations of a token's widest product that a pass holds at the same time, about"""
+"""Activations of a token's widest product in the layers that a pass holds at once, about"""
 
 
 class TransformersModel(Model):
@@ -55,9 +55,9 @@ class TransformersModel(Model):
         layers = [spec.attention(layer) for layer in range(spec.num_layers)]
         self._calls = PagedCalls(layers, plan.callers, numbers, attention, operators)
         connect(plan.model, self._calls)
-        self._widest = max(
-            (spec.hidden_size, *(each.out_features for each in plan.linears.values()))
-        )
+        head = plan.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        inner = (each.out_features for each in plan.linears.values() if each is not head)
+        self._widest = max((spec.hidden_size, *inner))
         self._layers = plan.model.base_model
         self._positions = plan.positions
         self._head = plan.model
