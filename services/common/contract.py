@@ -35,8 +35,10 @@ MAX_CHAT_LOGPROBS = 20
 MAX_EMBEDDED_TEXTS = 2_048
 """Texts, or pairs of texts, of a request for vectors"""
 
-MAX_TOKEN_STATES = 32 * 1024 * 1024
-"""Bytes of the states of all tokens of a request"""
+MAX_TOKEN_STATES = 4 * 1024 * 1024
+"""Bytes of the states of all tokens of a request, which JSON makes five times as large"""
+MAX_VECTORS = 48 * 1024 * 1024
+"""Bytes of the vectors of all texts of a request"""
 
 MAX_IMAGES = 16
 """Images of a request"""

@@ -39,8 +39,8 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     )
     state_dtype: str = setting(
         "float32",
-        "Type of the states of recurrent layers (gated delta nets) between steps; bfloat16 halves "
-        "them. Without effect on other models.",
+        "Type of the states of recurrent layers between steps; bfloat16 halves them. Without "
+        "effect on other models.",
         choices=("float32", "bfloat16"),
     )
     model_code: str = setting(

@@ -96,7 +96,8 @@ def load(settings: EngineSettings) -> LoadedModel:
     decoder.state_dtype = resolve_dtype(settings.state_dtype)
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
     step_bytes = _reserve(settings, decoder, ranks)
-    fingerprint = weights_fingerprint(settings.model, settings.weights)
+    states = settings.state_dtype if decoder.state_bytes else "float32"
+    fingerprint = weights_fingerprint(settings.model, settings.weights, states)
     ranks.require_agreement(
         {
             "weights": fingerprint,

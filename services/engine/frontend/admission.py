@@ -20,7 +20,7 @@ from services.common.contract import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
 )
-from services.common.token_states import check_token_states
+from services.common.vector_sizes import check_token_states
 from services.engine.messages import (
     BeamSettings,
     CheckedRequest,

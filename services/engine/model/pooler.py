@@ -82,11 +82,7 @@ def load_pooler(
     """
     if spec.num_labels:
         return _classifier(directory, spec, device)
-    modules = SentenceModules.read(directory)
-    if wanted != "auto":
-        dense = () if modules is None else modules.dense
-        skips = modules is not None and modules.skips_instructions
-        modules = SentenceModules(Pooling(wanted), dense, True, skips)
+    modules = SentenceModules.read(directory, None if wanted == "auto" else Pooling(wanted))
     if modules is None and spec.is_encoder:
         modules = SentenceModules(Pooling.MEAN)  # as sentence-transformers does
     if modules is None:
@@ -110,7 +106,7 @@ def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Poole
     """Read the head of a checkpoint that scores texts, or pairs of texts."""
     config = Config.read(directory / "config.json")
     pooling = Pooling.LAST
-    if spec.is_encoder:
+    if spec.family.encoder is not None:
         pooling = Pooling(config.text("classifier_pooling", "cls"))
     with Checkpoint(directory) as checkpoint:
         stages = [_stage(checkpoint, each, spec, device) for each in spec.family.head]

@@ -13,7 +13,7 @@ import grpc
 from services.common.contract import MAX_EMBEDDED_TEXTS
 from services.common.errors import draining_error
 from services.common.logging import failure
-from services.common.token_states import check_token_states
+from services.common.vector_sizes import check_token_states, check_vectors
 from services.tokenizer import metrics
 from services.tokenizer.completion.engine_request import CallContext
 from services.tokenizer.completion.validation import check_model
@@ -94,6 +94,8 @@ class EmbeddingCalls:
         if request.tokens:
             tokens = sum(len(each.ids) for each in prompts)
             check_token_states(tokens, limits.token_width, "inputs")
+        else:
+            check_vectors(len(prompts), limits.vector_width, "inputs")
         vectors = await engines.vectors(
             prompts, limits, is_raw=request.raw, keeps_tokens=request.tokens
         )
@@ -114,6 +116,7 @@ class EmbeddingCalls:
         limits = await self._limits(request, engines.context)
         _check_classify(request, limits)
         prompts = await self._prompts_of(request, limits)
+        check_vectors(len(prompts), limits.vector_width, "inputs")
         vectors = await engines.vectors(prompts, limits, is_raw=request.raw)
         return completion_pb2.ClassifyResponse(
             labels=self.labels_of(limits),

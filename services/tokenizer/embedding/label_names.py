@@ -17,9 +17,9 @@ class LabelNames:
     def __init__(self, directory: Path) -> None:
         """Read `id2label`; a checkpoint without it names no label. Raises StartupError."""
         listed = read_json(directory / _FILE).get("id2label") or {}
-        if not isinstance(listed, dict) or not all(isinstance(e, str) for e in listed.values()):
+        if not isinstance(listed, dict):
             raise StartupError(f"{directory / _FILE}: id2label must be names by index.")
-        self._names: Mapping[str, str] = listed
+        self._names: Mapping[str, str] = {index: str(name) for index, name in listed.items()}
 
     def first(self, count: int) -> Sequence[str]:
         """Return the names of `count` labels: LABEL_0, LABEL_1, ... where the file has none."""

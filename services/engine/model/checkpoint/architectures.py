@@ -1,7 +1,11 @@
 """The family of a checkpoint, by the architectures that its config.json names."""
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.encoder_families import ENCODERS, pooling_family
+from services.engine.model.checkpoint.encoder_families import (
+    ENCODERS,
+    is_bidirectional,
+    pooling_family,
+)
 from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.family import Family
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
@@ -13,7 +17,7 @@ def family_of(config: Config) -> Family:
     """Return the family. Raises CheckpointError for an architecture that is not served."""
     architectures = config.texts("architectures")
     for name in architectures:
-        if name in FAMILIES and config.flag("is_causal", True):
+        if name in FAMILIES and not is_bidirectional(FAMILIES[name], config):
             return FAMILIES[name]
         if name in VISION_LANGUAGE:
             return VISION_LANGUAGE[name].family(config)

@@ -235,6 +235,11 @@ ENCODERS: Mapping[str, Family] = {
 """Encoders by the architecture of the bare model."""
 
 
+def is_bidirectional(family: Family, config: Config) -> bool:
+    """Return whether the tokens of a decoder's checkpoint see all tokens of their text."""
+    return not config.flag("is_causal", True) or _halves_windows(family, config)
+
+
 def pooling_family(name: str, config: Config) -> Family | None:
     """Return the family of a checkpoint that only makes embeddings or scores; None = it is none.
 
@@ -253,13 +258,16 @@ def pooling_family(name: str, config: Config) -> Family | None:
     if decoder is None or stem == name:
         return None
     head = (HeadStage("score", narrows=True),) if classifies else ()
-    key = decoder.bidirectional_key
-    halves = key is not None and config.flag(key, False)
     return replace(
         decoder,
         architecture=name,
         has_logits=False,
         head=head,
-        is_bidirectional=halves or not config.flag("is_causal", True),
-        halves_windows=halves,
+        is_bidirectional=is_bidirectional(decoder, config),
+        halves_windows=_halves_windows(decoder, config),
     )
+
+
+def _halves_windows(family: Family, config: Config) -> bool:
+    key = family.bidirectional_key
+    return key is not None and config.flag(key, False)

@@ -11,8 +11,10 @@ _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
 
-def weights_fingerprint(directory: Path, weights: str = "full") -> str:
+def weights_fingerprint(directory: Path, weights: str = "full", states: str = "float32") -> str:
     """Return 16 hex digits that identify the weights in `directory`, as --weights loads them.
+
+    states: --state-dtype, with which a recurrent model computes other answers.
 
     They hash config.json, each weight file's name and size, and 256 evenly spaced pieces of
     4 KiB per file. Training changes every weight, so samples tell two exports apart.
@@ -29,6 +31,8 @@ def weights_fingerprint(directory: Path, weights: str = "full") -> str:
                 digest.update(data.read(_SAMPLE_BYTES))
     if weights != "full":
         digest.update(weights.encode())
+    if states != "float32":
+        digest.update(states.encode())
     return digest.hexdigest()
 
 

@@ -56,11 +56,15 @@ class SentenceModules:
     """Pooling leaves out the instruction at the beginning of a text"""
 
     @staticmethod
-    def read(directory: Path) -> "SentenceModules | None":
-        """Read modules.json; None if there is none. Raises CheckpointError for unknown modules."""
+    def read(directory: Path, wanted: Pooling | None = None) -> "SentenceModules | None":
+        """Read modules.json; None if there is none.
+
+        wanted: the pooling in place of the checkpoint's; vectors have length 1 then. Raises
+        CheckpointError for unknown modules, and if nothing says how to pool.
+        """
         file = directory / _MODULES
         if not file.exists():
-            return None
+            return None if wanted is None else SentenceModules(wanted, normalizes=True)
         pooling: Pooling | None = None
         dense, normalizes, skips = [], False, False
         for kind, path in _modules(file):
@@ -80,10 +84,12 @@ class SentenceModules:
                         f"{file}: the module {kind} is not supported. Supported: Transformer, "
                         "Pooling, Dense, Normalize."
                     )
+        if wanted is not None:
+            return SentenceModules(wanted, tuple(dense), True, skips)
         if pooling is None:
             raise CheckpointError(
                 f"{file} names no Pooling: models that make a vector of each token, such as "
-                "ColBERT's, are not supported."
+                "ColBERT's, are not supported. --pooling chooses one."
             )
         return SentenceModules(pooling, tuple(dense), normalizes, skips)
 

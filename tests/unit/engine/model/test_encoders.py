@@ -16,6 +16,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
     DistilBertConfig,
@@ -37,6 +38,7 @@ from transformers import (
 
 from services.engine.engine import Engine
 from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.loader import load_spec
 from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints import SHAPE, WIDE
 
@@ -81,6 +83,7 @@ CLASSIFIERS: dict[str, PreTrainedConfig] = {
     **DECODERS,
     "llama": LlamaConfig(**SHAPE),
     "gemma2": Gemma2Config(**WIDE, sliding_window=11),
+    "qwen2, not causal": Qwen2Config(**SHAPE | {"is_causal": False}),
 }
 LENGTHS = (1, 2, 5, 33, 64, 100)
 FAR = 175
@@ -303,6 +306,14 @@ def test_decoder_with_a_head_scores(family: str, labels: int, tmp_path: Path) ->
     expected = logits.sigmoid() if labels == 1 else logits.softmax(dim=1)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rewards, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_generator_whose_tokens_see_their_whole_text_only_embeds(tmp_path: Path) -> None:
+    """EmbeddingGemma, saved as Gemma 3 with its output projection."""
+    save_model(tmp_path, ENCODERS["embeddinggemma"], AutoModelForCausalLM)
+    spec = load_spec(tmp_path)
+    assert spec.is_encoder
+    assert not spec.family.has_logits
 
 
 def test_recurrent_layers_need_a_causal_mask(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     (
         "unknown architecture",
         lambda p: set_config(p, architectures=["RwkvForCausalLM"]),
-        ["MambaForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"],
+        ["RwkvForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"],
     ),
     ("no architecture", lambda p: set_config(p, architectures=...), ["architectures"]),
     ("unknown dtype", lambda p: set_config(p, dtype="float8_e4m3fn"), ["float8_e4m3fn"]),

@@ -17,3 +17,9 @@ def test_copies_agree_and_new_weights_differ(tmp_path: Path) -> None:
         {k: v + torch.full_like(v, 1e-3) for k, v in tensors.items()}, second / "model.safetensors"
     )
     assert weights_fingerprint(first) != weights_fingerprint(second)
+
+
+def test_rounded_states_make_another_model(tmp_path: Path) -> None:
+    """An engine with --state-dtype bfloat16 can't go on with a stream of one without it."""
+    path = make_checkpoint(tmp_path)
+    assert weights_fingerprint(path, states="bfloat16") != weights_fingerprint(path)
