@@ -203,7 +203,7 @@ async def test_embedding_model_scores_by_cosine(
 async def test_classes_equal_those_of_transformers(
     client: httpx.AsyncClient, served: Served
 ) -> None:
-    """Whether given as texts or as ids; logits if the client asks for them."""
+    """Texts and ids get the same classes; a client may ask for logits."""
     tokenizer = AutoTokenizer.from_pretrained(served.classifier)
     model = AutoModelForSequenceClassification.from_pretrained(served.classifier).eval()
     with torch.no_grad():

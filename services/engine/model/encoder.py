@@ -1,4 +1,4 @@
-"""What an encoder's forward pass does otherwise than a decoder's."""
+"""Forward pass of encoders, where it differs from that of a decoder without a causal mask."""
 
 from dataclasses import dataclass
 

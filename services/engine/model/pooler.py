@@ -37,7 +37,7 @@ _CLASSES: dict[str, Stage] = {
     "regression": _ACTIVATIONS["identity"],
     "single_label_classification": partial(softmax, dim=1),
 }
-"""What makes the logits of several labels probabilities, by `problem_type`"""
+"""Stages that make the logits of several labels probabilities, by `problem_type`"""
 
 
 @dataclass(frozen=True, slots=True)

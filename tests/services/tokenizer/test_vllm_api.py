@@ -305,7 +305,7 @@ class Subscriber:
         self.others: dict[int, set[int]] = {}
         """Hashes of the blocks of each other group"""
         self.kinds: dict[int, tuple[str, int]] = {}
-        """What the blocks of each group hold, and its window"""
+        """Kind and window of each group"""
 
     async def until(self, holds: Callable[["Subscriber"], bool]) -> None:
         async with asyncio.timeout(HANG_SECONDS):

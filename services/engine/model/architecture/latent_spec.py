@@ -39,7 +39,7 @@ class LatentSpec:
     attended_tokens: int = 0
     """Tokens that a query attends to at most; 0: all"""
     index: IndexSpec | None = None
-    """What chooses the attended tokens; None: the last layer with an indexer chose them"""
+    """Indexer that chooses the attended tokens; None: the last layer with an indexer chose them"""
 
     @property
     def page_width(self) -> int:

@@ -237,8 +237,8 @@ class LayerSpec:
     altup: AltUpSpec | None = None
     """None: the residual is one stream"""
     normed_factors: tuple[float, float] | None = None
-    """What the mixer and the feed-forward layer read, times these factors, is what they add to;
-    None: they add to the residual"""
+    """Factors of the inputs of the mixer and the feed-forward layer, whose products take the
+    residual's place in the sums; None: the parts add to the residual"""
 
     def part(self, count: int) -> "LayerSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""

@@ -49,7 +49,7 @@ class SelectiveNames:
     """Tensor names of Mamba; those of products, norms and the convolution without .weight."""
 
     inputs: str = "mamba.in_proj"
-    """What is convolved, and the gate"""
+    """Product that computes the convolution's input, and the gate"""
     convolution: str = "mamba.conv1d"
     factors: str = "mamba.x_proj"
     """Time steps, then the factors of inputs and of outputs"""

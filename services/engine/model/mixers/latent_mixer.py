@@ -51,7 +51,7 @@ class LatentWeights:
 
 
 class LatentShared:
-    """What all layers of latent attention share: memory, and the chosen tokens."""
+    """Memory and chosen tokens that all layers of latent attention share."""
 
     def __init__(self) -> None:
         self.latents = LatentBuffer()

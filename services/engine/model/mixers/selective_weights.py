@@ -20,7 +20,7 @@ __all__ = ["StoredSelective", "read_selective", "stored_selective"]
 @dataclass(frozen=True, slots=True)
 class StoredSelective:
     inputs: StoredLinear
-    """What is convolved, and the gate"""
+    """Product that computes the convolution's input, and the gate"""
     convolution: StoredTensor
     convolution_bias: StoredTensor | None
     factors: StoredLinear

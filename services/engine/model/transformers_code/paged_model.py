@@ -133,7 +133,7 @@ class _Final(nn.Module):
 
     @property
     def decoder(self) -> "_Final":
-        """What heads of BART's kind call."""
+        """The module that heads of BART's kind call: this one."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> "_Output":

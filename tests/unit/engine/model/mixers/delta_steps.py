@@ -1,7 +1,7 @@
-"""Random weights and steps of a gated delta rule."""
+"""Random weights and steps of recurrent layers."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "SHAPES",
     "Run",
     "apply",
+    "assert_equal_in_any_steps",
     "make_operands",
     "make_segments",
     "make_weights",
@@ -94,3 +95,31 @@ def apply(
     """Run a step, and return its outputs."""
     rule.apply(weights, inputs, state, make_segments(runs))
     return inputs.out
+
+
+def assert_equal_in_any_steps(
+    step: Callable[[Tensor, Sequence[Run]], Tensor], operands: Tensor, expected: Tensor, chunk: int
+) -> None:
+    """Run a prompt at once, in chunks behind snapshots, by token, and beside another sequence.
+
+    step: runs operands [tokens, width] over 9 slots; expected: [tokens, outputs]; chunk: tokens of
+    the first chunks.
+    """
+
+    def check(outputs: Tensor, wanted: Tensor) -> None:
+        torch.testing.assert_close(outputs, wanted, atol=1e-4, rtol=1e-4)
+
+    check(step(operands, [Run(len(operands), -1, 0)]), expected)
+    end = chunk + 31
+    runs = [Run(chunk, -1, 1), Run(30, 1, 2), Run(1, 2, 3)]
+    check(step(operands[:end], runs), expected[:end])
+    some = (slice(end - 1, end + 2), slice(40), slice(end, end + 1))
+    runs = [Run(3, 2, 4), Run(40, -1, 5), Run(1, 3, 6)]
+    beside = torch.cat([operands[rows] for rows in some])
+    check(step(beside, runs), torch.cat([expected[rows] for rows in some]))
+    last = 4
+    for token in range(end + 2, end + 19):
+        slot = 7 + token % 2
+        one = slice(token, token + 1)
+        check(step(operands[one], [Run(1, last, slot)]), expected[one])
+        last = slot

@@ -21,7 +21,11 @@ from services.engine.model.mixers.native_mamba_scan import NativeMambaScan
 from services.engine.model.mixers.runs import RunGroups
 from services.engine.model.mixers.torch_mamba_scan import TorchMambaScan
 from tests.unit.engine.machines import restrict_kernels
-from tests.unit.engine.model.mixers.delta_steps import Run, make_segments
+from tests.unit.engine.model.mixers.delta_steps import (
+    Run,
+    assert_equal_in_any_steps,
+    make_segments,
+)
 
 TOKENS = 150
 """Tokens of a whole prompt: two chunks and a part of one"""
@@ -144,22 +148,9 @@ def test_scan_equals_its_definition_however_tokens_are_divided(
     state = scan.allocate(12)
     for each in (state.last, state.states):  # slots that are reused hold anything
         each.fill_(torch.nan)
-    whole = apply(scan, shape, operands, state, [Run(TOKENS, -1, 0)])
-    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)
-    runs = [Run(70, -1, 1), Run(30, 1, 2), Run(1, 2, 3)]
-    first = apply(scan, shape, operands[:101], state, runs)
-    torch.testing.assert_close(first, expected[:101], atol=1e-4, rtol=1e-4)
-    beside = torch.cat((operands[100:103], operands[:40], operands[101:102]))
-    runs = [Run(3, 2, 4), Run(40, -1, 5), Run(1, 3, 6)]
-    both = apply(scan, shape, beside, state, runs)
-    wanted = torch.cat((expected[100:103], expected[:40], expected[101:102]))
-    torch.testing.assert_close(both, wanted, atol=1e-4, rtol=1e-4)
-    last, rows = 4, []
-    for token in range(103, 120):
-        slot = 7 + token % 2
-        rows.append(apply(scan, shape, operands[token : token + 1], state, [Run(1, last, slot)]))
-        last = slot
-    torch.testing.assert_close(torch.cat(rows), expected[103:120], atol=1e-4, rtol=1e-4)
+    assert_equal_in_any_steps(
+        lambda rows, runs: apply(scan, shape, rows, state, runs), operands, expected, chunk=70
+    )
 
 
 def test_bfloat16_stays_close_to_float32(make_scan: MakeScan) -> None:

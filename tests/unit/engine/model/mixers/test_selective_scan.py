@@ -20,7 +20,11 @@ from services.engine.model.mixers.selective_scan import (
 )
 from services.engine.model.mixers.torch_selective_scan import TorchSelectiveScan
 from tests.unit.engine.machines import restrict_kernels
-from tests.unit.engine.model.mixers.delta_steps import Run, make_segments
+from tests.unit.engine.model.mixers.delta_steps import (
+    Run,
+    assert_equal_in_any_steps,
+    make_segments,
+)
 
 TOKENS = 110
 """Tokens of a whole prompt: three chunks and a part of one"""
@@ -124,22 +128,9 @@ def test_scan_equals_its_definition_however_tokens_are_divided(
     state = scan.allocate(12)
     for each in (state.last, state.states):  # slots that are reused hold anything
         each.fill_(torch.nan)
-    whole = apply(scan, shape, operands, state, [Run(TOKENS, -1, 0)])
-    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=1e-4)
-    runs = [Run(50, -1, 1), Run(20, 1, 2), Run(1, 2, 3)]
-    first = apply(scan, shape, operands[:71], state, runs)
-    torch.testing.assert_close(first, expected[:71], atol=1e-4, rtol=1e-4)
-    beside = torch.cat((operands[70:73], operands[:40], operands[71:72]))
-    runs = [Run(3, 2, 4), Run(40, -1, 5), Run(1, 3, 6)]
-    both = apply(scan, shape, beside, state, runs)
-    wanted = torch.cat((expected[70:73], expected[:40], expected[71:72]))
-    torch.testing.assert_close(both, wanted, atol=1e-4, rtol=1e-4)
-    last, rows = 4, []
-    for token in range(73, 90):
-        slot = 7 + token % 2
-        rows.append(apply(scan, shape, operands[token : token + 1], state, [Run(1, last, slot)]))
-        last = slot
-    torch.testing.assert_close(torch.cat(rows), expected[73:90], atol=1e-4, rtol=1e-4)
+    assert_equal_in_any_steps(
+        lambda rows, runs: apply(scan, shape, rows, state, runs), operands, expected, chunk=40
+    )
 
 
 def test_bfloat16_stays_close_to_float32(make_scan: MakeScan) -> None:
