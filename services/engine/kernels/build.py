@@ -61,6 +61,8 @@ _AVX512 = (
 _VNNI = ("-mavx512vnni",)
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
 _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_X86_64_FLAGS = ("-DTW_X86_64",)
+"""Flags of all units where those of `_X86_64` are compiled"""
 _X86_64 = (
     _Unit("portable.cpp", _AVX2, "TW_TABLE=portable_avx2"),
     _Unit("portable.cpp", _AVX512, "TW_TABLE=portable_avx512"),
@@ -100,7 +102,9 @@ def build(output: Path = LIBRARY) -> Path:
     architecture. The build needs a C++17 compiler with OpenMP: CXX, else the one that built Python,
     else c++. Raises OSError without a compiler and subprocess.CalledProcessError if it fails.
     """
-    units = _ANYWHERE + (_X86_64 if platform.machine() in ("x86_64", "AMD64") else ())
+    is_x86_64 = platform.machine() in ("x86_64", "AMD64")
+    units = _ANYWHERE + (_X86_64 if is_x86_64 else ())
+    flags = _FLAGS + (_X86_64_FLAGS if is_x86_64 else ())
     compiler = _compiler()
     with tempfile.TemporaryDirectory() as scratch:
         named = Path(scratch) / "fingerprint.cpp"
@@ -111,7 +115,7 @@ def build(output: Path = LIBRARY) -> Path:
         def compile_unit(unit: _Unit, to: Path) -> None:
             defines = [f"-D{unit.defines}"] if unit.defines else []
             source = str(_SOURCES / unit.source)
-            command = [*compiler, *_FLAGS, *unit.flags, *defines, "-c", source, "-o", str(to)]
+            command = [*compiler, *flags, *unit.flags, *defines, "-c", source, "-o", str(to)]
             subprocess.run(command, check=True)
 
         with ThreadPoolExecutor() as pool:
@@ -138,7 +142,7 @@ def is_current(library: Path) -> bool:
 def _fingerprint() -> str:
     """Return the name by which a library says what it is: its machine, flags and sources."""
     machine = (sys.platform, platform.machine())
-    digest = hashlib.sha256(repr((machine, _FLAGS, _ANYWHERE, _X86_64)).encode())
+    digest = hashlib.sha256(repr((machine, _FLAGS, _ANYWHERE, _X86_64_FLAGS, _X86_64)).encode())
     for source in sorted([*_SOURCES.glob("[a-z]*.cpp"), *_SOURCES.glob("[a-z]*.h")]):
         digest.update(f"\0{source.name}\0".encode() + source.read_bytes())
     return f"tokenwire kernels {digest.hexdigest()}"

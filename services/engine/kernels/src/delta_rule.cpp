@@ -6,7 +6,7 @@
 
 #include <math.h>
 #include <string.h>
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 #include <immintrin.h>
 #endif
 

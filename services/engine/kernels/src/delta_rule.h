@@ -4,7 +4,7 @@
 #include "kernels.h"
 
 void delta_baseline(const tw_delta *delta);
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 void delta_avx2(const tw_delta *delta);
 void delta_avx512(const tw_delta *delta);
 #endif

@@ -8,7 +8,7 @@
 #include "selective_scan.h"
 #include "state_scan.h"
 
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
@@ -18,7 +18,7 @@
 
 namespace {
 
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 bool detect_vnni() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx512vnni");
@@ -42,7 +42,7 @@ bool has_amx() {
 #endif
 
 tw_instructions detect() {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   // __builtin_cpu_supports also checks that the operating system saves the registers.
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -62,7 +62,7 @@ const tw_instructions available = detect();
 tw_instructions in_use = available;
 
 const PortableKernels &portable() {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (in_use >= TW_AVX512) return portable_avx512;
   if (in_use == TW_AVX2) return portable_avx2;
 #endif
@@ -89,7 +89,7 @@ void tw_adapt_rows(const tw_adapt *adapt) { portable().adapt_rows(adapt); }
 void tw_paged_decode(const tw_attention *attention) { portable().paged_decode(attention); }
 
 void tw_delta_rule(const tw_delta *delta) {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (in_use >= TW_AVX512) return delta_avx512(delta);
   if (in_use == TW_AVX2) return delta_avx2(delta);
 #endif
@@ -97,7 +97,7 @@ void tw_delta_rule(const tw_delta *delta) {
 }
 
 void tw_state_scan(const tw_scan *scan) {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (in_use >= TW_AVX512) return scan_avx512(scan);
   if (in_use == TW_AVX2) return scan_avx2(scan);
 #endif
@@ -105,7 +105,7 @@ void tw_state_scan(const tw_scan *scan) {
 }
 
 void tw_selective_convolve(const tw_selective *scan) {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (in_use >= TW_AVX512) return selective_convolve_avx512(scan);
   if (in_use == TW_AVX2) return selective_convolve_avx2(scan);
 #endif
@@ -113,7 +113,7 @@ void tw_selective_convolve(const tw_selective *scan) {
 }
 
 void tw_selective_scan(const tw_selective *scan) {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (in_use >= TW_AVX512) return selective_scan_avx512(scan);
   if (in_use == TW_AVX2) return selective_scan_avx2(scan);
 #endif
@@ -121,7 +121,7 @@ void tw_selective_scan(const tw_selective *scan) {
 }
 
 void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary) {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (in_use >= TW_AVX512) return draw_avx512(draws, count, vocabulary);
   if (in_use == TW_AVX2) return draw_avx2(draws, count, vocabulary);
 #endif
@@ -129,7 +129,7 @@ void tw_draw_tokens(tw_draw *draws, int64_t count, int64_t vocabulary) {
 }
 
 void tw_score_tokens(tw_score *scores, int64_t count, int64_t vocabulary, int64_t width) {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (in_use >= TW_AVX512) return score_avx512(scores, count, vocabulary, width);
   if (in_use == TW_AVX2) return score_avx2(scores, count, vocabulary, width);
 #endif
@@ -137,7 +137,7 @@ void tw_score_tokens(tw_score *scores, int64_t count, int64_t vocabulary, int64_
 }
 
 const ExpertKernels &expert_kernels() {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (in_use >= TW_AVX512) return experts_avx512;
   if (in_use == TW_AVX2) return experts_avx2;
 #endif
@@ -154,7 +154,7 @@ void tw_grouped_linear(const tw_grouped *grouped) {
   const int64_t element = call.out_dtype == TW_FLOAT32 ? 4 : 2;
   if (!call.out) call.out = ungated.reserve(call.num_rows * call.out_stride * element);
   call.out = static_cast<uint8_t *>(call.out) + call.first_output * element;
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (in_use >= TW_AVX512 && has_vnni) return grouped_vnni(&call);
   if (in_use >= TW_AVX2) return grouped_avx2(&call);
 #endif

@@ -5,7 +5,7 @@
 
 decltype(tw_draw_tokens) draw_baseline;
 decltype(tw_score_tokens) score_baseline;
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 decltype(tw_draw_tokens) draw_avx2;
 decltype(tw_draw_tokens) draw_avx512;
 decltype(tw_score_tokens) score_avx2;

@@ -23,7 +23,7 @@ struct ExpertKernels {
 };
 
 extern const ExpertKernels experts_baseline;
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 extern const ExpertKernels experts_avx2;
 extern const ExpertKernels experts_avx512;
 #endif

@@ -4,7 +4,7 @@
 #include "kernels.h"
 
 decltype(tw_grouped_linear) grouped_baseline;
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 decltype(tw_grouped_linear) grouped_avx2;
 decltype(tw_grouped_linear) grouped_vnni;
 #endif

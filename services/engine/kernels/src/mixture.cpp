@@ -229,7 +229,7 @@ void mix(const tw_mixture &m, const Choice &choice, const Products &products,
   expert_kernels().combine(sum);
 }
 
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 
 // Weights in tiles, or in groups beside rows in tiles.
 class TiledProducts {
@@ -309,7 +309,7 @@ void mix_tiled(const tw_mixture &m) {
 
 void tw_mix_experts(const tw_mixture *mixture) {
   const tw_mixture m = *mixture;
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (m.gates) return mix_tiled(m);
 #endif
   mix(m, {m.chosen, m.factors}, GroupedProducts(m), nullptr);

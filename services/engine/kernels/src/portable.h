@@ -13,7 +13,7 @@ struct PortableKernels {
 };
 
 extern const PortableKernels portable_baseline;
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 extern const PortableKernels portable_avx2;
 extern const PortableKernels portable_avx512;
 #endif

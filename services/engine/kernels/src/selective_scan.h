@@ -5,7 +5,7 @@
 
 void selective_convolve_baseline(const tw_selective *scan);
 void selective_scan_baseline(const tw_selective *scan);
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 void selective_convolve_avx2(const tw_selective *scan);
 void selective_scan_avx2(const tw_selective *scan);
 void selective_convolve_avx512(const tw_selective *scan);

@@ -4,7 +4,7 @@
 #include "kernels.h"
 
 void scan_baseline(const tw_scan *scan);
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 void scan_avx2(const tw_scan *scan);
 void scan_avx512(const tw_scan *scan);
 #endif

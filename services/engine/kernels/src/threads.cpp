@@ -16,14 +16,14 @@
 
 #include "kernels.h"
 
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 #include <immintrin.h>
 #endif
 
 namespace {
 
 inline void pause() {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   _mm_pause();
 #endif
 }
