@@ -26,8 +26,6 @@ from tokenwire.serving.stack_layout import embedded_checkpoint
 
 __all__ = ["Report", "chaos"]
 
-_STREAMS = 24
-"""Streams at a time"""
 _REQUESTS = 40
 """Different requests, which are repeated until the last fault is over"""
 _TOKENS = 150
@@ -52,8 +50,8 @@ class Report:
     leaks: list[str] = field(default_factory=list)
 
 
-async def chaos(model: Path, logs: Path, *, faults: int, seed: int) -> Report:
-    """Inflict this many faults; return what the clients saw."""
+async def chaos(model: Path, logs: Path, *, faults: int, seed: int, streams: int) -> Report:
+    """Inflict this many faults while this many streams run; return what the clients saw."""
     report = Report(seed)
     chance = random.Random(seed)
     wanted = requests(_REQUESTS, _TOKENS, seed)
@@ -70,7 +68,7 @@ async def chaos(model: Path, logs: Path, *, faults: int, seed: int) -> Report:
             asyncio.ensure_future(
                 _client(http, fleet, wanted, calm, report, suspects, over, seed + number)
             )
-            for number in range(_STREAMS)
+            for number in range(streams)
         ]
         try:
             await _inflict(fleet, chance, faults, report)
@@ -216,12 +214,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=embedded_checkpoint())
     parser.add_argument("--faults", type=int, default=500)
+    parser.add_argument("--streams", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--logs", type=Path, help="directory of the services' logs")
     arguments = parser.parse_args()
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="tokenwire-chaos-"))
     logs.mkdir(parents=True, exist_ok=True)
-    report = asyncio.run(chaos(arguments.model, logs, faults=arguments.faults, seed=arguments.seed))
+    report = asyncio.run(
+        chaos(
+            arguments.model,
+            logs,
+            faults=arguments.faults,
+            seed=arguments.seed,
+            streams=arguments.streams,
+        )
+    )
     print(json.dumps({each.name: getattr(report, each.name) for each in fields(report)}, indent=1))
     return int(bool(report.differences or report.leaks))
 
