@@ -27,7 +27,8 @@ from grpc_health.v1.health import aio as health_aio
 from tokenizers import Tokenizer
 
 from benchmarks.processes import free_port
-from tokenwire.channel import MESSAGE_LIMITS, QUIET, connect
+from tokenwire.channel import connect
+from tokenwire.channel_options import MESSAGE_LIMITS, QUIET
 from tokenwire.client import Client
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub

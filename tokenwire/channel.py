@@ -1,4 +1,4 @@
-"""gRPC channels to the services, and the channel options that both ends share."""
+"""gRPC channels to the services."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,31 +7,11 @@ from typing import Any
 import grpc
 
 from tokenwire.caller_channel import CallerChannel
+from tokenwire.channel_options import LOST_SECONDS, MESSAGE_LIMIT, MESSAGE_LIMITS, QUIET
 from tokenwire.tls import ClientTls
 
-__all__ = [
-    "LOST_SECONDS",
-    "MESSAGE_LIMIT",
-    "MESSAGE_LIMITS",
-    "QUIET",
-    "connect",
-    "stop_writing_at_end",
-]
+__all__ = ["connect", "stop_writing_at_end"]
 
-LOST_SECONDS = 20.0
-"""Seconds without an answer to a ping after which a server counts as lost"""
-
-MESSAGE_LIMIT = 64 * 1024 * 1024
-"""Largest message in bytes; gRPC's default of 4 MiB is too small for long prompts"""
-MESSAGE_LIMITS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
-    ("grpc.max_send_message_length", MESSAGE_LIMIT),
-]
-QUIET: list[tuple[str, Any]] = [
-    ("grpc.http2.bdp_probe", 0),  # our messages fit any window, so bandwidth probes gain nothing
-    ("grpc.enable_channelz", 0),  # nothing reads these statistics
-]
-"""Options, for both ends of a channel, that turn off work gRPC does for every message"""
 _OPTIONS: list[tuple[str, Any]] = [
     *MESSAGE_LIMITS,
     *QUIET,

@@ -14,7 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from tokenwire.channel import MESSAGE_LIMIT, stop_writing_at_end
+from tokenwire.channel import stop_writing_at_end
+from tokenwire.channel_options import MESSAGE_LIMIT
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub

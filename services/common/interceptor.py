@@ -16,7 +16,8 @@ from services.common.accounts import identity
 from services.common.accounts.authenticator import Authenticator
 from services.common.accounts.identity import ANYONE, Identity
 from services.common.errors import abort, internal_error
-from services.common.logging import failure, request_id, traceparent
+from services.common.failures import failure
+from services.common.logging import request_id, traceparent
 from services.common.priority import PRIORITY_KEY, TENANT_KEY, parse_priority
 from services.common.sharing.tenant import current_tenant
 from services.common.span import Span

@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import stat
 import sys
 from collections.abc import Callable
@@ -12,30 +11,16 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import partial
 
-import grpc
-
-from tokenwire.errors import ServiceError
 from tokenwire.serving.line_writer import LineWriter, write_to
 
-__all__ = ["configure", "failure", "flush", "request_fields", "request_id", "traceparent"]
+__all__ = ["configure", "flush", "request_fields", "request_id", "traceparent"]
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 """The trace context of the caller (https://www.w3.org/TR/trace-context); empty: none"""
 
-_QUOTING = frozenset(
-    {
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.NOT_FOUND,
-        grpc.StatusCode.ALREADY_EXISTS,
-        grpc.StatusCode.PERMISSION_DENIED,
-    }
-)
-"""Codes of errors whose messages may quote what the client wrote"""
 _MOST_TEXT, _MOST_TRACEBACK = 1_000, 16_000
 """Characters of a field, and of the traceback of an exception"""
-_FIELD = re.compile(r"\w*")
-"""The name in front of a path, which no client chooses"""
 _FLUSH_SECONDS = 1.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -67,19 +52,6 @@ def request_fields(request_id: str, traceparent: str) -> dict[str, str]:
     _, _, rest = traceparent.partition("-")
     fields = {"request_id": request_id, "trace_id": rest.partition("-")[0]}
     return {key: value for key, value in fields.items() if value}
-
-
-def failure(log: logging.Logger, error: ServiceError) -> dict[str, str]:
-    """Return the log fields of a failed request.
-
-    A message that may quote the client is logged at level debug only.
-    """
-    fields = {"reason": error.reason}
-    if (field := _FIELD.match(error.field)) is not None and field[0]:
-        fields["field"] = field[0]
-    if error.code not in _QUOTING or log.isEnabledFor(logging.DEBUG):
-        fields["error"] = error.message
-    return fields
 
 
 def _cut(value: object) -> object:

@@ -32,7 +32,7 @@ from services.common.settings import (
 )
 from services.common.sharing.fair_executor import use_fair_threads
 from services.common.telemetry import LOST_LOG_LINES, serve_metrics
-from tokenwire.channel import MESSAGE_LIMITS, QUIET
+from tokenwire.channel_options import MESSAGE_LIMITS, QUIET
 from tokenwire.serving.addresses import METRICS_PORT_OFFSET, address, is_loopback, why_unusable
 
 __all__ = ["SERVER_OPTIONS", "Application", "main"]

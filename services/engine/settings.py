@@ -13,7 +13,7 @@ from services.common.settings import (
     setting,
 )
 from services.common.targets import parse_targets
-from tokenwire.channel import LOST_SECONDS
+from tokenwire.channel_options import LOST_SECONDS
 
 __all__ = ["EngineSettings", "parse_bytes", "parse_share", "parse_tokens"]
 

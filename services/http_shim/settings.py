@@ -14,7 +14,7 @@ from services.common.settings import (
 from services.common.targets import parse_targets
 from services.http_shim.http.cors import origins_of
 from services.http_shim.images.remote_urls import AllowedSources
-from tokenwire.channel import LOST_SECONDS
+from tokenwire.channel_options import LOST_SECONDS
 from tokenwire.serving.addresses import is_loopback, why_closed
 from tokenwire.tls import ServerTls
 

@@ -13,7 +13,7 @@ from services.common.settings import (
 from services.tokenizer.chat.answer.reasoning_formats import REASONING_FORMATS
 from services.tokenizer.chat.answer.tool_formats import JSON_FORMAT, TOOL_FORMATS
 from services.tokenizer.text.infill import INFILL_FAMILIES
-from tokenwire.channel import LOST_SECONDS
+from tokenwire.channel_options import LOST_SECONDS
 
 __all__ = ["TokenizerSettings"]
 

@@ -12,7 +12,7 @@ from grpc_health.v1.health import aio as health_aio
 from tokenizers import Tokenizer
 
 from tests.agents.scripted_model import CONTEXT
-from tokenwire.channel import MESSAGE_LIMITS
+from tokenwire.channel_options import MESSAGE_LIMITS
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import (
     EngineControlServiceServicer,

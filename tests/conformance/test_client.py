@@ -8,7 +8,8 @@ import grpc
 import pytest
 
 from tests.stack import Stack, is_busy, left_early, watch_load
-from tokenwire.channel import MESSAGE_LIMIT, connect
+from tokenwire.channel import connect
+from tokenwire.channel_options import MESSAGE_LIMIT
 from tokenwire.client import (
     ChatOptions,
     Client,

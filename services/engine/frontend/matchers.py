@@ -25,7 +25,8 @@ from services.engine.frontend.mask_stream import (
 )
 from services.engine.frontend.metrics import MOVED_MATCHERS
 from services.engine.messages import DraftTokens, Mask, Token
-from tokenwire.channel import LOST_SECONDS, connect
+from tokenwire.channel import connect
+from tokenwire.channel_options import LOST_SECONDS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 from tokenwire.tls import ClientTls

@@ -4,7 +4,8 @@ import logging
 
 from services.common import tracing
 from services.common.errors import internal_error
-from services.common.logging import failure, traceparent
+from services.common.failures import failure
+from services.common.logging import traceparent
 from services.engine.messages import RequestDone
 from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1 import engine_pb2

@@ -11,8 +11,9 @@ import grpc
 
 from services.common.accounts import identity
 from services.common.errors import internal_error
+from services.common.failures import failure
 from services.common.interceptor import sane_request_id, sane_traceparent
-from services.common.logging import failure, request_id, traceparent
+from services.common.logging import request_id, traceparent
 from services.engine.frontend import request_accounting
 from services.engine.frontend.event_queue import EventQueue
 from services.engine.frontend.frontend import Caller, Frontend

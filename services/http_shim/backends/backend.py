@@ -22,7 +22,7 @@ from services.http_shim.backends.submission import Submission
 from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
 from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.images.request_images import RequestImages
-from tokenwire.channel import LOST_SECONDS
+from tokenwire.channel_options import LOST_SECONDS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2

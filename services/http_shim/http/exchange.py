@@ -15,8 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common import tracing
 from services.common.accounts.account import Account
+from services.common.failures import failure
 from services.common.interceptor import sane_request_id, sane_traceparent
-from services.common.logging import failure, request_id, traceparent
+from services.common.logging import request_id, traceparent
 from services.common.span import Span
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUEST_SECONDS, REQUESTS, TOKENS

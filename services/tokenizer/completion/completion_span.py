@@ -46,7 +46,7 @@ def end_span(span: Span, output: CompletionOutput | None, outcome: str, **why: s
 
     output: None = the request was never planned.
     outcome: that of the metrics.
-    why: reason and message of the failure, as `logging.failure` returns them.
+    why: reason and message of the failure, as `failure` returns them.
     """
     if span.is_recording:
         span.set({"tokenwire.outcome": outcome})

@@ -10,7 +10,7 @@ from typing import Any, Generic
 import grpc
 
 from services.common.errors import draining_error, internal_error
-from services.common.logging import failure
+from services.common.failures import failure
 from services.tokenizer import metrics
 from services.tokenizer.completion.complete_processor import RequestProcessor, Response
 from services.tokenizer.completion.completion_output import CompletionOutput

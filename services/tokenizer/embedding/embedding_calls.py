@@ -12,7 +12,7 @@ import grpc
 
 from services.common.contract import MAX_EMBEDDED_TEXTS
 from services.common.errors import draining_error
-from services.common.logging import failure
+from services.common.failures import failure
 from services.common.vector_sizes import check_token_states, check_vectors
 from services.tokenizer import metrics
 from services.tokenizer.completion.engine_request import CallContext

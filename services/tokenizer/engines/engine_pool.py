@@ -21,7 +21,7 @@ from services.tokenizer.engines.known_blocks import KnownBlocks
 from services.tokenizer.engines.placement import Need, Placement
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
-from tokenwire.channel import LOST_SECONDS
+from tokenwire.channel_options import LOST_SECONDS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2

@@ -14,7 +14,8 @@ from services.common.interceptor import RpcInterceptor
 from services.grammar.application import GrammarApplication
 from services.grammar.settings import GrammarSettings
 from tests.services.grammar.mask_client import PERSON
-from tokenwire.channel import MESSAGE_LIMITS, connect
+from tokenwire.channel import connect
+from tokenwire.channel_options import MESSAGE_LIMITS
 
 
 @pytest.fixture(scope="session")

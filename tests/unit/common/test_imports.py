@@ -31,3 +31,12 @@ def test_torch_is_loaded_by_the_step_loop_alone(program: str, name: str) -> None
     """In any other process it would cost 300 MB and seconds at the start."""
     loads = f"{program}\nsys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", loads, name], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "name", ["services.engine.loop.loop_process", "services.engine.vision.encoder_process"]
+)
+def test_processes_that_compute_load_no_grpc(name: str) -> None:
+    """Its threads and its start cost a restart of the engine time, and nothing there calls it."""
+    loads = f"{ITS_START}\nsys.exit('grpc' in sys.modules)"
+    subprocess.run([sys.executable, "-c", loads, name], check=True, timeout=60)

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from services.common import logging as service_logging
-from services.common.logging import failure
+from services.common.failures import failure
 from tokenwire.errors import ServiceError, invalid
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.contract import MAX_EMBEDDED_TEXTS, MAX_TOKEN_STATES, MAX_VECTORS
 from services.common.vector_sizes import check_token_states, check_vectors
-from tokenwire.channel import MESSAGE_LIMIT
+from tokenwire.channel_options import MESSAGE_LIMIT
 from tokenwire.errors import ServiceError
 
 
