@@ -64,12 +64,11 @@ class BatchedReport:
 
 def gguf_file(home: Path, python: Path, model: Path, weights: str) -> Path:
     """Return the checkpoint as a GGUF file of a type that llama-quantize knows."""
-    full = LlamaCpp().converted(home, python, model)
     if weights.lower() == LlamaCpp.weights:
-        return full
-    file = full.with_name(f"{model.name}-{weights}.gguf")
+        return LlamaCpp().converted(home, python, model)
+    file = home / "models" / f"{model.name}-{weights}.gguf"
     if not file.exists():
-        fresh = file.with_suffix(".new")
+        full, fresh = LlamaCpp().converted(home, python, model), file.with_suffix(".new")
         command = [str(home / "build" / "bin" / "llama-quantize"), str(full), str(fresh), weights]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         fresh.rename(file)

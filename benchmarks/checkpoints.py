@@ -13,7 +13,6 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from benchmarks import CACHE
+from benchmarks.recent_shapes import RECENT, RECENT_CONTEXT, RECENT_TOKENS
 
-__all__ = ["RECENT", "SHAPES", "Shape", "make", "make_recent"]
+__all__ = ["SHAPES", "Shape", "make", "make_recent"]
 
 SEED = 20240607
 CONTEXT = 4096
@@ -81,50 +79,6 @@ SHAPES = {
     ),
     "bench-15m": Shape(8192, hidden=384, layers=6, heads=6, kv_heads=2, feed_forward=1024),
 }
-
-
-RECENT_CONTEXT = 32_768
-RECENT_TOKENS = 32_000
-_QWEN: dict[str, Any] = {"vocab_size": 248_320, "head_dim": 256, "num_key_value_heads": 2}
-RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
-    "bench-qwen3.5": partial(
-        Qwen3_5TextConfig,
-        **_QWEN,
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=8,
-        intermediate_size=3584,
-        linear_num_key_heads=16,
-        linear_num_value_heads=16,
-        tie_word_embeddings=True,
-    ),
-    "bench-qwen3.5-moe": partial(
-        Qwen3_5MoeTextConfig,
-        **_QWEN,
-        hidden_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=16,
-        num_experts=64,
-        num_experts_per_tok=8,
-        moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        tie_word_embeddings=False,
-    ),
-    "bench-gpt-oss": partial(
-        GptOssConfig,
-        vocab_size=RECENT_TOKENS,
-        num_hidden_layers=4,
-        num_local_experts=32,
-        rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
-    ),
-}
-"""Qwen 3.5 0.8B; Qwen 3.5 35B-A3B with 12 of 40 layers and 64 of 256 experts; gpt-oss 20B with 4 of
-24 layers, its experts in MXFP4.
-
-Not made unless named: 1.5, 7.7 and 2.2 GB. Their tokenizer fills 32,000 rows of the embedding.
-"""
 
 
 def make(shape: Shape, out: Path) -> None:
