@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-LINES = 100_000
+LINES = 40_000
+"""Different lines"""
 
 
 @pytest.fixture(scope="session")
@@ -15,11 +16,13 @@ def corpus() -> list[str]:
     source = random.Random(1)
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in folder.rglob("*.py") if path.stat().st_size > 10_000)
-    lines: list[str] = []
+    code: dict[str, None] = {}
     for file in files:
-        lines += file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        if len(lines) > LINES - 10_000:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        code |= dict.fromkeys(text.splitlines(keepends=True))
+        if len(code) > LINES - 10_000:
             break
+    lines = [*code]
     letters = [
         chr(code)
         for code in (*range(0x20, 0x2000), *range(0x3040, 0x9FFF, 7), *range(0x1F300, 0x1F6FF))

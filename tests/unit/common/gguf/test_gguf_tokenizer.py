@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: the original's ids of 100,000 lines, and the words of one text."""
+"""Tokenizers of GGUF files: the original's ids of 40,000 lines, and the words of one text."""
 
 import inspect
 import io
