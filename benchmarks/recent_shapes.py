@@ -65,7 +65,8 @@ RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
         num_local_experts=32,
         rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
     ),
-    # DeepSeek V2 Lite with 5 of 27 layers
+    # DeepSeek V2 Lite with 5 of 27 layers, and V2's low rank of queries, without which llama.cpp
+    # takes 27 layers alone
     "bench-deepseek-v2": partial(
         DeepseekV2Config,
         vocab_size=102_400,
@@ -81,7 +82,7 @@ RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
         num_experts_per_tok=6,
         n_group=1,
         topk_group=1,
-        q_lora_rank=None,
+        q_lora_rank=1536,
     ),
     # LFM2 1.2B
     "bench-lfm2": partial(
@@ -118,6 +119,7 @@ RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
         vocab_size=RECENT_TOKENS,
         num_hidden_layers=2,
         num_local_experts=64,
+        rotary_dim=64,  # which files name beside rope_parameters
     ),
 }
 """Models of `benchmarks.checkpoints` that are made only if they are named"""
