@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from services.common.gguf.gguf_file import GgufError, GgufFile
-from services.common.gguf.pre_tokenizers import PRE_TOKENIZERS
+from services.common.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from services.common.json_values import Json
 from services.common.tokenizer_files.definition import (
     PieceKind,
@@ -17,8 +17,8 @@ from services.common.tokenizer_files.unigram import Normalization, sentencepiece
 __all__ = ["chat_templates_of", "tokenizer_config_of", "tokenizer_of"]
 
 _PREFIX = "tokenizer.ggml"
-_SENTENCEPIECE = ("llama", "gemma4")
-"""Tokenizers of sentencepiece's pieces; Gemma 4's file lists their merges"""
+_GEMMA4 = "gemma4"
+"""Name of a tokenizer, and of the pre-tokenizer that it implies"""
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
@@ -44,9 +44,11 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, Json]:
         if key in file.metadata and 0 <= (token := file.integer(key)) < len(tokens):
             values[f"{role}_token"] = tokens[token]
     kind = file.text(f"{_PREFIX}.model")
-    pre_tokenizer = PRE_TOKENIZERS.get(file.text(f"{_PREFIX}.pre", ""))
-    has_bos = kind in _SENTENCEPIECE or (pre_tokenizer is not None and pre_tokenizer.has_bos)
-    values["add_bos_token"] = file.flag(f"{_PREFIX}.add_bos_token", has_bos)
+    pre_tokenizer = _pre_tokenizer(file) if _KINDS[kind] is _merged else None
+    has_bos = kind == "llama" if pre_tokenizer is None else pre_tokenizer.has_bos
+    says_bos = file.flag(f"{_PREFIX}.add_bos_token", has_bos)
+    needs_bos = pre_tokenizer is not None and pre_tokenizer.needs_bos
+    values["add_bos_token"] = says_bos or needs_bos
     values["add_eos_token"] = file.flag(f"{_PREFIX}.add_eos_token", kind == "t5")
     return values
 
@@ -63,23 +65,32 @@ def chat_templates_of(file: GgufFile) -> dict[str, str]:
     return {**default, **named}
 
 
-def _bytes(file: GgufFile) -> dict[str, Json]:
-    name = file.text(f"{_PREFIX}.pre", "default")
-    if name not in PRE_TOKENIZERS:
-        raise GgufError(
-            f"{file.path}: the pre-tokenizer {name} is not supported. Supported: "
-            f"{', '.join(PRE_TOKENIZERS)}."
-        )
-    pre_tokenizer = PRE_TOKENIZERS[name]
-    pieces = _pieces(file)
+def _merged(file: GgufFile) -> dict[str, Json]:
+    """Return BPE by the merges that the file lists."""
+    pre_tokenizer = _pre_tokenizer(file)
+    pieces, merges = _pieces(file), _merges(file)
+    if not pre_tokenizer.spells_bytes:
+        return sentencepiece_bpe(pieces, _unknown_text(file), merges)
     return byte_level(
         pieces.texts,
-        _merges(file),
+        merges,
         pre_tokenizer.splits,
         pieces.added,
         composes=pre_tokenizer.composes,
         keeps_words=pre_tokenizer.keeps_words,
     )
+
+
+def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
+    name = file.text(f"{_PREFIX}.pre", "default")
+    if file.text(f"{_PREFIX}.model") == _GEMMA4:
+        name = _GEMMA4
+    if name not in PRE_TOKENIZERS:
+        raise GgufError(
+            f"{file.path}: the pre-tokenizer {name} is not supported. Supported: "
+            f"{', '.join(PRE_TOKENIZERS)}."
+        )
+    return PRE_TOKENIZERS[name]
 
 
 def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
@@ -96,10 +107,7 @@ def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
 def _sentencepiece(file: GgufFile) -> dict[str, Json]:
     if f"{_PREFIX}.scores" not in file.metadata:
         raise GgufError(f"{file.path} lacks {_PREFIX}.scores.")
-    tokens, token = _tokens(file), _unknown(file)
-    unknown = tokens[token] if 0 <= token < len(tokens) else None
-    has_merges = file.text(f"{_PREFIX}.model") == "gemma4"
-    return sentencepiece_bpe(_pieces(file), unknown, _merges(file) if has_merges else None)
+    return sentencepiece_bpe(_pieces(file), _unknown_text(file))
 
 
 def _unigram(file: GgufFile) -> dict[str, Json]:
@@ -116,6 +124,11 @@ def _unknown(file: GgufFile) -> int:
     return file.integer(f"{_PREFIX}.unknown_token_id", -1)
 
 
+def _unknown_text(file: GgufFile) -> str | None:
+    tokens, token = _tokens(file), _unknown(file)
+    return tokens[token] if 0 <= token < len(tokens) else None
+
+
 def _pieces(file: GgufFile) -> Pieces:
     tokens = _tokens(file)
     scores = file.numbers(f"{_PREFIX}.scores") or [0.0] * len(tokens)
@@ -123,7 +136,8 @@ def _pieces(file: GgufFile) -> Pieces:
     for name, values in (("scores", scores), ("types", kinds)):
         if len(values) != len(tokens):
             raise GgufError(f"{file.path} has {len(tokens)} tokens, but {len(values)} {name}.")
-    adds_space = file.flag(f"{_PREFIX}.add_space_prefix", True)
+    has_merges = _KINDS[file.text(f"{_PREFIX}.model")] is _merged
+    adds_space = file.flag(f"{_PREFIX}.add_space_prefix", not has_merges)
     return Pieces(tokens, scores, [int(kind) for kind in kinds], adds_space)
 
 
@@ -135,8 +149,9 @@ def _tokens(file: GgufFile) -> list[str]:
 
 
 _KINDS = {
-    "gpt2": _bytes,
-    **dict.fromkeys(_SENTENCEPIECE, _sentencepiece),
+    "gpt2": _merged,
+    _GEMMA4: _merged,
+    "llama": _sentencepiece,
     "t5": _unigram,
 }
 """Reader of each kind of tokenizer, by its name in llama.cpp"""
