@@ -26,6 +26,7 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     FalconMambaConfig,
@@ -35,9 +36,12 @@ from transformers import (
     GptOssConfig,
     GraniteMoeHybridConfig,
     HunYuanMoEV1Config,
+    HYV3Config,
+    KimiLinearConfig,
     Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiniCPM3Config,
     Ministral3Config,
     MixtralConfig,
     NemotronConfig,
@@ -66,6 +70,7 @@ from tests.unit.engine.checkpoints import (
     CONFIGS,
     EXPERTS,
     GEMMA3N,
+    INDEXED,
     LATENT,
     MAMBA,
     MAMBA1,
@@ -89,7 +94,7 @@ QUANTIZED = (
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
     *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
-    *("mamba", "falcon mamba", "jamba"),
+    *("mamba", "falcon mamba", "jamba", "glm moe dsa", "kimi linear"),
 )
 """Families that are tried with codes too; the first four have other shapes than in CONFIGS"""
 YARN = {
@@ -101,6 +106,14 @@ YARN = {
     "beta_slow": 2.0,
     "mscale": 1.0,
     "mscale_all_dim": 0.5,
+}
+EQUAL_FACTORS = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.8,
 }
 FAMILIES = {
     name: CONFIGS[name]
@@ -171,14 +184,23 @@ FAMILIES = {
         first_k_dense_replace=1,
         n_group=4,
         topk_group=2,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "mscale": 0.8,
-            "mscale_all_dim": 0.8,
-        },
+        rope_parameters=EQUAL_FACTORS,
+    ),
+    "deepseek v3.2": DeepseekV32Config(
+        **LATENT | ROUTED | INDEXED,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        rope_parameters=EQUAL_FACTORS,
+    ),
+    "kimi linear": KimiLinearConfig(
+        **LATENT | {"initializer_range": 0.12, "q_lora_rank": None, "num_hidden_layers": 4},
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
     ),
     "lfm2 moe": Lfm2MoeConfig(
         **TIED | EXPERTS, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1
@@ -191,6 +213,8 @@ FAMILIES = {
         position_embedding_type="rope",
     ),
     "youtu": YoutuConfig(**LATENT),
+    "minicpm3": MiniCPM3Config(**LATENT | {"v_head_dim": 16}),
+    "hy v3": HYV3Config(**WIDE | {"num_shared_experts": 2}, **EXPERTS),
     "dots1": Dots1Config(**SHAPE | ROUTED, norm_topk_prob=True, sliding_window=None),
     "afmoe": AfmoeConfig(
         **SHAPE | {"head_dim": 32, "num_hidden_layers": 5},
@@ -279,7 +303,8 @@ def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts"]
+    "family",
+    ["llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts", "glm moe dsa"],
 )
 def test_wrong_values_name_the_file_and_its_key(family: str, tmp_path: Path) -> None:
     """The config.json that is made of a file lies in a directory which nobody knows."""
@@ -510,7 +535,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     [
         (lambda w: w.add_string("general.architecture", "rwkv7"), "architecture rwkv7 is not"),
         (lambda w: w.add_string("tokenizer.ggml.model", "rwkv"), "tokenizer rwkv is not supported"),
-        (lambda w: w.add_string("tokenizer.ggml.pre", "afmoe"), "pre-tokenizer afmoe is not"),
+        (lambda w: w.add_string("tokenizer.ggml.pre", "jina-es"), "pre-tokenizer jina-es is"),
         (lambda w: w.add_string("llama.block_count", "3"), "block_count must be a whole number"),
         (lambda w: w.add_token_merges(["ab"]), "merge 'ab' does not have two parts"),
         (lambda w: w.add_token_types([1]), "97 tokens, but 1 types"),
