@@ -184,6 +184,7 @@ def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> npt.NDA
         _KIND.Q5_1: (0, 2),
         _KIND.Q8_0: (0,),
         _KIND.MXFP4: (),
+        _KIND.NVFP4: (),
         _KIND.Q2_K: (80, 82),
         _KIND.Q3_K: (108,),
         _KIND.Q4_K: (0, 2),
@@ -205,6 +206,8 @@ def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> npt.NDA
         blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | np.array([0, 0, 0, 32], np.uint8)
     if kind is _KIND.MXFP4:
         blocks[:, 0] = 120
+    if kind is _KIND.NVFP4:
+        blocks[:, :4] = blocks[:, :4] % 32
     return blocks.reshape(*shape[:-1], shape[-1] // block * size)
 
 

@@ -257,7 +257,7 @@ DECODED = [
 """Formats without codes in memory"""
 KINDS = [
     *(K.F16, K.BF16, K.Q8_0, K.Q4_0, K.Q4_1, K.Q5_0, K.Q5_1, K.Q2_K, K.Q3_K, K.Q4_K, K.Q5_K),
-    *(K.Q6_K, K.IQ4_NL, K.IQ4_XS, K.MXFP4, K.TQ2_0),
+    *(K.Q6_K, K.IQ4_NL, K.IQ4_XS, K.MXFP4, K.NVFP4, K.TQ2_0),
 ]
 ROOMY = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 """A shape whose rows all formats divide"""
@@ -355,22 +355,47 @@ def test_keys_and_values_of_latents_are_decoded(tmp_path: Path) -> None:
     assert {kinds[f"blk.1.attn_{part}_b.weight"] for part in "kv"} == {K.Q8_0}
 
 
+def test_factors_of_nvfp4_multiply_their_weights(tmp_path: Path) -> None:
+    """A tensor has one, and each expert of a stack; without them the model would be another."""
+    factors = {"blk.0.attn_q": [0.5], "blk.1.ffn_up_exps": [0.25, 2.0, 3.0, 0.125, 1.0, 4.0]}
+
+    def add(writer: GGUFWriter) -> None:
+        for name, numbers in factors.items():
+            writer.add_tensor(f"{name}.scale", np.array(numbers, np.float32))
+            writer.add_tensor(f"{name}.input_scale", np.ones(len(numbers), np.float32))
+
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["qwen3 moe"])
+    write_gguf(tmp_path / "model.gguf", model, K.NVFP4, further=add)
+    content = decoded_tensors(tmp_path / "model.gguf")
+    for name, numbers in factors.items():
+        shape = (-1, *[1] * (content[f"{name}.weight"].ndim - 1))
+        content[f"{name}.weight"] *= torch.tensor(numbers).view(shape)
+    write_gguf(tmp_path / "decoded.gguf", model, content=content)
+    tokens = random_tokens(TOKENS, 1)
+    expected = logits_of(loaded(tmp_path / "decoded.gguf"), tokens)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+def decoded_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the numbers of a file's tensors."""
+    return {
+        each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
+        for each in GGUFReader(path).tensors
+    }
+
+
 def assert_decoded(folder: Path, model: PreTrainedModel, kind: K) -> dict[str, K]:
     """Compare a file with one of its decoded numbers. Return the formats of its tensors."""
     path = folder / "model.gguf"
     write_gguf(path, model, kind)
-    stored = GGUFReader(path).tensors
-    decoded = {
-        each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
-        for each in stored
-    }
-    write_gguf(folder / "decoded.gguf", model, content=decoded)
+    write_gguf(folder / "decoded.gguf", model, content=decoded_tensors(path))
     tokens = random_tokens(TOKENS, 1)
     expected = logits_of(loaded(folder / "decoded.gguf"), tokens)
     torch.testing.assert_close(logits_of(loaded(path), tokens), expected, atol=1e-4, rtol=0)
     kept = logits_of(loaded(path, "full"), tokens)  # in codes where there are kernels
     assert (kept - expected).abs().mean() < 0.03 * expected.std()
-    return {each.name: each.tensor_type for each in stored}
+    return {each.name: each.tensor_type for each in GGUFReader(path).tensors}
 
 
 def test_types_without_codes_are_announced(
@@ -429,11 +454,7 @@ def assert_decodes_alike(folder: Path, model: PreTrainedModel, kind: K) -> Tenso
     Returns these logits.
     """
     write_gguf(folder / "model.gguf", model, kind)
-    decoded = {
-        each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
-        for each in GGUFReader(folder / "model.gguf").tensors
-    }
-    write_gguf(folder / "decoded.gguf", model, content=decoded)
+    write_gguf(folder / "decoded.gguf", model, content=decoded_tensors(folder / "model.gguf"))
     tokens = random_tokens(TOKENS, 1)
     expected = logits_of(loaded(folder / "decoded.gguf"), tokens)
     ours = logits_of(loaded(folder / "model.gguf"), tokens)
@@ -543,6 +564,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
         (lambda w: w.add_uint32("general.alignment", 0), "alignment must be a positive"),
         (lambda w: w.add_uint32("llama.embedding_length", 128), "but config.json asks for"),
         (lambda w: w.add_tensor("x.weight", np.zeros(3, np.float64)), "stored as F64, which is"),
+        (lambda w: w.add_tensor("x.weight", np.zeros((1, 18), np.uint8), raw_dtype=K.Q1_0), "Q1_0"),
         (lambda w: w.add_tensor("x.weight", np.zeros(3, np.float32)), "x.weight is not part of"),
     ],
 )
