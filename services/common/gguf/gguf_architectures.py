@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from services.common.gguf.gguf_encoders import read_encoder
 from services.common.gguf.gguf_experts import read_hunyuan_routing, read_sigmoid_routing
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_gemma import (
@@ -383,6 +384,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         _read_llama4,
     ),
     "glm4moe": Architecture("Glm4MoeForCausalLM", _DEEPSEEK_KEYS, _read_glm_experts),
+    "bert": Architecture("BertModel", {"rms_norm_eps": "layer_norm_eps"}, read_encoder),
+    "nomic-bert": Architecture("NomicBertModel", {"rms_norm_eps": "layer_norm_eps"}, read_encoder),
     "lfm2": Architecture(
         "Lfm2ForCausalLM", {"rms_norm_eps": "norm_eps"}, extra_keys=read_convolutions
     ),

@@ -1,11 +1,13 @@
 """tokenizer.json and its companions, of the tokenizer in a GGUF file."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from services.common.json_values import Json
 from services.common.tokenizer_files.definition import (
+    SPACE,
     PieceKind,
     Pieces,
     TokenizerError,
@@ -13,13 +15,26 @@ from services.common.tokenizer_files.definition import (
     sentencepiece_bpe,
 )
 from services.common.tokenizer_files.unigram import Normalization, sentencepiece_unigram
+from services.common.tokenizer_files.word_piece import CONTINUATION, word_piece
 
 __all__ = ["chat_templates_of", "tokenizer_config_of", "tokenizer_of"]
 
 _PREFIX = "tokenizer.ggml"
 _GEMMA4 = "gemma4"
 """Name of a tokenizer, and of the pre-tokenizer that it implies"""
-_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_BERT = "bert"
+_BERT_UNKNOWN, _BERT_FIRST, _BERT_LAST = 100, 101, 102
+"""Ids of llama.cpp for special tokens that a file does not name"""
+_ROLES = {
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "pad": "padding",
+    "cls": "cls",
+    "sep": "seperator",  # llama.cpp's spelling
+    "mask": "mask",
+}
+"""Special tokens of tokenizer_config.json, and llama.cpp's names of them"""
 
 
 def tokenizer_of(file: GgufFile) -> dict[str, Json]:
@@ -44,6 +59,8 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, Json]:
         if key in file.metadata and 0 <= (token := file.integer(key)) < len(tokens):
             values[f"{role}_token"] = tokens[token]
     kind = file.text(f"{_PREFIX}.model")
+    if kind == _BERT:  # whose tokenizer.json frames texts
+        return values
     pre_tokenizer = _pre_tokenizer(file) if _KINDS[kind] is _merged else None
     has_bos = kind == "llama" if pre_tokenizer is None else pre_tokenizer.has_bos
     says_bos = file.flag(f"{_PREFIX}.add_bos_token", has_bos)
@@ -119,6 +136,33 @@ def _unigram(file: GgufFile) -> dict[str, Json]:
     return sentencepiece_unigram(_pieces(file), normalization, _unknown(file))
 
 
+def _word_piece(file: GgufFile) -> dict[str, Json]:
+    pieces = _pieces(file)
+    texts = [
+        text if kind == PieceKind.CONTROL else _bert_text(text)
+        for text, kind in zip(pieces.texts, pieces.kinds, strict=True)
+    ]
+    first = file.integer(f"{_PREFIX}.cls_token_id", _BERT_FIRST)
+    lowers = file.flag(f"{_PREFIX}.normalizer.lowercase", True)
+    return word_piece(
+        texts,
+        replace(pieces, texts=texts).added,
+        unknown=file.integer(f"{_PREFIX}.unknown_token_id", _BERT_UNKNOWN),
+        first=file.integer(f"{_PREFIX}.bos_token_id", first),
+        last=file.integer(f"{_PREFIX}.seperator_token_id", _BERT_LAST),
+        lowers=lowers,
+        strips_accents=file.flag(f"{_PREFIX}.normalizer.strip_accents", lowers),
+    )
+
+
+def _bert_text(text: str) -> str:
+    """Return a token's text in BERT's own form. llama.cpp marks the tokens that begin a word."""
+    if text.startswith(SPACE):
+        return text.removeprefix(SPACE)
+    is_whole = text.startswith("[") and text.endswith("]")  # in files of the first converters
+    return text if is_whole else f"{CONTINUATION}{text}"
+
+
 def _unknown(file: GgufFile) -> int:
     """Return the id of the unknown token, -1 if there is none."""
     return file.integer(f"{_PREFIX}.unknown_token_id", -1)
@@ -153,5 +197,6 @@ _KINDS = {
     _GEMMA4: _merged,
     "llama": _sentencepiece,
     "t5": _unigram,
+    _BERT: _word_piece,
 }
 """Reader of each kind of tokenizer, by its name in llama.cpp"""

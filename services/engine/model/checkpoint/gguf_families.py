@@ -139,10 +139,18 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
     if family.architecture == "HYV3ForCausalLM":
         assert names.experts is not None
         names = replace(names, experts=replace(names.experts, choice_bias="exp_probs_b"))
+    encoder = family.encoder
+    if encoder is not None:
+        names = replace(
+            names, attention_norm="attn_output_norm", feed_forward_norm="layer_output_norm"
+        )
+        types = None if encoder.token_types is None else "token_types"
+        encoder = replace(encoder, embedding_norm="token_embd_norm", token_types=types)
     shares_keys = family.is_gemma4 or family.names.altup is not None
     return replace(
         family,
         names=replace(names, ignored=(*_IGNORED, *(_KEYS if shares_keys else ()))),
+        encoder=encoder,
         output_bias_key="attention_output_bias",
         qkv_by_head=False,
         parallel_norms=("attn_norm_2", "attn_norm"),

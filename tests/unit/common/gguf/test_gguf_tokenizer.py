@@ -156,7 +156,7 @@ def test_other_pre_tokenizers_are_refused_by_name(tmp_path: Path, name: str) -> 
         vocabulary_of(tmp_path, BYTES, lambda writer: write_bytes(writer, name))
 
 
-@pytest.mark.parametrize("name", ["bert", "rwkv", "plamo2"])
+@pytest.mark.parametrize("name", ["none", "rwkv", "plamo2", "whitespace", "hybriddna"])
 def test_other_tokenizers_are_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(StartupError, match=f"the tokenizer {name} is not supported"):
         vocabulary_of(tmp_path, 256, lambda writer: writer.add_tokenizer_model(name))

@@ -18,11 +18,7 @@ from services.common.gguf.gguf_file import GgufFile
 from services.common.gguf.gguf_tokenizer import tokenizer_of
 
 _FOLDER = os.environ.get("TOKENWIRE_LLAMA_CPP_MODELS", "")
-_TEXTS = [
-    path
-    for path in sorted(Path(_FOLDER or os.devnull).glob("ggml-vocab-*.gguf.inp"))
-    if "bert" not in path.name  # GGUF files of encoders are refused
-]
+_TEXTS = sorted(Path(_FOLDER or os.devnull).glob("ggml-vocab-*.gguf.inp"))
 _COMPOSING = {"qwen35"}
 """Pre-tokenizers whose vectors have texts that the model's own tokenizer composes to NFC, and
 llama.cpp does not"""
