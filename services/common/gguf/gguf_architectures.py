@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from services.common.gguf.gguf_experts import read_sigmoid_routing
+from services.common.gguf.gguf_encoders import read_encoder
+from services.common.gguf.gguf_experts import read_hunyuan_routing, read_sigmoid_routing
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_gemma import (
     read_gemma2,
@@ -11,7 +12,13 @@ from services.common.gguf.gguf_gemma import (
     read_gemma3n,
     read_gemma4,
 )
-from services.common.gguf.gguf_latent import choose_latent_model, read_latent
+from services.common.gguf.gguf_latent import (
+    choose_latent_model,
+    read_indexed,
+    read_kimi_linear,
+    read_latent,
+    read_unsplit_latent,
+)
 from services.common.gguf.gguf_layers import count_layers, read_delta_net, read_windows
 from services.common.gguf.gguf_recurrent import (
     read_convolutions,
@@ -183,6 +190,21 @@ _DEEPSEEK_KEYS = {
     "moe_num_shared_experts": "n_shared_experts",
     "num_local_experts": "n_routed_experts",
 }
+_HUNYUAN_KEYS = {
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_num_shared_experts": "num_shared_experts",
+    "num_local_experts": "num_experts",
+    "routed_scaling_factor": "router_scaling_factor",
+}
+_KIMI_KEYS = {
+    "max_position_embeddings": "model_max_length",
+    "moe_layer_start_index": "first_k_dense_replace",
+    "moe_num_shared_experts": "num_shared_experts",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+    "num_local_experts": "num_experts",
+}
 _MAMBA_KEYS = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_d_conv": "conv_kernel",
@@ -331,6 +353,11 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen3next": Architecture("Qwen3NextForCausalLM", extra_keys=read_delta_net),
     "deepseek2": Architecture("DeepseekV2ForCausalLM", _DEEPSEEK_KEYS, read_latent),
+    "deepseek32": Architecture("DeepseekV32ForCausalLM", _DEEPSEEK_KEYS, read_indexed),
+    "glm-dsa": Architecture("GlmMoeDsaForCausalLM", _DEEPSEEK_KEYS, read_indexed),
+    "minicpm3": Architecture("MiniCPM3ForCausalLM", extra_keys=read_unsplit_latent),
+    "kimi-linear": Architecture("KimiLinearForCausalLM", _KIMI_KEYS, read_kimi_linear),
+    "hy_v3": Architecture("HYV3ForCausalLM", _HUNYUAN_KEYS, read_hunyuan_routing),
     "dots1": Architecture("Dots1ForCausalLM", _DEEPSEEK_KEYS, read_sigmoid_routing),
     "minimax-m2": Architecture(
         "MiniMaxM2ForCausalLM",
@@ -357,6 +384,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         _read_llama4,
     ),
     "glm4moe": Architecture("Glm4MoeForCausalLM", _DEEPSEEK_KEYS, _read_glm_experts),
+    "bert": Architecture("BertModel", {"rms_norm_eps": "layer_norm_eps"}, read_encoder),
+    "nomic-bert": Architecture("NomicBertModel", {"rms_norm_eps": "layer_norm_eps"}, read_encoder),
     "lfm2": Architecture(
         "Lfm2ForCausalLM", {"rms_norm_eps": "norm_eps"}, extra_keys=read_convolutions
     ),

@@ -1,13 +1,24 @@
 """Latent attention of a GGUF file: the model that has it, and its keys of config.json."""
 
-from services.common.gguf.gguf_experts import SIGMOIDS, read_routing
+from services.common.gguf.gguf_experts import SIGMOIDS, read_routing, read_sigmoid_routing
 from services.common.gguf.gguf_file import GgufError, GgufFile
+from services.common.gguf.gguf_layers import count_layers
+from services.common.gguf.gguf_recurrent import read_attention_layers
 from services.common.gguf.gguf_rope import read_rope_scaling
 from services.common.json_values import Json
 
-__all__ = ["choose_latent_model", "read_latent"]
+__all__ = [
+    "choose_latent_model",
+    "read_indexed",
+    "read_kimi_linear",
+    "read_latent",
+    "read_unsplit_latent",
+]
 
 _GLM_VOCABULARY = 154_880
+_GLM52_CONTEXT = 2**20
+"""Context of GLM-5.2, whose first files don't tell which layers have an indexer"""
+_GLM52_INDEXERS: dict[str, Json] = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 
 
 def choose_latent_model(file: GgufFile) -> str:
@@ -63,3 +74,49 @@ def read_latent(file: GgufFile) -> dict[str, Json]:
         factor = file.number(weight) * 10
         values["rope_scaling"] = {**scaling, "mscale": factor, "mscale_all_dim": factor}
     return values
+
+
+def read_indexed(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of latent attention to the tokens that indexers choose."""
+    own, layers = file.own, count_layers(file)
+    values = {
+        **read_latent(file),
+        **read_sigmoid_routing(file),
+        "index_head_dim": file.count(own("attention.indexer.key_length")),
+        "index_n_heads": file.count(own("attention.indexer.head_count")),
+        "index_topk": file.count(own("attention.indexer.top_k")),
+    }
+    if (key := own("attention.indexer.types")) in file.metadata:
+        kinds = file.integers(key, layers)[:layers]
+        values["indexer_types"] = ["full" if kind else "shared" for kind in kinds]
+    elif file.architecture == "glm-dsa" and file.count(own("context_length")) >= _GLM52_CONTEXT:
+        values |= _GLM52_INDEXERS
+    return values
+
+
+def read_unsplit_latent(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of MiniCPM 3, whose keys and values of latents are one tensor."""
+    own = file.own
+    rotated = file.count(own("rope.dimension_count"))
+    width = file.count(own("attention.key_length"), least=rotated + 1)
+    return {
+        "kv_lora_rank": file.count(own("attention.kv_lora_rank")),
+        "num_key_value_heads": file.count(own("attention.head_count")),
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": file.count(own("attention.q_lora_rank")),
+        "qk_nope_head_dim": width - rotated,
+        "qk_rope_head_dim": rotated,
+    }
+
+
+def read_kimi_linear(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Kimi Linear, whose layers are delta nets or latent attention."""
+    return {
+        **read_attention_layers(file, "linear_attention"),
+        **read_latent(file),
+        **read_sigmoid_routing(file),
+        "linear_conv_kernel_dim": file.count(file.own("ssm.conv_kernel")),
+        "linear_head_dim": file.count(file.own("kda.head_dim")),
+        "linear_num_heads": file.count(file.own("attention.head_count")),
+        "norm_topk_prob": True,
+    }

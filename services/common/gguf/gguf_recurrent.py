@@ -5,6 +5,7 @@ from services.common.gguf.gguf_layers import count_layers
 from services.common.json_values import Json
 
 __all__ = [
+    "read_attention_layers",
     "read_convolutions",
     "read_falcon_h1",
     "read_granite_hybrid",
@@ -29,7 +30,7 @@ _NEMOTRON_KEYS = {
 def read_convolutions(file: GgufFile) -> dict[str, Json]:
     """Return the keys of LFM2, whose layers are short convolutions or attention."""
     return {
-        **_read_attention(file, "conv"),
+        **read_attention_layers(file, "conv"),
         "block_auto_adjust_ff_dim": False,
         "conv_L_cache": file.count(file.own("shortconv.l_cache")),
         "num_dense_layers": file.integer(file.own("leading_dense_block_count"), 0),
@@ -50,7 +51,7 @@ def read_granite_hybrid(file: GgufFile) -> dict[str, Json]:
         raise GgufError(f"{file.path}: {key} is less than a head (Bamba), which is not supported.")
     dense = file.integer(own("feed_forward_length"))
     return {
-        **_read_attention(file, "linear_attention"),
+        **read_attention_layers(file, "linear_attention"),
         **read_mamba(file),
         "norm_topk_prob": True,
         "num_local_experts": file.integer(own("expert_count"), 0),
@@ -94,7 +95,7 @@ def read_nemotron_h(file: GgufFile) -> dict[str, Json]:
 def read_jamba(file: GgufFile) -> dict[str, Json]:
     """Return the keys of Jamba, whose layers are Mamba or attention, some with experts."""
     return {
-        **_read_attention(file, "linear_attention"),
+        **read_attention_layers(file, "linear_attention"),
         **read_selective(file),
         "mlp_layer_types": [
             "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors else "dense"
@@ -143,7 +144,7 @@ def read_mamba(file: GgufFile) -> dict[str, Json]:
     }
 
 
-def _read_attention(file: GgufFile, other: str) -> dict[str, Json]:
+def read_attention_layers(file: GgufFile, other: str) -> dict[str, Json]:
     """Return which layers are attention: those with heads. other: kind of the others."""
     heads = file.integers(file.own("attention.head_count_kv"), count_layers(file))
     return {

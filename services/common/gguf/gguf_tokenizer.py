@@ -1,11 +1,13 @@
 """tokenizer.json and its companions, of the tokenizer in a GGUF file."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from services.common.gguf.gguf_file import GgufError, GgufFile
-from services.common.gguf.pre_tokenizers import PRE_TOKENIZERS
+from services.common.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from services.common.json_values import Json
 from services.common.tokenizer_files.definition import (
+    SPACE,
     PieceKind,
     Pieces,
     TokenizerError,
@@ -13,13 +15,26 @@ from services.common.tokenizer_files.definition import (
     sentencepiece_bpe,
 )
 from services.common.tokenizer_files.unigram import Normalization, sentencepiece_unigram
+from services.common.tokenizer_files.word_piece import CONTINUATION, word_piece
 
 __all__ = ["chat_templates_of", "tokenizer_config_of", "tokenizer_of"]
 
 _PREFIX = "tokenizer.ggml"
-_SENTENCEPIECE = ("llama", "gemma4")
-"""Tokenizers of sentencepiece's pieces; Gemma 4's file lists their merges"""
-_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_GEMMA4 = "gemma4"
+"""Name of a tokenizer, and of the pre-tokenizer that it implies"""
+_BERT = "bert"
+_BERT_UNKNOWN, _BERT_FIRST, _BERT_LAST = 100, 101, 102
+"""Ids of llama.cpp for special tokens that a file does not name"""
+_ROLES = {
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "pad": "padding",
+    "cls": "cls",
+    "sep": "seperator",  # llama.cpp's spelling
+    "mask": "mask",
+}
+"""Special tokens of tokenizer_config.json, and llama.cpp's names of them"""
 
 
 def tokenizer_of(file: GgufFile) -> dict[str, Json]:
@@ -44,9 +59,13 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, Json]:
         if key in file.metadata and 0 <= (token := file.integer(key)) < len(tokens):
             values[f"{role}_token"] = tokens[token]
     kind = file.text(f"{_PREFIX}.model")
-    pre_tokenizer = PRE_TOKENIZERS.get(file.text(f"{_PREFIX}.pre", ""))
-    has_bos = kind in _SENTENCEPIECE or (pre_tokenizer is not None and pre_tokenizer.has_bos)
-    values["add_bos_token"] = file.flag(f"{_PREFIX}.add_bos_token", has_bos)
+    if kind == _BERT:  # whose tokenizer.json frames texts
+        return values
+    pre_tokenizer = _pre_tokenizer(file) if _KINDS[kind] is _merged else None
+    has_bos = kind == "llama" if pre_tokenizer is None else pre_tokenizer.has_bos
+    says_bos = file.flag(f"{_PREFIX}.add_bos_token", has_bos)
+    needs_bos = pre_tokenizer is not None and pre_tokenizer.needs_bos
+    values["add_bos_token"] = says_bos or needs_bos
     values["add_eos_token"] = file.flag(f"{_PREFIX}.add_eos_token", kind == "t5")
     return values
 
@@ -63,23 +82,32 @@ def chat_templates_of(file: GgufFile) -> dict[str, str]:
     return {**default, **named}
 
 
-def _bytes(file: GgufFile) -> dict[str, Json]:
-    name = file.text(f"{_PREFIX}.pre", "default")
-    if name not in PRE_TOKENIZERS:
-        raise GgufError(
-            f"{file.path}: the pre-tokenizer {name} is not supported. Supported: "
-            f"{', '.join(PRE_TOKENIZERS)}."
-        )
-    pre_tokenizer = PRE_TOKENIZERS[name]
-    pieces = _pieces(file)
+def _merged(file: GgufFile) -> dict[str, Json]:
+    """Return BPE by the merges that the file lists."""
+    pre_tokenizer = _pre_tokenizer(file)
+    pieces, merges = _pieces(file), _merges(file)
+    if not pre_tokenizer.spells_bytes:
+        return sentencepiece_bpe(pieces, _unknown_text(file), merges)
     return byte_level(
         pieces.texts,
-        _merges(file),
+        merges,
         pre_tokenizer.splits,
         pieces.added,
         composes=pre_tokenizer.composes,
         keeps_words=pre_tokenizer.keeps_words,
     )
+
+
+def _pre_tokenizer(file: GgufFile) -> PreTokenizer:
+    name = file.text(f"{_PREFIX}.pre", "default")
+    if file.text(f"{_PREFIX}.model") == _GEMMA4:
+        name = _GEMMA4
+    if name not in PRE_TOKENIZERS:
+        raise GgufError(
+            f"{file.path}: the pre-tokenizer {name} is not supported. Supported: "
+            f"{', '.join(PRE_TOKENIZERS)}."
+        )
+    return PRE_TOKENIZERS[name]
 
 
 def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
@@ -96,10 +124,7 @@ def _merges(file: GgufFile) -> Iterator[tuple[str, str]]:
 def _sentencepiece(file: GgufFile) -> dict[str, Json]:
     if f"{_PREFIX}.scores" not in file.metadata:
         raise GgufError(f"{file.path} lacks {_PREFIX}.scores.")
-    tokens, token = _tokens(file), _unknown(file)
-    unknown = tokens[token] if 0 <= token < len(tokens) else None
-    has_merges = file.text(f"{_PREFIX}.model") == "gemma4"
-    return sentencepiece_bpe(_pieces(file), unknown, _merges(file) if has_merges else None)
+    return sentencepiece_bpe(_pieces(file), _unknown_text(file))
 
 
 def _unigram(file: GgufFile) -> dict[str, Json]:
@@ -111,9 +136,41 @@ def _unigram(file: GgufFile) -> dict[str, Json]:
     return sentencepiece_unigram(_pieces(file), normalization, _unknown(file))
 
 
+def _word_piece(file: GgufFile) -> dict[str, Json]:
+    pieces = _pieces(file)
+    texts = [
+        text if kind == PieceKind.CONTROL else _bert_text(text)
+        for text, kind in zip(pieces.texts, pieces.kinds, strict=True)
+    ]
+    first = file.integer(f"{_PREFIX}.cls_token_id", _BERT_FIRST)
+    lowers = file.flag(f"{_PREFIX}.normalizer.lowercase", True)
+    return word_piece(
+        texts,
+        replace(pieces, texts=texts).added,
+        unknown=file.integer(f"{_PREFIX}.unknown_token_id", _BERT_UNKNOWN),
+        first=file.integer(f"{_PREFIX}.bos_token_id", first),
+        last=file.integer(f"{_PREFIX}.seperator_token_id", _BERT_LAST),
+        lowers=lowers,
+        strips_accents=file.flag(f"{_PREFIX}.normalizer.strip_accents", lowers),
+    )
+
+
+def _bert_text(text: str) -> str:
+    """Return a token's text in BERT's own form. llama.cpp marks the tokens that begin a word."""
+    if text.startswith(SPACE):
+        return text.removeprefix(SPACE)
+    is_whole = text.startswith("[") and text.endswith("]")  # in files of the first converters
+    return text if is_whole else f"{CONTINUATION}{text}"
+
+
 def _unknown(file: GgufFile) -> int:
     """Return the id of the unknown token, -1 if there is none."""
     return file.integer(f"{_PREFIX}.unknown_token_id", -1)
+
+
+def _unknown_text(file: GgufFile) -> str | None:
+    tokens, token = _tokens(file), _unknown(file)
+    return tokens[token] if 0 <= token < len(tokens) else None
 
 
 def _pieces(file: GgufFile) -> Pieces:
@@ -123,7 +180,8 @@ def _pieces(file: GgufFile) -> Pieces:
     for name, values in (("scores", scores), ("types", kinds)):
         if len(values) != len(tokens):
             raise GgufError(f"{file.path} has {len(tokens)} tokens, but {len(values)} {name}.")
-    adds_space = file.flag(f"{_PREFIX}.add_space_prefix", True)
+    has_merges = _KINDS[file.text(f"{_PREFIX}.model")] is _merged
+    adds_space = file.flag(f"{_PREFIX}.add_space_prefix", not has_merges)
     return Pieces(tokens, scores, [int(kind) for kind in kinds], adds_space)
 
 
@@ -135,8 +193,10 @@ def _tokens(file: GgufFile) -> list[str]:
 
 
 _KINDS = {
-    "gpt2": _bytes,
-    **dict.fromkeys(_SENTENCEPIECE, _sentencepiece),
+    "gpt2": _merged,
+    _GEMMA4: _merged,
+    "llama": _sentencepiece,
     "t5": _unigram,
+    _BERT: _word_piece,
 }
 """Reader of each kind of tokenizer, by its name in llama.cpp"""

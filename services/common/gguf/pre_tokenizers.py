@@ -33,8 +33,13 @@ class PreTokenizer:
     """A word that is a token needs no merges"""
     has_bos: bool = False
     """Prompts begin with BOS, unless the file says otherwise"""
+    needs_bos: bool = False
+    """Prompts begin with BOS, whatever the file says: early files of Gemma 4 deny it"""
     composes: bool = False
     """It follows a normalisation to NFC"""
+    spells_bytes: bool = True
+    """Tokens are bytes in GPT-2's letters. Otherwise they are sentencepiece's texts, with ▁ for a
+    space"""
 
 
 _UP_TO_THREE_DIGITS = r"\p{N}{1,3}"
@@ -49,9 +54,20 @@ _CASED = (
 )
 """Letters with case that DeepSeek's own file lists"""
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
-_DEEPSEEK3 = (
+_DEEPSEEK_WORDS = (
     rf"{_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"| ?[\p{P}\p{S}]+"
+)
+_DEEPSEEK3 = rf"{_DEEPSEEK_WORDS}[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPARK = rf"{_DEEPSEEK_WORDS}|[\r\n]|\s+(?!\S)|\s+"
+_THREES_FROM_THE_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_ASIAN_SCRIPTS = (
+    "[一-鿿㐀-䶿豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdf"
+    "\u0e40-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
+)
+_CHAMELEON = (
+    *("<sentinel:[0-9]+>", "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )"),
+    *(NUMBER, r"[\p{P}!-/:-@\[-`{-~]"),
 )
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -75,6 +91,7 @@ _QWEN2 = PreTokenizer((QWEN2,))
 _GPT2 = PreTokenizer((GPT2,))
 _DIGITS_AND_GPT2 = PreTokenizer((NUMBER, GPT2))
 _GPT4O = PreTokenizer((GPT4O,))
+_SENTENCEPIECE = PreTokenizer((), spells_bytes=False)
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", _THREE_DIGITS)),
@@ -82,7 +99,8 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "exaone4", "granite-docling"), _GPT2),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), _LLAMA3),
     **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((LLAMA3,))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((LLAMA3,))),
+    **dict.fromkeys(("glm4", "glm5"), PreTokenizer((LLAMA3,), keeps_words=True)),
     "jais-2": PreTokenizer((_JAIS2,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), replace(_QWEN2, composes=True)),
     **dict.fromkeys(("kormo", "f2llmv2", "stablelm2", "megrez", "hunyuan"), _QWEN2),
@@ -114,10 +132,16 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
         ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
         PreTokenizer((_UP_TO_THREE_DIGITS, _HAN_AND_KANA, _DEEPSEEK3)),
     ),
+    "spark2_5": PreTokenizer((_UP_TO_THREE_DIGITS, _HAN_AND_KANA, _SPARK, NUMBER)),
+    "afmoe": PreTokenizer((_THREES_FROM_THE_RIGHT, _ASIAN_SCRIPTS, _DEEPSEEK3)),
+    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "chameleon": PreTokenizer((*_CHAMELEON, GPT2), has_bos=True),
     "tekken": PreTokenizer((TEKKEN,), keeps_words=True, has_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O))),
     "youtu": PreTokenizer((_YOUTU, GPT4O.replace(r"\p{N}{1,3}", r"\p{N}")), keeps_words=True),
     "kimi-k2": PreTokenizer((_KIMI,)),
+    "gemma4": replace(_SENTENCEPIECE, needs_bos=True),
+    "sarvam-moe": _SENTENCEPIECE,
 }
 """Pre-tokenizers by their names in llama.cpp"""

@@ -226,7 +226,7 @@ def _load_encoder(
         raise StartupError(f"{directory}: quantized encoders are not supported.")
     operators = choose_operators(spec, dtype, device, weights)
     tiled = isinstance(operators, TiledOperators)
-    with Checkpoint(directory) as checkpoint:
+    with open_tensors(directory, spec) as checkpoint:
         reader = EncoderReader(checkpoint, spec, dtype, device, operators, shows_progress=progress)
         loaded = reader.read()
     give_back_freed()

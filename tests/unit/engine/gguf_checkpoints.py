@@ -59,6 +59,11 @@ ARCHITECTURES = {
     "qwen3_next": MODEL_ARCH.QWEN3NEXT,
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v32": MODEL_ARCH.GLM_DSA,
+    "glm_moe_dsa": MODEL_ARCH.GLM_DSA,
+    "minicpm3": MODEL_ARCH.MINICPM3,
+    "kimi_linear": MODEL_ARCH.KIMI_LINEAR,
+    "hy_v3": MODEL_ARCH.DOTS1,
     "falcon": MODEL_ARCH.FALCON,
     "gpt_bigcode": MODEL_ARCH.STARCODER,
     "afmoe": MODEL_ARCH.AFMOE,
@@ -98,6 +103,9 @@ ARCHITECTURES = {
     "olmo3": MODEL_ARCH.OLMO2,
 }
 """Architectures of llama.cpp by transformers' model_type"""
+_LATER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3"}
+"""Names of architectures that this version of the package lacks; their tensors have the names of
+another one"""
 _INTERLEAVED = {
     "granitemoehybrid",
     *("granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"),
@@ -105,6 +113,7 @@ _INTERLEAVED = {
 }
 _SIGMOIDS = {
     "afmoe",
+    *("deepseek_v32", "glm_moe_dsa", "hy_v3", "kimi_linear"),
     *("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open"),
 }
 """Families whose experts are weighed by sigmoids"""
@@ -135,7 +144,8 @@ def write_gguf(
     fuses_qkv: queries, keys and values are one tensor.
     """
     architecture = architecture or ARCHITECTURES[model.config.model_type]
-    writer = GGUFWriter(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=split_max_tensors)
+    name = _LATER.get(model.config.model_type, MODEL_ARCH_NAMES[architecture])
+    writer = GGUFWriter(path, name, split_max_tensors=split_max_tensors)
     _write_metadata(writer, model.config)
     if model.config.model_type == "apertus":
         _write_xielu(writer, model.state_dict())
@@ -174,6 +184,7 @@ def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> npt.NDA
         _KIND.Q5_1: (0, 2),
         _KIND.Q8_0: (0,),
         _KIND.MXFP4: (),
+        _KIND.NVFP4: (),
         _KIND.Q2_K: (80, 82),
         _KIND.Q3_K: (108,),
         _KIND.Q4_K: (0, 2),
@@ -195,6 +206,8 @@ def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> npt.NDA
         blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | np.array([0, 0, 0, 32], np.uint8)
     if kind is _KIND.MXFP4:
         blocks[:, 0] = 120
+    if kind is _KIND.NVFP4:
+        blocks[:, :4] = blocks[:, :4] % 32
     return blocks.reshape(*shape[:-1], shape[-1] // block * size)
 
 
@@ -255,6 +268,8 @@ def _stacked_norms(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _name(names: Any, name: str) -> str:
     layer = name.removeprefix("model.layers.").partition(".")[0]
+    if name.endswith("mlp.exp_probs_b"):
+        return f"blk.{layer}.exp_probs_b"
     if name.endswith("router.scale"):
         return f"blk.{layer}.ffn_gate_inp.scale"
     if name.endswith("per_expert_scale"):
@@ -287,10 +302,19 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
     if config.model_type == "gemma4_text" and name.endswith("gate_up_proj"):
         yield f"{name}.weight", tensor
         return
+    if config.model_type == "hy_v3" and name.endswith("e_score_correction_bias"):
+        yield name.replace("e_score_correction_bias", "exp_probs_b"), tensor
+        return
     if name.endswith("e_score_correction_bias"):
         yield name.replace("correction_bias", "correction.bias"), tensor
         return
-    if name.endswith("kv_b_proj.weight"):
+    if config.model_type == "kimi_linear":
+        name = name.replace("forget_gate.", "")  # as in published files
+        if name.endswith("self_attn.conv1d.weight"):
+            for part, content in zip("qkv", tensor.squeeze(1).chunk(3), strict=True):
+                yield name.replace("conv1d", f"{part}_conv1d"), content
+            return
+    if name.endswith("kv_b_proj.weight") and config.model_type != "minicpm3":
         heads = tensor.view(config.num_attention_heads, -1, tensor.shape[1])
         widths = (config.qk_nope_head_dim, config.v_head_dim)
         keys, values = heads.split_with_sizes(widths, dim=1)
@@ -346,6 +370,8 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
         return _delta_net(name, tensor, config)
     if "conv.conv" in name:
         return tensor.squeeze(1)
+    if kind == "kimi_linear" and name.endswith("A_log"):
+        return -tensor.exp()
     if kind == "falcon_h1":
         tensor = _multiplied(name, tensor, config)
     if ".mamba." in name or (kind in (*_WITHOUT_ATTENTION, "nemotron_h") and "layers" in name):
@@ -468,7 +494,9 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     _write_rope(writer, config, head_dim)
     if hasattr(config, "kv_lora_rank") or config.model_type in _SIGMOIDS:
         _write_routing(writer, config)
-    if hasattr(config, "kv_lora_rank"):
+    if config.model_type == "minicpm3":
+        _write_unsplit_latent(writer, config)
+    elif hasattr(config, "kv_lora_rank"):
         _write_latent(writer, config)
     if config.model_type == "gemma4_text":
         _write_gemma4(writer, config)
@@ -607,10 +635,13 @@ def _write_routing(writer: GGUFWriter, config: Any) -> None:
     writer.add_leading_dense_block_count(kinds.count("dense") if dense is None else dense)
     shared = _first_of(config, "n_shared_experts", "num_shared_experts")
     writer.add_expert_shared_count(shared or 0)
-    scale = _first_of(config, "routed_scaling_factor", "route_scale")
+    scale = _first_of(config, "routed_scaling_factor", "route_scale", "router_scaling_factor")
     if scale is None:
         return
     writer.add_expert_weights_scale(scale)
+    if config.model_type == "hy_v3":  # whose shared experts have a width, but no number
+        width = config.moe_intermediate_size * config.num_shared_experts
+        writer.add_expert_shared_feed_forward_length(width)
     if getattr(config, "norm_topk_prob", True):
         writer.add_expert_weights_norm(True)
     if (getattr(config, "n_group", None) or 1) > 1:
@@ -635,8 +666,28 @@ def _write_latent(writer: GGUFWriter, config: Any) -> None:
     writer.add_kv_lora_rank(latent)
     if config.q_lora_rank is not None:
         writer.add_q_lora_rank(config.q_lora_rank)
-    if (weight := config.rope_parameters.get("mscale_all_dim")) is not None:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (weight := rope.get("mscale_all_dim")) is not None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
+    if hasattr(config, "index_topk"):
+        writer.add_indexer_head_count(config.index_n_heads)
+        writer.add_indexer_key_length(config.index_head_dim)
+        writer.add_indexer_top_k(config.index_topk)
+    if kinds := getattr(config, "indexer_types", None):
+        has_indexer = [kind == "full" for kind in kinds]
+        writer.add_array(f"{writer.arch}.attention.indexer.types", has_indexer)
+    if config.model_type == "kimi_linear":
+        writer.add_head_count_kv([int(kind == "full_attention") for kind in config.layer_types])
+        writer.add_rope_dimension_count(rotated)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_kda_head_dim(config.linear_head_dim)
+
+
+def _write_unsplit_latent(writer: GGUFWriter, config: Any) -> None:
+    writer.add_key_length(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_q_lora_rank(config.q_lora_rank)
 
 
 def _write_gemma3n(writer: GGUFWriter, config: Any) -> None:

@@ -8,6 +8,7 @@ from services.engine.model.checkpoint.family import (
     DeltaNetNames,
     ExpertTensorNames,
     Family,
+    IndexNames,
     LatentNames,
     LayerInputNames,
     TensorNames,
@@ -52,6 +53,25 @@ _LATENT = LatentNames(
     latent_norm="attn_kv_a_norm",
     expansion=("attn_k_b", "attn_v_b"),
 )
+_INDEX = IndexNames(
+    queries="indexer.attn_q_b",
+    keys="indexer.attn_k",
+    key_norm="indexer.k_norm",
+    head_weights="indexer.proj",
+)
+_CHANNEL_DELTA_NET = DeltaNetNames(
+    inputs=("attn_q", "attn_k", "attn_v"),
+    rates=("ssm_beta",),
+    gate=("ssm_g_a", "ssm_g_b"),
+    decay=("ssm_f_a", "ssm_f_b"),
+    convolution=("ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight"),
+    a_log="ssm_a",
+    has_rates=True,
+    dt_bias="ssm_dt.bias",
+    norm="ssm_norm.weight",
+    output="attn_output",
+)
+"""Kimi's, in which each channel of a key decays"""
 _CONVOLUTION = ConvolutionNames(
     inputs="shortconv.in_proj", convolution="shortconv.conv", output="shortconv.out_proj"
 )
@@ -114,10 +134,23 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
         names = replace(names, feed_forward_norm="post_attention_norm")
     if family.architecture == "GraniteMoeHybridForCausalLM":
         names = replace(names, gate=("ffn_gate", "ffn_up"))
+    if family.architecture == "MiniCPM3ForCausalLM":
+        names = replace(names, latent=replace(_LATENT, expansion=("attn_kv_b",)))
+    if family.architecture == "HYV3ForCausalLM":
+        assert names.experts is not None
+        names = replace(names, experts=replace(names.experts, choice_bias="exp_probs_b"))
+    encoder = family.encoder
+    if encoder is not None:
+        names = replace(
+            names, attention_norm="attn_output_norm", feed_forward_norm="layer_output_norm"
+        )
+        types = None if encoder.token_types is None else "token_types"
+        encoder = replace(encoder, embedding_norm="token_embd_norm", token_types=types)
     shares_keys = family.is_gemma4 or family.names.altup is not None
     return replace(
         family,
         names=replace(names, ignored=(*_IGNORED, *(_KEYS if shares_keys else ()))),
+        encoder=encoder,
         output_bias_key="attention_output_bias",
         qkv_by_head=False,
         parallel_norms=("attn_norm_2", "attn_norm"),
@@ -130,7 +163,7 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
 def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
     is_gpt_oss = names.sinks is not None
     feed_forward_norm = None if names.feed_forward_norm is None else "ffn_norm"
-    if is_gpt_oss or names.delta_net is not None:
+    if is_gpt_oss or (names.delta_net is not None and names.delta_net.decay is None):
         feed_forward_norm = "post_attention_norm"
     experts = None
     if names.experts is not None:
@@ -163,7 +196,7 @@ def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
         down="ffn_down",
         feed_forward_post_norm=None if names.feed_forward_post_norm is None else "post_ffw_norm",
         experts=experts,
-        latent=None if names.latent is None else _LATENT,
+        latent=None if names.latent is None else _latent(names.latent),
         delta_net=None if names.delta_net is None else _delta_net(names.delta_net),
         convolution=None if names.convolution is None else _CONVOLUTION,
         mamba=None if names.mamba is None else _MAMBA,
@@ -175,12 +208,18 @@ def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
     )
 
 
+def _latent(names: LatentNames) -> LatentNames:
+    return _LATENT if names.index is None else replace(_LATENT, index=_INDEX)
+
+
 def _selective(names: SelectiveNames) -> SelectiveNames:
     return _SELECTIVE if names.norms is None else replace(_SELECTIVE, norms=_STEP_NORMS)
 
 
 def _delta_net(names: DeltaNetNames) -> DeltaNetNames:
     """Return the names of a gated delta net. Qwen 3 Next's stay in the order of its key heads."""
+    if names.decay is not None:
+        return _CHANNEL_DELTA_NET
     is_grouped = len(names.rates) == 1
     return DeltaNetNames(
         inputs=("attn_qkv", "attn_gate"),

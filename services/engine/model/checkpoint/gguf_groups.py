@@ -1,7 +1,7 @@
 """ggml's block formats as codes in groups, without loss.
 
-Source: ggml's dequantization (ggml-quants.c). A block has 32 weights, and 256 in the formats whose
-names end in K or XS, and in TQ2_0.
+Source: ggml's dequantization (ggml-quants.c). A block has 32 weights, 64 in NVFP4, and 256 in the
+formats whose names end in K or XS, and in TQ2_0.
 """
 
 from collections.abc import Callable, Sequence
@@ -149,6 +149,16 @@ def _exponents(blocks: _Array) -> tuple[_Numbers, None]:
     return _Numbers(mxfp4.exponents(torch.from_numpy(blocks[:, :1])).numpy()), None
 
 
+def _small_floats(blocks: _Array) -> tuple[_Numbers, None]:
+    """Return the scales of NVFP4's groups, E4M3 without signs. The one that is no number means 0.
+
+    They are halved, because the codes stand for twice their numbers.
+    """
+    bits = torch.from_numpy(blocks[:, :4] & np.uint8(0x7F))
+    scales = bits.view(torch.float8_e4m3fn).to(torch.float16).nan_to_num() / 2
+    return _Numbers(scales.numpy()), None
+
+
 def _lifted(by: int) -> Sequence[int]:
     """Return codes plus a number, modulo 256."""
     return [(code + by) % 256 for code in range(256)]
@@ -173,4 +183,5 @@ _FORMATS: dict[Any, _Format] = {
     _KIND.IQ4_NL: _Format(4, [Plane(2, 16, 16, 4)], _scale, values=_IQ4_VALUES),
     _KIND.IQ4_XS: _Format(4, [Plane(8, 128, 16, 4)], _iq4_xs, values=_IQ4_VALUES),
     _KIND.MXFP4: _Format(4, [Plane(1, 16, 16, 4)], _exponents, values=mxfp4.DOUBLED),
+    _KIND.NVFP4: _Format(4, [Plane(4, 32, 8, 4)], _small_floats, values=mxfp4.DOUBLED),
 }

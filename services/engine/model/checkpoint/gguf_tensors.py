@@ -27,10 +27,12 @@ _READ = (
     *_PLAIN,
     *(_KIND.Q8_0, _KIND.Q4_0, _KIND.Q4_1, _KIND.Q5_0, _KIND.Q5_1),
     *(_KIND.Q2_K, _KIND.Q3_K, _KIND.Q4_K, _KIND.Q5_K, _KIND.Q6_K),
-    *(_KIND.IQ4_NL, _KIND.IQ4_XS, _KIND.MXFP4),
+    *(_KIND.IQ4_NL, _KIND.IQ4_XS, _KIND.MXFP4, _KIND.NVFP4),
     *(_KIND.IQ3_S, _KIND.IQ3_XXS, _KIND.IQ2_S, _KIND.IQ2_XS, _KIND.IQ2_XXS, _KIND.IQ1_M),
     *(_KIND.IQ1_S, _KIND.TQ1_0, _KIND.TQ2_0),
 )
+_LATER = {42: "Q2_0"}
+"""Names of ggml's types that the package lacks"""
 _MATRIX = 2
 _EXPERTS = "_exps."
 """Part of the name of a tensor that stacks all experts of a layer"""
@@ -51,6 +53,8 @@ class _Place:
     start: int
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
+    factor: float = 1.0
+    """Number that all weights are multiplied by; only those in NVFP4 have one"""
 
     @property
     def row_bytes(self) -> int:
@@ -69,10 +73,15 @@ class _GgufRows:
 
     data: npt.NDArray[np.uint8]
     """[rows, bytes of a row]"""
-    kind: GGMLQuantizationType
+    place: _Place
 
     def decode(self, index: Tensor) -> Tensor:
-        return torch.from_numpy(dequantize(self.data[index.numpy()], self.kind))
+        return _decoded(self.data[index.numpy()], self.place)
+
+
+def _decoded(rows: npt.NDArray[np.uint8], place: _Place) -> Tensor:
+    numbers = torch.from_numpy(dequantize(rows, place.kind))
+    return numbers if place.factor == 1 else numbers * place.factor
 
 
 class GgufTensors(TensorFiles):
@@ -102,6 +111,7 @@ class GgufTensors(TensorFiles):
             layer = tensor.name.partition("blk.")[2].partition(".")[0]
             if layer not in drafts:  # layers that draft tokens are not part of the model
                 self._add(tensor, file.sizes[tensor.file])
+        self._take_factors(file)
 
         kinds = {place.kind for place in self._places.values()} - _PLAIN.keys()
         self.is_quantized = bool(kinds)
@@ -122,14 +132,14 @@ class GgufTensors(TensorFiles):
         place, data = self._stored(stored)
         if (dtype := _PLAIN.get(place.kind)) is not None:
             return torch.from_numpy(data).view(dtype).view(stored.shape)
-        rows = data.reshape(-1, place.row_bytes)
-        return torch.from_numpy(dequantize(rows, place.kind)).view(stored.shape)
+        return _decoded(data.reshape(-1, place.row_bytes), place).view(stored.shape)
 
     def quantized(self, stored: StoredTensor) -> QuantizedWeight | None:
         place, data = self._stored(stored)
         if len(place.shape) != _MATRIX:
             return None
-        return read_groups(data.reshape(-1, place.row_bytes), place.kind)
+        weight = read_groups(data.reshape(-1, place.row_bytes), place.kind)
+        return None if weight is None else weight.times(place.factor)
 
     def mxfp4(self, stored: StoredTensor, device: torch.device) -> Mxfp4Weight | None:
         place, data = self._stored(stored)
@@ -142,7 +152,7 @@ class GgufTensors(TensorFiles):
         place, data = self._stored(stored)
         if place.kind in _PLAIN:
             return None
-        return _GgufRows(data.reshape(-1, place.row_bytes), place.kind)
+        return _GgufRows(data.reshape(-1, place.row_bytes), place)
 
     def _stored(self, stored: StoredTensor) -> tuple[_Place, npt.NDArray[np.uint8]]:
         """Return where a tensor is, and its bytes."""
@@ -162,7 +172,7 @@ class GgufTensors(TensorFiles):
     def _add(self, tensor: GgufTensor, file_size: int) -> None:
         names = ", ".join(kind.name for kind in _READ)
         if tensor.kind not in _READ:
-            named = {kind.value: kind.name for kind in _KIND}
+            named = _LATER | {kind.value: kind.name for kind in _KIND}
             kind = named.get(tensor.kind, f"the unknown type {tensor.kind}")
             raise CheckpointError(
                 f"{tensor.file}: the tensor {tensor.name} is stored as {kind}, which is not "
@@ -192,6 +202,34 @@ class GgufTensors(TensorFiles):
             start = place.start + number * one.num_bytes
             self._put(f"{stems[part]}.{expert}.{suffix}", replace(one, start=start))
 
+    def _take_factors(self, file: GgufFile) -> None:
+        """Give the weights in NVFP4 their factors: one for a tensor, or for each of its experts.
+
+        Products don't round their inputs to 4 bits, so they need no input_scale.
+        """
+        found: dict[str, list[float]] = {}
+        for name, place in list(self._places.items()):
+            if place.kind is not _KIND.NVFP4:
+                continue
+            stem = name.removesuffix(".weight")
+            tensor, _, expert = stem.rpartition(".") if _EXPERTS in name else (stem, "", "0")
+            if tensor not in found:
+                found[tensor] = _factors(file, f"{tensor}.scale")
+                for beside in (f"{tensor}.scale", f"{tensor}.input_scale"):
+                    self._found.pop(beside, None)
+            if factors := found[tensor]:
+                if int(expert) >= len(factors):
+                    raise CheckpointError(f"{file.path}: {tensor}.scale has too few numbers.")
+                self._places[name] = replace(place, factor=factors[int(expert)])
+
     def _put(self, name: str, place: _Place) -> None:
         self._places[name] = place
         self._found[name] = FoundTensor(place.file, place.shape, place.kind.name)
+
+
+def _factors(file: GgufFile, name: str) -> list[float]:
+    """Return a tensor of factors; an empty list if there is none."""
+    try:
+        return file.floats(name) or []
+    except GgufError as error:
+        raise CheckpointError(str(error)) from None

@@ -60,6 +60,19 @@ def test_biased_experts_without_their_function_are_refused(tmp_path: Path) -> No
     assert_refused(tmp_path / "model.gguf", r"deepseek2\.expert_gating_func must be 2")
 
 
+def test_layers_with_indexers_are_known_where_a_file_leaves_them_out(tmp_path: Path) -> None:
+    """GLM-5.2's first files; layers without indexers would ask for tensors that nobody wrote."""
+    values = LATENT | {
+        "context_length": 2**20,
+        **{f"attention.{name}_lora_rank": 4 for name in ("q", "kv")},
+        **{f"attention.{name}_length_mla": 4 for name in ("key", "value")},
+        **{f"attention.indexer.{name}": 2 for name in ("head_count", "key_length", "top_k")},
+    }
+    write(tmp_path / "model.gguf", "glm-dsa", values)
+    config = config_of(GgufFile(tmp_path / "model.gguf"))
+    assert (config["index_topk_freq"], config["index_skip_topk_offset"]) == (4, 3)
+
+
 @pytest.mark.parametrize("count", [5, 2**40, 2**62])
 def test_numbers_beyond_the_file_are_refused(tmp_path: Path, count: int) -> None:
     path, name = tmp_path / "model.gguf", b"rope_freqs.weight"

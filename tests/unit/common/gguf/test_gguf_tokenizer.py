@@ -131,17 +131,17 @@ def test_byte_level_ids_equal_those_of_the_original(
 
 
 REFUSED = (
-    *("spark2_5", "gemma4", "sarvam-moe", "chameleon", "superbpe", "afmoe"),
     # the encoders'
     *("whitespace", "granite-embed-multi-311m", "granite-embed-multi-97m", "modern-bert"),
     *("jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code"),
     *("jina-v5-nano", "roberta-bpe"),
 )
 """With PRE_TOKENIZERS, all names of llama.cpp"""
+BYTE_LEVEL = [name for name, each in PRE_TOKENIZERS.items() if each.spells_bytes]
 SAMPLE = "It's 12345 naïve  words,\r\n\n\t中文、かな 한국어 ΑΒγ! don't x²+y³ = ½…   \n"
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.parametrize("name", BYTE_LEVEL)
 def test_text_survives_every_pre_tokenizer(tmp_path: Path, name: str) -> None:
     """An expression that is no expression, or drops characters, would fail only with a model."""
     vocabulary = vocabulary_of(tmp_path, BYTES, lambda writer: write_bytes(writer, name))
@@ -156,7 +156,7 @@ def test_other_pre_tokenizers_are_refused_by_name(tmp_path: Path, name: str) -> 
         vocabulary_of(tmp_path, BYTES, lambda writer: write_bytes(writer, name))
 
 
-@pytest.mark.parametrize("name", ["bert", "rwkv", "plamo2"])
+@pytest.mark.parametrize("name", ["none", "rwkv", "plamo2", "whitespace", "hybriddna"])
 def test_other_tokenizers_are_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(StartupError, match=f"the tokenizer {name} is not supported"):
         vocabulary_of(tmp_path, 256, lambda writer: writer.add_tokenizer_model(name))
@@ -244,6 +244,22 @@ WORDS = {
         "I|'m| he|'LLo|  |123|45| x| |67| e\u0301a| |中文かな| 한국| ก็ดี|\r\n\n| "
         "| fooBar|(),| ^_^`\n|/\n| a|      | b|_c|  "
     ),
+    "spark2_5": (
+        "I|'m| he|'LLo|  |1|2|3|4|5| x| |6|7| e\u0301a| |中文かな| 한국| ก็ดี|\r|\n|\n| "
+        "| fooBar|(),| ^_^`|\n|/|\n| a|      | b|_c|  "
+    ),
+    "afmoe": (
+        "I|'m| he|'LLo|  |12|345| x| |67| e\u0301a| |中文かな| |한국| ก|็|ดี|\r\n\n| "
+        "| fooBar|(),| ^_^`\n|/\n| a|      | b|_c|  "
+    ),
+    "superbpe": (
+        "I'm he'LLo  |12|345| x |67| e\u0301a 中文かな 한국 ก็ดี\r\n\n "
+        " fooBar(), ^_^`\n/\n a       b_c  "
+    ),
+    "chameleon": (
+        "I|'|m| he|'|LLo|  |1|2|3|4|5| x| |6|7| e|\u0301|a| 中文かな| 한국| ก|็|ด|ี|\r|\n|\n|  "
+        "|fooBar|(|)|,| |^|_|^|`|\n|/|\n| a|    |  | b|_|c|  "
+    ),
     "tekken": (
         "I|'m| he|'LLo| | |1|2|3|4|5| x| |6|7| e\u0301a| 中文かな| 한국| ก็ดี|\r\n\n| "
         "| foo|Bar|(),| ^_^`\n/\n| a|      | b|_c|  "
@@ -280,15 +296,15 @@ def test_text_is_cut_into_the_words_of_the_original(tmp_path: Path, name: str) -
 
 def test_words_of_each_pre_tokenizer_are_known() -> None:
     tried = {PRE_TOKENIZERS[name].splits for name in WORDS}
-    assert tried == {each.splits for each in PRE_TOKENIZERS.values()}
+    assert tried == {PRE_TOKENIZERS[name].splits for name in BYTE_LEVEL}
 
 
 LLAMA3 = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
-HAS_BOS = LLAMA3 | {"tekken"}
-KEEPS_WORDS = HAS_BOS | {"minicpm5", "youtu"}
+HAS_BOS = LLAMA3 | {"tekken", "chameleon"}
+KEEPS_WORDS = LLAMA3 | {"tekken", "minicpm5", "youtu", "glm4", "glm5"}
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.parametrize("name", BYTE_LEVEL)
 def test_name_decides_on_whole_words_and_bos(tmp_path: Path, name: str) -> None:
     """A word without merges would be letters, and a prompt would begin without its BOS."""
 
@@ -326,7 +342,12 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, key: str, value
         vocabulary_of(tmp_path, 256, write)
 
 
-def test_gemma4_ids_equal_those_of_the_original(tmp_path: Path, corpus: Sequence[str]) -> None:
+@pytest.mark.parametrize(
+    ("model", "pre_tokenizer"), [("gemma4", None), ("gpt2", "gemma4"), ("gpt2", "sarvam-moe")]
+)
+def test_ids_of_merged_pieces_equal_those_of_the_original(
+    tmp_path: Path, corpus: Sequence[str], model: str, pre_tokenizer: str | None
+) -> None:
     original = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     original.normalizer = normalizers.Replace(" ", "▁")
     original.decoder = decoders.Sequence(
@@ -342,21 +363,23 @@ def test_gemma4_ids_equal_those_of_the_original(tmp_path: Path, corpus: Sequence
     kinds = [TokenType.CONTROL] * 4 + [TokenType.BYTE] * 256
 
     def write(writer: GGUFWriter) -> None:
-        writer.add_tokenizer_model("gemma4")
+        writer.add_tokenizer_model(model)
+        if pre_tokenizer is not None:
+            writer.add_tokenizer_pre(pre_tokenizer)
         writer.add_token_list(tokens)
-        writer.add_token_scores([-1000.0] * len(tokens))
         writer.add_token_types([*kinds, *[TokenType.NORMAL] * (len(tokens) - len(kinds))])
         writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
         writer.add_bos_token_id(2)
         writer.add_eos_token_id(1)
         writer.add_unk_token_id(3)
-        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(False)
 
     vocabulary = vocabulary_of(tmp_path, len(tokens), write)
-    assert vocabulary.adds_bos
+    has_bos = int("gemma4" in (model, pre_tokenizer))  # whatever the file says
+    assert vocabulary.adds_bos == bool(has_bos)
     texts = [*corpus[:2000], "a  b\n\n\nc 猫"]
     expected = [encoding.ids for encoding in original.encode_batch_fast(texts)]
-    assert [vocabulary.encode(text)[1:] for text in texts] == expected
+    assert [vocabulary.encode(text)[has_bos:] for text in texts] == expected
     assert "".join(vocabulary.decode(vocabulary.encode(texts[-1]))) == texts[-1]
 
 

@@ -26,6 +26,7 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     FalconMambaConfig,
@@ -35,9 +36,12 @@ from transformers import (
     GptOssConfig,
     GraniteMoeHybridConfig,
     HunYuanMoEV1Config,
+    HYV3Config,
+    KimiLinearConfig,
     Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiniCPM3Config,
     Ministral3Config,
     MixtralConfig,
     NemotronConfig,
@@ -66,6 +70,7 @@ from tests.unit.engine.checkpoints import (
     CONFIGS,
     EXPERTS,
     GEMMA3N,
+    INDEXED,
     LATENT,
     MAMBA,
     MAMBA1,
@@ -89,7 +94,7 @@ QUANTIZED = (
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
     *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
-    *("mamba", "falcon mamba", "jamba"),
+    *("mamba", "falcon mamba", "jamba", "glm moe dsa", "kimi linear"),
 )
 """Families that are tried with codes too; the first four have other shapes than in CONFIGS"""
 YARN = {
@@ -101,6 +106,14 @@ YARN = {
     "beta_slow": 2.0,
     "mscale": 1.0,
     "mscale_all_dim": 0.5,
+}
+EQUAL_FACTORS = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.8,
 }
 FAMILIES = {
     name: CONFIGS[name]
@@ -171,14 +184,23 @@ FAMILIES = {
         first_k_dense_replace=1,
         n_group=4,
         topk_group=2,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-            "mscale": 0.8,
-            "mscale_all_dim": 0.8,
-        },
+        rope_parameters=EQUAL_FACTORS,
+    ),
+    "deepseek v3.2": DeepseekV32Config(
+        **LATENT | ROUTED | INDEXED,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        rope_parameters=EQUAL_FACTORS,
+    ),
+    "kimi linear": KimiLinearConfig(
+        **LATENT | {"initializer_range": 0.12, "q_lora_rank": None, "num_hidden_layers": 4},
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
     ),
     "lfm2 moe": Lfm2MoeConfig(
         **TIED | EXPERTS, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1
@@ -191,6 +213,8 @@ FAMILIES = {
         position_embedding_type="rope",
     ),
     "youtu": YoutuConfig(**LATENT),
+    "minicpm3": MiniCPM3Config(**LATENT | {"v_head_dim": 16}),
+    "hy v3": HYV3Config(**WIDE | {"num_shared_experts": 2}, **EXPERTS),
     "dots1": Dots1Config(**SHAPE | ROUTED, norm_topk_prob=True, sliding_window=None),
     "afmoe": AfmoeConfig(
         **SHAPE | {"head_dim": 32, "num_hidden_layers": 5},
@@ -233,7 +257,7 @@ DECODED = [
 """Formats without codes in memory"""
 KINDS = [
     *(K.F16, K.BF16, K.Q8_0, K.Q4_0, K.Q4_1, K.Q5_0, K.Q5_1, K.Q2_K, K.Q3_K, K.Q4_K, K.Q5_K),
-    *(K.Q6_K, K.IQ4_NL, K.IQ4_XS, K.MXFP4, K.TQ2_0),
+    *(K.Q6_K, K.IQ4_NL, K.IQ4_XS, K.MXFP4, K.NVFP4, K.TQ2_0),
 ]
 ROOMY = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
 """A shape whose rows all formats divide"""
@@ -279,7 +303,8 @@ def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts"]
+    "family",
+    ["llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts", "glm moe dsa"],
 )
 def test_wrong_values_name_the_file_and_its_key(family: str, tmp_path: Path) -> None:
     """The config.json that is made of a file lies in a directory which nobody knows."""
@@ -330,22 +355,47 @@ def test_keys_and_values_of_latents_are_decoded(tmp_path: Path) -> None:
     assert {kinds[f"blk.1.attn_{part}_b.weight"] for part in "kv"} == {K.Q8_0}
 
 
+def test_factors_of_nvfp4_multiply_their_weights(tmp_path: Path) -> None:
+    """A tensor has one, and each expert of a stack; without them the model would be another."""
+    factors = {"blk.0.attn_q": [0.5], "blk.1.ffn_up_exps": [0.25, 2.0, 3.0, 0.125, 1.0, 4.0]}
+
+    def add(writer: GGUFWriter) -> None:
+        for name, numbers in factors.items():
+            writer.add_tensor(f"{name}.scale", np.array(numbers, np.float32))
+            writer.add_tensor(f"{name}.input_scale", np.ones(len(numbers), np.float32))
+
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["qwen3 moe"])
+    write_gguf(tmp_path / "model.gguf", model, K.NVFP4, further=add)
+    content = decoded_tensors(tmp_path / "model.gguf")
+    for name, numbers in factors.items():
+        shape = (-1, *[1] * (content[f"{name}.weight"].ndim - 1))
+        content[f"{name}.weight"] *= torch.tensor(numbers).view(shape)
+    write_gguf(tmp_path / "decoded.gguf", model, content=content)
+    tokens = random_tokens(TOKENS, 1)
+    expected = logits_of(loaded(tmp_path / "decoded.gguf"), tokens)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+def decoded_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the numbers of a file's tensors."""
+    return {
+        each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
+        for each in GGUFReader(path).tensors
+    }
+
+
 def assert_decoded(folder: Path, model: PreTrainedModel, kind: K) -> dict[str, K]:
     """Compare a file with one of its decoded numbers. Return the formats of its tensors."""
     path = folder / "model.gguf"
     write_gguf(path, model, kind)
-    stored = GGUFReader(path).tensors
-    decoded = {
-        each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
-        for each in stored
-    }
-    write_gguf(folder / "decoded.gguf", model, content=decoded)
+    write_gguf(folder / "decoded.gguf", model, content=decoded_tensors(path))
     tokens = random_tokens(TOKENS, 1)
     expected = logits_of(loaded(folder / "decoded.gguf"), tokens)
     torch.testing.assert_close(logits_of(loaded(path), tokens), expected, atol=1e-4, rtol=0)
     kept = logits_of(loaded(path, "full"), tokens)  # in codes where there are kernels
     assert (kept - expected).abs().mean() < 0.03 * expected.std()
-    return {each.name: each.tensor_type for each in stored}
+    return {each.name: each.tensor_type for each in GGUFReader(path).tensors}
 
 
 def test_types_without_codes_are_announced(
@@ -404,11 +454,7 @@ def assert_decodes_alike(folder: Path, model: PreTrainedModel, kind: K) -> Tenso
     Returns these logits.
     """
     write_gguf(folder / "model.gguf", model, kind)
-    decoded = {
-        each.name: torch.from_numpy(np.array(dequantize(each.data, each.tensor_type)))
-        for each in GGUFReader(folder / "model.gguf").tensors
-    }
-    write_gguf(folder / "decoded.gguf", model, content=decoded)
+    write_gguf(folder / "decoded.gguf", model, content=decoded_tensors(folder / "model.gguf"))
     tokens = random_tokens(TOKENS, 1)
     expected = logits_of(loaded(folder / "decoded.gguf"), tokens)
     ours = logits_of(loaded(folder / "model.gguf"), tokens)
@@ -510,7 +556,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     [
         (lambda w: w.add_string("general.architecture", "rwkv7"), "architecture rwkv7 is not"),
         (lambda w: w.add_string("tokenizer.ggml.model", "rwkv"), "tokenizer rwkv is not supported"),
-        (lambda w: w.add_string("tokenizer.ggml.pre", "afmoe"), "pre-tokenizer afmoe is not"),
+        (lambda w: w.add_string("tokenizer.ggml.pre", "jina-es"), "pre-tokenizer jina-es is"),
         (lambda w: w.add_string("llama.block_count", "3"), "block_count must be a whole number"),
         (lambda w: w.add_token_merges(["ab"]), "merge 'ab' does not have two parts"),
         (lambda w: w.add_token_types([1]), "97 tokens, but 1 types"),
@@ -518,6 +564,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
         (lambda w: w.add_uint32("general.alignment", 0), "alignment must be a positive"),
         (lambda w: w.add_uint32("llama.embedding_length", 128), "but config.json asks for"),
         (lambda w: w.add_tensor("x.weight", np.zeros(3, np.float64)), "stored as F64, which is"),
+        (lambda w: w.add_tensor("x.weight", np.zeros((1, 18), np.uint8), raw_dtype=K.Q1_0), "Q1_0"),
         (lambda w: w.add_tensor("x.weight", np.zeros(3, np.float32)), "x.weight is not part of"),
     ],
 )

@@ -1,0 +1,87 @@
+"""WordPiece tokenizers of BERT, in the form of tokenizer.json."""
+
+from collections.abc import Sequence
+
+from services.common.json_values import Json
+from services.common.tokenizer_files.definition import (
+    AddedToken,
+    TokenizerError,
+    tokenizer_definition,
+)
+
+__all__ = ["CONTINUATION", "word_piece"]
+
+CONTINUATION = "##"
+"""Begins a token that does not begin a word"""
+_LONGEST_WORD = 100
+"""Characters of the longest word that is cut; longer ones are unknown"""
+
+
+def word_piece(
+    tokens: Sequence[str],
+    added: Sequence[AddedToken],
+    *,
+    unknown: int,
+    first: int,
+    last: int,
+    lowers: bool,
+    strips_accents: bool,
+) -> dict[str, Json]:
+    """Return WordPiece: the longest tokens that make a word, from its start.
+
+    tokens: texts by id. unknown, first, last: ids of the unknown token, and of those before and
+    after a text. lowers: texts become lower case. Raises TokenizerError for an id without a token,
+    and for a token that occurs twice.
+    """
+    roles = {"unknown": unknown, "first": first, "last": last}
+    for role, token in roles.items():
+        if not 0 <= token < len(tokens):
+            raise TokenizerError(f"its {role} token is {token}, and it has {len(tokens)} tokens")
+    vocabulary: dict[str, Json] = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        raise TokenizerError("it has a token twice")
+    made = tokenizer_definition(
+        added,
+        normalizer={
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": strips_accents,
+            "lowercase": lowers,
+        },
+        pre_tokenizer={"type": "BertPreTokenizer"},
+        decoder={"type": "WordPiece", "prefix": CONTINUATION, "cleanup": True},
+        model={
+            "type": "WordPiece",
+            "unk_token": tokens[unknown],
+            "continuing_subword_prefix": CONTINUATION,
+            "max_input_chars_per_word": _LONGEST_WORD,
+            "vocab": vocabulary,
+        },
+    )
+    return {**made, "post_processor": _frame(tokens, first, last)}
+
+
+def _frame(tokens: Sequence[str], first: int, last: int) -> Json:
+    """Return what puts a token before a text and one behind it, or behind both of a pair."""
+    special: dict[str, Json] = {
+        tokens[token]: {"id": tokens[token], "ids": [token], "tokens": [tokens[token]]}
+        for token in (first, last)
+    }
+    return {
+        "type": "TemplateProcessing",
+        "single": [_token(tokens[first], 0), _text("A", 0), _token(tokens[last], 0)],
+        "pair": [
+            *(_token(tokens[first], 0), _text("A", 0), _token(tokens[last], 0)),
+            *(_text("B", 1), _token(tokens[last], 1)),
+        ],
+        "special_tokens": special,
+    }
+
+
+def _token(text: str, side: int) -> Json:
+    return {"SpecialToken": {"id": text, "type_id": side}}
+
+
+def _text(name: str, side: int) -> Json:
+    return {"Sequence": {"id": name, "type_id": side}}
