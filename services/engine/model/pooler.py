@@ -109,7 +109,7 @@ def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Poole
     if spec.family.encoder is not None:
         pooling = Pooling(config.text("classifier_pooling", "cls"))
     with Checkpoint(directory) as checkpoint:
-        stages = [_stage(checkpoint, each, spec, device) for each in spec.family.head]
+        stages = [_stage(checkpoint, each, spec, device, config) for each in spec.family.head]
     last = _last_activation(config, spec.num_labels)
     return Pooler(pooling, tuple(stages), last, spec.num_labels, scores=True, normalizes=False)
 
@@ -143,7 +143,7 @@ def _activation(name: str, file: object) -> Stage:
 
 
 def _stage(
-    checkpoint: Checkpoint, stage: HeadStage, spec: ModelSpec, device: torch.device
+    checkpoint: Checkpoint, stage: HeadStage, spec: ModelSpec, device: torch.device, config: Config
 ) -> Stage:
     width, name = spec.hidden_size, stage.name
     shape = (width,) if stage.is_norm else (spec.num_labels if stage.narrows else width, width)
@@ -154,7 +154,7 @@ def _stage(
     if stage.is_norm:
         epsilon = spec.norm_epsilon
         return lambda rows: layer_norm(rows, rows.shape[1:], weight, bias, epsilon)
-    activate = _ACTIVATIONS[stage.activation]
+    activate = _activation(stage.activation, config.file)
     return lambda rows: activate(linear(rows, weight, bias))
 
 

@@ -52,6 +52,29 @@ def _bert(architecture: str, root: str, traits: EncoderTraits, pad_token_id: int
     )
 
 
+def _deberta(config: Config) -> Family:
+    """Return the family of DeBERTa v2 and v3, whose files may have no positions."""
+    activation = config.text("pooler_hidden_act", "gelu")
+    traits = EncoderTraits(
+        embedding_norm="embeddings.LayerNorm",
+        token_types="embeddings.token_type_embeddings",
+        is_disentangled=True,
+        head=(HeadStage("pooler.dense", activation), HeadStage("classifier", narrows=True)),
+    )
+    family = _bert("DebertaV2Model", "deberta.", traits, 0)
+    parts = ("query_proj", "key_proj", "value_proj")
+    has_positions = config.flag("position_biased_input", True)
+    return replace(
+        family,
+        names=replace(
+            family.names,
+            qkv=tuple(f"attention.self.{part}" for part in parts),
+            positions=family.names.positions if has_positions else None,
+        ),
+        defaults={**family.defaults, "layer_norm_eps": 1e-7, "type_vocab_size": 0},
+    )
+
+
 _EMBEDDINGS = EncoderTraits(
     embedding_norm="embeddings.LayerNorm", token_types="embeddings.token_type_embeddings"
 )
@@ -166,6 +189,8 @@ _NOMIC_FIRST = replace(
 )
 """With the keys of the checkpoint's first files"""
 
+_DEBERTA = _deberta(Config("config.json", {}))
+
 ENCODERS: Mapping[str, Family] = {
     family.architecture: family
     for family in (
@@ -230,6 +255,7 @@ ENCODERS: Mapping[str, Family] = {
         _NOMIC,
         _MPNET,
         _DISTILBERT,
+        _DEBERTA,
     )
 }
 """Encoders by the architecture of the bare model."""
@@ -250,6 +276,8 @@ def pooling_family(name: str, config: Config) -> Family | None:
     if (encoder := ENCODERS.get(f"{stem}Model")) is not None:
         if encoder is _NOMIC and config.has("n_embd"):
             encoder = _NOMIC_FIRST
+        if encoder is _DEBERTA:
+            encoder = _deberta(config)
         assert encoder.encoder is not None
         head = encoder.encoder.head if classifies else ()
         return None if classifies and not head else replace(encoder, architecture=name, head=head)

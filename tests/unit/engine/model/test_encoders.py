@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    DebertaV2Config,
     DistilBertConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -63,6 +64,27 @@ ENCODERS: dict[str, PreTrainedConfig] = {
     "nomic": NomicBertConfig(**ENCODER),
     "mpnet": MPNetConfig(**ENCODER | {"pad_token_id": 1, "max_position_embeddings": 180}),
     "distilbert": DistilBertConfig(**ENCODER),
+    "deberta v2": DebertaV2Config(
+        **ENCODER,
+        relative_attention=True,
+        pos_att_type="c2p|p2c",
+        max_relative_positions=40,
+        type_vocab_size=2,
+    ),
+    "deberta v2, keys of distances": DebertaV2Config(
+        **ENCODER | {"relative_attention": True, "pos_att_type": ["c2p"], "position_buckets": 14}
+    ),
+    "deberta v3": DebertaV2Config(
+        **ENCODER
+        | {
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+            "position_buckets": 16,
+            "share_att_key": True,
+            "norm_rel_ebd": "layer_norm",
+        }
+    ),
     "qwen2, not causal": Qwen2Config(**SHAPE | {"is_causal": False}),
     "mistral, not causal": MistralConfig(**WIDE | {"is_causal": False}, sliding_window=11),
     "gemma2, not causal": Gemma2Config(**WIDE | {"is_causal": False}, sliding_window=11),
@@ -250,7 +272,8 @@ def test_pooling_leaves_instructions_out(mode: str, family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "family", ["bert", "roberta", "xlm roberta", "modernbert", "mpnet", "distilbert"]
+    "family",
+    ["bert", "roberta", "xlm roberta", "modernbert", "mpnet", "distilbert", "deberta v3"],
 )
 @pytest.mark.parametrize("labels", [1, 3])
 def test_scores_equal_those_of_transformers(family: str, labels: int, tmp_path: Path) -> None:
@@ -322,6 +345,25 @@ def test_recurrent_layers_need_a_causal_mask(tmp_path: Path) -> None:
     )
     save_model(tmp_path, config)
     with pytest.raises(CheckpointError, match="without a causal mask is not supported"):
+        Engine(tmp_path, settings())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"conv_kernel_size": 3}, "conv_kernel_size is set"),
+        ({"relative_attention": False}, "relative_attention is false"),
+        ({"pos_att_type": ["p2p"]}, "pos_att_type must hold c2p or p2c, got p2p"),
+        ({"pooler_hidden_act": "mish"}, "the activation mish is not supported"),
+    ],
+)
+def test_other_disentangled_attention_is_refused_by_name(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = ENCODERS["deberta v3"]
+    save_model(tmp_path, config, AutoModelForSequenceClassification)
+    _change("config.json", **values)(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
         Engine(tmp_path, settings())
 
 
