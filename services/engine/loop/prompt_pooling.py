@@ -59,14 +59,16 @@ class PromptPooling:
 
     @torch.inference_mode()
     def _kept(self, span: _Span, hidden: Tensor) -> PendingVectors | None:
-        """Return the states of all tokens of a prompt that ends; keep those of another."""
-        states = self._runner.states(hidden, range(span.start, span.end)).clone()
-        before = [] if span.is_first else span.sequence.token_states
-        span.sequence.token_states = [*before, states]
+        """Return the vectors of all tokens of a prompt that ends; keep those of another."""
+        vectors = self._runner.states(hidden, range(span.start, span.end)).clone()
+        if self._pooler.pooling is Pooling.TOKENS:
+            vectors = self._pooler.finish(vectors, [span.sequence.is_raw] * len(vectors))
+        before = [] if span.is_first else span.sequence.token_vectors
+        span.sequence.token_vectors = [*before, vectors]
         if not span.is_last:
             return None
-        parts = [each for each in span.sequence.token_states if isinstance(each, Tensor)]
-        span.sequence.token_states = []
+        parts = [each for each in span.sequence.token_vectors if isinstance(each, Tensor)]
+        span.sequence.token_vectors = []
         whole = torch.cat(parts)
         return PendingVectors([span.sequence], [len(whole)], HostCopy(whole))
 

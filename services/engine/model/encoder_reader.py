@@ -36,6 +36,7 @@ _OTHER_TASKS = (
     "deberta.embeddings.position_embeddings.*",
     "decoder.*",
     "head.*",
+    "linear.weight",
     "lm_head.*",
     "lm_predictions.*",
     "mask_predictions.*",

@@ -13,6 +13,7 @@ from torch.nn.functional import gelu, layer_norm, linear, normalize, softmax
 from services.engine.batch.transfer import to_device
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.encoder_families import COLBERT
 from services.engine.model.checkpoint.family import HeadStage
 from services.engine.model.checkpoint.sentence_modules import (
     DenseModule,
@@ -49,7 +50,9 @@ class Pooler:
     last: Stage
     """Activation of the labels' logits, or what gives vectors length 1"""
     width: int
-    """Numbers of a vector"""
+    """Numbers of a text's vector; 0 if only tokens have vectors"""
+    token_width: int
+    """Numbers of a token's vector, which is its state if texts have vectors"""
     scores: bool
     """The vector holds the scores of the checkpoint's labels rather than an embedding"""
     normalizes: bool
@@ -58,7 +61,9 @@ class Pooler:
     """Pooling leaves out the instruction at the beginning of a text"""
 
     def finish(self, pooled: Tensor, raw: Sequence[bool]) -> Tensor:
-        """Return float32 [n, width] for pooled hidden states, float32 [n, hidden_size].
+        """Return the vectors for pooled hidden states, float32 [n, hidden_size].
+
+        They are float32 [n, width], or those of tokens, [n, token_width], if only tokens have them.
 
         raw: for each vector, whether the last stage is left out.
         """
@@ -83,6 +88,8 @@ def load_pooler(
     if spec.num_labels:
         return _classifier(directory, spec, device)
     modules = SentenceModules.read(directory, None if wanted == "auto" else Pooling(wanted))
+    if modules is None and spec.architecture == COLBERT:
+        modules = _projected_tokens(directory)
     if modules is None and spec.is_encoder:
         modules = SentenceModules(Pooling.MEAN)  # as sentence-transformers does
     if modules is None:
@@ -91,11 +98,13 @@ def load_pooler(
         raise CheckpointError(f"{directory}: a decoder's first token sees no other: pooling cls.")
     stages = [_dense(module, device) for module in modules.dense]
     width = modules.dense[-1].outputs if modules.dense else spec.hidden_size
+    of_tokens = modules.pooling is Pooling.TOKENS
     return Pooler(
         modules.pooling,
         tuple(stages),
         normalize if modules.normalizes else _ACTIVATIONS["identity"],
-        width,
+        0 if of_tokens else width,
+        width if of_tokens else spec.hidden_size,
         False,
         modules.normalizes,
         modules.skips_instructions,
@@ -111,7 +120,15 @@ def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Poole
     with Checkpoint(directory) as checkpoint:
         stages = [_stage(checkpoint, each, spec, device, config) for each in spec.family.head]
     last = _last_activation(config, spec.num_labels)
-    return Pooler(pooling, tuple(stages), last, spec.num_labels, scores=True, normalizes=False)
+    return Pooler(
+        pooling,
+        tuple(stages),
+        last,
+        spec.num_labels,
+        spec.hidden_size,
+        scores=True,
+        normalizes=False,
+    )
 
 
 def _last_activation(config: Config, num_labels: int) -> Stage:
@@ -158,6 +175,18 @@ def _stage(
     return lambda rows: activate(linear(rows, weight, bias))
 
 
+def _projected_tokens(directory: Path) -> SentenceModules:
+    """Return the modules of colbert-ir's checkpoints: a projection beside the encoder's weights."""
+    with Checkpoint(directory) as checkpoint:
+        if not checkpoint.holds("linear.weight"):
+            raise CheckpointError(f"{directory} lacks the tensor linear.weight.")
+        shape = checkpoint.stored("linear.weight").shape
+    if len(shape) != 2:
+        raise CheckpointError(f"{directory}: linear.weight must have two dimensions.")
+    dense = DenseModule(directory, shape[1], shape[0], has_bias=False, activation="Identity")
+    return SentenceModules(Pooling.TOKENS, (dense,), normalizes=True)
+
+
 def _dense(module: DenseModule, device: torch.device) -> Stage:
     with Checkpoint(module.directory) as checkpoint:
         shape = (module.outputs, module.inputs)
@@ -165,8 +194,15 @@ def _dense(module: DenseModule, device: torch.device) -> Stage:
         bias = None
         if module.has_bias:
             bias = _read(checkpoint, "linear.bias", shape[:1], device)
+        residual = None
+        if module.has_residual and module.inputs != module.outputs:
+            residual = _read(checkpoint, "residual.weight", shape, device)
     activate = _activation(module.activation, module.directory / "config.json")
-    return lambda rows: activate(linear(rows, weight, bias))
+    if not module.has_residual:
+        return lambda rows: activate(linear(rows, weight, bias))
+    if residual is None:
+        return lambda rows: activate(linear(rows, weight, bias)) + rows
+    return lambda rows: activate(linear(rows, weight, bias)) + linear(rows, residual)
 
 
 def _read(

@@ -16,6 +16,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
     "MANY_TEXTS",
+    "ActivatedBody",
     "EmbeddingBody",
     "EmbeddingList",
     "Inputs",
@@ -49,7 +50,22 @@ class VectorBody(Struct):
     timeout: Seconds | None = None
 
 
-class EmbeddingBody(VectorBody):
+class ActivatedBody(VectorBody):
+    """Fields that leave out the last stage of vectors or scores: one, and vLLM's older names."""
+
+    use_activation: bool | None = None
+    activation: bool | None = None
+    softmax: bool | None = None
+    normalize: bool | None = None
+
+    @property
+    def is_raw(self) -> bool:
+        """True if the last stage is left out. vLLM's order decides if the names differ."""
+        names = (self.normalize, self.softmax, self.activation, self.use_activation)
+        return next((value for value in names if value is not None), True) is False
+
+
+class EmbeddingBody(ActivatedBody):
     """The body of POST /v1/embeddings."""
 
     input: Inputs | None = None
@@ -62,7 +78,6 @@ class PoolingBody(EmbeddingBody):
     """The body of POST /v1/pooling."""
 
     task: Literal["embed", "token_embed"] | None = None
-    use_activation: bool | None = None
 
 
 class VectorUsage(Struct):
@@ -116,6 +131,8 @@ def to_embed_request(body: EmbeddingBody) -> completion_pb2.EmbedRequest:
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         user=body.user or "",
         prompt_name=body.prompt_name,
+        raw=body.is_raw,
+        tokens=False,
     )
 
 
@@ -144,8 +161,9 @@ def embedding_list(
 def to_pooling_request(body: PoolingBody) -> completion_pb2.EmbedRequest:
     """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
     request = to_embed_request(body)
-    request.raw = not body.use_activation
-    request.tokens = body.task == "token_embed"
+    request.ClearField("tokens")
+    if body.task is not None:
+        request.tokens = body.task == "token_embed"
     return request
 
 
@@ -162,16 +180,21 @@ def pooling_list(
         "list",
         int(time.time()),
         model,
-        [PooledText("pooling", index, _numbers(body, text)) for index, text in enumerate(texts)],
+        [
+            PooledText("pooling", index, _numbers(body, text, of_tokens=bool(answer.counts)))
+            for index, text in enumerate(texts)
+        ],
         usage_of(answer.usage.prompt_tokens),
     )
 
 
-def _numbers(body: PoolingBody, vectors: Sequence[bytes]) -> list[float | list[float]] | str:
+def _numbers(
+    body: PoolingBody, vectors: Sequence[bytes], *, of_tokens: bool
+) -> list[float | list[float]] | str:
     """Return the vectors of one text in the form that the body asks for."""
     if body.encoding_format == "base64":
         return _base64(b"".join(vectors))
-    if body.task == "token_embed":
+    if of_tokens:
         return [array("f", vector).tolist() for vector in vectors]
     return [*array("f", vectors[0])]
 

@@ -17,9 +17,10 @@ class PairScores(ABC):
 
     @abstractmethod
     def addends(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-        """Return the addends of one text: [heads, tokens, tokens], a row for each query.
+        """Return the addends of one text: [heads, queries, keys].
 
-        queries, keys: [heads, tokens, head_dim]. scale: factor of products of queries and keys.
+        queries: [heads, tokens, head_dim]. keys: those of its first tokens, or of all. scale:
+        factor of products of queries and keys.
         """
 
 
@@ -38,7 +39,7 @@ class DistanceScores(PairScores):
         if self._longest.shape[1] < length:
             index = torch.arange(length, device=queries.device)
             self._longest = self._bias[:, index - index[:, None] + self._bias.shape[1] // 2]
-        return self._longest[:, :length, :length]
+        return self._longest[:, :length, : keys.shape[1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class DisentangledScores(PairScores):
         if len(self._rows) < length:
             index = torch.arange(length)
             self._rows = self._spec.rows(index[:, None] - index).to(queries.device)
-        rows = self._rows[:length, :length].expand(len(queries), -1, -1)
+        rows = self._rows[:length, : keys.shape[1]].expand(len(queries), -1, -1)
         distances = self._layers[layer]
         parts = []
         if distances.keys is not None:

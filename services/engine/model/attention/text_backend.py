@@ -50,15 +50,18 @@ class TextAttention(AttentionBackend):
         spec = self._spec.attention(layer)
         out = step.out.view(step.queries.shape)
         start = 0
-        for length in step.batch.query_lengths_host:
-            own = slice(start, start + length)
-            queries, keys, values = (
-                heads[own].transpose(0, 1)[None] for heads in (step.queries, step.keys, step.values)
+        lengths = step.batch.query_lengths_host
+        for length, seen in zip(lengths, step.batch.attended_host or lengths, strict=True):
+            own, attended_to = slice(start, start + length), slice(start, start + seen)
+            queries = step.queries[own].transpose(0, 1)[None]
+            keys, values = (
+                heads[attended_to].transpose(0, 1)[None] for heads in (step.keys, step.values)
             )
-            if self._pair_scores is None:
-                mask = self._near(length, spec.window) if 0 < spec.window < length else None
-            else:
+            mask = None
+            if self._pair_scores is not None:
                 mask = self._pair_scores.addends(layer, queries[0], keys[0], spec.scale)
+            elif 0 < spec.window < length:
+                mask = self._near(length, spec.window)[:, :seen]
             attended = scaled_dot_product_attention(
                 queries,
                 keys,

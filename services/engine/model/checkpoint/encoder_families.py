@@ -13,8 +13,10 @@ from services.engine.model.checkpoint.family import (
     WindowRule,
 )
 
-__all__ = ["ENCODERS", "pooling_family"]
+__all__ = ["COLBERT", "ENCODERS", "pooling_family"]
 
+COLBERT = "HF_ColBERT"
+"""Architecture of colbert-ir's checkpoints: BERT and a projection of each token"""
 _CLASSIFIER = "ForSequenceClassification"
 
 
@@ -271,6 +273,8 @@ def pooling_family(name: str, config: Config) -> Family | None:
 
     name: its architecture in config.json, such as BertForSequenceClassification or Qwen3Model.
     """
+    if name == COLBERT and config.text("model_type", "bert") == "bert":
+        return replace(ENCODERS["BertModel"], architecture=name)
     classifies = name.endswith(_CLASSIFIER)
     stem = name.removesuffix(_CLASSIFIER).removesuffix("ForMaskedLM").removesuffix("Model")
     if (encoder := ENCODERS.get(f"{stem}Model")) is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer import modules
@@ -168,12 +169,86 @@ def test_token_states_equal_transformers(family: str, tmp_path: Path) -> None:
     steps = {} if family in ENCODERS else {"pooling": "last", "max_step_tokens": 16}
     with Engine(tmp_path, settings(**steps)) as engine:
         vectors = engine.embed(texts())
-        found = [engine.token_states(texts()) for _ in range(2)]
+        found = [engine.token_vectors(texts()) for _ in range(2)]
         torch.testing.assert_close(engine.embed(texts()), vectors, atol=1e-6, rtol=1e-5)
     for states in found:
         for ids, state in zip(texts(), states, strict=True):
             expected = hidden_states(model, ids)
             torch.testing.assert_close(state, expected, atol=1e-5, rtol=1e-5)
+
+
+def save_token_modules(path: Path, **values: Any) -> torch.nn.Linear:
+    """Let a checkpoint make vectors of tokens, as PyLate saves them."""
+    projection = torch.nn.Linear(64, 24, bias=False)
+    (path / "1_Dense").mkdir()
+    config = {"in_features": 64, "out_features": 24, "bias": False, **values}
+    (path / "1_Dense/config.json").write_text(json.dumps(config))
+    save_file({"linear.weight": projection.weight.detach()}, path / "1_Dense/model.safetensors")
+    kinds = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
+    listed = [{"type": kind, "path": place} for place, kind in kinds.items()]
+    (path / "modules.json").write_text(json.dumps(listed))
+    return projection
+
+
+UNATTENDED = {1: 1, 2: 3, 3: 2, 4: 2, 5: 4}
+"""By index of a text, tokens at its end to which no token attends"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "family", ["bert", "modernbert", "mpnet", "nomic", "qwen3", "qwen2, not causal"]
+)
+def test_tokens_alone_have_vectors(family: str, dtype: str, tmp_path: Path) -> None:
+    """As ColBERT's: projected, of length 1, of queries with masks to which no token attends."""
+    model = save_model(tmp_path, {**ENCODERS, **DECODERS}[family])
+    projection = save_token_modules(tmp_path)
+    hidden = {} if family == "qwen3" else UNATTENDED
+    with Engine(tmp_path, settings(dtype=dtype)) as engine:
+        assert (engine.model.vector_width, engine.model.token_width) == (0, 24)
+        found = engine.token_vectors(texts(), hidden)
+        raw = engine.token_vectors(texts(), hidden, is_raw=True)
+    for index, ids in enumerate(texts()):
+        mask = torch.ones(1, len(ids), dtype=torch.int64)
+        mask[0, len(ids) - hidden.get(index, 0) :] = 0
+        with torch.no_grad():
+            inputs = {"input_ids": torch.tensor([ids]), "attention_mask": mask}
+            expected = projection(model(**inputs).last_hidden_state[0])
+        unit = torch.nn.functional.normalize(expected)
+        if dtype == "float32":
+            torch.testing.assert_close(raw[index], expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found[index], unit, atol=1e-5, rtol=1e-4)
+        assert torch.cosine_similarity(found[index], unit, dim=1).min() > 0.98
+
+
+def test_projection_may_be_added_to_its_input(tmp_path: Path) -> None:
+    model = save_model(tmp_path, ENCODERS["bert"])
+    projection = save_token_modules(tmp_path, use_residual=True)
+    residual = torch.randn(24, 64)
+    tensors = {"linear.weight": projection.weight.detach(), "residual.weight": residual}
+    save_file(tensors, tmp_path / "1_Dense/model.safetensors")
+    with Engine(tmp_path, settings()) as engine:
+        [found] = engine.token_vectors(texts()[3:4], is_raw=True)
+    with torch.no_grad():
+        states = hidden_states(model, texts()[3])
+        expected = projection(states) + states @ residual.T
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_colbert_has_its_projection_beside_its_encoder(tmp_path: Path) -> None:
+    config = BertConfig(**ENCODER)
+    model = save_model(tmp_path, config)
+    projection = torch.randn(24, 64)
+    tensors = {f"bert.{name}": each for name, each in model.state_dict().items()}
+    save_file({**tensors, "linear.weight": projection}, tmp_path / "model.safetensors")
+    _change("config.json", architectures=["HF_ColBERT"])(tmp_path)
+    with Engine(tmp_path, settings()) as engine:
+        found = engine.token_vectors(texts())
+    for ids, vectors in zip(texts(), found, strict=True):
+        expected = torch.nn.functional.normalize(hidden_states(model, ids) @ projection.T)
+        torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-4)
+    _change("config.json", model_type="xlm-roberta")(tmp_path)
+    with pytest.raises(CheckpointError, match="HF_ColBERT is not supported"):
+        Engine(tmp_path, settings())
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
