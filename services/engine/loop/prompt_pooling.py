@@ -8,6 +8,7 @@ from torch import Tensor
 from services.engine.batch.transfer import HostCopy, to_device
 from services.engine.execution.model_runner import ModelRunner
 from services.engine.model.checkpoint.sentence_modules import Pooling
+from services.engine.model.lexical_head import LexicalHead
 from services.engine.model.pooler import Pooler
 from services.engine.scheduling.sequence import Sequence
 from services.engine.scheduling.step_plan import StepPlan
@@ -77,6 +78,8 @@ class PromptPooling:
         complete = [span for span in spans if span.is_last]
         if self._pooler.pooling is Pooling.MEAN and spans:
             pooled = self._means(spans, hidden)
+        elif self._pooler.lexical is not None and complete:
+            pooled = self._lexical(self._pooler.lexical, complete, hidden)
         elif complete:
             is_last = self._pooler.pooling is Pooling.LAST
             rows = [span.end - 1 if is_last else span.start for span in complete]
@@ -87,6 +90,12 @@ class PromptPooling:
             vectors = self._pooler.finish(pooled, [span.sequence.is_raw for span in complete])
         ones = [1] * len(complete)
         return PendingVectors([span.sequence for span in complete], ones, HostCopy(vectors))
+
+    @torch.inference_mode()
+    def _lexical(self, head: LexicalHead, spans: list[_Span], hidden: Tensor) -> Tensor:
+        """Return the weights of the vocabulary of prompts, which an encoder computes whole."""
+        texts = (self._runner.states(hidden, range(each.start, each.end)) for each in spans)
+        return torch.stack([head.pooled(states) for states in texts])
 
     @torch.inference_mode()
     def _means(self, spans: list[_Span], hidden: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from services.engine.model.checkpoint.sentence_modules import (
     SentenceModules,
 )
 from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor
+from services.engine.model.lexical_head import LexicalHead
 
 __all__ = ["Pooler", "load_pooler"]
 
@@ -59,6 +60,8 @@ class Pooler:
     """Vectors have length 1"""
     skips_instructions: bool = False
     """Pooling leaves out the instruction at the beginning of a text"""
+    lexical: LexicalHead | None = None
+    """Of Pooling.LEXICAL"""
 
     def finish(self, pooled: Tensor, raw: Sequence[bool]) -> Tensor:
         """Return the vectors for pooled hidden states, float32 [n, hidden_size].
@@ -94,6 +97,8 @@ def load_pooler(
         modules = SentenceModules(Pooling.MEAN)  # as sentence-transformers does
     if modules is None:
         return None
+    if modules.lexical is not None:
+        return _lexical(directory, spec, device, modules)
     if modules.pooling is Pooling.CLS and not spec.is_encoder:
         raise CheckpointError(f"{directory}: a decoder's first token sees no other: pooling cls.")
     stages = [_dense(module, device) for module in modules.dense]
@@ -109,6 +114,52 @@ def load_pooler(
         modules.normalizes,
         modules.skips_instructions,
     )
+
+
+def _lexical(
+    directory: Path, spec: ModelSpec, device: torch.device, modules: SentenceModules
+) -> Pooler:
+    """Read the head of a checkpoint that gives the vocabulary's tokens weights."""
+    assert modules.lexical is not None
+    config = Config.read(directory / "config.json")
+    encoder = spec.family.encoder
+    if encoder is None or not encoder.language_head:
+        raise CheckpointError(
+            f"{config.file}: SpladePooling is not supported for {spec.architecture}."
+        )
+    activation = config.text(spec.family.keys.get("hidden_act", "hidden_act"), "gelu")
+    if activation != "gelu":
+        raise CheckpointError(f"{config.file}: SpladePooling needs gelu, not {activation}.")
+    with Checkpoint(directory) as checkpoint:
+        *stages, last = encoder.language_head
+        head = LexicalHead(
+            tuple(_stage(checkpoint, each, spec, device, config) for each in stages),
+            *_vocabulary(checkpoint, last.name, spec, device),
+            modules.lexical,
+        )
+    return Pooler(
+        Pooling.LEXICAL,
+        (),
+        normalize if modules.normalizes else _ACTIVATIONS["identity"],
+        spec.vocab_size,
+        spec.hidden_size,
+        scores=False,
+        normalizes=modules.normalizes,
+        lexical=head,
+    )
+
+
+def _vocabulary(
+    checkpoint: Checkpoint, name: str, spec: ModelSpec, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Read the weights and the bias that make logits; the embedding's weights where none are."""
+    names = spec.family.names
+    tables = [f"{name}.weight", *(f"{root}{names.embedding}.weight" for root in names.roots)]
+    held = next(filter(checkpoint.holds, tables), tables[0])
+    weight = _read(checkpoint, held, (spec.vocab_size, spec.hidden_size), device)
+    biases = (f"{name}.bias", f"{name.rpartition('.')[0]}.bias")
+    found = next(filter(checkpoint.holds, biases), None)
+    return weight, None if found is None else _read(checkpoint, found, weight.shape[:1], device)
 
 
 def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Pooler:

@@ -54,6 +54,15 @@ def _bert(architecture: str, root: str, traits: EncoderTraits, pad_token_id: int
     )
 
 
+def _language_head(dense: str, norm: str, logits: str) -> tuple[HeadStage, ...]:
+    """Return the stages of ForMaskedLM's head."""
+    return (
+        HeadStage(dense, "gelu"),
+        HeadStage(norm, is_norm=True),
+        HeadStage(logits, narrows=True),
+    )
+
+
 def _deberta(config: Config) -> Family:
     """Return the family of DeBERTa v2 and v3, whose files may have no positions."""
     activation = config.text("pooler_hidden_act", "gelu")
@@ -87,6 +96,7 @@ _ROBERTA = replace(
         HeadStage("classifier.dense", "tanh"),
         HeadStage("classifier.out_proj", narrows=True),
     ),
+    language_head=_language_head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
 )
 _MPNET = Family(
     "MPNetModel",
@@ -152,6 +162,7 @@ _DISTILBERT = Family(
     encoder=EncoderTraits(
         "embeddings.LayerNorm",
         head=(HeadStage("pre_classifier", "relu"), HeadStage("classifier", narrows=True)),
+        language_head=_language_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
     ),
     has_logits=False,
 )
@@ -205,6 +216,11 @@ ENCODERS: Mapping[str, Family] = {
                     HeadStage("bert.pooler.dense", "tanh"),
                     HeadStage("classifier", narrows=True),
                 ),
+                language_head=_language_head(
+                    "cls.predictions.transform.dense",
+                    "cls.predictions.transform.LayerNorm",
+                    "cls.predictions.decoder",
+                ),
             ),
             0,
         ),
@@ -251,6 +267,7 @@ ENCODERS: Mapping[str, Family] = {
                     HeadStage("head.norm", is_norm=True),
                     HeadStage("classifier", narrows=True),
                 ),
+                language_head=_language_head("head.dense", "head.norm", "decoder"),
             ),
             has_logits=False,
         ),

@@ -310,6 +310,9 @@ class EncoderTraits:
     """Scores add up products of tokens with the embedding of their distance"""
     head: tuple[HeadStage, ...] = ()
     """Stages of ForSequenceClassification's head, whose names begin at the file's root"""
+    language_head: tuple[HeadStage, ...] = ()
+    """Stages of ForMaskedLM's head, likewise; the last one makes the vocabulary's logits, by the
+    embedding's weights if it has none"""
 
 
 class MultimodalAxes(Enum):

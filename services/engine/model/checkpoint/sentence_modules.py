@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
-__all__ = ["DenseModule", "Pooling", "SentenceModules"]
+__all__ = ["DenseModule", "LexicalPooling", "Pooling", "SentenceModules"]
 
 _MODULES = "modules.json"
 _OLDER_KEYS = {
@@ -32,6 +32,8 @@ class Pooling(Enum):
     """The last token's vector"""
     TOKENS = "tokens"
     """None: each token has a vector (ColBERT)"""
+    LEXICAL = "lexical"
+    """The weights of the vocabulary's tokens, from those of all tokens (SPLADE)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,16 @@ class DenseModule:
 
 
 @dataclass(frozen=True, slots=True)
+class LexicalPooling:
+    """Way from the logits of a text's tokens to weights of the vocabulary's tokens."""
+
+    adds: bool
+    """Weights are the sums over all tokens rather than the highest"""
+    num_logarithms: int
+    """A weight is log(1 + x) of the positive logit, once or twice"""
+
+
+@dataclass(frozen=True, slots=True)
 class SentenceModules:
     """Pooling and what follows it."""
 
@@ -60,6 +72,8 @@ class SentenceModules:
     """Vectors have length 1"""
     skips_instructions: bool = False
     """Pooling leaves out the instruction at the beginning of a text"""
+    lexical: LexicalPooling | None = None
+    """Of Pooling.LEXICAL"""
 
     @staticmethod
     def read(directory: Path, wanted: Pooling | None = None) -> "SentenceModules | None":
@@ -72,11 +86,15 @@ class SentenceModules:
         if not file.exists():
             return None if wanted is None else SentenceModules(wanted, normalizes=True)
         pooling: Pooling | None = None
+        lexical: LexicalPooling | None = None
         dense, normalizes, skips, has_mask = [], False, False, False
         for package, kind, path in _modules(file):
             match kind:
-                case "Transformer":
+                case "Transformer" | "MLMTransformer":
                     pass
+                case "SpladePooling":
+                    pooling = Pooling.LEXICAL
+                    lexical = _lexical(Config.read(directory / path / "config.json"))
                 case "Pooling":
                     config = Config.read(directory / path / "config.json")
                     pooling = _pooling(config)
@@ -90,8 +108,10 @@ class SentenceModules:
                 case _:
                     raise CheckpointError(
                         f"{file}: the module {kind} is not supported. Supported: Transformer, "
-                        "Pooling, Dense, MultiVectorMask, Normalize."
+                        "Pooling, SpladePooling, Dense, MultiVectorMask, Normalize."
                     )
+        if lexical is not None and dense:
+            raise CheckpointError(f"{file}: a Dense beside a SpladePooling is not read.")
         if pooling is not None and any(each.reads_tokens for each in dense):
             raise CheckpointError(
                 f"{file}: a Dense of token_embeddings beside a Pooling is not read."
@@ -103,7 +123,7 @@ class SentenceModules:
         if pooling is None:
             # PyLate gives vectors length 1 without a module
             return SentenceModules(Pooling.TOKENS, tuple(dense), normalizes or not has_mask, skips)
-        return SentenceModules(pooling, tuple(dense), normalizes, skips)
+        return SentenceModules(pooling, tuple(dense), normalizes, skips, lexical)
 
 
 def _modules(file: Path) -> Iterator[tuple[str, str, str]]:
@@ -132,6 +152,18 @@ def _pooling(config: Config) -> Pooling:
             f"Supported: {', '.join(known)}."
         )
     return known[modes[0]]
+
+
+def _lexical(config: Config) -> LexicalPooling:
+    strategy = config.text("pooling_strategy", "max")
+    activation = config.text("activation_function", "relu")
+    logarithms = {"relu": 1, "log1p_relu": 2}
+    if strategy not in ("max", "sum") or activation not in logarithms:
+        raise CheckpointError(
+            f"{config.file}: the pooling_strategy {strategy} with the activation_function "
+            f"{activation} is not supported. Supported: max and sum, {', '.join(logarithms)}."
+        )
+    return LexicalPooling(strategy == "sum", logarithms[activation])
 
 
 def _activation_of(package: str) -> str:

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer import modules
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertConfig,
     DebertaV2Config,
@@ -251,6 +253,31 @@ def test_colbert_has_its_projection_beside_its_encoder(tmp_path: Path) -> None:
         Engine(tmp_path, settings())
 
 
+@pytest.mark.parametrize(("strategy", "tied"), [("max", True), ("sum", False)])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "xlm roberta", "mpnet", "modernbert"])
+def test_weights_of_the_vocabulary_equal_those_of_sentence_transformers(
+    family: str, strategy: str, tied: bool, tmp_path: Path
+) -> None:
+    """SPLADE, from the head of a masked language model, whose weights may be the embedding's."""
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    values = ENCODERS[family].to_dict() | {"tie_word_embeddings": tied}
+    save_model(base, type(ENCODERS[family])(**values), AutoModelForMaskedLM)
+    save_tokenizer(base)
+    activation: Any = "relu" if tied else "log1p_relu"
+    pooling = SpladePooling(strategy, activation)  # type: ignore[arg-type]
+    encoder = SparseEncoder(
+        modules=[Transformer(str(base), transformer_task="fill-mask"), pooling], device="cpu"
+    )
+    encoder.save(str(saved))
+    words = [" ".join(f"w{i}" for i in ids) for ids in texts()]
+    expected = encoder.encode(words, convert_to_sparse_tensor=False)
+    with Engine(saved, settings()) as engine:
+        assert engine.model.vector_width == 97
+        vectors = engine.embed(texts())
+    assert (vectors == 0).any()
+    torch.testing.assert_close(vectors, torch.as_tensor(expected), atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
 def test_raw_vectors_keep_their_length(family: str, tmp_path: Path) -> None:
     model = save_model(tmp_path, {**ENCODERS, **DECODERS}[family])
@@ -455,6 +482,12 @@ def _change(file: str, **values: Any) -> Callable[[Path], None]:
     [
         (_change("1_Pooling/config.json", pooling_mode="max"), "the pooling max is not supported"),
         (_change("config.json", hidden_act="swish"), "hidden_act swish is not supported"),
+        (
+            lambda path: (path / "modules.json").write_text(
+                '[{"type": "a.SpladePooling", "path": "1_Pooling"}]'
+            ),
+            "no file holds the tensor cls.predictions",
+        ),
         (_change("config.json", vocab_size=98), "has the shape"),
         (
             lambda path: (path / "modules.json").write_text('[{"type": "a.Quant", "path": ""}]'),
