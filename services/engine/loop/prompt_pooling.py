@@ -104,7 +104,7 @@ class PromptPooling:
         whole = range(spans[0].start, spans[-1].end)
         follow = sum(lengths) == len(whole)  # one another, without streams between them
         rows = whole if follow else [row for each in spans for row in range(each.start, each.end)]
-        states = self._runner.states(hidden, rows)
+        states = self._pooler.of_tokens(self._runner.states(hidden, rows))
         owners = torch.arange(len(spans)).repeat_interleave(torch.tensor(lengths))
         sums = torch.zeros((len(spans), states.shape[1]), device=states.device)
         sums.index_add_(0, to_device(owners, states.device), states)

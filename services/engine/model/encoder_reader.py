@@ -173,6 +173,7 @@ class EncoderReader:
         assert names.feed_forward_norm is not None
         # ModernBERT's first layer reads the norm of the embeddings
         is_normed = not self._traits.norms_first or index > 0
+        held = self._checkpoint.holds(f"{self._root}{prefix}{names.down}.bias")
         return _Layer(
             attention_norm=self._norm(f"{prefix}{names.attention_norm}") if is_normed else None,
             qkv=self._linear(prefix, names.qkv, (heads,) * 3, width, attention.qkv_bias),
@@ -185,7 +186,7 @@ class EncoderReader:
                 width,
                 content.has_bias,
             ),
-            down=self._linear(prefix, (names.down,), (width,), inner, content.has_bias),
+            down=self._linear(prefix, (names.down,), (width,), inner, content.has_bias or held),
         )
 
     def _distances(self, shape: DisentangledSpec) -> _Distances:
@@ -246,6 +247,8 @@ class EncoderReader:
         if activation.gated and len(gates) == 1:
             gates = list(gates[0].chunk(2))
             biases = [part for bias in biases for part in bias.chunk(2)]
+            if self._traits.up_comes_first:
+                gates, biases = gates[::-1], biases[::-1]
         gate, up = gates if len(gates) == 2 else (gates[0], None)
         gate_bias, up_bias = (*biases, None, None)[:2]
         made = self._operators.gate(gate, up, gate_bias, up_bias, activation)

@@ -33,8 +33,8 @@ class LexicalHead:
     def pooled(self, states: Tensor) -> Tensor:
         """Return float32 [vocab_size] for the states of a text's tokens, [tokens, hidden_size]."""
         total = torch.zeros(len(self.weight), device=states.device)
-        for piece in states.split(_PIECE):
-            rows = piece
+        for start in range(0, len(states), _PIECE):
+            rows = states[start : start + _PIECE]
             for stage in self.stages:
                 rows = stage(rows)
             weights = linear(rows, self.weight, self.bias).relu_()

@@ -40,6 +40,15 @@ _CLASSES: dict[str, Stage] = {
     "single_label_classification": partial(softmax, dim=1),
 }
 """Stages that make the logits of several labels probabilities, by `problem_type`"""
+_POOLING_KEY = "classifier_pooling"
+_CLASSIFIER_POOLINGS = {
+    "cls": Pooling.CLS,
+    "bos": Pooling.CLS,
+    "mean": Pooling.MEAN,
+    "late": Pooling.MEAN,
+    "last": Pooling.LAST,
+}
+"""Poolings by `classifier_pooling`; late = of the logits of all tokens"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,14 @@ class Pooler:
     """Pooling leaves out the instruction at the beginning of a text"""
     lexical: LexicalHead | None = None
     """Of Pooling.LEXICAL"""
+    token_stages: tuple[Stage, ...] = ()
+    """Layers between the states of tokens and their mean"""
+
+    def of_tokens(self, states: Tensor) -> Tensor:
+        """Return what is pooled, float32 [tokens, n], for the states of tokens."""
+        for stage in self.token_stages:
+            states = stage(states)
+        return states
 
     def finish(self, pooled: Tensor, raw: Sequence[bool]) -> Tensor:
         """Return the vectors for pooled hidden states, float32 [n, hidden_size].
@@ -165,21 +182,32 @@ def _vocabulary(
 def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Pooler:
     """Read the head of a checkpoint that scores texts, or pairs of texts."""
     config = Config.read(directory / "config.json")
-    pooling = Pooling.LAST
-    if spec.family.encoder is not None:
-        pooling = Pooling(config.text("classifier_pooling", "cls"))
+    pooling, is_late = _classifier_pooling(config, spec)
     with Checkpoint(directory) as checkpoint:
         stages = [_stage(checkpoint, each, spec, device, config) for each in spec.family.head]
     last = _last_activation(config, spec.num_labels)
     return Pooler(
         pooling,
-        tuple(stages),
+        () if is_late else tuple(stages),
         last,
         spec.num_labels,
         spec.hidden_size,
         scores=True,
         normalizes=False,
+        token_stages=tuple(stages) if is_late else (),
     )
+
+
+def _classifier_pooling(config: Config, spec: ModelSpec) -> tuple[Pooling, bool]:
+    """Return the pooling of a classifier, and whether its head precedes it."""
+    usual = "cls" if spec.family.encoder is not None else "last"
+    name = config.text(_POOLING_KEY, str(spec.family.defaults.get(_POOLING_KEY, usual)))
+    if name not in _CLASSIFIER_POOLINGS:
+        raise CheckpointError(
+            f"{config.file}: the classifier_pooling {name} is not supported. Supported: "
+            f"{', '.join(_CLASSIFIER_POOLINGS)}."
+        )
+    return _CLASSIFIER_POOLINGS[name], name == "late"
 
 
 def _last_activation(config: Config, num_labels: int) -> Stage:

@@ -308,6 +308,8 @@ class EncoderTraits:
     """Embedding of the distance of two tokens, a number for each head: their score's addend"""
     is_disentangled: bool = False
     """Scores add up products of tokens with the embedding of their distance"""
+    up_comes_first: bool = False
+    """The single tensor of both products holds that without the activation first"""
     head: tuple[HeadStage, ...] = ()
     """Stages of ForSequenceClassification's head, whose names begin at the file's root"""
     language_head: tuple[HeadStage, ...] = ()

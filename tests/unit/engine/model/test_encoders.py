@@ -24,8 +24,11 @@ from transformers import (
     BertConfig,
     DebertaV2Config,
     DistilBertConfig,
+    EuroBertConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GteConfig,
+    JinaEmbeddingsV3Config,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
@@ -88,6 +91,10 @@ ENCODERS: dict[str, PreTrainedConfig] = {
             "norm_rel_ebd": "layer_norm",
         }
     ),
+    "jina v3": JinaEmbeddingsV3Config(**ENCODER | {"pad_token_id": 1}),
+    "gte": GteConfig(**ENCODER | {"pad_token_id": 1}),
+    "gte, no token types": GteConfig(**ENCODER, type_vocab_size=0),
+    "eurobert": EuroBertConfig(**WIDE),
     "qwen2, not causal": Qwen2Config(**SHAPE | {"is_causal": False}),
     "mistral, not causal": MistralConfig(**WIDE | {"is_causal": False}, sliding_window=11),
     "gemma2, not causal": Gemma2Config(**WIDE | {"is_causal": False}, sliding_window=11),
@@ -375,7 +382,18 @@ def test_pooling_leaves_instructions_out(mode: str, family: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "family",
-    ["bert", "roberta", "xlm roberta", "modernbert", "mpnet", "distilbert", "deberta v3"],
+    [
+        "bert",
+        "roberta",
+        "xlm roberta",
+        "modernbert",
+        "mpnet",
+        "distilbert",
+        "deberta v3",
+        "jina v3",
+        "gte",
+        "eurobert",
+    ],
 )
 @pytest.mark.parametrize("labels", [1, 3])
 def test_scores_equal_those_of_transformers(family: str, labels: int, tmp_path: Path) -> None:
@@ -431,6 +449,49 @@ def test_decoder_with_a_head_scores(family: str, labels: int, tmp_path: Path) ->
     expected = logits.sigmoid() if labels == 1 else logits.softmax(dim=1)
     torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(rewards, logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["bos", "mean"])
+def test_head_of_eurobert_may_follow_the_pooling(pooling: str, tmp_path: Path) -> None:
+    config = EuroBertConfig(**WIDE, classifier_pooling=pooling)
+    model = save_model(tmp_path, config, AutoModelForSequenceClassification)
+    with Engine(tmp_path, settings()) as engine:
+        scores = engine.embed(texts(), is_raw=True)
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in texts()])
+    torch.testing.assert_close(scores, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_first_files_of_gte_stretch_their_rotation(tmp_path: Path) -> None:
+    """By fixed NTK scaling, of the base and of all frequencies (https://kexue.fm/archives/9706)."""
+    model = save_model(tmp_path, ENCODERS["gte"])
+    scaling = {"type": "ntk", "factor": 8.0}
+    values = {"architectures": ["NewModel"], "rope_scaling": scaling, "rope_theta": 20000}
+    _change("config.json", rope_parameters=None, model_type="new", **values)(tmp_path)
+    exponents = torch.arange(0, 32, 2) / 32
+    model.rotary_emb.inv_freq = (8 * 20000.0) ** -exponents / 8 ** (2 / 32)
+    with Engine(tmp_path, settings()) as engine:
+        vectors = engine.embed(texts())
+    expected = torch.stack([hidden_states(model, ids).mean(dim=0) for ids in texts()])
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "message"),
+    [
+        ("gte", {"layer_norm_type": "rms_norm"}, "GteModel can.t be served"),
+        ("gte", {"logn_attention_scale": True}, "logn_attention_scale is set"),
+        ("nomic", {"moe_every_n_layers": 2}, "moe_every_n_layers is set"),
+        ("gte", {"rope_parameters": {"rope_type": "ntk", "mixed_b": 0.3}}, "rope_type ntk"),
+    ],
+)
+def test_other_layers_of_rotary_encoders_are_refused_by_name(
+    family: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, ENCODERS[family])
+    _change("config.json", **values)(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        Engine(tmp_path, settings())
 
 
 def test_generator_whose_tokens_see_their_whole_text_only_embeds(tmp_path: Path) -> None:
