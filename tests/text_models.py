@@ -121,6 +121,8 @@ def make_classifier(path: Path) -> Path:
     names: dict[str, Any] = {"id2label": dict(enumerate(LABELS))}
     config = BertConfig(vocab_size=size, **_SHAPE, **names)
     BertForSequenceClassification(config).save_pretrained(path)
+    template = "{% for each in messages %}{{ each.content }} {% endfor %}"
+    (path / "chat_template.jinja").write_text(template)
     return path
 
 

@@ -8,12 +8,11 @@ from typing import Annotated
 from msgspec import UNSET, Struct, UnsetType
 
 from services.common.contract import MAX_EMBEDDED_TEXTS
-from services.http_shim.formats.completion_requests import prompts_of
 from services.http_shim.formats.request_bodies import Uint32
 from services.http_shim.formats.vector_formats import (
     MANY_TEXTS,
     ActivatedBody,
-    Inputs,
+    InputBody,
     VectorUsage,
     rows_of,
     usage_of,
@@ -61,10 +60,8 @@ class ScoreBody(ActivatedBody):
     text_2: str | Annotated[list[str], MANY_TEXTS] | None = None
 
 
-class ClassifyBody(ActivatedBody):
+class ClassifyBody(InputBody):
     """The body of POST /v1/classify."""
-
-    input: Inputs | None = None
 
 
 class Ranked(Struct):
@@ -202,7 +199,7 @@ def score_list(answer: completion_pb2.ScoreResponse, model: str, request_id: str
 def to_classify_request(body: ClassifyBody) -> completion_pb2.ClassifyRequest:
     """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
     return completion_pb2.ClassifyRequest(
-        inputs=prompts_of(body.input, "input", MAX_EMBEDDED_TEXTS),
+        inputs=body.prompts,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         user=body.user or "",
         raw=body.is_raw,
