@@ -171,13 +171,23 @@ class Engine:
         )
         return torch.cat(self._vectors(checked))
 
-    def token_states(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the last layer's states of all tokens of each prompt: float32 [tokens, width].
+    def token_vectors(
+        self,
+        prompts: Sequence[Sequence[int]],
+        unattended: Mapping[int, int] | None = None,
+        *,
+        is_raw: bool = False,
+    ) -> list[Tensor]:
+        """Return the vectors of all tokens of each prompt: float32 [tokens, width].
 
-        As `embed`, otherwise.
+        They are those of a model that makes vectors of tokens alone, or else the last layer's
+        states. unattended: by index of a prompt, tokens at its end to which no token attends. As
+        `embed`, otherwise.
         """
         pooled, length = self._pooled(), self.model.context_length
-        checked = CheckedRequest.of_texts(prompts, pooled, length, keeps_tokens=True)
+        checked = CheckedRequest.of_texts(
+            prompts, pooled, length, unattended=unattended, is_raw=is_raw, keeps_tokens=True
+        )
         return self._vectors(checked)
 
     def _pooled(self) -> Pooled:

@@ -225,9 +225,11 @@ class CheckedRequest:
     is_raw: bool = False
     """The last stage of the vectors is left out"""
     keeps_tokens: bool = False
-    """Each token has a vector, its state, instead of each prompt"""
+    """Each token has a vector instead of each prompt"""
     second_texts: Mapping[int, int] = field(default_factory=dict)
     """By prompt index, where the second text of a pair begins"""
+    unattended: Mapping[int, int] = field(default_factory=dict)
+    """By prompt index, number of tokens at its end to which no token attends"""
     beams: BeamSettings | None = None
     """The n sequences of a prompt are the beams of a search; None = tokens are drawn"""
 
@@ -238,6 +240,7 @@ class CheckedRequest:
         context_length: int,
         second_texts: Mapping[int, int] | None = None,
         instructions: Mapping[int, int] | None = None,
+        unattended: Mapping[int, int] | None = None,
         *,
         is_raw: bool = False,
         keeps_tokens: bool = False,
@@ -257,6 +260,7 @@ class CheckedRequest:
             keeps_tokens=keeps_tokens,
             second_texts=second_texts or {},
             instructions=instructions or {},
+            unattended=unattended or {},
         )
 
     @property
@@ -648,9 +652,11 @@ class ModelDescription:
     pooled: Pooled | None = None
     """Tokens whose hidden states make vectors; None = it makes none"""
     vector_width: int = 0
-    """Numbers of a vector"""
+    """Numbers of a prompt's vector; 0 = it makes none"""
     token_width: int = 0
-    """Numbers of a token's state; 0 = it makes no vectors"""
+    """Numbers of a token's vector; 0 = it makes none"""
+    most_unattended: int = 0
+    """Tokens at the end of a prompt that it can hide from all tokens; 0 = none"""
     has_scores: bool = False
     """Its vectors are scores of texts, or of pairs of texts, rather than embeddings"""
     vectors_are_normalized: bool = False

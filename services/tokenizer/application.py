@@ -20,6 +20,7 @@ from services.tokenizer.completion.completion_registry import CompletionRegistry
 from services.tokenizer.completion_service import CompletionServicer
 from services.tokenizer.embedding.embedding_calls import EmbeddingCalls
 from services.tokenizer.embedding.label_names import LabelNames
+from services.tokenizer.embedding.late_interaction import LateInteraction
 from services.tokenizer.embedding.sentence_prompts import SentencePrompts
 from services.tokenizer.engines.engine_pool import EnginePool, PoolSettings
 from services.tokenizer.images.families import image_tokens, read_image_family
@@ -89,7 +90,8 @@ class TokenizerApplication(Application):
         processors = ProcessorFactory(vocabulary, infill, self._templates, self._images)
         prompts = SentencePrompts(directory, vocabulary)
         labels = LabelNames(directory)
-        self._embeddings = EmbeddingCalls(vocabulary, prompts, labels, self._pool)
+        late = LateInteraction(directory, vocabulary)
+        self._embeddings = EmbeddingCalls(vocabulary, prompts, labels, late, self._pool)
         self._completion_servicer = CompletionServicer(
             self._registry,
             processors,

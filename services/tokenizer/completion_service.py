@@ -163,7 +163,8 @@ class CompletionServicer(CompletionServiceServicer):
             chat=self._processors.templates.is_available and not limits.only_embeds,
             max_chat_logprobs=limits.max_chat_logprobs,
             embedding_width=0 if limits.vectors_are_scores else limits.vector_width,
-            scores_pairs=limits.vectors_are_scores and limits.vector_width == 1,
+            scores_pairs=limits.only_tokens_have_vectors
+            or (limits.vectors_are_scores and limits.vector_width == 1),
             only_embeds=limits.only_embeds,
             model_code=limits.model_code,
             labels=self._embeddings.labels_of(limits),

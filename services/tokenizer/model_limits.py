@@ -30,7 +30,7 @@ class ModelLimits:
     vector_width: int = 0
     """Numbers of an embedding, or labels that a text is scored for; 0 = the model makes neither"""
     token_width: int = 0
-    """Numbers of a token's state; 0 = the model makes no vectors"""
+    """Numbers of a token's vector; 0 = the model makes no vectors"""
     vectors_are_scores: bool = False
     vectors_are_normalized: bool = False
     takes_pairs: bool = False
@@ -39,3 +39,8 @@ class ModelLimits:
     """True if the model does not generate"""
     adapter: str = ""
     """Fingerprint of the adapter; empty = the model alone"""
+
+    @property
+    def only_tokens_have_vectors(self) -> bool:
+        """True if pairs of texts are scored by the vectors of their tokens (ColBERT)."""
+        return self.token_width > 0 and not self.vector_width

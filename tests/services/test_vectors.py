@@ -231,11 +231,11 @@ async def test_pooling_returns_vectors_of_texts_and_of_tokens(
     each = await post(client, "/v1/pooling", task="token_embed", **body)
     for found, states in zip(each["data"], tokens, strict=True):
         np.testing.assert_allclose(found["data"], states, atol=1e-5)
-    raw = await post(client, "/pooling", **body)
+    raw = await post(client, "/pooling", use_activation=False, **body)
     given = np.array([found["data"] for found in raw["data"]])
     means = [states.mean(axis=0) for states in tokens]
     np.testing.assert_allclose(given, means, atol=1e-5)
-    unit = await post(client, "/pooling", use_activation=True, **body)
+    unit = await post(client, "/pooling", **body)
     np.testing.assert_allclose([found["data"] for found in unit["data"]], expected, atol=1e-5)
     coded = await post(client, "/v1/pooling", task="token_embed", encoding_format="base64", **body)
     numbers = np.frombuffer(base64.b64decode(coded["data"][1]["data"]), "<f4")
@@ -250,6 +250,41 @@ async def test_single_label_has_the_probability_that_scores_have(
     [[probability], [reward]] = (each["data"][0]["probs"] for each in (answer, raw))
     assert answer["data"][0]["label"] == "LABEL_0"
     assert probability == pytest.approx(1 / (1 + np.exp(-reward)), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["use_activation", "activation", "softmax"])
+async def test_logits_are_returned_under_older_names(client: httpx.AsyncClient, name: str) -> None:
+    """Of classes and of pairs; the newest name gives way if they differ, as in vLLM."""
+    body = {"model": "classifier", "input": TEXTS[0]}
+    raw, usual = [
+        (await post(client, "/v1/classify", **body, **each))["data"][0]["probs"]
+        for each in ({name: False}, {name: True})
+    ]
+    np.testing.assert_allclose(np.exp(raw) / np.exp(raw).sum(), usual, atol=1e-5)
+    pair = {"model": "scorer", "text_1": QUERY, "text_2": TEXTS[0]}
+    logit, score = [
+        (await post(client, "/v1/score", **pair, **each))["data"][0]["score"]
+        for each in ({name: False}, {})
+    ]
+    assert score == pytest.approx(1 / (1 + np.exp(-logit)), abs=1e-5)
+    both = await post(client, "/v1/classify", **body, use_activation=True, normalize=False)
+    np.testing.assert_allclose(both["data"][0]["probs"], raw, atol=1e-6)
+
+
+async def test_conversation_is_classified_by_its_prompt(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": "a lock"}, {"role": "assistant", "content": "the key"}]
+    asked = {"model": "classifier", "messages": messages}
+    ids = await post(client, "/tokenize", **asked, add_generation_prompt=False)
+    by_ids = await post(client, "/v1/classify", model="classifier", input=ids["tokens"])
+    answer = await post(client, "/v1/classify", **asked)
+    assert [each["probs"] for each in answer["data"]] == [by_ids["data"][0]["probs"]]
+    assert answer["usage"] == by_ids["usage"]
+    assert await refused(client, "/v1/classify", **asked, input="a") == (400, "input")
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
+    asked["messages"] = [{"role": "user", "content": [picture]}]
+    assert await refused(client, "/v1/classify", **asked) == (400, "messages")
+    asked = {"model": "embedder", "messages": messages}
+    assert (await refused(client, "/v1/pooling", **asked))[0] == 400
 
 
 async def test_long_texts_are_refused_or_cut(client: httpx.AsyncClient) -> None:

@@ -98,6 +98,9 @@ class StepBatch:
     rotary_positions: Tensor | None = None
     """int64 [3, tokens], time, row and column of each token in multimodal RoPE; None = `positions`
     are all three"""
+    attended_host: tuple[int, ...] = ()
+    """Tokens at the beginning of each sequence to which tokens attend, where they see whole texts;
+    empty = all"""
     token_types: Tensor | None = None
     """int64 [tokens], 1 for tokens of the second text of a pair; None = there are none"""
     further_groups: tuple["StepBatch", ...] = ()

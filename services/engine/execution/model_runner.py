@@ -295,6 +295,7 @@ class ModelRunner:
             output_rows=output_rows,
             states=_segments(staged, runs) if runs else None,
             images=images.rows,
+            attended_host=_attended(plan, ends),
             token_types=self._token_types(plan, counts),
             rotary_positions=images.rotary_positions,
         )
@@ -347,6 +348,15 @@ def _adapters(plan: StepPlan) -> tuple[int, ...]:
     """Return the number of each sequence's adapter; empty if none has one."""
     numbers = [s.adapter for s in plan.decodes] + [c.sequence.adapter for c in plan.chunks]
     return tuple(numbers) if any(numbers) else ()
+
+
+def _attended(plan: StepPlan, ends: list[int]) -> tuple[int, ...]:
+    """Return the tokens of each sequence to which tokens attend; empty if they are all."""
+    sequences = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
+    if not any(sequence.unattended_length for sequence in sequences):
+        return ()
+    pairs = zip(sequences, ends, strict=True)
+    return tuple(end - sequence.unattended_length for sequence, end in pairs)
 
 
 def _fill_token_ids(fields: HostFields, plan: StepPlan, padding: int) -> None:

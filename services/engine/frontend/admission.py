@@ -119,6 +119,11 @@ class Admission:
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION, "NO_EMBEDDINGS", message, field="model"
             )
+        if not self.model.vector_width and not request.tokens:
+            message = f"{self.model_id} makes vectors of tokens alone: ask for tokens."
+            raise ServiceError(
+                grpc.StatusCode.FAILED_PRECONDITION, "NO_EMBEDDINGS", message, field="tokens"
+            )
         length = self.model.context_length
         stopping = StoppingSettings(0, 0, True, length, frozenset())
         seconds: dict[int, int] = {}
@@ -134,7 +139,9 @@ class Admission:
             if prompt.instruction_length > len(prompt.ids):
                 field = f"prompts[{i}].instruction_length"
                 raise invalid(field, "An instruction must not have more ids than its prompt.")
+            self._check_unattended(prompt, f"prompts[{i}].unattended_length")
         instructions = {i: each.instruction_length for i, each in enumerate(request.prompts)}
+        unattended = {i: each.unattended_length for i, each in enumerate(request.prompts)}
         prompts = self._prompts(request.prompts, 1, stopping)
         if request.tokens:
             check_token_states(sum(map(len, prompts)), self.model.token_width, "prompts")
@@ -144,9 +151,19 @@ class Admission:
             length,
             seconds,
             instructions,
+            unattended,
             is_raw=request.raw,
             keeps_tokens=request.tokens,
         )
+
+    def _check_unattended(self, prompt: EmbeddedPrompt, field: str) -> None:
+        most = min(self.model.most_unattended, max(0, len(prompt.ids) - 1))
+        if prompt.unattended_length <= most:
+            return
+        if not self.model.most_unattended:
+            message = f"{self.model_id} can't hide the end of a prompt from its tokens."
+            raise invalid(field, message)
+        raise invalid(field, f"At most {most} ids of this prompt may be unattended.")
 
     def _check_model(self, model: str, adapters: Container[str]) -> None:
         if model not in ("", self.model_id) and model not in adapters:

@@ -8,6 +8,7 @@ from torch import Tensor
 from services.engine.batch.transfer import HostCopy, to_device
 from services.engine.execution.model_runner import ModelRunner
 from services.engine.model.checkpoint.sentence_modules import Pooling
+from services.engine.model.lexical_head import LexicalHead
 from services.engine.model.pooler import Pooler
 from services.engine.scheduling.sequence import Sequence
 from services.engine.scheduling.step_plan import StepPlan
@@ -59,14 +60,16 @@ class PromptPooling:
 
     @torch.inference_mode()
     def _kept(self, span: _Span, hidden: Tensor) -> PendingVectors | None:
-        """Return the states of all tokens of a prompt that ends; keep those of another."""
-        states = self._runner.states(hidden, range(span.start, span.end)).clone()
-        before = [] if span.is_first else span.sequence.token_states
-        span.sequence.token_states = [*before, states]
+        """Return the vectors of all tokens of a prompt that ends; keep those of another."""
+        vectors = self._runner.states(hidden, range(span.start, span.end)).clone()
+        if self._pooler.pooling is Pooling.TOKENS:
+            vectors = self._pooler.finish(vectors, [span.sequence.is_raw] * len(vectors))
+        before = [] if span.is_first else span.sequence.token_vectors
+        span.sequence.token_vectors = [*before, vectors]
         if not span.is_last:
             return None
-        parts = [each for each in span.sequence.token_states if isinstance(each, Tensor)]
-        span.sequence.token_states = []
+        parts = [each for each in span.sequence.token_vectors if isinstance(each, Tensor)]
+        span.sequence.token_vectors = []
         whole = torch.cat(parts)
         return PendingVectors([span.sequence], [len(whole)], HostCopy(whole))
 
@@ -75,6 +78,8 @@ class PromptPooling:
         complete = [span for span in spans if span.is_last]
         if self._pooler.pooling is Pooling.MEAN and spans:
             pooled = self._means(spans, hidden)
+        elif self._pooler.lexical is not None and complete:
+            pooled = self._lexical(self._pooler.lexical, complete, hidden)
         elif complete:
             is_last = self._pooler.pooling is Pooling.LAST
             rows = [span.end - 1 if is_last else span.start for span in complete]
@@ -87,13 +92,19 @@ class PromptPooling:
         return PendingVectors([span.sequence for span in complete], ones, HostCopy(vectors))
 
     @torch.inference_mode()
+    def _lexical(self, head: LexicalHead, spans: list[_Span], hidden: Tensor) -> Tensor:
+        """Return the weights of the vocabulary of prompts, which an encoder computes whole."""
+        texts = (self._runner.states(hidden, range(each.start, each.end)) for each in spans)
+        return torch.stack([head.pooled(states) for states in texts])
+
+    @torch.inference_mode()
     def _means(self, spans: list[_Span], hidden: Tensor) -> Tensor:
         """Return the means of the complete prompts; keep the sums of the others."""
         lengths = [span.end - span.start for span in spans]
         whole = range(spans[0].start, spans[-1].end)
         follow = sum(lengths) == len(whole)  # one another, without streams between them
         rows = whole if follow else [row for each in spans for row in range(each.start, each.end)]
-        states = self._runner.states(hidden, rows)
+        states = self._pooler.of_tokens(self._runner.states(hidden, rows))
         owners = torch.arange(len(spans)).repeat_interleave(torch.tensor(lengths))
         sums = torch.zeros((len(spans), states.shape[1]), device=states.device)
         sums.index_add_(0, to_device(owners, states.device), states)

@@ -9,6 +9,7 @@ from torch.nn.functional import layer_norm
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
+from services.engine.model.attention.pair_scores import PairScores
 from services.engine.model.decoder import Activations, DecoderWeights
 from services.engine.model.operators.interface import LayerNorm, Operators
 from services.engine.model.whole_text_decoder import WholeTextDecoder
@@ -27,9 +28,8 @@ class EncoderWeights(DecoderWeights):
     """For each layer, the norms of its attention and of its feed-forward layer: after what they add
     to the residual, or before them if the family norms first; None: the layer has none"""
     last_norm: LayerNorm | None
-    attention_bias: Tensor | None
-    """float32 [heads, 2 * context_length - 1], the addend to the score of two tokens by the place
-    of the key less that of the query, from 1 - context_length on; None: there is none"""
+    pair_scores: PairScores | None
+    """Addends to the scores of two tokens; None: there are none"""
 
 
 class Encoder(WholeTextDecoder):

@@ -4,10 +4,17 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm, linear
 
+from services.engine.model.architecture.disentangled import DisentangledSpec
 from services.engine.model.architecture.distance import NUM_BUCKETS, distance_buckets
 from services.engine.model.architecture.layers import AttentionSpec, DenseSpec
 from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.attention.pair_scores import (
+    DisentangledScores,
+    DistanceKeys,
+    DistanceScores,
+)
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.decoder import LayerWeights
@@ -26,9 +33,13 @@ _OTHER_TASKS = (
     "*.inv_freq",
     "classifier.*",
     "cls.*",
+    "deberta.embeddings.position_embeddings.*",
     "decoder.*",
     "head.*",
+    "linear.weight",
     "lm_head.*",
+    "lm_predictions.*",
+    "mask_predictions.*",
     "pre_classifier.*",
     "qa_outputs.*",
     "vocab_*",
@@ -58,6 +69,16 @@ class _Layer:
     feed_forward_norm: _Norm
     gate: _Linear
     down: _Linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Distances:
+    """Embeddings of distances, and their projections in each layer."""
+
+    table: StoredTensor
+    norm: _Norm | None
+    keys: list[_Linear | None]
+    queries: list[_Linear | None]
 
 
 class EncoderReader:
@@ -102,10 +123,12 @@ class EncoderReader:
         embedding_norm = self._norm(traits.embedding_norm)
         layers = [self._layer(index) for index in range(spec.num_layers)]
         last_norm = self._norm(names.final_norm) if traits.norms_first else None
-        bias = None
+        bias = distances = None
         if traits.attention_bias is not None:
             name = f"{traits.attention_bias}.weight"
             bias = self._stored(name, NUM_BUCKETS, spec.attention(0).num_heads)
+        if spec.disentangled is not None:
+            distances = self._distances(spec.disentangled)
         total = self._checkpoint.require(self._wanted, _OTHER_TASKS)
         self._bar = LoadProgress(total, shown=self._shows_progress)
         try:
@@ -129,7 +152,11 @@ class EncoderReader:
                     for each in layers
                 ),
                 last_norm=None if last_norm is None else self._read_norm(last_norm),
-                attention_bias=None if bias is None else self._read_bias(bias),
+                pair_scores=self._read_bias(bias)
+                if bias is not None
+                else None
+                if distances is None
+                else self._read_distances(distances),
                 step_bytes=self._step_bytes,
             )
         finally:
@@ -146,6 +173,7 @@ class EncoderReader:
         assert names.feed_forward_norm is not None
         # ModernBERT's first layer reads the norm of the embeddings
         is_normed = not self._traits.norms_first or index > 0
+        held = self._checkpoint.holds(f"{self._root}{prefix}{names.down}.bias")
         return _Layer(
             attention_norm=self._norm(f"{prefix}{names.attention_norm}") if is_normed else None,
             qkv=self._linear(prefix, names.qkv, (heads,) * 3, width, attention.qkv_bias),
@@ -158,8 +186,30 @@ class EncoderReader:
                 width,
                 content.has_bias,
             ),
-            down=self._linear(prefix, (names.down,), (width,), inner, content.has_bias),
+            down=self._linear(prefix, (names.down,), (width,), inner, content.has_bias or held),
         )
+
+    def _distances(self, shape: DisentangledSpec) -> _Distances:
+        """Name DeBERTa's embeddings of distances, and what projects them in each layer."""
+        spec = self._spec
+        table = self._stored("encoder.rel_embeddings.weight", 2 * shape.span, spec.hidden_size)
+        norm = self._norm("encoder.LayerNorm") if shape.has_norm else None
+        shared = shape.shares_projections
+        key, query = ("key_proj", "query_proj") if shared else ("pos_key_proj", "pos_query_proj")
+        return _Distances(
+            table,
+            norm,
+            self._projections(key, spec.num_layers if shape.reads_keys else 0),
+            self._projections(query, spec.num_layers if shape.reads_queries else 0),
+        )
+
+    def _projections(self, name: str, count: int) -> list[_Linear | None]:
+        """Name a projection of distances in the first `count` layers."""
+        spec, names = self._spec, self._spec.family.names
+        width = spec.hidden_size
+        prefixes = [f"{names.layers}.{index}.attention.self." for index in range(count)]
+        found = [self._linear(prefix, (name,), (width,), width, True) for prefix in prefixes]
+        return [*found, *[None] * (spec.num_layers - count)]
 
     def _linear(
         self,
@@ -197,6 +247,8 @@ class EncoderReader:
         if activation.gated and len(gates) == 1:
             gates = list(gates[0].chunk(2))
             biases = [part for bias in biases for part in bias.chunk(2)]
+            if self._traits.up_comes_first:
+                gates, biases = gates[::-1], biases[::-1]
         gate, up = gates if len(gates) == 2 else (gates[0], None)
         gate_bias, up_bias = (*biases, None, None)[:2]
         made = self._operators.gate(gate, up, gate_bias, up_bias, activation)
@@ -235,11 +287,33 @@ class EncoderReader:
         bias = torch.zeros_like(weight) if norm.bias is None else self._table(norm.bias).clone()
         return LayerNorm(weight, bias)
 
-    def _read_bias(self, stored: StoredTensor) -> Tensor:
-        table = self._tensor(stored).to(self._device, torch.float32)
+    def _read_bias(self, stored: StoredTensor) -> DistanceScores:
+        table = self._table(stored)
         most = self._spec.context_length - 1
         distances = torch.arange(-most, most + 1, device=self._device)
-        return table[distance_buckets(distances)].T.contiguous()
+        return DistanceScores(table[distance_buckets(distances)].T.contiguous())
+
+    def _read_distances(self, stored: _Distances) -> DisentangledScores:
+        spec, shape = self._spec.attention(0), self._spec.disentangled
+        assert shape is not None
+        table = self._tensor(stored.table).float()
+        if stored.norm is not None:
+            norm = self._read_norm(stored.norm)
+            weight, bias = norm.weight.cpu().float(), norm.bias.cpu().float()
+            table = layer_norm(table, table.shape[1:], weight, bias, self._spec.norm_epsilon)
+
+        def project(layer: _Linear | None) -> Tensor | None:
+            if layer is None:
+                return None
+            [weight], [bias] = self._read_linear(layer)
+            rows = linear(table, weight.float(), bias.float())
+            heads = rows.view(-1, spec.num_heads, spec.head_dim).transpose(0, 1)
+            return heads.to(self._device, self._dtype).contiguous()
+
+        pairs = zip(stored.keys, stored.queries, strict=True)
+        return DisentangledScores(
+            shape, [DistanceKeys(project(keys), project(queries)) for keys, queries in pairs]
+        )
 
     def _table(self, stored: StoredTensor) -> Tensor:
         return self._tensor(stored).to(self._device, self._dtype)

@@ -230,7 +230,7 @@ def _load_encoder(
         reader = EncoderReader(checkpoint, spec, dtype, device, operators, shows_progress=progress)
         loaded = reader.read()
     give_back_freed()
-    attention = choose_backend(spec, dtype, device, bias=loaded.attention_bias, tiled=tiled)
+    attention = choose_backend(spec, dtype, device, pair_scores=loaded.pair_scores, tiled=tiled)
     return Encoder(spec, dtype, loaded, operators, attention)
 
 

@@ -13,6 +13,7 @@ from torch.nn.functional import gelu, layer_norm, linear, normalize, softmax
 from services.engine.batch.transfer import to_device
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.encoder_families import COLBERT
 from services.engine.model.checkpoint.family import HeadStage
 from services.engine.model.checkpoint.sentence_modules import (
     DenseModule,
@@ -20,6 +21,7 @@ from services.engine.model.checkpoint.sentence_modules import (
     SentenceModules,
 )
 from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor
+from services.engine.model.lexical_head import LexicalHead
 
 __all__ = ["Pooler", "load_pooler"]
 
@@ -38,6 +40,15 @@ _CLASSES: dict[str, Stage] = {
     "single_label_classification": partial(softmax, dim=1),
 }
 """Stages that make the logits of several labels probabilities, by `problem_type`"""
+_POOLING_KEY = "classifier_pooling"
+_CLASSIFIER_POOLINGS = {
+    "cls": Pooling.CLS,
+    "bos": Pooling.CLS,
+    "mean": Pooling.MEAN,
+    "late": Pooling.MEAN,
+    "last": Pooling.LAST,
+}
+"""Poolings by `classifier_pooling`; late = of the logits of all tokens"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +60,30 @@ class Pooler:
     last: Stage
     """Activation of the labels' logits, or what gives vectors length 1"""
     width: int
-    """Numbers of a vector"""
+    """Numbers of a text's vector; 0 if only tokens have vectors"""
+    token_width: int
+    """Numbers of a token's vector, which is its state if texts have vectors"""
     scores: bool
     """The vector holds the scores of the checkpoint's labels rather than an embedding"""
     normalizes: bool
     """Vectors have length 1"""
     skips_instructions: bool = False
     """Pooling leaves out the instruction at the beginning of a text"""
+    lexical: LexicalHead | None = None
+    """Of Pooling.LEXICAL"""
+    token_stages: tuple[Stage, ...] = ()
+    """Layers between the states of tokens and their mean"""
+
+    def of_tokens(self, states: Tensor) -> Tensor:
+        """Return what is pooled, float32 [tokens, n], for the states of tokens."""
+        for stage in self.token_stages:
+            states = stage(states)
+        return states
 
     def finish(self, pooled: Tensor, raw: Sequence[bool]) -> Tensor:
-        """Return float32 [n, width] for pooled hidden states, float32 [n, hidden_size].
+        """Return the vectors for pooled hidden states, float32 [n, hidden_size].
+
+        They are float32 [n, width], or those of tokens, [n, token_width], if only tokens have them.
 
         raw: for each vector, whether the last stage is left out.
         """
@@ -83,35 +108,106 @@ def load_pooler(
     if spec.num_labels:
         return _classifier(directory, spec, device)
     modules = SentenceModules.read(directory, None if wanted == "auto" else Pooling(wanted))
+    if modules is None and spec.architecture == COLBERT:
+        modules = _projected_tokens(directory)
     if modules is None and spec.is_encoder:
         modules = SentenceModules(Pooling.MEAN)  # as sentence-transformers does
     if modules is None:
         return None
+    if modules.lexical is not None:
+        return _lexical(directory, spec, device, modules)
     if modules.pooling is Pooling.CLS and not spec.is_encoder:
         raise CheckpointError(f"{directory}: a decoder's first token sees no other: pooling cls.")
     stages = [_dense(module, device) for module in modules.dense]
     width = modules.dense[-1].outputs if modules.dense else spec.hidden_size
+    of_tokens = modules.pooling is Pooling.TOKENS
     return Pooler(
         modules.pooling,
         tuple(stages),
         normalize if modules.normalizes else _ACTIVATIONS["identity"],
-        width,
+        0 if of_tokens else width,
+        width if of_tokens else spec.hidden_size,
         False,
         modules.normalizes,
         modules.skips_instructions,
     )
 
 
+def _lexical(
+    directory: Path, spec: ModelSpec, device: torch.device, modules: SentenceModules
+) -> Pooler:
+    """Read the head of a checkpoint that gives the vocabulary's tokens weights."""
+    assert modules.lexical is not None
+    config = Config.read(directory / "config.json")
+    encoder = spec.family.encoder
+    if encoder is None or not encoder.language_head:
+        raise CheckpointError(
+            f"{config.file}: SpladePooling is not supported for {spec.architecture}."
+        )
+    activation = config.text(spec.family.keys.get("hidden_act", "hidden_act"), "gelu")
+    if activation != "gelu":
+        raise CheckpointError(f"{config.file}: SpladePooling needs gelu, not {activation}.")
+    with Checkpoint(directory) as checkpoint:
+        *stages, last = encoder.language_head
+        head = LexicalHead(
+            tuple(_stage(checkpoint, each, spec, device, config) for each in stages),
+            *_vocabulary(checkpoint, last.name, spec, device),
+            modules.lexical,
+        )
+    return Pooler(
+        Pooling.LEXICAL,
+        (),
+        normalize if modules.normalizes else _ACTIVATIONS["identity"],
+        spec.vocab_size,
+        spec.hidden_size,
+        scores=False,
+        normalizes=modules.normalizes,
+        lexical=head,
+    )
+
+
+def _vocabulary(
+    checkpoint: Checkpoint, name: str, spec: ModelSpec, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Read the weights and the bias that make logits; the embedding's weights where none are."""
+    names = spec.family.names
+    tables = [f"{name}.weight", *(f"{root}{names.embedding}.weight" for root in names.roots)]
+    held = next(filter(checkpoint.holds, tables), tables[0])
+    weight = _read(checkpoint, held, (spec.vocab_size, spec.hidden_size), device)
+    biases = (f"{name}.bias", f"{name.rpartition('.')[0]}.bias")
+    found = next(filter(checkpoint.holds, biases), None)
+    return weight, None if found is None else _read(checkpoint, found, weight.shape[:1], device)
+
+
 def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Pooler:
     """Read the head of a checkpoint that scores texts, or pairs of texts."""
     config = Config.read(directory / "config.json")
-    pooling = Pooling.LAST
-    if spec.family.encoder is not None:
-        pooling = Pooling(config.text("classifier_pooling", "cls"))
+    pooling, is_late = _classifier_pooling(config, spec)
     with Checkpoint(directory) as checkpoint:
-        stages = [_stage(checkpoint, each, spec, device) for each in spec.family.head]
+        stages = [_stage(checkpoint, each, spec, device, config) for each in spec.family.head]
     last = _last_activation(config, spec.num_labels)
-    return Pooler(pooling, tuple(stages), last, spec.num_labels, scores=True, normalizes=False)
+    return Pooler(
+        pooling,
+        () if is_late else tuple(stages),
+        last,
+        spec.num_labels,
+        spec.hidden_size,
+        scores=True,
+        normalizes=False,
+        token_stages=tuple(stages) if is_late else (),
+    )
+
+
+def _classifier_pooling(config: Config, spec: ModelSpec) -> tuple[Pooling, bool]:
+    """Return the pooling of a classifier, and whether its head precedes it."""
+    usual = "cls" if spec.family.encoder is not None else "last"
+    name = config.text(_POOLING_KEY, str(spec.family.defaults.get(_POOLING_KEY, usual)))
+    if name not in _CLASSIFIER_POOLINGS:
+        raise CheckpointError(
+            f"{config.file}: the classifier_pooling {name} is not supported. Supported: "
+            f"{', '.join(_CLASSIFIER_POOLINGS)}."
+        )
+    return _CLASSIFIER_POOLINGS[name], name == "late"
 
 
 def _last_activation(config: Config, num_labels: int) -> Stage:
@@ -143,7 +239,7 @@ def _activation(name: str, file: object) -> Stage:
 
 
 def _stage(
-    checkpoint: Checkpoint, stage: HeadStage, spec: ModelSpec, device: torch.device
+    checkpoint: Checkpoint, stage: HeadStage, spec: ModelSpec, device: torch.device, config: Config
 ) -> Stage:
     width, name = spec.hidden_size, stage.name
     shape = (width,) if stage.is_norm else (spec.num_labels if stage.narrows else width, width)
@@ -154,8 +250,20 @@ def _stage(
     if stage.is_norm:
         epsilon = spec.norm_epsilon
         return lambda rows: layer_norm(rows, rows.shape[1:], weight, bias, epsilon)
-    activate = _ACTIVATIONS[stage.activation]
+    activate = _activation(stage.activation, config.file)
     return lambda rows: activate(linear(rows, weight, bias))
+
+
+def _projected_tokens(directory: Path) -> SentenceModules:
+    """Return the modules of colbert-ir's checkpoints: a projection beside the encoder's weights."""
+    with Checkpoint(directory) as checkpoint:
+        if not checkpoint.holds("linear.weight"):
+            raise CheckpointError(f"{directory} lacks the tensor linear.weight.")
+        shape = checkpoint.stored("linear.weight").shape
+    if len(shape) != 2:
+        raise CheckpointError(f"{directory}: linear.weight must have two dimensions.")
+    dense = DenseModule(directory, shape[1], shape[0], has_bias=False, activation="Identity")
+    return SentenceModules(Pooling.TOKENS, (dense,), normalizes=True)
 
 
 def _dense(module: DenseModule, device: torch.device) -> Stage:
@@ -165,8 +273,15 @@ def _dense(module: DenseModule, device: torch.device) -> Stage:
         bias = None
         if module.has_bias:
             bias = _read(checkpoint, "linear.bias", shape[:1], device)
+        residual = None
+        if module.has_residual and module.inputs != module.outputs:
+            residual = _read(checkpoint, "residual.weight", shape, device)
     activate = _activation(module.activation, module.directory / "config.json")
-    return lambda rows: activate(linear(rows, weight, bias))
+    if not module.has_residual:
+        return lambda rows: activate(linear(rows, weight, bias))
+    if residual is None:
+        return lambda rows: activate(linear(rows, weight, bias)) + rows
+    return lambda rows: activate(linear(rows, weight, bias)) + linear(rows, residual)
 
 
 def _read(

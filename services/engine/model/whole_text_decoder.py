@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
+from services.engine.batch.transfer import to_device
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
@@ -92,8 +93,9 @@ def _near(ends: Tensor, positions: Tensor, window: int) -> Tensor:
 
 
 def _text_ends(batch: StepBatch) -> Tensor:
-    """Return for each token the number of tokens in its text: int32 [tokens]."""
-    lengths = torch.diff(batch.query_starts).long()
-    return torch.repeat_interleave(
-        batch.context_lengths, lengths, output_size=len(batch.token_ids)
-    ).to(torch.int32)
+    """Return for each token the tokens of its text to which it may attend: int32 [tokens]."""
+    lengths, ends = torch.diff(batch.query_starts).long(), batch.context_lengths
+    if batch.attended_host:
+        ends = to_device(torch.tensor(batch.attended_host), ends.device)
+    spread = torch.repeat_interleave(ends, lengths, output_size=len(batch.token_ids))
+    return spread.to(torch.int32)

@@ -91,13 +91,15 @@ class Sequence:
         self.is_raw = checked.is_raw
         """The last stage of the prompt's vector is left out"""
         self.keeps_tokens = checked.keeps_tokens
-        """Each token of the prompt has a vector, its state"""
-        self.token_states: list[object] = []
-        """States of its tokens so far, where each is a vector"""
+        """Each token of the prompt has a vector"""
+        self.token_vectors: list[object] = []
+        """Vectors of its tokens so far"""
         self.second_text = checked.second_texts.get(self.prompt_index)
         """Start of the second text of a pair; None = the prompt is no pair"""
         self.instruction_length = checked.instructions.get(self.prompt_index, 0)
         """Tokens at the beginning that pooling may leave out"""
+        self.unattended_length = checked.unattended.get(self.prompt_index, 0)
+        """Tokens at the end to which no token attends"""
         self.partial_sum: object = None
         """Sum of the hidden states so far, where their mean is the vector"""
         is_scored = checked.prompt_logprobs is not None and index % checked.n == 0

@@ -85,6 +85,7 @@ _REGEX: Field = ("A regular expression.", _NOT_EMPTY)
 _CHOICE: Field = ("Texts, one of which is the output.", _NOT_EMPTY | {"minItems": 1})
 _MESSAGES: Field = ("The conversation.", {"minItems": 1, "maxItems": contract.MAX_MESSAGES})
 _NAMED_TOOLS: Field = ("Tools that the prompt names.", {"maxItems": contract.MAX_TOOLS})
+_OLDER_ACTIVATION: Field = ("As `use_activation`, under an older name of vLLM.", {})
 FIELDS: Mapping[str, Field] = {
     "model": ("Id, alias, or id:variant; absent or `default` = the only model.", {}),
     "prompt": ("A text, several texts, token ids, or several lists of token ids.", _PROMPTS),
@@ -98,13 +99,17 @@ FIELDS: Mapping[str, Field] = {
         {"minimum": 1},
     ),
     "use_activation": (
-        "In /v1/classify, return probabilities (default), or the logits of the labels. In "
-        "/v1/pooling, give vectors length 1 if the model's embeddings have it (default: false).",
-        {},
+        "Apply the last stage of the model; false returns logits instead of scores and "
+        "probabilities, and vectors of the length that the layers give them.",
+        {"default": True},
     ),
+    "activation": _OLDER_ACTIVATION,
+    "softmax": _OLDER_ACTIVATION,
+    "normalize": _OLDER_ACTIVATION,
     "task": (
-        "What has a vector: embed = each text, token_embed = each token, by its last state.",
-        {"default": "embed"},
+        "What has a vector: embed = each text, token_embed = each token, by its last state; absent "
+        "= each text, or each token if the model makes vectors of tokens alone.",
+        {},
     ),
     "prompt_name": (
         "Name of a prompt in the checkpoint's config_sentence_transformers.json, whose text goes "

@@ -1,7 +1,7 @@
 """Endpoints of embeddings, rankings, scores, classes and pooled states."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -14,7 +14,8 @@ from services.http_shim.backends.backend import Backend
 from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.endpoints.stream_sender import client_left
 from services.http_shim.errors import ClientGoneError, client_field_names
-from services.http_shim.formats.request_bodies import parse
+from services.http_shim.formats.chat_requests import rendered_param_of, to_render_request
+from services.http_shim.formats.request_bodies import TemplateBody, parse
 from services.http_shim.formats.score_formats import (
     ClassifyBody,
     RerankBody,
@@ -30,11 +31,13 @@ from services.http_shim.formats.score_formats import (
 )
 from services.http_shim.formats.vector_formats import (
     EmbeddingBody,
+    InputBody,
     PoolingBody,
     VectorBody,
     embedding_list,
     input_param_of,
     pooling_list,
+    template_body,
     to_embed_request,
     to_pooling_request,
 )
@@ -45,6 +48,7 @@ from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["CLASSIFY", "EMBEDDINGS", "POOLING", "RERANK", "SCORE", "VectorApi", "VectorEndpoint"]
 
@@ -55,6 +59,7 @@ Request = TypeVar(
     completion_pb2.ScoreRequest,
     completion_pb2.ClassifyRequest,
 )
+Outcome = TypeVar("Outcome")
 Answer = TypeVar(
     "Answer",
     completion_pb2.EmbedResponse,
@@ -143,6 +148,13 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
         request.model = served.backend_name
         exchange.span.set({"gen_ai.operation.name": api.operation})
         priority = priority_of(exchange, body.priority)
+        template = template_body(body) if isinstance(body, InputBody) else None
+        if template is not None and not isinstance(request, completion_pb2.ScoreRequest):
+            call = _Call()
+            with self._gate.entered(call), served.connection.used() as backend:
+                rendering = _rendered(template, served.backend_name, backend)
+                ids = await call.result_of(rendering, receive)
+            request.inputs.append(completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)))
         call = _Call()
         with (
             charged(exchange, await reserve(exchange, request)),
@@ -165,6 +177,14 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
         return body, self._api.to_request(body), ignored
 
 
+async def _rendered(template: TemplateBody, model: str, backend: Backend) -> Sequence[int]:
+    """Return the ids of a conversation's prompt."""
+    rendering = to_render_request(template)
+    rendering.model = model
+    with client_field_names(lambda path: rendered_param_of(path, template)):
+        return (await backend.render(rendering)).ids
+
+
 class _Call:
     """A call of a backend that ends when its client leaves, or the server stops."""
 
@@ -176,7 +196,7 @@ class _Call:
         if not self._failed.done():
             self._failed.set_exception(error)
 
-    async def result_of(self, asking: Awaitable[Answer], receive: Receive) -> Answer:
+    async def result_of(self, asking: Awaitable[Outcome], receive: Receive) -> Outcome:
         """Return the answer. Raises ServiceError and ClientGoneError."""
         answering = asyncio.ensure_future(asking)
         leaving = asyncio.ensure_future(client_left(receive))

@@ -8,12 +8,11 @@ from typing import Annotated
 from msgspec import UNSET, Struct, UnsetType
 
 from services.common.contract import MAX_EMBEDDED_TEXTS
-from services.http_shim.formats.completion_requests import prompts_of
 from services.http_shim.formats.request_bodies import Uint32
 from services.http_shim.formats.vector_formats import (
     MANY_TEXTS,
-    Inputs,
-    VectorBody,
+    ActivatedBody,
+    InputBody,
     VectorUsage,
     rows_of,
     usage_of,
@@ -45,7 +44,7 @@ class TextDocument(Struct):
     text: str
 
 
-class RerankBody(VectorBody):
+class RerankBody(ActivatedBody):
     """The body of POST /v1/rerank."""
 
     query: str | None = None
@@ -54,18 +53,15 @@ class RerankBody(VectorBody):
     return_documents: bool | None = None
 
 
-class ScoreBody(VectorBody):
+class ScoreBody(ActivatedBody):
     """The body of POST /v1/score."""
 
     text_1: str | Annotated[list[str], MANY_TEXTS] | None = None
     text_2: str | Annotated[list[str], MANY_TEXTS] | None = None
 
 
-class ClassifyBody(VectorBody):
+class ClassifyBody(InputBody):
     """The body of POST /v1/classify."""
-
-    input: Inputs | None = None
-    use_activation: bool | None = None
 
 
 class Ranked(Struct):
@@ -138,6 +134,7 @@ def to_rerank_request(body: RerankBody) -> completion_pb2.ScoreRequest:
         second=map(_text, body.documents),
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         user=body.user or "",
+        raw=body.is_raw,
     )
 
 
@@ -178,6 +175,7 @@ def to_score_request(body: ScoreBody) -> completion_pb2.ScoreRequest:
         second=second,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         user=body.user or "",
+        raw=body.is_raw,
     )
 
 
@@ -201,10 +199,10 @@ def score_list(answer: completion_pb2.ScoreResponse, model: str, request_id: str
 def to_classify_request(body: ClassifyBody) -> completion_pb2.ClassifyRequest:
     """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
     return completion_pb2.ClassifyRequest(
-        inputs=prompts_of(body.input, "input", MAX_EMBEDDED_TEXTS),
+        inputs=body.prompts,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         user=body.user or "",
-        raw=body.use_activation is False,
+        raw=body.is_raw,
     )
 
 

@@ -10,15 +10,29 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from services.common.contract import MAX_EMBEDDED_TEXTS
+from services.http_shim.formats.chat_messages import (
+    Message,
+    take_message_documents,
+    take_message_images,
+)
 from services.http_shim.formats.completion_requests import prompts_of
-from services.http_shim.formats.request_bodies import KeptTokens, Priority, Seconds, Uint32
+from services.http_shim.formats.constraint_fields import JsonObject
+from services.http_shim.formats.request_bodies import (
+    KeptTokens,
+    Priority,
+    Seconds,
+    TemplateBody,
+    Uint32,
+)
+from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
     "MANY_TEXTS",
+    "ActivatedBody",
     "EmbeddingBody",
     "EmbeddingList",
-    "Inputs",
+    "InputBody",
     "PoolingBody",
     "PoolingList",
     "VectorBody",
@@ -27,6 +41,7 @@ __all__ = [
     "input_param_of",
     "pooling_list",
     "rows_of",
+    "template_body",
     "to_embed_request",
     "to_pooling_request",
     "usage_of",
@@ -49,10 +64,44 @@ class VectorBody(Struct):
     timeout: Seconds | None = None
 
 
-class EmbeddingBody(VectorBody):
-    """The body of POST /v1/embeddings."""
+class ActivatedBody(VectorBody):
+    """Fields that leave out the last stage of vectors or scores: one, and vLLM's older names."""
+
+    use_activation: bool | None = None
+    activation: bool | None = None
+    softmax: bool | None = None
+    normalize: bool | None = None
+
+    @property
+    def is_raw(self) -> bool:
+        """True if the last stage is left out. vLLM's order decides if the names differ."""
+        names = (self.normalize, self.softmax, self.activation, self.use_activation)
+        return next((value for value in names if value is not None), True) is False
+
+
+class InputBody(ActivatedBody):
+    """Inputs: texts, ids, or a conversation, whose prompt is one text."""
 
     input: Inputs | None = None
+    messages: Annotated[list[Message], MANY_TEXTS] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def prompts(self) -> list[completion_pb2.Prompt]:
+        """The texts or ids; none = there are messages. Raises INVALID_ARGUMENT."""
+        if self.messages is None:
+            return prompts_of(self.input, "input", MAX_EMBEDDED_TEXTS)
+        if self.input is not None:
+            raise invalid("input", "input and messages exclude each other; give one of them.")
+        return []
+
+
+class EmbeddingBody(InputBody):
+    """The body of POST /v1/embeddings."""
+
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Uint32 | None = None
     prompt_name: str | None = None
@@ -62,7 +111,6 @@ class PoolingBody(EmbeddingBody):
     """The body of POST /v1/pooling."""
 
     task: Literal["embed", "token_embed"] | None = None
-    use_activation: bool | None = None
 
 
 class VectorUsage(Struct):
@@ -111,11 +159,31 @@ class PoolingList(Struct):
 def to_embed_request(body: EmbeddingBody) -> completion_pb2.EmbedRequest:
     """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
     return completion_pb2.EmbedRequest(
-        inputs=prompts_of(body.input, "input", MAX_EMBEDDED_TEXTS),
+        inputs=body.prompts,
         dimensions=body.dimensions,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         user=body.user or "",
         prompt_name=body.prompt_name,
+        raw=body.is_raw,
+        tokens=False,
+    )
+
+
+def template_body(body: InputBody) -> TemplateBody | None:
+    """Return what renders a body's messages, as vLLM does here; None = it has none.
+
+    Raises INVALID_ARGUMENT.
+    """
+    if body.messages is None:
+        return None
+    if take_message_images(body.messages) or take_message_documents(body.messages):
+        raise invalid("messages", "Images and files of messages are not supported here.")
+    return TemplateBody(
+        messages=body.messages,
+        chat_template=body.chat_template,
+        chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=body.continue_final_message,
     )
 
 
@@ -144,8 +212,9 @@ def embedding_list(
 def to_pooling_request(body: PoolingBody) -> completion_pb2.EmbedRequest:
     """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
     request = to_embed_request(body)
-    request.raw = not body.use_activation
-    request.tokens = body.task == "token_embed"
+    request.ClearField("tokens")
+    if body.task is not None:
+        request.tokens = body.task == "token_embed"
     return request
 
 
@@ -162,16 +231,21 @@ def pooling_list(
         "list",
         int(time.time()),
         model,
-        [PooledText("pooling", index, _numbers(body, text)) for index, text in enumerate(texts)],
+        [
+            PooledText("pooling", index, _numbers(body, text, of_tokens=bool(answer.counts)))
+            for index, text in enumerate(texts)
+        ],
         usage_of(answer.usage.prompt_tokens),
     )
 
 
-def _numbers(body: PoolingBody, vectors: Sequence[bytes]) -> list[float | list[float]] | str:
+def _numbers(
+    body: PoolingBody, vectors: Sequence[bytes], *, of_tokens: bool
+) -> list[float | list[float]] | str:
     """Return the vectors of one text in the form that the body asks for."""
     if body.encoding_format == "base64":
         return _base64(b"".join(vectors))
-    if body.task == "token_embed":
+    if of_tokens:
         return [array("f", vector).tolist() for vector in vectors]
     return [*array("f", vectors[0])]
 

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -18,8 +18,11 @@ from services.tokenizer import metrics
 from services.tokenizer.completion.engine_request import CallContext
 from services.tokenizer.completion.validation import check_model
 from services.tokenizer.embedding.label_names import LabelNames
+from services.tokenizer.embedding.late_interaction import LateInteraction
+from services.tokenizer.embedding.late_scores import LateScores
 from services.tokenizer.embedding.sentence_prompts import SentencePrompt, SentencePrompts
 from services.tokenizer.embedding.text_encoding import TextEncoder
+from services.tokenizer.embedding.text_roles import PLAIN, TextRole
 from services.tokenizer.embedding.vector_request import VectorRequest, Vectors
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.model_limits import ModelLimits
@@ -34,6 +37,7 @@ _LOG = logging.getLogger("embedding")
 _INLINE_CHARACTERS = 4_096  # longer texts are encoded in a thread: the event loop must stay free
 
 Answer = TypeVar("Answer")
+EncodedTexts: TypeAlias = Sequence[engine_pb2.EmbeddedPrompt]
 TextsRequest = completion_pb2.EmbedRequest | completion_pb2.ClassifyRequest
 Request = TextsRequest | completion_pb2.ScoreRequest
 
@@ -46,11 +50,13 @@ class EmbeddingCalls:
         vocabulary: Vocabulary,
         prompts: SentencePrompts,
         labels: LabelNames,
+        late: LateInteraction,
         pool: EnginePool,
     ) -> None:
         self._vocabulary = vocabulary
         self._prompts = prompts
         self._labels = labels
+        self._late = late
         self._pool = pool
         self._running = 0
         self._idle = asyncio.Event()
@@ -89,16 +95,14 @@ class EmbeddingCalls:
     ) -> completion_pb2.EmbedResponse:
         limits = await self._limits(request, engines.context)
         _check_embed(request, limits)
-        prompt = self._prompts.named(_prompt_name(request))
-        prompts = await self._prompts_of(request, limits, prompt)
-        if request.tokens:
-            tokens = sum(len(each.ids) for each in prompts)
-            check_token_states(tokens, limits.token_width, "inputs")
-        else:
-            check_vectors(len(prompts), limits.vector_width, "inputs")
-        vectors = await engines.vectors(
-            prompts, limits, is_raw=request.raw, keeps_tokens=request.tokens
-        )
+        of_tokens = limits.only_tokens_have_vectors
+        role = self._late.role(_prompt_name(request)) if of_tokens else None
+        prompt = self._prompts.named(_prompt_name(request)) if role is None else None
+        prompts = await self._prompts_of(request, limits, prompt, role or PLAIN)
+        if request.tokens or of_tokens:
+            return await self._embed_tokens(request, engines, limits, prompts, role)
+        check_vectors(len(prompts), limits.vector_width, "inputs")
+        vectors = await engines.vectors(prompts, limits, is_raw=request.raw)
         if request.HasField("dimensions"):
             normalizes = limits.vectors_are_normalized and not request.raw
             vectors = _shortened(vectors, request.dimensions, normalizes=normalizes)
@@ -107,7 +111,30 @@ class EmbeddingCalls:
             vectors=vectors.data,
             model=limits.model,
             usage=engines.usage,
-            counts=[len(each.ids) for each in prompts] if request.tokens else (),
+        )
+
+    async def _embed_tokens(
+        self,
+        request: completion_pb2.EmbedRequest,
+        engines: VectorRequest,
+        limits: ModelLimits,
+        prompts: Sequence[engine_pb2.EmbeddedPrompt],
+        role: TextRole | None,
+    ) -> completion_pb2.EmbedResponse:
+        """Return vectors of tokens, without those that take no part in scores."""
+        tokens = sum(len(each.ids) for each in prompts)
+        check_token_states(tokens, limits.token_width, "inputs")
+        vectors = await engines.vectors(prompts, limits, is_raw=request.raw, keeps_tokens=True)
+        kept = [(role or PLAIN).keeps(each.ids) for each in prompts]
+        data = vectors.data
+        if not all(map(all, kept)):
+            data = _selected(vectors, [keeps for each in kept for keeps in each])
+        return completion_pb2.EmbedResponse(
+            width=vectors.width,
+            vectors=data,
+            model=limits.model,
+            usage=engines.usage,
+            counts=map(sum, kept),
         )
 
     async def _classify(
@@ -126,11 +153,15 @@ class EmbeddingCalls:
         )
 
     async def _prompts_of(
-        self, request: TextsRequest, limits: ModelLimits, prompt: SentencePrompt | None = None
+        self,
+        request: TextsRequest,
+        limits: ModelLimits,
+        prompt: SentencePrompt | None = None,
+        role: TextRole = PLAIN,
     ) -> Sequence[engine_pb2.EmbeddedPrompt]:
-        """Encode a request's inputs, each text behind `prompt`."""
-        encoder = TextEncoder(self._vocabulary, limits, _truncation(request), prompt)
-        added = 0 if prompt is None else len(prompt.text)
+        """Encode a request's inputs, each text behind `prompt`, or as its role asks."""
+        encoder = TextEncoder(self._vocabulary, limits, _truncation(request), prompt, role)
+        added = len(role.prefix) if prompt is None else len(prompt.text)
         size = sum(len(each.text) + added for each in request.inputs)
         return await _run(lambda: encoder.encode(request.inputs), size)
 
@@ -139,6 +170,11 @@ class EmbeddingCalls:
     ) -> completion_pb2.ScoreResponse:
         limits = await self._limits(request, engines.context)
         _check_score(request, limits)
+        if limits.only_tokens_have_vectors:
+            scores = await self._late_scores(request, engines, limits)
+            return completion_pb2.ScoreResponse(
+                scores=scores, model=limits.model, usage=engines.usage
+            )
         encoder = TextEncoder(self._vocabulary, limits, _truncation(request))
         first, second = request.first, request.second
         size = sum(map(len, (*first, *second)))
@@ -146,13 +182,33 @@ class EmbeddingCalls:
             pairs = list(zip([*first] * (len(second) // len(first)), second, strict=True))
             has_types = limits.takes_pairs
             prompts = await _run(lambda: encoder.encode_pairs(pairs, has_types=has_types), size)
-            scores = array("f", (await engines.vectors(prompts, limits)).data).tolist()
+            vectors = await engines.vectors(prompts, limits, is_raw=request.raw)
+            scores = array("f", vectors.data).tolist()
         else:
-            fields = ["first"] if len(first) == 1 else [f"first[{i}]" for i in range(len(first))]
-            fields += [f"second[{i}]" for i in range(len(second))]
+            fields = [*_fields_of_first(first), *_fields_of_second(second)]
             prompts = await _run(lambda: encoder.encode_texts([*first, *second], fields), size)
             scores = _cosines(await engines.vectors(prompts, limits), len(first))
         return completion_pb2.ScoreResponse(scores=scores, model=limits.model, usage=engines.usage)
+
+    async def _late_scores(
+        self, request: completion_pb2.ScoreRequest, engines: VectorRequest, limits: ModelLimits
+    ) -> list[float]:
+        """Return the MaxSim of each pair: first texts are queries, second ones documents."""
+        first, second = request.first, request.second
+        query, document = (
+            TextEncoder(self._vocabulary, limits, _truncation(request), None, role)
+            for role in (self._late.query, self._late.document)
+        )
+
+        def encode() -> tuple[EncodedTexts, EncodedTexts]:
+            return (
+                query.encode_texts(first, _fields_of_first(first)),
+                document.encode_texts(second, _fields_of_second(second)),
+            )
+
+        queries, documents = await _run(encode, sum(map(len, (*first, *second))))
+        late = LateScores(engines, limits, query.role, document.role, self._late.averages)
+        return await late.scores(queries, documents)
 
     async def _limits(self, request: Request, context: CallContext) -> ModelLimits:
         """Admit a call. Returns the limits of its model. Raises ServiceError."""
@@ -203,16 +259,20 @@ class EmbeddingCalls:
 def _check_embed(request: completion_pb2.EmbedRequest, limits: ModelLimits) -> None:
     _check_count("inputs", len(request.inputs))
     _check_truncation(request, limits)
-    if limits.vectors_are_scores or not limits.vector_width:
+    needs_texts = request.HasField("tokens") and not request.tokens
+    makes_tokens = limits.only_tokens_have_vectors
+    if limits.vectors_are_scores or not limits.token_width or (needs_texts and makes_tokens):
         scores = limits.vectors_are_scores
         why = "it scores texts" if scores else "its checkpoint names no pooling"
+        if makes_tokens:
+            why = "it makes a vector of each token; ask for tokens (/v1/pooling)"
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "NO_EMBEDDINGS",
             f"The model {limits.model} makes no embeddings: {why}.",
             field="model",
         )
-    if request.HasField("dimensions") and request.tokens:
+    if request.HasField("dimensions") and (request.tokens or makes_tokens):
         raise invalid("dimensions", "States of tokens can't be shortened.")
     if request.HasField("dimensions") and not 1 <= request.dimensions <= limits.vector_width:
         message = f"dimensions must be between 1 and {limits.vector_width}."
@@ -226,7 +286,7 @@ def _check_score(request: completion_pb2.ScoreRequest, limits: ModelLimits) -> N
         raise invalid("first", message)
     _check_truncation(request, limits)
     is_classifier = limits.vectors_are_scores and limits.vector_width > 1
-    if is_classifier or not limits.vector_width:
+    if is_classifier or not limits.token_width:
         kind = "sorts texts into classes" if is_classifier else "only generates"
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
@@ -240,7 +300,7 @@ def _check_classify(request: completion_pb2.ClassifyRequest, limits: ModelLimits
     _check_count("inputs", len(request.inputs))
     _check_truncation(request, limits)
     if not limits.vectors_are_scores:
-        kind = "makes embeddings" if limits.vector_width else "only generates"
+        kind = "makes embeddings" if limits.token_width else "only generates"
         raise ServiceError(
             grpc.StatusCode.FAILED_PRECONDITION,
             "NO_CLASSES",
@@ -282,6 +342,20 @@ def _cosines(vectors: Vectors, firsts: int) -> list[float]:
     from services.tokenizer.embedding.vector_math import cosines
 
     return cosines(vectors.data, vectors.width, firsts)
+
+
+def _selected(vectors: Vectors, kept: Sequence[bool]) -> bytes:
+    from services.tokenizer.embedding.vector_math import selected
+
+    return selected(vectors.data, vectors.width, kept)
+
+
+def _fields_of_first(texts: Sequence[str]) -> list[str]:
+    return ["first"] if len(texts) == 1 else [f"first[{place}]" for place in range(len(texts))]
+
+
+def _fields_of_second(texts: Sequence[str]) -> list[str]:
+    return [f"second[{place}]" for place in range(len(texts))]
 
 
 async def _run(encode: Callable[[], Answer], size: int) -> Answer:

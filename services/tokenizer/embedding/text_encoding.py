@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from services.tokenizer.completion.prompt_encoding import prompt_too_long
 from services.tokenizer.completion.validation import check_ids
 from services.tokenizer.embedding.sentence_prompts import SentencePrompt
+from services.tokenizer.embedding.text_roles import PLAIN, TextRole
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import FramedText, Vocabulary
 from tokenwire.errors import invalid
@@ -28,10 +29,21 @@ class TextEncoder:
     """Tokens to keep of each text; None = longer texts than the context are refused"""
     prompt: SentencePrompt | None = None
     """Goes before each text that is no pair"""
+    role: TextRole = PLAIN
+    """Of texts that are no pairs"""
 
     @property
     def _most(self) -> int:
         return self.limits.context_length if self.truncate in (None, -1) else self.truncate or 0
+
+    @property
+    def _most_of_text(self) -> int:
+        most = self._most if self.role.most is None else min(self._most, self.role.most)
+        return most - self.role.num_added
+
+    @property
+    def _cuts_texts(self) -> bool:
+        return self.truncate is not None or self.role.most is not None
 
     def encode(self, inputs: Sequence[completion_pb2.Prompt]) -> list[engine_pb2.EmbeddedPrompt]:
         """Encode inputs of `EmbedRequest`. Raises ServiceError that names the wrong one."""
@@ -59,9 +71,11 @@ class TextEncoder:
         bounded = list(map(self._prompted, texts, fields))
         prompts = []
         for framed, field in zip(self._framed(bounded), fields, strict=True):
-            ids = self._cut(framed, field)
-            length = 0 if self.prompt is None else min(self.prompt.length, len(ids))
-            prompts.append(engine_pb2.EmbeddedPrompt(ids=ids, instruction_length=length))
+            ids = self._cut(framed, field, self._most_of_text, cuts=self._cuts_texts)
+            prompt = self.role.arranged(framed, ids, self.limits.context_length)
+            if self.prompt is not None:
+                prompt.instruction_length = min(self.prompt.length, len(ids))
+            prompts.append(prompt)
         return prompts
 
     def encode_pairs(
@@ -71,9 +85,10 @@ class TextEncoder:
 
         has_types: whether the model tells the texts of a pair apart.
         """
-        firsts = {first: self._bounded(first, "first") for first, _ in pairs}
+        most, cuts = self._most, self.truncate is not None
+        firsts = {first: self._bounded(first, "first", most, cuts=cuts) for first, _ in pairs}
         bounded = [
-            (firsts[first], self._bounded(second, f"second[{place}]"))
+            (firsts[first], self._bounded(second, f"second[{place}]", most, cuts=cuts))
             for place, (first, second) in enumerate(pairs)
         ]
         if sum(len(first) + len(second) for first, second in bounded) > _MOST_CHARACTERS:
@@ -81,8 +96,8 @@ class TextEncoder:
             raise invalid("second", message)
         prompts = []
         for place, framed in enumerate(self._framed(bounded)):
-            ids = self._cut(framed, f"second[{place}]")
-            second = framed.second_text(self._most) if has_types else None
+            ids = self._cut(framed, f"second[{place}]", most, cuts=cuts)
+            second = framed.second_text(most) if has_types else None
             prompts.append(engine_pb2.EmbeddedPrompt(ids=ids, second_text=second))
         return prompts
 
@@ -92,19 +107,19 @@ class TextEncoder:
             yield from self.vocabulary.encode_framed(texts[part])
 
     def _prompted(self, text: str, field: str) -> str:
-        """Return a text behind the prompt. Raises ServiceError as `_bounded`."""
-        before = self.prompt.text if text and self.prompt is not None else ""
-        return self._bounded(before + text, field)
+        """Return a text behind its prompt. Raises ServiceError as `_bounded`."""
+        before = self.role.prefix if self.prompt is None else self.prompt.text
+        whole = before + text if text else ""
+        return self._bounded(whole, field, self._most_of_text, cuts=self._cuts_texts)
 
-    def _bounded(self, text: str, field: str) -> str:
+    def _bounded(self, text: str, field: str, most: int, *, cuts: bool) -> str:
         """Return a text whose encoding is bounded. Raises INVALID_ARGUMENT for an empty one."""
         if not text:
             raise invalid(field, "A text must not be empty.")
-        most = self._most
         least = self.vocabulary.least_tokens(text, most)
         if least <= most:
             return text
-        if self.truncate is None:
+        if not cuts:
             raise prompt_too_long(field, f"at least {least:,}", self.limits.context_length, 0)
         return self.vocabulary.beginning(text, most + 1)
 
@@ -117,15 +132,15 @@ class TextEncoder:
         check_ids(field, kept, self.limits.vocabulary_size)
         return kept
 
-    def _cut(self, framed: FramedText, field: str) -> Sequence[int]:
-        if len(framed.ids) > self._most and self.truncate is None:
+    def _cut(self, framed: FramedText, field: str, most: int, *, cuts: bool) -> Sequence[int]:
+        if len(framed.ids) > most and not cuts:
             raise prompt_too_long(field, f"{len(framed.ids):,}", self.limits.context_length, 0)
         if not framed.ids:
             raise invalid(field, "The text has no tokens.")
-        if self._most < framed.least:
+        if most < framed.least:
             message = f"The special tokens around a text are {framed.least}: keep more tokens."
             raise invalid("truncate_prompt_tokens", message)
-        return framed.cut(self._most)
+        return framed.cut(most)
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[slice]:

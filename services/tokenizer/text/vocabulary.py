@@ -34,7 +34,15 @@ __all__ = ["FramedText", "TextEncoding", "Vocabulary"]
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _MARKER = "☺"  # Meta's and Mistral's infill code puts it before a suffix
 _FAST_CLASS = "PreTrainedTokenizerFast"  # the default of transformers
-_SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_SPECIAL_ROLES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 _IMAGE_PLACEHOLDERS = {"<image_soft_token>"}  # in Gemma 3's text-only models too
 _NEVER = -1e9  # Unigram score of a token that no segmentation contains
 _LINE = re.compile(r"\n(?=[^\W\d_])")
@@ -141,6 +149,7 @@ class Vocabulary:
         self.eos_id = roles.get("eos_token")
         self.pad_id = roles.get("pad_token")
         self.unk_id = roles.get("unk_token")
+        self.mask_id = roles.get("mask_token")
         self._configure_added_tokens(config)
         empty = self._tokenizer.encode("", add_special_tokens=True).ids
         self.adds_bos = self.bos_id is not None and empty[:1] == [self.bos_id]

@@ -3,6 +3,7 @@
 import math
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
+from services.engine.model.architecture.disentangled import DisentangledSpec
 from services.engine.model.architecture.experts_reader import (
     expert_layers,
     num_experts,
@@ -247,6 +248,8 @@ def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
     if family.reads_multipliers:
         usual = head_dim**-0.5 if family.has_parallel_mixers else 1.0
         return config.positive_number("attention_multiplier", usual)
+    if family.encoder is not None and family.encoder.is_disentangled:
+        return 1 / math.sqrt(head_dim * DisentangledSpec.from_config(config).num_products)
     return 1 / math.sqrt(config.positive_number("query_pre_attn_scalar", head_dim))
 
 
@@ -288,6 +291,8 @@ def _rotaries(
     rope = config.section("rope_parameters")
     has_base = not rope.values or rope.has("rope_theta") or config.has("rope_theta")
     if family.names.positions is not None or (family.rotates_with_base and not has_base):
+        return (None,) * num_layers
+    if family.encoder is not None and family.encoder.is_disentangled:
         return (None,) * num_layers
     if family.reads_position_type and (
         not config.has("position_embedding_type")

@@ -125,6 +125,9 @@ def _read(
             pass
         case "proportional":
             frequencies = _proportional(base, head_dim, width) / rope.positive_number("factor", 1.0)
+        case "ntk" if not rope.has("mixed_b"):  # GTE's, at every length
+            stretch = rope.positive_number("factor")
+            frequencies = _frequencies(base * stretch, width) / stretch ** (2 / width)
         case "linear":
             frequencies = frequencies / rope.positive_number("factor")
         case "llama3":
@@ -141,7 +144,7 @@ def _read(
         case _:
             raise CheckpointError(
                 f"{config.file}: rope_type {kind} is not supported. Supported: "
-                "default, linear, proportional, dynamic, llama3, yarn, longrope, mrope."
+                "default, linear, proportional, dynamic, ntk, llama3, yarn, longrope, mrope."
             )
     return RotarySpec(tuple(frequencies.tolist()), factor)
 

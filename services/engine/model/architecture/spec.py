@@ -6,6 +6,7 @@ from typing import Literal
 
 from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
+from services.engine.model.architecture.disentangled import DisentangledSpec
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layer_reader import read_layers
 from services.engine.model.architecture.layers import (
@@ -75,6 +76,8 @@ class ModelSpec:
     """Factors of weights, by which they are multiplied at loading"""
     num_labels: int = 0
     """Scores of a text; 0: the checkpoint has no head that scores texts"""
+    disentangled: DisentangledSpec | None = None
+    """Products of tokens with their distance, in all layers; None: there are none"""
 
     @property
     def is_encoder(self) -> bool:
@@ -82,9 +85,11 @@ class ModelSpec:
         return self.family.sees_whole_texts
 
     @property
-    def has_attention_bias(self) -> bool:
+    def has_pair_scores(self) -> bool:
         """True if scores have an addend that depends on the distance of two tokens."""
-        return self.family.encoder is not None and self.family.encoder.attention_bias is not None
+        encoder = self.family.encoder
+        has_bias = encoder is not None and encoder.attention_bias is not None
+        return has_bias or self.disentangled is not None
 
     @property
     def architecture(self) -> str:
@@ -222,6 +227,9 @@ class ModelSpec:
             else config.integer("type_vocab_size", 2),
             weight_factors=_weight_factors(config, family, layers[0]),
             num_labels=_num_labels(config) if family.head else 0,
+            disentangled=DisentangledSpec.from_config(config)
+            if encoder is not None and encoder.is_disentangled
+            else None,
         )
 
 

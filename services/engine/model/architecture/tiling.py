@@ -26,5 +26,5 @@ def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     widths |= {layer.input_width for layer in spec.layers}
     widths |= {layer.altup.laurel_rank for layer in spec.layers if layer.altup is not None}
     fits = all(width % TILE == 0 for width in widths) and spec.widest_head <= _MAX_HEAD_DIM
-    fits = fits and not spec.has_attention_bias
+    fits = fits and not spec.has_pair_scores
     return device.type == "cpu" and dtype == torch.bfloat16 and fits

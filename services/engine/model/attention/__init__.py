@@ -3,7 +3,6 @@
 import logging
 
 import torch
-from torch import Tensor
 
 from services.common.settings import StartupError
 from services.engine.kernels.library import native
@@ -11,6 +10,7 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.native_backend import NativeAttention, TiledAttention
+from services.engine.model.attention.pair_scores import PairScores
 from services.engine.model.attention.text_backend import TextAttention
 from services.engine.model.attention.torch_backend import TorchAttention
 
@@ -26,19 +26,18 @@ def choose_backend(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    bias: Tensor | None = None,
+    pair_scores: PairScores | None = None,
     tiled: bool = True,
     with_xformers: bool = False,
 ) -> AttentionBackend:
     """Return the fastest backend for this machine, dtype and shape.
 
-    bias: addend to the
-    scores, as `EncoderWeights.attention_bias`; torch computes attention with it. tiled: whether the
+    pair_scores: addends to the scores; torch computes attention with them. tiled: whether the
     operators read and write tiles where the machine has the kernels. with_xformers: decode with
     xformers' kernel on a GPU; raises StartupError if it is not installed.
     """
-    if bias is not None:
-        return TextAttention(spec, dtype, device, bias)
+    if pair_scores is not None:
+        return TextAttention(spec, dtype, device, pair_scores)
     if device.type == "cuda":
         return _on_cuda(spec, dtype, device, with_xformers)
     is_plain = all(layer.is_plain for layer in spec.attention_layers.values())

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
+from services.engine.model.attention.pair_scores import PairScores
 
 __all__ = ["TextAttention"]
 
@@ -26,15 +27,13 @@ class TextAttention(AttentionBackend):
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
-        bias: Tensor | None = None,
+        pair_scores: PairScores | None = None,
     ) -> None:
-        """bias: as EncoderWeights.attention_bias; layers then have no windows."""
+        """pair_scores: layers that have them have no windows."""
         self._spec = spec
         self._dtype = dtype
         self._device = device
-        self._bias = None if bias is None else bias.to(dtype)
-        self._addend = torch.empty((spec.attention(0).num_heads, 0, 0), dtype=dtype, device=device)
-        """Bias of the longest text so far: [heads, tokens, tokens]"""
+        self._pair_scores = pair_scores
 
     def allocate(
         self,
@@ -51,12 +50,18 @@ class TextAttention(AttentionBackend):
         spec = self._spec.attention(layer)
         out = step.out.view(step.queries.shape)
         start = 0
-        for length in step.batch.query_lengths_host:
-            own = slice(start, start + length)
-            queries, keys, values = (
-                heads[own].transpose(0, 1)[None] for heads in (step.queries, step.keys, step.values)
+        lengths = step.batch.query_lengths_host
+        for length, seen in zip(lengths, step.batch.attended_host or lengths, strict=True):
+            own, attended_to = slice(start, start + length), slice(start, start + seen)
+            queries = step.queries[own].transpose(0, 1)[None]
+            keys, values = (
+                heads[attended_to].transpose(0, 1)[None] for heads in (step.keys, step.values)
             )
-            mask = self._mask(length, spec.window)
+            mask = None
+            if self._pair_scores is not None:
+                mask = self._pair_scores.addends(layer, queries[0], keys[0], spec.scale)
+            elif 0 < spec.window < length:
+                mask = self._near(length, spec.window)[:, :seen]
             attended = scaled_dot_product_attention(
                 queries,
                 keys,
@@ -67,19 +72,6 @@ class TextAttention(AttentionBackend):
             )
             out[own] = attended[0].transpose(0, 1)
             start += length
-
-    def _mask(self, length: int, window: int) -> Tensor | None:
-        """Return which keys the tokens of a text see, or the addend to their scores; None = all."""
-        if self._bias is not None:
-            return self._addends(self._bias, length)
-        return self._near(length, window) if 0 < window < length else None
-
-    def _addends(self, bias: Tensor, length: int) -> Tensor:
-        """Return the addend for each pair of tokens: [heads, length, length]."""
-        if self._addend.shape[1] < length:
-            index = torch.arange(length, device=self._device)
-            self._addend = bias[:, index - index[:, None] + bias.shape[1] // 2]
-        return self._addend[:, :length, :length]
 
     def _near(self, length: int, window: int) -> Tensor:
         """Return which tokens are less than `window` apart: bool [length, length]."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from services.engine.model.checkpoint.config import Config, JsonObject
+from services.engine.model.checkpoint.encoder_heads import ROBERTA_HEAD, language_head
 from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.family import (
     EncoderTraits,
@@ -12,9 +13,16 @@ from services.engine.model.checkpoint.family import (
     TensorNames,
     WindowRule,
 )
+from services.engine.model.checkpoint.rotary_encoders import (
+    NOMIC,
+    NOMIC_FIRST,
+    ROTARY_ENCODERS,
+)
 
-__all__ = ["ENCODERS", "pooling_family"]
+__all__ = ["COLBERT", "ENCODERS", "pooling_family"]
 
+COLBERT = "HF_ColBERT"
+"""Architecture of colbert-ir's checkpoints: BERT and a projection of each token"""
 _CLASSIFIER = "ForSequenceClassification"
 
 
@@ -52,16 +60,37 @@ def _bert(architecture: str, root: str, traits: EncoderTraits, pad_token_id: int
     )
 
 
+def _deberta(config: Config) -> Family:
+    """Return the family of DeBERTa v2 and v3, whose files may have no positions."""
+    activation = config.text("pooler_hidden_act", "gelu")
+    traits = EncoderTraits(
+        embedding_norm="embeddings.LayerNorm",
+        token_types="embeddings.token_type_embeddings",
+        is_disentangled=True,
+        head=(HeadStage("pooler.dense", activation), HeadStage("classifier", narrows=True)),
+    )
+    family = _bert("DebertaV2Model", "deberta.", traits, 0)
+    parts = ("query_proj", "key_proj", "value_proj")
+    has_positions = config.flag("position_biased_input", True)
+    return replace(
+        family,
+        names=replace(
+            family.names,
+            qkv=tuple(f"attention.self.{part}" for part in parts),
+            positions=family.names.positions if has_positions else None,
+        ),
+        defaults={**family.defaults, "layer_norm_eps": 1e-7, "type_vocab_size": 0},
+    )
+
+
 _EMBEDDINGS = EncoderTraits(
     embedding_norm="embeddings.LayerNorm", token_types="embeddings.token_type_embeddings"
 )
 _ROBERTA = replace(
     _EMBEDDINGS,
     positions_after_padding=True,
-    head=(
-        HeadStage("classifier.dense", "tanh"),
-        HeadStage("classifier.out_proj", narrows=True),
-    ),
+    head=ROBERTA_HEAD,
+    language_head=language_head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder"),
 )
 _MPNET = Family(
     "MPNetModel",
@@ -127,44 +156,11 @@ _DISTILBERT = Family(
     encoder=EncoderTraits(
         "embeddings.LayerNorm",
         head=(HeadStage("pre_classifier", "relu"), HeadStage("classifier", narrows=True)),
+        language_head=language_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
     ),
     has_logits=False,
 )
-_NOMIC = Family(
-    "NomicBertModel",
-    names=TensorNames(
-        roots={"": "", "nomic_bert.": "", "bert.": ""},
-        embedding="embeddings.word_embeddings",
-        layers="encoder.layers",
-        qkv=("attn.Wqkv",),
-        output="attn.out_proj",
-        attention_norm="norm1",
-        gate=("mlp.fc12", "mlp.fc11"),
-        down="mlp.fc2",
-        feed_forward_norm="norm2",
-    ),
-    keys={"rms_norm_eps": "layer_norm_eps"},
-    defaults={"layer_norm_eps": 1e-12, "rope_theta": 1000.0},
-    layer_norm=True,
-    encoder=EncoderTraits("emb_ln", token_types="embeddings.token_type_embeddings"),
-    has_logits=False,
-)
-_NOMIC_FIRST = replace(
-    _NOMIC,
-    keys={
-        "hidden_size": "n_embd",
-        "intermediate_size": "n_inner",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-        "partial_rotary_factor": "rotary_emb_fraction",
-        "rms_norm_eps": "layer_norm_epsilon",
-        "rope_theta": "rotary_emb_base",
-        "hidden_act": "hidden_activation",
-    },
-    defaults={"layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000.0},
-)
-"""With the keys of the checkpoint's first files"""
+_DEBERTA = _deberta(Config("config.json", {}))
 
 ENCODERS: Mapping[str, Family] = {
     family.architecture: family
@@ -177,6 +173,11 @@ ENCODERS: Mapping[str, Family] = {
                 head=(
                     HeadStage("bert.pooler.dense", "tanh"),
                     HeadStage("classifier", narrows=True),
+                ),
+                language_head=language_head(
+                    "cls.predictions.transform.dense",
+                    "cls.predictions.transform.LayerNorm",
+                    "cls.predictions.decoder",
                 ),
             ),
             0,
@@ -224,15 +225,26 @@ ENCODERS: Mapping[str, Family] = {
                     HeadStage("head.norm", is_norm=True),
                     HeadStage("classifier", narrows=True),
                 ),
+                language_head=language_head("head.dense", "head.norm", "decoder"),
             ),
             has_logits=False,
         ),
-        _NOMIC,
+        *ROTARY_ENCODERS,
         _MPNET,
         _DISTILBERT,
+        _DEBERTA,
     )
 }
 """Encoders by the architecture of the bare model."""
+_DECODERS: Mapping[str, Family] = {
+    "EuroBert": replace(
+        FAMILIES["LlamaForCausalLM"],
+        defaults={"rms_norm_eps": 1e-5, "classifier_pooling": "late"},
+        is_bidirectional=True,
+        head=(HeadStage("dense", "gelu"), HeadStage("classifier", narrows=True)),
+    )
+}
+"""Encoders whose layers are a decoder's without a causal mask"""
 
 
 def is_bidirectional(family: Family, config: Config) -> bool:
@@ -245,26 +257,36 @@ def pooling_family(name: str, config: Config) -> Family | None:
 
     name: its architecture in config.json, such as BertForSequenceClassification or Qwen3Model.
     """
+    if name == COLBERT and config.text("model_type", "bert") == "bert":
+        return replace(ENCODERS["BertModel"], architecture=name)
     classifies = name.endswith(_CLASSIFIER)
     stem = name.removesuffix(_CLASSIFIER).removesuffix("ForMaskedLM").removesuffix("Model")
     if (encoder := ENCODERS.get(f"{stem}Model")) is not None:
-        if encoder is _NOMIC and config.has("n_embd"):
-            encoder = _NOMIC_FIRST
+        if encoder is NOMIC and config.has("n_embd"):
+            encoder = NOMIC_FIRST
+        if encoder is _DEBERTA:
+            encoder = _deberta(config)
+        if config.text("layer_norm_type", "layer_norm") != "layer_norm":
+            return None
         assert encoder.encoder is not None
         head = encoder.encoder.head if classifies else ()
         return None if classifies and not head else replace(encoder, architecture=name, head=head)
+    if stem in _DECODERS:
+        decoder = _DECODERS[stem]
+        head = decoder.head if classifies else ()
+        return replace(decoder, architecture=name, has_logits=False, head=head)
     stem = stem.removesuffix("ForCausalLM").removesuffix("Text")
-    decoder = FAMILIES.get(f"{stem}ForCausalLM")
-    if decoder is None or stem == name:
+    causal = FAMILIES.get(f"{stem}ForCausalLM")
+    if causal is None or stem == name:
         return None
     head = (HeadStage("score", narrows=True),) if classifies else ()
     return replace(
-        decoder,
+        causal,
         architecture=name,
         has_logits=False,
         head=head,
-        is_bidirectional=is_bidirectional(decoder, config),
-        halves_windows=_halves_windows(decoder, config),
+        is_bidirectional=is_bidirectional(causal, config),
+        halves_windows=_halves_windows(causal, config),
     )
 
 

@@ -287,7 +287,7 @@ class HeadStage:
 
     name: str
     activation: str = "identity"
-    """Function after the product: "identity", "tanh", "gelu" or "relu" """
+    """Function after the product: "identity", "tanh", "gelu", "relu" or "sigmoid" """
     is_norm: bool = False
     narrows: bool = False
     """Its outputs are the labels"""
@@ -306,8 +306,15 @@ class EncoderTraits:
     """Layers read norms of the residual rather than norm it after each addition"""
     attention_bias: str | None = None
     """Embedding of the distance of two tokens, a number for each head: their score's addend"""
+    is_disentangled: bool = False
+    """Scores add up products of tokens with the embedding of their distance"""
+    up_comes_first: bool = False
+    """The single tensor of both products holds that without the activation first"""
     head: tuple[HeadStage, ...] = ()
     """Stages of ForSequenceClassification's head, whose names begin at the file's root"""
+    language_head: tuple[HeadStage, ...] = ()
+    """Stages of ForMaskedLM's head, likewise; the last one makes the vocabulary's logits, by the
+    embedding's weights if it has none"""
 
 
 class MultimodalAxes(Enum):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
-__all__ = ["DenseModule", "Pooling", "SentenceModules"]
+__all__ = ["DenseModule", "LexicalPooling", "Pooling", "SentenceModules"]
 
 _MODULES = "modules.json"
 _OLDER_KEYS = {
@@ -30,11 +30,15 @@ class Pooling(Enum):
     MEAN = "mean"
     LAST = "last"
     """The last token's vector"""
+    TOKENS = "tokens"
+    """None: each token has a vector (ColBERT)"""
+    LEXICAL = "lexical"
+    """The weights of the vocabulary's tokens, from those of all tokens (SPLADE)"""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseModule:
-    """A linear layer behind pooling."""
+    """A linear layer behind pooling, or behind the states of tokens."""
 
     directory: Path
     inputs: int
@@ -42,6 +46,20 @@ class DenseModule:
     has_bias: bool
     activation: str
     """Class name of torch: "Tanh", "Identity" …"""
+    has_residual: bool = False
+    """Its input, projected if it is wider or narrower, is added to its output"""
+    reads_tokens: bool = False
+    """It is applied to tokens, whatever comes before it"""
+
+
+@dataclass(frozen=True, slots=True)
+class LexicalPooling:
+    """Way from the logits of a text's tokens to weights of the vocabulary's tokens."""
+
+    adds: bool
+    """Weights are the sums over all tokens rather than the highest"""
+    num_logarithms: int
+    """A weight is log(1 + x) of the positive logit, once or twice"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +72,8 @@ class SentenceModules:
     """Vectors have length 1"""
     skips_instructions: bool = False
     """Pooling leaves out the instruction at the beginning of a text"""
+    lexical: LexicalPooling | None = None
+    """Of Pooling.LEXICAL"""
 
     @staticmethod
     def read(directory: Path, wanted: Pooling | None = None) -> "SentenceModules | None":
@@ -66,43 +86,56 @@ class SentenceModules:
         if not file.exists():
             return None if wanted is None else SentenceModules(wanted, normalizes=True)
         pooling: Pooling | None = None
-        dense, normalizes, skips = [], False, False
-        for kind, path in _modules(file):
+        lexical: LexicalPooling | None = None
+        dense, normalizes, skips, has_mask = [], False, False, False
+        for package, kind, path in _modules(file):
             match kind:
-                case "Transformer":
+                case "Transformer" | "MLMTransformer":
                     pass
+                case "SpladePooling":
+                    pooling = Pooling.LEXICAL
+                    lexical = _lexical(Config.read(directory / path / "config.json"))
                 case "Pooling":
                     config = Config.read(directory / path / "config.json")
                     pooling = _pooling(config)
                     skips = not config.flag("include_prompt", True)
                 case "Dense":
-                    dense.append(_dense(directory / path))
+                    dense.append(_dense(directory / path, _activation_of(package)))
                 case "Normalize":
                     normalizes = True
+                case "MultiVectorMask":  # the tokenizer service leaves tokens out
+                    has_mask = True
                 case _:
                     raise CheckpointError(
                         f"{file}: the module {kind} is not supported. Supported: Transformer, "
-                        "Pooling, Dense, Normalize."
+                        "Pooling, SpladePooling, Dense, MultiVectorMask, Normalize."
                     )
+        if lexical is not None and dense:
+            raise CheckpointError(f"{file}: a Dense beside a SpladePooling is not read.")
+        if pooling is not None and any(each.reads_tokens for each in dense):
+            raise CheckpointError(
+                f"{file}: a Dense of token_embeddings beside a Pooling is not read."
+            )
         if wanted is not None:
             return SentenceModules(wanted, tuple(dense), True, skips)
+        if pooling is None and not dense and not has_mask:
+            raise CheckpointError(f"{file} names no Pooling. --pooling chooses one.")
         if pooling is None:
-            raise CheckpointError(
-                f"{file} names no Pooling: models that make a vector of each token, such as "
-                "ColBERT's, are not supported. --pooling chooses one."
-            )
-        return SentenceModules(pooling, tuple(dense), normalizes, skips)
+            # PyLate gives vectors length 1 without a module
+            return SentenceModules(Pooling.TOKENS, tuple(dense), normalizes or not has_mask, skips)
+        return SentenceModules(pooling, tuple(dense), normalizes, skips, lexical)
 
 
-def _modules(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield class and directory of each module, in order."""
+def _modules(file: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield package, class and directory of each module, in order."""
     try:
         listed = json.loads(file.read_text(encoding="utf-8"))
         for each in listed:
             path = str(each["path"])
             if Path(path).name != path:
                 raise CheckpointError(f"{file} names a directory outside the checkpoint.")
-            yield str(each["type"]).rsplit(".", 1)[-1], path
+            package, _, name = str(each["type"]).partition(".")
+            yield package, name.rsplit(".", 1)[-1], path
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error!r}.") from None
 
@@ -121,15 +154,34 @@ def _pooling(config: Config) -> Pooling:
     return known[modes[0]]
 
 
-def _dense(directory: Path) -> DenseModule:
+def _lexical(config: Config) -> LexicalPooling:
+    strategy = config.text("pooling_strategy", "max")
+    activation = config.text("activation_function", "relu")
+    logarithms = {"relu": 1, "log1p_relu": 2}
+    if strategy not in ("max", "sum") or activation not in logarithms:
+        raise CheckpointError(
+            f"{config.file}: the pooling_strategy {strategy} with the activation_function "
+            f"{activation} is not supported. Supported: max and sum, {', '.join(logarithms)}."
+        )
+    return LexicalPooling(strategy == "sum", logarithms[activation])
+
+
+def _activation_of(package: str) -> str:
+    """Return the default activation of a package's Dense."""
+    return "Identity" if package == "pylate" else "Tanh"
+
+
+def _dense(directory: Path, default: str) -> DenseModule:
     config = Config.read(directory / "config.json")
     if not (directory / "model.safetensors").is_file():
         raise CheckpointError(f"{directory / 'model.safetensors'} does not exist.")
-    activation = config.text("activation_function", "torch.nn.modules.activation.Tanh")
+    activation = config.text("activation_function", default)
     return DenseModule(
         directory,
         config.positive("in_features"),
         config.positive("out_features"),
         config.flag("bias", True),
         activation.rsplit(".", 1)[-1],
+        config.flag("use_residual", False),
+        config.text("module_input_name", "sentence_embedding") == "token_embeddings",
     )

@@ -8,20 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
+from safetensors.torch import save_file
+from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer import modules
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    DebertaV2Config,
     DistilBertConfig,
+    EuroBertConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GteConfig,
+    JinaEmbeddingsV3Config,
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
@@ -63,6 +70,31 @@ ENCODERS: dict[str, PreTrainedConfig] = {
     "nomic": NomicBertConfig(**ENCODER),
     "mpnet": MPNetConfig(**ENCODER | {"pad_token_id": 1, "max_position_embeddings": 180}),
     "distilbert": DistilBertConfig(**ENCODER),
+    "deberta v2": DebertaV2Config(
+        **ENCODER,
+        relative_attention=True,
+        pos_att_type="c2p|p2c",
+        max_relative_positions=40,
+        type_vocab_size=2,
+    ),
+    "deberta v2, keys of distances": DebertaV2Config(
+        **ENCODER | {"relative_attention": True, "pos_att_type": ["c2p"], "position_buckets": 14}
+    ),
+    "deberta v3": DebertaV2Config(
+        **ENCODER
+        | {
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+            "position_buckets": 16,
+            "share_att_key": True,
+            "norm_rel_ebd": "layer_norm",
+        }
+    ),
+    "jina v3": JinaEmbeddingsV3Config(**ENCODER | {"pad_token_id": 1}),
+    "gte": GteConfig(**ENCODER | {"pad_token_id": 1}),
+    "gte, no token types": GteConfig(**ENCODER, type_vocab_size=0),
+    "eurobert": EuroBertConfig(**WIDE),
     "qwen2, not causal": Qwen2Config(**SHAPE | {"is_causal": False}),
     "mistral, not causal": MistralConfig(**WIDE | {"is_causal": False}, sliding_window=11),
     "gemma2, not causal": Gemma2Config(**WIDE | {"is_causal": False}, sliding_window=11),
@@ -146,12 +178,111 @@ def test_token_states_equal_transformers(family: str, tmp_path: Path) -> None:
     steps = {} if family in ENCODERS else {"pooling": "last", "max_step_tokens": 16}
     with Engine(tmp_path, settings(**steps)) as engine:
         vectors = engine.embed(texts())
-        found = [engine.token_states(texts()) for _ in range(2)]
+        found = [engine.token_vectors(texts()) for _ in range(2)]
         torch.testing.assert_close(engine.embed(texts()), vectors, atol=1e-6, rtol=1e-5)
     for states in found:
         for ids, state in zip(texts(), states, strict=True):
             expected = hidden_states(model, ids)
             torch.testing.assert_close(state, expected, atol=1e-5, rtol=1e-5)
+
+
+def save_token_modules(path: Path, **values: Any) -> torch.nn.Linear:
+    """Let a checkpoint make vectors of tokens, as PyLate saves them."""
+    projection = torch.nn.Linear(64, 24, bias=False)
+    (path / "1_Dense").mkdir()
+    config = {"in_features": 64, "out_features": 24, "bias": False, **values}
+    (path / "1_Dense/config.json").write_text(json.dumps(config))
+    save_file({"linear.weight": projection.weight.detach()}, path / "1_Dense/model.safetensors")
+    kinds = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
+    listed = [{"type": kind, "path": place} for place, kind in kinds.items()]
+    (path / "modules.json").write_text(json.dumps(listed))
+    return projection
+
+
+UNATTENDED = {1: 1, 2: 3, 3: 2, 4: 2, 5: 4}
+"""By index of a text, tokens at its end to which no token attends"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "family", ["bert", "modernbert", "mpnet", "nomic", "qwen3", "qwen2, not causal"]
+)
+def test_tokens_alone_have_vectors(family: str, dtype: str, tmp_path: Path) -> None:
+    """As ColBERT's: projected, of length 1, of queries with masks to which no token attends."""
+    model = save_model(tmp_path, {**ENCODERS, **DECODERS}[family])
+    projection = save_token_modules(tmp_path)
+    hidden = {} if family == "qwen3" else UNATTENDED
+    with Engine(tmp_path, settings(dtype=dtype)) as engine:
+        assert (engine.model.vector_width, engine.model.token_width) == (0, 24)
+        found = engine.token_vectors(texts(), hidden)
+        raw = engine.token_vectors(texts(), hidden, is_raw=True)
+    for index, ids in enumerate(texts()):
+        mask = torch.ones(1, len(ids), dtype=torch.int64)
+        mask[0, len(ids) - hidden.get(index, 0) :] = 0
+        with torch.no_grad():
+            inputs = {"input_ids": torch.tensor([ids]), "attention_mask": mask}
+            expected = projection(model(**inputs).last_hidden_state[0])
+        unit = torch.nn.functional.normalize(expected)
+        if dtype == "float32":
+            torch.testing.assert_close(raw[index], expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found[index], unit, atol=1e-5, rtol=1e-4)
+        assert torch.cosine_similarity(found[index], unit, dim=1).min() > 0.98
+
+
+def test_projection_may_be_added_to_its_input(tmp_path: Path) -> None:
+    model = save_model(tmp_path, ENCODERS["bert"])
+    projection = save_token_modules(tmp_path, use_residual=True)
+    residual = torch.randn(24, 64)
+    tensors = {"linear.weight": projection.weight.detach(), "residual.weight": residual}
+    save_file(tensors, tmp_path / "1_Dense/model.safetensors")
+    with Engine(tmp_path, settings()) as engine:
+        [found] = engine.token_vectors(texts()[3:4], is_raw=True)
+    with torch.no_grad():
+        states = hidden_states(model, texts()[3])
+        expected = projection(states) + states @ residual.T
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_colbert_has_its_projection_beside_its_encoder(tmp_path: Path) -> None:
+    config = BertConfig(**ENCODER)
+    model = save_model(tmp_path, config)
+    projection = torch.randn(24, 64)
+    tensors = {f"bert.{name}": each for name, each in model.state_dict().items()}
+    save_file({**tensors, "linear.weight": projection}, tmp_path / "model.safetensors")
+    _change("config.json", architectures=["HF_ColBERT"])(tmp_path)
+    with Engine(tmp_path, settings()) as engine:
+        found = engine.token_vectors(texts())
+    for ids, vectors in zip(texts(), found, strict=True):
+        expected = torch.nn.functional.normalize(hidden_states(model, ids) @ projection.T)
+        torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-4)
+    _change("config.json", model_type="xlm-roberta")(tmp_path)
+    with pytest.raises(CheckpointError, match="HF_ColBERT is not supported"):
+        Engine(tmp_path, settings())
+
+
+@pytest.mark.parametrize(("strategy", "tied"), [("max", True), ("sum", False)])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "xlm roberta", "mpnet", "modernbert"])
+def test_weights_of_the_vocabulary_equal_those_of_sentence_transformers(
+    family: str, strategy: str, tied: bool, tmp_path: Path
+) -> None:
+    """SPLADE, from the head of a masked language model, whose weights may be the embedding's."""
+    base, saved = tmp_path / "base", tmp_path / "saved"
+    values = ENCODERS[family].to_dict() | {"tie_word_embeddings": tied}
+    save_model(base, type(ENCODERS[family])(**values), AutoModelForMaskedLM)
+    save_tokenizer(base)
+    activation: Any = "relu" if tied else "log1p_relu"
+    pooling = SpladePooling(strategy, activation)  # type: ignore[arg-type]
+    encoder = SparseEncoder(
+        modules=[Transformer(str(base), transformer_task="fill-mask"), pooling], device="cpu"
+    )
+    encoder.save(str(saved))
+    words = [" ".join(f"w{i}" for i in ids) for ids in texts()]
+    expected = encoder.encode(words, convert_to_sparse_tensor=False)
+    with Engine(saved, settings()) as engine:
+        assert engine.model.vector_width == 97
+        vectors = engine.embed(texts())
+    assert (vectors == 0).any()
+    torch.testing.assert_close(vectors, torch.as_tensor(expected), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
@@ -250,7 +381,19 @@ def test_pooling_leaves_instructions_out(mode: str, family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "family", ["bert", "roberta", "xlm roberta", "modernbert", "mpnet", "distilbert"]
+    "family",
+    [
+        "bert",
+        "roberta",
+        "xlm roberta",
+        "modernbert",
+        "mpnet",
+        "distilbert",
+        "deberta v3",
+        "jina v3",
+        "gte",
+        "eurobert",
+    ],
 )
 @pytest.mark.parametrize("labels", [1, 3])
 def test_scores_equal_those_of_transformers(family: str, labels: int, tmp_path: Path) -> None:
@@ -308,6 +451,49 @@ def test_decoder_with_a_head_scores(family: str, labels: int, tmp_path: Path) ->
     torch.testing.assert_close(rewards, logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("pooling", ["bos", "mean"])
+def test_head_of_eurobert_may_follow_the_pooling(pooling: str, tmp_path: Path) -> None:
+    config = EuroBertConfig(**WIDE, classifier_pooling=pooling)
+    model = save_model(tmp_path, config, AutoModelForSequenceClassification)
+    with Engine(tmp_path, settings()) as engine:
+        scores = engine.embed(texts(), is_raw=True)
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in texts()])
+    torch.testing.assert_close(scores, logits, atol=1e-5, rtol=1e-5)
+
+
+def test_first_files_of_gte_stretch_their_rotation(tmp_path: Path) -> None:
+    """By fixed NTK scaling, of the base and of all frequencies (https://kexue.fm/archives/9706)."""
+    model = save_model(tmp_path, ENCODERS["gte"])
+    scaling = {"type": "ntk", "factor": 8.0}
+    values = {"architectures": ["NewModel"], "rope_scaling": scaling, "rope_theta": 20000}
+    _change("config.json", rope_parameters=None, model_type="new", **values)(tmp_path)
+    exponents = torch.arange(0, 32, 2) / 32
+    model.rotary_emb.inv_freq = (8 * 20000.0) ** -exponents / 8 ** (2 / 32)
+    with Engine(tmp_path, settings()) as engine:
+        vectors = engine.embed(texts())
+    expected = torch.stack([hidden_states(model, ids).mean(dim=0) for ids in texts()])
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "message"),
+    [
+        ("gte", {"layer_norm_type": "rms_norm"}, "GteModel can.t be served"),
+        ("gte", {"logn_attention_scale": True}, "logn_attention_scale is set"),
+        ("nomic", {"moe_every_n_layers": 2}, "moe_every_n_layers is set"),
+        ("gte", {"rope_parameters": {"rope_type": "ntk", "mixed_b": 0.3}}, "rope_type ntk"),
+    ],
+)
+def test_other_layers_of_rotary_encoders_are_refused_by_name(
+    family: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, ENCODERS[family])
+    _change("config.json", **values)(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        Engine(tmp_path, settings())
+
+
 def test_generator_whose_tokens_see_their_whole_text_only_embeds(tmp_path: Path) -> None:
     """EmbeddingGemma, saved as Gemma 3 with its output projection."""
     save_model(tmp_path, ENCODERS["embeddinggemma"], AutoModelForCausalLM)
@@ -325,6 +511,25 @@ def test_recurrent_layers_need_a_causal_mask(tmp_path: Path) -> None:
         Engine(tmp_path, settings())
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"conv_kernel_size": 3}, "conv_kernel_size is set"),
+        ({"relative_attention": False}, "relative_attention is false"),
+        ({"pos_att_type": ["p2p"]}, "pos_att_type must hold c2p or p2c, got p2p"),
+        ({"pooler_hidden_act": "mish"}, "the activation mish is not supported"),
+    ],
+)
+def test_other_disentangled_attention_is_refused_by_name(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = ENCODERS["deberta v3"]
+    save_model(tmp_path, config, AutoModelForSequenceClassification)
+    _change("config.json", **values)(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        Engine(tmp_path, settings())
+
+
 def _change(file: str, **values: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         content = json.loads((path / file).read_text())
@@ -338,6 +543,12 @@ def _change(file: str, **values: Any) -> Callable[[Path], None]:
     [
         (_change("1_Pooling/config.json", pooling_mode="max"), "the pooling max is not supported"),
         (_change("config.json", hidden_act="swish"), "hidden_act swish is not supported"),
+        (
+            lambda path: (path / "modules.json").write_text(
+                '[{"type": "a.SpladePooling", "path": "1_Pooling"}]'
+            ),
+            "no file holds the tensor cls.predictions",
+        ),
         (_change("config.json", vocab_size=98), "has the shape"),
         (
             lambda path: (path / "modules.json").write_text('[{"type": "a.Quant", "path": ""}]'),

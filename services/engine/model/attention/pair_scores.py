@@ -1,0 +1,77 @@
+"""Addends to the scores of two tokens, which depend on their distance."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.engine.model.architecture.disentangled import DisentangledSpec
+
+__all__ = ["DisentangledScores", "DistanceKeys", "DistanceScores", "PairScores"]
+
+
+class PairScores(ABC):
+    """What attention adds to the scores of a text's tokens, for all layers."""
+
+    @abstractmethod
+    def addends(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """Return the addends of one text: [heads, queries, keys].
+
+        queries: [heads, tokens, head_dim]. keys: those of its first tokens, or of all. scale:
+        factor of products of queries and keys.
+        """
+
+
+class DistanceScores(PairScores):
+    """A number for each distance and head, the same in all layers (MPNet)."""
+
+    def __init__(self, bias: Tensor) -> None:
+        """bias: [heads, 2 * context_length - 1], by the place of the key less that of the query,
+        from 1 - context_length on."""
+        self._bias = bias
+        self._longest = bias[:, :0, None]
+        """Addends of the longest text so far"""
+
+    def addends(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+        length = queries.shape[1]
+        if self._longest.shape[1] < length:
+            index = torch.arange(length, device=queries.device)
+            self._longest = self._bias[:, index - index[:, None] + self._bias.shape[1] // 2]
+        return self._longest[:, :length, : keys.shape[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class DistanceKeys:
+    """What one layer makes of the embeddings of distances."""
+
+    keys: Tensor | None
+    """[heads, 2 * span, head_dim], multiplied with the queries of tokens"""
+    queries: Tensor | None
+    """[heads, 2 * span, head_dim], multiplied with the keys of tokens"""
+
+
+class DisentangledScores(PairScores):
+    """Products of tokens with keys and queries of their distance (DeBERTa)."""
+
+    def __init__(self, spec: DisentangledSpec, layers: Sequence[DistanceKeys]) -> None:
+        self._spec = spec
+        self._layers = layers
+        self._rows = torch.empty((0, 0), dtype=torch.int64)
+        """Row of each pair of tokens in the table of distances, of the longest text so far"""
+
+    def addends(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+        length = queries.shape[1]
+        if len(self._rows) < length:
+            index = torch.arange(length)
+            self._rows = self._spec.rows(index[:, None] - index).to(queries.device)
+        rows = self._rows[:length, : keys.shape[1]].expand(len(queries), -1, -1)
+        distances = self._layers[layer]
+        parts = []
+        if distances.keys is not None:
+            parts.append((queries @ distances.keys.mT).gather(2, rows))
+        if distances.queries is not None:
+            # rows are by query and key, and these products by key
+            parts.append((keys @ distances.queries.mT).gather(2, rows.mT).mT)
+        return scale * sum(parts[1:], parts[0])

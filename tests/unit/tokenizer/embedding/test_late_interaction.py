@@ -1,0 +1,126 @@
+"""Encoding of queries and documents of ColBERT checkpoints, against sentence-transformers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sentence_transformers import MultiVectorEncoder
+
+from services.common.settings import StartupError
+from services.tokenizer.embedding.late_interaction import LateInteraction
+from services.tokenizer.embedding.text_encoding import TextEncoder
+from services.tokenizer.embedding.text_roles import TextRole
+from services.tokenizer.model_limits import ModelLimits
+from services.tokenizer.text.vocabulary import Vocabulary
+from tests.text_models import CONTEXT, make_colbert, make_embedder
+
+TEXTS = ["What is a mutex?", "a lock.", "the keys, the keys " * 5, "fruit"]
+
+
+def encoded(path: Path, role: TextRole) -> list[tuple[list[int], int]]:
+    """Return the ids of each text, and how many at the end are hidden from the others."""
+    limits = ModelLimits("m", "", CONTEXT, 99, (), (), 0, 0, 8, 0, False, token_width=16)
+    encoder = TextEncoder(Vocabulary(path), limits, None, None, role)
+    prompts = encoder.encode_texts(TEXTS, [f"inputs[{place}]" for place in range(len(TEXTS))])
+    return [([*each.ids], each.unattended_length) for each in prompts]
+
+
+def check(path: Path) -> LateInteraction:
+    """Require the ids, the attention and the scored tokens of sentence-transformers."""
+    model = MultiVectorEncoder(str(path), device="cpu")
+    late = LateInteraction(path, Vocabulary(path))
+    for task, role in (("query", late.query), ("document", late.document)):
+        for text, (ids, hidden) in zip(TEXTS, encoded(path, role), strict=True):
+            features = model.preprocess([text], prompt=model.prompts.get(task), task=task)
+            assert features["input_ids"][0].tolist() == ids
+            attended = features["attention_mask"][0].tolist()
+            assert attended == [1] * (len(ids) - hidden) + [0] * hidden
+            mask = model(features, task=task)["attention_mask"][0].bool().tolist()
+            assert mask == role.keeps(ids)
+    return late
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"attend_to_expansion_tokens": True},
+        {"do_query_expansion": False},
+        {"skiplist_words": None, "document_length": CONTEXT},
+        {"query_prefix": "", "document_prefix": "the "},
+        {"query_prefix": "query: ", "document_prefix": "[X] "},
+    ],
+)
+def test_pylate_checkpoint_is_encoded_as_its_config_says(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    check(make_colbert(tmp_path / "colbert", **values))
+
+
+@pytest.mark.parametrize("strategy", ["fixed", "min"])
+def test_checkpoint_of_sentence_transformers_is_encoded_as_its_modules_say(
+    strategy: str, tmp_path: Path
+) -> None:
+    model = MultiVectorEncoder(str(make_colbert(tmp_path / "colbert")), device="cpu")
+    transformer: Any = model[0]
+    expansion = {"strategy": strategy, "attend": True, "length": 9, "token": "[SEP]"}
+    transformer.query_expansion = expansion
+    model.similarity_fn_name = "meanmaxsim"
+    model.save(str(tmp_path / "saved"))
+    shutil.rmtree(tmp_path / "colbert")
+    assert check(tmp_path / "saved").averages
+
+
+@pytest.mark.parametrize("metadata", [None, {"doc_maxlen": 15, "query_maxlen": 9}])
+def test_colbert_ir_checkpoint_is_encoded_as_its_metadata_say(
+    metadata: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    path = make_colbert(tmp_path)
+    for name in ("modules.json", "config_sentence_transformers.json"):
+        (path / name).unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["HF_ColBERT"]}))
+    if metadata is not None:
+        metadata = {**metadata, "query_token_id": "[MASK]", "doc_token_id": "[PAD]"}
+        (path / "artifact.metadata").write_text(json.dumps(metadata))
+    (path / "1_Dense/model.safetensors").rename(path / "linear.safetensors")
+    late = LateInteraction(path, Vocabulary(path))
+    length = 32 if metadata is None else 9
+    assert late.query.most == length
+    if metadata is None:
+        assert (late.query.prefix, late.query.marker) == ("[unused0] ", None)
+        return
+    ids = [ids for ids, _ in encoded(path, late.document)]
+    vocabulary = Vocabulary(path).ids
+    assert [len(each) for each in ids] == [8, 6, 15, 4]
+    assert {each[1] for each in ids} == {vocabulary["[PAD]"]}
+    assert late.document.keeps([vocabulary["?"], vocabulary["lock"]]) == [False, True]
+
+
+def test_other_checkpoints_have_plain_roles(tmp_path: Path) -> None:
+    path = make_embedder(tmp_path)
+    late = LateInteraction(path, Vocabulary(path))
+    assert late.query.expansion is None
+    assert (late.document.most, late.document.marker) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"query_length": 0}, "query_length must be a positive integer"),
+        ({"document_length": 2}, "document_length 2 leaves no room"),
+        ({"skiplist_words": "?"}, "skiplist_words must be a list"),
+        ({"query_prefix": 7}, "query_prefix must be a text"),
+        ({"query_expansion": 3}, "query_expansion must be an object"),
+        ({"query_expansion": {}}, "query_expansion lacks length"),
+        ({"query_expansion": {"length": 8, "token": "[Z]"}}, "the tokenizer has no token for it"),
+    ],
+)
+def test_wrong_value_is_named_at_the_start(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = make_colbert(tmp_path, **values)
+    with pytest.raises(StartupError, match=message.replace("[", r"\[")):
+        LateInteraction(path, Vocabulary(path))
