@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from services.common.json_values import Json
 from services.engine.execution.cache_need import CacheNeed, GroupNeed
@@ -78,8 +79,8 @@ def tokens_of(loop: StepLoop, prompts: list[list[int]], count: int) -> list[list
 @torch.no_grad()
 def is_greedy(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> bool:
     """Return whether transformers would answer so, one best token after the other."""
-    best = model(torch.tensor([prompt + answer])).logits[0].argmax(dim=1)
-    return best[len(prompt) - 1 : -1].tolist() == answer
+    best: Tensor = model(torch.tensor([prompt + answer])).logits[0].argmax(dim=1)
+    return torch.equal(best[len(prompt) - 1 : -1], torch.tensor(answer))
 
 
 @pytest.mark.parametrize("speculate", [False, True])
