@@ -22,6 +22,8 @@ RECENT_TOKENS = 32_000
 """Tokens of their tokenizer; an embedding may have more rows"""
 
 _QWEN: dict[str, Any] = {"vocab_size": 248_320, "head_dim": 256, "num_key_value_heads": 2}
+_NAMED_IN_FILES: dict[str, Any] = {"rotary_dim": 64}
+"""Beside rope_parameters; llama.cpp reads it"""
 
 
 def _kinds(layers: int, other: str, attention: tuple[int, ...]) -> list[str]:
@@ -119,7 +121,7 @@ RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
         vocab_size=RECENT_TOKENS,
         num_hidden_layers=2,
         num_local_experts=64,
-        rotary_dim=64,  # which files name beside rope_parameters
+        **_NAMED_IN_FILES,
     ),
 }
 """Models of `benchmarks.checkpoints` that are made only if they are named"""
