@@ -30,6 +30,7 @@ CHUNK = 40
 FAMILIES = (
     *(
         "deepseek v3",
+        "deepseek v4",
         "glm moe dsa",
         "gemma3",
         "gpt-oss",
