@@ -23,7 +23,8 @@ __all__ = ["Checkpoint", "FoundTensor", "StoredTensor", "TensorFiles"]
 
 _FLOATING = {"F32": 4, "BF16": 2, "F16": 2}
 """Supported dtypes of weights, as safetensors names them, and their sizes in bytes"""
-_RAW = {"U8": 1, "I8": 1, "I32": 4, "I64": 8}
+_SIZES = {**_FLOATING, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
+"""Sizes of all dtypes that some tensors may have"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ class Checkpoint(TensorFiles):
 
     def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
         known = (stored.dtype,) if isinstance(stored.dtype, str) else stored.dtype
-        sizes = _FLOATING if known is None else {dtype: _RAW[dtype] for dtype in known}
+        sizes = _FLOATING if known is None else {dtype: _SIZES[dtype] for dtype in known}
         if found.dtype not in sizes:
             raise CheckpointError(
                 f"{found.file}: the tensor {stored.name} is stored as {found.dtype}, which is not "

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from transformers import DeepseekV4Config
 from services.common.json_values import Json
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint import mxfp4
 from services.engine.model.loader import load_model
+from tests.unit.engine import fp8_checkpoints
 from tests.unit.engine.checkpoints import (
     COMPRESSED,
     CONFIGS,
@@ -42,6 +45,17 @@ PUBLISHED: dict[str, Any] = {
 """Keys of the published files"""
 WRITTEN = ("layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor")
 """Keys in their place that transformers writes"""
+BLOCK = (32, 48)
+QUANTIZED = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [*BLOCK],
+    },
+    "expert_dtype": "fp4",
+}
+ROUNDED = r"experts\.\d+\.|attn\.w|indexer\.wq_b|shared_experts"
+"""Names of weights that the published files round"""
 SHAPE: dict[str, Json] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "vocab_size": 129_280,
@@ -72,6 +86,42 @@ def test_published_names_and_keys_are_read(tmp_path: Path) -> None:
     driver.step([(0, 70)])
     expected = reference_logits(model, tokens)
     torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
+def test_published_numbers_of_eight_and_four_bits_are_read(tmp_path: Path) -> None:
+    """FP8 with a power of two for each block, experts in MXFP4, and compressors in neither."""
+    make_checkpoint(tmp_path / "decoded", CONFIGS["deepseek v4"])
+    shutil.copytree(tmp_path / "decoded", tmp_path / "published")
+    published = load_file(tmp_path / "decoded" / WEIGHTS)
+    numbers = dict(published)
+    generator = torch.Generator().manual_seed(5)
+    for name in [each for each in published if re.search(ROUNDED, each)]:
+        weight, scale_name = published.pop(name), f"{name.removesuffix('weight')}scale"
+        if ".experts." in name:
+            shape = (len(weight), weight.shape[1] // 2)
+            codes = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+            scales = torch.randint(122, 126, (len(weight), shape[1] // 16), dtype=torch.uint8)
+            numbers[name] = mxfp4.decode(codes.view(*scales.shape, 16), scales).float()
+            published |= {name: codes.view(torch.int8)}
+        else:
+            scales = fp8_checkpoints.of_blocks(weight, BLOCK).log2().ceil()
+            spread = fp8_checkpoints.spread(scales.exp2(), BLOCK, weight.shape)
+            published[name] = (weight / spread).to(fp8_checkpoints.FP8)
+            numbers[name] = published[name].float() * spread
+            scales = (scales + 127).to(torch.uint8)
+        published[scale_name] = scales.view(torch.float8_e8m0fnu)
+    save_file(numbers, tmp_path / "decoded" / WEIGHTS)
+    save_file(published, tmp_path / "published" / WEIGHTS)
+    file = tmp_path / "published" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | QUANTIZED))
+    tokens, logits = random_tokens(TOKENS, 1), []
+    for path, weights in (("decoded", "full"), ("published", "decoded"), ("published", "full")):
+        driver = Driver(load_model(tmp_path / path, torch.float32, weights=weights), [tokens])
+        driver.step([(0, TOKENS)])
+        logits.append(driver.logits[0])
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=0)
+    # some kernels round the rows that experts in MXFP4 read
+    assert (logits[2] - logits[0]).abs().median() < 0.1 * logits[0].std()
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 8, 32])
