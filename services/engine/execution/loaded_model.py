@@ -147,7 +147,7 @@ def _cache_need(settings: EngineSettings, decoder: Model) -> CacheNeed:
     # the layers of an encoder share the cache of one
     sharers = spec.num_layers if decoder.computes_whole_prompts else 1
     groups = [
-        GroupNeed(group.token_width * size * decoder.dtype.itemsize // sharers, group.window)
+        GroupNeed(group.block_width(size) * decoder.dtype.itemsize // sharers, group.window)
         for group in layer_groups(spec)
     ]
     return CacheNeed(

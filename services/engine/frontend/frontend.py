@@ -329,9 +329,8 @@ class Frontend:
         """Load an adapter. Raises ServiceError."""
         takes_some = self.model.takes_adapters
         if not (takes_some and self.adapters.most):
-            why = (
-                "--max-adapters is 0" if takes_some else "its model is an encoder or in a GGUF file"
-            )
+            others = "its model is an encoder, DeepSeek V4 or in a GGUF file"
+            why = "--max-adapters is 0" if takes_some else others
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 "NO_ADAPTERS",

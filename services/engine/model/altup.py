@@ -135,6 +135,12 @@ class AltUp(Residual):
         self.laurel.add_to(rows.normed, rows.hidden)
         rows.hidden.mul_(0.5**0.5)  # the norm behind the mixer has this factor in its weight
 
+    def turn(self, rows: ResidualRows) -> None:
+        """Leave `hidden` as the mixer has left it."""
+
+    def bypass_again(self, rows: ResidualRows) -> None:
+        """Add nothing."""
+
     def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
         streams = _streams(rows)
         assert inputs is not None, "the model has no inputs of layers"

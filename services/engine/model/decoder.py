@@ -20,7 +20,7 @@ from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.model import Model
 from services.engine.model.operators.interface import Operators, Projection
-from services.engine.model.parts.feed_forward import FeedForward
+from services.engine.model.parts.feed_forward import FeedForward, TokenIds
 from services.engine.model.pass_memory import pass_bytes
 from services.engine.model.residual import Residual, ResidualRows
 
@@ -57,6 +57,8 @@ class DecoderWeights:
     device: torch.device
     layer_inputs: LayerInputs | None
     """None: tokens have nothing for a layer alone"""
+    tokens: TokenIds
+    """Ids that layers read whose experts depend on them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,8 @@ class Activations:
     inputs: Tensor | None
     """[tokens, layers, width], what each token has for each layer alone; None: there is none"""
     streams: Tensor | None
-    """[tokens, streams, hidden_size], the streams of AltUp; None: `hidden` is the only one"""
+    """[tokens, streams, hidden_size], the streams of AltUp or hyper-connections; None:
+    `hidden` is the only one"""
 
     @property
     def residual(self) -> ResidualRows:
@@ -193,15 +196,22 @@ class Decoder(Model):
     ) -> KVCache:
         counts, size = self._block_counts(num_blocks), block_size or self.block_size
         cache = self._attention.allocate(counts, size)
+        mixers = [layer.mixer for layer in self._layers]
         latents = {
-            index: self._layers[index].mixer.allocate_latents(counts[index], size)
-            for index in self.spec.latent_layers
+            index: mixers[index].allocate_latents(counts[index], size)
+            for index in (*self.spec.latent_layers, *self.spec.compressed_layers)
         }
-        mixers = (layer.mixer for layer in self._layers)
+        first = num_blocks if isinstance(num_blocks, int) else num_blocks[0]
+        entries = {
+            index: mixers[index].allocate_entries(first, size)
+            for index, layer in self.spec.compressed_layers.items()
+            if layer.compression is not None
+        }
         states = enumerate(mixer.allocate_states(num_states, self.state_dtype) for mixer in mixers)
         return replace(
             cache,
             latents=latents,
+            entries=entries,
             states={index: state for index, state in states if state},
             groups=[group.layers for group in layer_groups(self.spec)],
         )
@@ -368,6 +378,7 @@ class Decoder(Model):
         for optional in (buffers.inputs, buffers.streams):
             if optional is not None:
                 self._operators.keep(optional, rows)
+        self._weights.tokens.ids = batch.token_ids if rows is None else batch.token_ids[rows]
 
     def _after_mixing(self, index: int, buffers: Activations) -> None:
         """Add the outputs of a layer's mixer and feed-forward layer to the residual."""
@@ -376,14 +387,17 @@ class Decoder(Model):
         if is_parallel and not is_empty:
             self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
         layer.mixer.add_to(buffers.mixing[layer.mixing], buffers.hidden)
+        layer.residual.turn(buffers.residual)
         if not is_parallel and not is_empty:
             self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
+        layer.residual.bypass_again(buffers.residual)
         layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner[layer.inner])
         layer.residual.end(buffers.residual, buffers.inputs_of(index))
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
         """Compute what all layers share: the embeddings and the rotations."""
         self._embed(batch, buffers.hidden)
+        self._weights.tokens.ids = batch.token_ids
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
         self._rotaries.compute(positions, buffers.rotations)
         inputs = self._weights.layer_inputs

@@ -165,6 +165,7 @@ def load_model(
         elif checkpoint.types_without_codes:
             types = ", ".join(checkpoint.types_without_codes)
             _LOG.warning("decoding the weights of %s in %s to %s", directory, types, named)
+        whole = _with_held_names(whole, checkpoint)
         names = whole.family.names
         held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
         root = next(held, next(iter(names.roots)))
@@ -177,7 +178,8 @@ def load_model(
         total = checkpoint.require(manifest.tensors(), (*names.ignored, *head, *drafts))
         bar = LoadProgress(total, shown=progress)
         adapters: Adapters | None = None
-        if checkpoint.has_peft_names and not spec.is_encoder:
+        has_peft_names = checkpoint.has_peft_names and whole.family.other_names is None
+        if has_peft_names and not spec.is_encoder:
             adapters = Adapters(operators, dtype, device, names.roots)
         try:
             reader = TensorReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
@@ -197,6 +199,15 @@ def load_model(
     decoder.runs_in_pieces = ranks.rank.is_alone  # rank 0 announces whole passes
     decoder.adapters = adapters
     return decoder
+
+
+def _with_held_names(spec: ModelSpec, checkpoint: TensorFiles) -> ModelSpec:
+    """Return a spec with the names that the files have, where different programs write others."""
+    other = spec.family.other_names
+    roots = () if other is None else other.roots
+    if other is None or not any(checkpoint.holds(f"{r}{other.embedding}.weight") for r in roots):
+        return spec
+    return dataclasses.replace(spec, family=dataclasses.replace(spec.family, names=other))
 
 
 def _with_stored_experts(spec: ModelSpec, root: str, checkpoint: TensorFiles) -> ModelSpec:

@@ -12,6 +12,7 @@ from services.engine.model.mixers.stored import StoredMixer, stored_mixer
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm, stored_norm
 from services.engine.model.parts.stored_altup import StoredAltUp, stored_altup
 from services.engine.model.parts.stored_feed_forward import StoredFeedForward, stored_feed_forward
+from services.engine.model.parts.stored_hyper import StoredHyper, stored_hyper
 
 __all__ = ["Manifest", "StoredLayer"]
 
@@ -27,6 +28,7 @@ class StoredLayer:
     input: "StoredLayerInput | None"
     scalar: StoredTensor | None
     altup: StoredAltUp | None
+    hyper: StoredHyper | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
         input=_layer_input(names, layer.input_width) if layer.input_width else None,
         scalar=names.tensor(own.layer_scalar, 1) if layer.has_scalar else None,
         altup=altup,
+        hyper=None if layer.hyper is None else stored_hyper(names, LayerNames(spec, root), index),
     )
 
 

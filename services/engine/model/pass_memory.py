@@ -4,18 +4,25 @@ import torch
 
 from services.engine.model.architecture.layers import BesideSpec, ExpertsSpec, FeedForwardSpec
 from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.hyper_connections import HYPER_ROWS
+from services.engine.model.mixers.compressed_attention import compressed_numbers
 from services.engine.model.mixers.latent_pages import latent_numbers
 
 __all__ = ["pass_bytes"]
 
 _SUMS = 3
 """Rows of float32 that a loop over experts holds: a sum, an output times its factor, and both"""
+_FLOAT = 4
+"""Bytes of a number of float32"""
+_STREAMS = 4
+"""Tensors of a row's streams: old ones, their squares, mixed ones, and these with the output"""
 _TEMPORARIES = 4
 """Rows of the model's dtype that layers around experts hold: normed, scaled, and their sums"""
 
 
 def pass_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int, context: int) -> int:
-    """Return the most memory that a pass takes for experts and latent attention.
+    """Return the most memory that a pass takes for experts, streams, and latent or compressed
+    attention.
 
     spec: this rank's part; rows: sequences of the pass, at most; context: tokens of the longest.
     """
@@ -23,12 +30,25 @@ def pass_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int, cont
         latent_numbers(layer, tokens, min(rows, tokens), context) * dtype.itemsize
         for layer in set(spec.latent_layers.values())
     )
+    compressed = (
+        compressed_numbers(layer, tokens, context) * _FLOAT
+        for layer in set(spec.compressed_layers.values())
+    )
     mixtures = (
         _experts_bytes(experts, tokens, spec.hidden_size, dtype.itemsize)
         for experts in {_experts_of(layer.feed_forward) for layer in spec.layers}
         if experts is not None
     )
-    return max(latents, default=0) + max(mixtures, default=0)
+    parts = (*latents, *compressed, _streams_bytes(spec, tokens))
+    return max(parts) + max(mixtures, default=0)
+
+
+def _streams_bytes(spec: ModelSpec, tokens: int) -> int:
+    """Return the bytes of hyper-connections: streams of some rows, old and new."""
+    if spec.layers[0].hyper is None:
+        return 0
+    rows = min(tokens, HYPER_ROWS)
+    return _STREAMS * rows * spec.num_streams * spec.hidden_size * _FLOAT
 
 
 def _experts_of(layer: FeedForwardSpec) -> ExpertsSpec | None:

@@ -20,7 +20,8 @@ class ResidualRows:
     normed: Tensor
     """[n, hidden_size] in the layout of products, scratch space between the parts of a layer"""
     streams: Tensor | None
-    """[n, streams, hidden_size], the streams of AltUp; None: `hidden` is the only one"""
+    """[n, streams, hidden_size], the streams of AltUp or hyper-connections; None: `hidden` is
+    the only one"""
 
 
 class Residual(ABC):
@@ -33,6 +34,14 @@ class Residual(ABC):
     @abstractmethod
     def bypass(self, rows: ResidualRows) -> None:
         """Add to `hidden` what is computed from `normed` beside the mixer, which reads it too."""
+
+    @abstractmethod
+    def turn(self, rows: ResidualRows) -> None:
+        """Fill `hidden` with what the feed-forward layer reads, after the mixer has added to it."""
+
+    @abstractmethod
+    def bypass_again(self, rows: ResidualRows) -> None:
+        """Change `hidden` before the feed-forward layer, which reads `normed`, adds to it."""
 
     @abstractmethod
     def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
@@ -58,6 +67,12 @@ class OneStream(Residual):
     def bypass(self, rows: ResidualRows) -> None:
         """Add nothing."""
 
+    def turn(self, rows: ResidualRows) -> None:
+        """Leave `hidden` as the mixer has left it."""
+
+    def bypass_again(self, rows: ResidualRows) -> None:
+        """Add nothing."""
+
     def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
         if self.input is not None and inputs is not None:
             self.operators.arrange(rows.hidden, rows.normed)
@@ -68,17 +83,23 @@ class OneStream(Residual):
 
 @dataclass(frozen=True, slots=True)
 class NormedResidual(Residual):
-    """A residual that the norm before the mixer replaces by its output, as in MiniMax-01."""
+    """A residual that the norms of a layer replace by their outputs, as in MiniMax-01."""
 
     operators: Operators
-    factor: float
-    """Factor on the norm's output"""
+    factors: tuple[float, float]
+    """Factors on the outputs of the norms before the mixer and before the feed-forward layer"""
 
     def begin(self, rows: ResidualRows) -> None:
         """Leave `hidden` as the previous layer has left it."""
 
     def bypass(self, rows: ResidualRows) -> None:
-        rows.hidden.copy_(self.operators.plain(rows.normed)).mul_(self.factor)
+        rows.hidden.copy_(self.operators.plain(rows.normed)).mul_(self.factors[0])
+
+    def turn(self, rows: ResidualRows) -> None:
+        """Leave `hidden` as the mixer has left it."""
+
+    def bypass_again(self, rows: ResidualRows) -> None:
+        rows.hidden.copy_(self.operators.plain(rows.normed)).mul_(self.factors[1])
 
     def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
         """Leave `hidden` as the feed-forward layer has left it."""

@@ -10,6 +10,7 @@ from services.engine.model.checkpoint.quantized import Weight
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.decoder import DecoderWeights, LayerWeights
 from services.engine.model.embedding import Embedding, StoredEmbedding, TensorEmbedding
+from services.engine.model.hyper_reader import read_hyper_connections
 from services.engine.model.layer_inputs import LayerInput, LayerInputs
 from services.engine.model.manifest import (
     Manifest,
@@ -19,7 +20,6 @@ from services.engine.model.manifest import (
 )
 from services.engine.model.mixers.stored import read_mixer
 from services.engine.model.operators.interface import NormedProjection
-from services.engine.model.parts.feed_forward import FromNormed
 from services.engine.model.parts.feed_forward_reader import FeedForwardReader
 from services.engine.model.parts.tensor_reader import TensorReader, without_mean
 from services.engine.model.residual import NormedResidual, OneStream, Residual
@@ -55,6 +55,7 @@ class WeightReader:
             layer_inputs=None
             if manifest.layer_inputs is None
             else self._layer_inputs(manifest.layer_inputs),
+            tokens=self._feed_forwards.tokens,
         )
 
     def _head(self, manifest: Manifest) -> Weight:
@@ -75,9 +76,6 @@ class WeightReader:
             stored.feed_forward_norm,
             stored.feed_forward_post_norm,
         )
-        if spec.normed_factors is not None:
-            _, factor = spec.normed_factors
-            feed_forward = FromNormed(feed_forward, factor, self._reader.operators)
         return LayerWeights(
             mixer_norm=self._reader.norm(stored.mixer_norm),
             mixer=mixer,
@@ -93,8 +91,11 @@ class WeightReader:
             assert spec.altup is not None
             assert own is not None
             return read_altup(reader, stored.altup, spec.altup, own)
+        if stored.hyper is not None:
+            assert spec.hyper is not None
+            return read_hyper_connections(reader, stored.hyper, spec.hyper)
         if spec.normed_factors is not None:
-            return NormedResidual(reader.operators, spec.normed_factors[0])
+            return NormedResidual(reader.operators, spec.normed_factors)
         scalar = 1.0 if stored.scalar is None else reader.tensor(stored.scalar).item()
         return OneStream(reader.operators, own, scalar)
 

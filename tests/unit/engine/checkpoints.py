@@ -19,6 +19,7 @@ from transformers import (
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV4Config,
     DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
@@ -204,6 +205,42 @@ INDEXED: dict[str, Any] = {
 }
 """Sparse attention that reads a part of a text of a few dozen tokens. All scores would be 0 for a
 padding token, which has no embedding, and of equal scores transformers takes any"""
+COMPRESSED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 5,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    ],
+    "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe", "moe"],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "num_attention_heads": 4,
+    "head_dim": 24,
+    "partial_rotary_factor": 1 / 3,
+    "q_lora_rank": 32,
+    "sliding_window": 9,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "index_n_heads": 32,
+    "index_head_dim": 12,
+    "index_topk": 5,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "swiglu_limit": 0.8,
+    "compress_rope_theta": 900.0,
+    "rope_theta": 500.0,
+}
+"""Entries of a text of a few dozen tokens, more than an indexer chooses, and blocks that end within
+one of 12 tokens"""
 MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -683,6 +720,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         first_k_dense_replace=1,
         indexer_types=["full", "full", "shared", "shared"],
     ),
+    "deepseek v4": DeepseekV4Config(**COMPRESSED, rope_parameters=dict(_YARN)),
     "glm4 moe": Glm4MoeConfig(**WIDE | ROUTED, use_qk_norm=True, attention_bias=True),
     "glm4 moe, groups": Glm4MoeConfig(
         **SHAPE | ROUTED | {"first_k_dense_replace": 2, "norm_topk_prob": False},
@@ -911,6 +949,8 @@ def make_checkpoint(
                 buffer.uniform_(0.5, 1.5)
             elif name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.uniform_(0, 0.5)
+            elif name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(len(buffer), 8).argsort(dim=1)[:, : buffer.shape[1]])
             elif name.endswith(("put_min", "put_max")):  # bounds of Gemma 4's clipped products
                 buffer.fill_(-2 if name.endswith("min") else 2)
     model.eval().save_pretrained(directory, max_shard_size=shard)  # type: ignore[no-untyped-call]

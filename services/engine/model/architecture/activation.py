@@ -25,6 +25,8 @@ class Nonlinearity(Enum):
     (https://arxiv.org/abs/2411.13010)"""
     CLAMPED_SWIGLU = "clamped_swiglu"
     """gpt-oss: clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)"""
+    CLAMPED_SILU = "clamped_silu"
+    """DeepSeek V4: silu(clamp(gate)) * clamp(up)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Activation:
     alpha: float = 1.0
     """Factor inside the sigmoid of CLAMPED_SWIGLU, or of XIELU's square"""
     limit: float = 0.0
-    """Bound of CLAMPED_SWIGLU's factors, or of XIELU's exponent"""
+    """Bound of the factors of CLAMPED_SWIGLU and CLAMPED_SILU, or of XIELU's exponent"""
     negative_alpha: float = 0.0
     beta: float = 0.0
     cutoff: float | None = None
@@ -66,9 +68,11 @@ class Activation:
         if self.cutoff is not None:
             deviation, mean = torch.std_mean(gate, dim=1, correction=0, keepdim=True)
             gate = relu(gate - (mean + self.cutoff * deviation))
-        if self.nonlinearity is not Nonlinearity.CLAMPED_SWIGLU:
+        if self.nonlinearity not in (Nonlinearity.CLAMPED_SWIGLU, Nonlinearity.CLAMPED_SILU):
             return self._nonlinear(gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        if self.nonlinearity is Nonlinearity.CLAMPED_SILU:
+            return silu(gate) * up
         return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
     def _nonlinear(self, rows: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.spec import ModelSpec
 
 __all__ = ["LayerGroup", "layer_groups"]
@@ -18,6 +19,13 @@ class LayerGroup:
     """Numbers of the layers, rising; empty: no layer of the model has pages"""
     token_width: int
     """Numbers that all these layers keep of one token"""
+    entries: Sequence[CompressedSpec] = ()
+    """Layers that keep entries of these tokens; their tokens are in another group"""
+
+    def block_width(self, size: int) -> int:
+        """Return the numbers that all layers keep of a block of `size` tokens."""
+        entries = sum(layer.entries_in(size) * layer.entry_width for layer in self.entries)
+        return self.token_width * size + entries
 
 
 def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
@@ -27,6 +35,8 @@ def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
     the numbers of the blocks are common. An encoder has one group, whose keys stay for a step. A
     model all of whose layers are recurrent has one without layers: its blocks only name tokens.
     """
+    if spec.compressed_layers:
+        return _compressed_groups(spec)
     layers: dict[int, list[int]] = {}
     if not spec.paged_layers and not spec.latent_layers:
         return (LayerGroup(0, (), 0),)
@@ -46,3 +56,12 @@ def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
         LayerGroup(window, tuple(layers[window]), sum(map(width, layers[window])))
         for window in sorted(layers)
     )
+
+
+def _compressed_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
+    """Return the group of the entries, if there are any, and that of the last tokens."""
+    layers = spec.compressed_layers
+    entries = [layer for layer in layers.values() if layer.compression is not None]
+    (kept,) = {layer.kept_tokens for layer in layers.values()}
+    tokens = LayerGroup(kept, tuple(layers), sum(layer.page_width for layer in layers.values()))
+    return (LayerGroup(0, (), 0, entries), tokens) if entries else (tokens,)

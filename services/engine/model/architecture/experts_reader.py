@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec
-from services.engine.model.architecture.routing import Routing
+from services.engine.model.architecture.routing import Routing, Scoring
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family
 
@@ -13,8 +13,10 @@ _SPARSE_MIXER = 2
 """Experts of a token that SparseMixer chooses"""
 
 
-def expert_layers(config: Config, num_layers: int) -> set[int]:
+def expert_layers(config: Config, family: Family, num_layers: int) -> set[int]:
     """Return the layers that are mixtures of experts. Raises CheckpointError for unknown rules."""
+    if family.routes_by_token:
+        return set(range(num_layers))
     if config.has("mlp_layer_types"):
         kinds = config.kind_per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
         return {layer for layer, kind in enumerate(kinds) if kind == "sparse"}
@@ -92,12 +94,25 @@ def _routing(config: Config, family: Family, count: int, per_token: int) -> Rout
         has_bias=bool(family.names.experts.choice_bias) and config.flag("use_expert_bias", True),
         least_sum=config.number("moe_norm_min", 0.0),
         jitter=jitter,
-        has_sigmoids=family.scores_by_sigmoid,
+        scoring=_scoring(config, family),
         scales_inputs=family.scales_experts_inputs,
         groups=groups,
         kept_groups=kept_groups,
         group_leaders=2 if family.scores_by_sigmoid or family.ranks_groups_by_two else 1,
         scale=config.positive_number("routed_scaling_factor", 1.0),
+    )
+
+
+def _scoring(config: Config, family: Family) -> Scoring:
+    if not family.reads_scoring:
+        return Scoring.SIGMOID if family.scores_by_sigmoid else Scoring.SOFTMAX
+    name, known = config.text("scoring_func"), (Scoring.SQRT_SOFTPLUS, Scoring.SIGMOID)
+    for scoring in known:
+        if scoring.value == name:
+            return scoring
+    raise CheckpointError(
+        f"{config.file}: scoring_func {name} is not supported here. Supported: "
+        f"{', '.join(each.value for each in known)}."
     )
 
 

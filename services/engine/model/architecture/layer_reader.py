@@ -3,6 +3,10 @@
 import math
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
+from services.engine.model.architecture.compressed_reader import (
+    read_compressed_layers,
+    with_hyper_connections,
+)
 from services.engine.model.architecture.disentangled import DisentangledSpec
 from services.engine.model.architecture.experts_reader import (
     expert_layers,
@@ -61,7 +65,9 @@ def read_layers(
     if family.is_recurrent:
         return tuple(LayerSpec(recurrent[layer], NoFeedForward()) for layer in range(num_layers))
     mixers: list[MixerSpec] = []
-    if family.names.latent is None:
+    if family.names.compressed is not None:
+        mixers += read_compressed_layers(config, context_length, num_layers)
+    elif family.names.latent is None:
         mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
     else:
         mixers += read_latent_layers(config, family, hidden_size, context_length, num_layers)
@@ -75,6 +81,8 @@ def read_layers(
     layers = tuple(map(LayerSpec, mixers, feed_forwards))
     if family.names.altup is not None:
         return gemma3n_layers(config, layers)
+    if family.names.hyper is not None:
+        return with_hyper_connections(config, layers)
     if family.has_normed_residual:
         return with_normed_residual(config, layers)
     return gemma4_layers(config, layers, context_length) if family.is_gemma4 else layers
@@ -186,7 +194,7 @@ def _feed_forward_layers(
             dense, config.per_layer("num_experts_per_tok", num_layers), strict=True
         )
     ]
-    have_experts = expert_layers(config, num_layers)
+    have_experts = expert_layers(config, family, num_layers)
     return [(experts if layer in have_experts else dense)[layer] for layer in range(num_layers)]
 
 
@@ -213,6 +221,12 @@ def _activation(config: Config, family: Family) -> Activation:
         alpha, limit = config.number("swiglu_alpha"), config.positive_number("swiglu_limit")
         return Activation(Nonlinearity.CLAMPED_SWIGLU, alpha=alpha, limit=limit)
     name = config.text("hidden_act", "silu")
+    if family.clamped_silu:
+        if name != "silu":
+            raise CheckpointError(
+                f"{config.file}: hidden_act {name} is not supported here. Supported: silu."
+            )
+        return Activation(Nonlinearity.CLAMPED_SILU, limit=config.positive_number("swiglu_limit"))
     known = {
         "silu": Nonlinearity.SILU,
         "gelu": Nonlinearity.GELU,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from services.engine.model.architecture.activation import Activation
+from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.latent_spec import LatentSpec
@@ -22,6 +23,7 @@ __all__ = [
     "DenseSpec",
     "ExpertsSpec",
     "FeedForwardSpec",
+    "HyperSpec",
     "LayerSpec",
     "MixerSpec",
     "NoFeedForward",
@@ -199,6 +201,7 @@ class BesideSpec:
 
 MixerSpec: TypeAlias = (
     AttentionSpec
+    | CompressedSpec
     | ConvolutionShape
     | DeltaShape
     | LatentSpec
@@ -225,6 +228,18 @@ class AltUpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class HyperSpec:
+    """Hyper-connections: streams of the residual that each part of a layer reads a mixture of, and
+    mixes anew."""
+
+    streams: int
+    iterations: int
+    """Rounds in which rows and columns of a mixture are divided by their sums"""
+    epsilon: float
+    """Number that is added to mixtures and sums"""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: norm → mixer → residual → norm → feed-forward layer → residual."""
 
@@ -235,7 +250,9 @@ class LayerSpec:
     has_scalar: bool = False
     """The residual is multiplied by a number at the end"""
     altup: AltUpSpec | None = None
-    """None: the residual is one stream"""
+    """None: there are no streams of this kind"""
+    hyper: HyperSpec | None = None
+    """None: there are no streams of this kind"""
     normed_factors: tuple[float, float] | None = None
     """Factors of the inputs of the mixer and the feed-forward layer, whose products take the
     residual's place in the sums; None: the parts add to the residual"""

@@ -1,11 +1,30 @@
 """Choice of a token's experts by the scores of a router."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-__all__ = ["Routing"]
+__all__ = ["Routing", "Scoring"]
+
+
+class Scoring(Enum):
+    """Functions that make experts' weights of scores; values are config.json's names."""
+
+    SOFTMAX = "softmax"
+    """Parts of a softmax over all experts"""
+    SIGMOID = "sigmoid"
+    """Each by itself, as the others below"""
+    SQRT_SOFTPLUS = "sqrtsoftplus"
+    """Square root of softplus"""
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Return the weights of all experts, float32 [n, experts]."""
+        if self is Scoring.SOFTMAX:
+            return scores.softmax(dim=1)
+        return scores.sigmoid() if self is Scoring.SIGMOID else softplus(scores).sqrt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +42,9 @@ class Routing:
     """Half the relative distance within which SparseMixer (https://arxiv.org/abs/2409.12136) weighs
     the best expert against the others; None: weights are parts of a softmax over all experts"""
 
-    has_sigmoids: bool = False
-    """True if weights are sigmoids of the scores, each by itself"""
+    scoring: Scoring = Scoring.SOFTMAX
+    is_by_token: bool = False
+    """True if a table has the experts of each token id, which scores only weigh"""
     groups: int = 1
     """Equal groups of neighbouring experts"""
     kept_groups: int = 1
@@ -40,7 +60,7 @@ class Routing:
     def is_plain(self) -> bool:
         """True if the highest parts of a softmax are chosen."""
         has_groups = self.kept_groups < self.groups
-        is_softmax = self.jitter is None and not self.has_sigmoids and self.scale == 1
+        is_softmax = self.jitter is None and self.scoring is Scoring.SOFTMAX and self.scale == 1
         return is_softmax and not self.has_bias and not has_groups
 
     def choose(self, scores: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -50,17 +70,24 @@ class Routing:
         """
         if self.jitter is not None:
             return self._mix_sparsely(scores, self.jitter)
-        weights = scores.sigmoid() if self.has_sigmoids else scores.softmax(dim=1)
+        weights = self.scoring.weights(scores)
         # equal weights may have rounded away which score is higher
         ranked = scores if bias is None else weights + bias
         if self.kept_groups < self.groups:
             ranked = self._in_best_groups(weights if bias is None else ranked)
         chosen = ranked.topk(self.per_token, dim=1).indices
+        return chosen, self._factors(weights, chosen)
+
+    def weigh(self, scores: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weights of experts that are `chosen` otherwise, int64 [n, per_token]."""
+        return self._factors(self.scoring.weights(scores), chosen)
+
+    def _factors(self, weights: Tensor, chosen: Tensor) -> Tensor:
         factors = weights.gather(1, chosen)
         if self.normalized:
             sums = factors.sum(dim=1, keepdim=True)
             factors /= sums.clamp(min=self.least_sum) if self.least_sum else sums
-        return chosen, factors if self.scale == 1 else factors * self.scale
+        return factors if self.scale == 1 else factors * self.scale
 
     def _in_best_groups(self, ranked: Tensor) -> Tensor:
         """Rank the experts of all groups but the best last."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
+from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.disentangled import DisentangledSpec
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layer_reader import read_layers
@@ -112,6 +113,12 @@ class ModelSpec:
         return {index: mixer for index, mixer in mixers if isinstance(mixer, LatentSpec)}
 
     @property
+    def compressed_layers(self) -> Mapping[int, CompressedSpec]:
+        """The layers that attend to compressed entries or to a window of such layers, by number."""
+        mixers = enumerate(layer.mixer for layer in self.layers)
+        return {index: mixer for index, mixer in mixers if isinstance(mixer, CompressedSpec)}
+
+    @property
     def has_grid_positions(self) -> bool:
         """True if the tokens of an image have a row and a column."""
         rotaries = (layer.rotary for layer in self.attention_layers.values())
@@ -153,9 +160,9 @@ class ModelSpec:
 
     @property
     def num_streams(self) -> int:
-        """Streams of AltUp; 0: the residual is a sum."""
-        altup = self.layers[0].altup
-        return 0 if altup is None else altup.streams
+        """Streams of the residual; 0: it is a sum."""
+        streams = self.layers[0].altup or self.layers[0].hyper
+        return 0 if streams is None else streams.streams
 
     def attention(self, layer: int) -> AttentionSpec:
         """Return the attention of a layer, which must have it."""

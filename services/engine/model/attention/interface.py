@@ -27,8 +27,11 @@ class KVCache:
     values: Mapping[int, Tensor]
     block_size: int
     latents: Mapping[int, Tensor] = field(default_factory=dict)
-    """Latents of each layer that is latent attention, by number, [blocks, block_size, width]: it
-    has neither keys nor values"""
+    """Latents of each layer that is latent or compressed attention, by number, [blocks,
+    block_size, width]: it has neither keys nor values"""
+    entries: Mapping[int, Tensor] = field(default_factory=dict)
+    """Entries of each layer that compresses tokens, by number, [blocks, entries of a block, width].
+    Their blocks are those of the first group"""
     states: Mapping[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """States of each recurrent layer, by number: tensors whose first dimension is the slot"""
     groups: Sequence[Sequence[int]] = ()
@@ -36,8 +39,9 @@ class KVCache:
 
     @property
     def pages(self) -> tuple[Tensor, ...]:
-        """Keys, values and latents of all layers."""
-        return (*self.keys.values(), *self.values.values(), *self.latents.values())
+        """Keys, values, latents and entries of all layers."""
+        parts = (self.keys, self.values, self.latents, self.entries)
+        return tuple(tensor for part in parts for tensor in part.values())
 
     @property
     def num_blocks(self) -> int:
@@ -46,8 +50,8 @@ class KVCache:
 
     def blocks_of(self, group: int) -> int:
         """Return the blocks of each layer of a cache group; 1 if it has no layers."""
-        layers = self._layers(group)
-        return self._of_layer(layers[0])[0].shape[0] if layers else 1
+        pages = self._pages_of(group)
+        return pages[0].shape[0] if pages else 1
 
     @property
     def num_slots(self) -> int:
@@ -57,21 +61,22 @@ class KVCache:
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy blocks: cache group, source and target each, and no target is a source."""
         for group in {copy[0] for copy in copies}:
-            layers = self._layers(group)
-            if not layers:
+            pages = self._pages_of(group)
+            if not pages:
                 continue
             places = [(source, target) for number, source, target in copies if number == group]
             index = torch.tensor(places, dtype=torch.int64)
-            index = to_device(index, self.pages[0].device)
-            for tensor in (tensor for layer in layers for tensor in self._of_layer(layer)):
+            index = to_device(index, pages[0].device)
+            for tensor in pages:
                 tensor[index[:, 1]] = tensor[index[:, 0]]
 
-    def _layers(self, group: int) -> Sequence[int]:
-        return self.groups[group] if self.groups else (*self.keys, *self.latents)
-
-    def _of_layer(self, layer: int) -> tuple[Tensor, ...]:
+    def _pages_of(self, group: int) -> tuple[Tensor, ...]:
+        """Return the tensors whose blocks are those of a group."""
+        if not self.groups:
+            return self.pages
         parts = (self.keys, self.values, self.latents)
-        return tuple(part[layer] for part in parts if layer in part)
+        own = (part[layer] for layer in self.groups[group] for part in parts if layer in part)
+        return tuple(own) if group else (*own, *self.entries.values())
 
     @staticmethod
     def allocate(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from services.engine.model.checkpoint.compressed_families import COMPRESSED_FAMILIES
 from services.engine.model.checkpoint.delta_families import DELTA_FAMILIES
 from services.engine.model.checkpoint.dense_families import DENSE_FAMILIES
 from services.engine.model.checkpoint.expert_families import EXPERT_FAMILIES
@@ -25,6 +26,7 @@ FAMILIES: Mapping[str, Family] = {
         *EXPERT_FAMILIES,
         *SIGMOID_FAMILIES,
         *LATENT_FAMILIES,
+        *COMPRESSED_FAMILIES,
         *DELTA_FAMILIES,
         *RECURRENT_FAMILIES,
     )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from services.engine.model.checkpoint.compressed_names import CompressedNames, HyperNames
 from services.engine.model.checkpoint.config import JsonObject
 from services.engine.model.checkpoint.recurrent_names import (
     ConvolutionNames,
@@ -93,6 +94,8 @@ class ExpertTensorNames:
     """Bias of the weights for the choice alone; empty: there is none"""
     choice_bias_is_row: bool = True
     """True if the file stores `choice_bias` as [1, experts], False for [experts]"""
+    by_token: str = ""
+    """Full name of the table with the experts of each token id; empty: there is none"""
     router_name: str = ""
     """The router's name in that module; empty: the last part of `router`"""
 
@@ -259,6 +262,10 @@ class TensorNames:
     """Tensors of the layers that are Mamba"""
     latent: LatentNames | None = None
     """Tensors of latent attention; None: layers have queries, keys and values"""
+    compressed: CompressedNames | None = None
+    """Tensors of compressed attention; None: layers have queries, keys and values"""
+    hyper: HyperNames | None = None
+    """Tensors of hyper-connections; None: there are none"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors that some files hold and the model does not need"""
 
@@ -346,6 +353,8 @@ class Family:
 
     architecture: str
     names: TensorNames = field(default_factory=TensorNames)
+    other_names: TensorNames | None = None
+    """Names in files of other programs; None: all have the same"""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Keys of Llama's config.json that have another name in this family's"""
     section: str | None = None
@@ -450,6 +459,13 @@ class Family:
     """Experts read rows times their weights"""
     mixes_sparsely: bool = False
     """SparseMixer chooses experts, with router_jitter_noise"""
+    reads_scoring: bool = False
+    """scoring_func says how experts are weighed"""
+    routes_by_token: bool = False
+    """All layers have experts, and tokens' ids choose them in the layers that mlp_layer_types calls
+    hash_moe"""
+    clamped_silu: bool = False
+    """The activation is SiLU, with factors bounded by swiglu_limit"""
     clamped_swiglu: bool = False
     """The activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
     encoder: EncoderTraits | None = None

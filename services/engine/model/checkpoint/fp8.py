@@ -1,19 +1,29 @@
 """FP8 weights (E4M3) with scales, and the keys of config.json that describe them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.mxfp4 import GROUP_SIZE, Mxfp4Weight
+from services.engine.model.checkpoint.quantized import QuantizedWeight, in_groups
 from services.engine.model.checkpoint.tensors import Checkpoint, FoundTensor, StoredTensor
 
 __all__ = ["Fp8Format", "Fp8Tensors"]
 
 _FLOATS = "float-quantized"
 _STORED = "F8_E4M3"
+_PACKED = "I8"
+"""Two numbers of 4 bits"""
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+_EXPONENTS = ("F8_E8M0", "U8")
+"""Powers of two, stored as their exponents plus 127"""
+_WEIGHT, _SCALE = ".weight", ".scale"
+"""Some files call the scale of a.weight a.scale"""
 _GROUPS = (64, 128)
 """Widths of blocks that the GPU's kernels multiply as they are"""
 _UNUSED = ("*.input_scale", "*.k_scale", "*.v_scale")
@@ -69,7 +79,10 @@ class Fp8Format:
 
 
 class Fp8Tensors(Checkpoint):
-    """The safetensors files of a checkpoint whose weights, or some of them, are FP8."""
+    """The safetensors files of a checkpoint whose weights, or some of them, are FP8.
+
+    Others may be MXFP4, two numbers to a byte, as the experts of DeepSeek V4 are.
+    """
 
     is_quantized = True
 
@@ -89,6 +102,8 @@ class Fp8Tensors(Checkpoint):
 
     def tensor(self, stored: StoredTensor) -> Tensor:
         """Return a view of the mapped file, or for an FP8 weight its numbers in float32."""
+        if (packed := self._packed(stored)) is not None:
+            return packed.decode()
         tensor, *scales = map(super().tensor, self._parts(stored))
         if not scales:
             return tensor
@@ -97,6 +112,16 @@ class Fp8Tensors(Checkpoint):
             for dim, (part, size) in enumerate(zip(self._format.block, stored.shape, strict=True)):
                 scale = scale.repeat_interleave(part, dim).narrow(dim, 0, size)
         return tensor.float().mul_(scale)
+
+    def quantized(self, stored: StoredTensor) -> QuantizedWeight | None:
+        packed = self._packed(stored)
+        return None if packed is None else in_groups(packed)
+
+    def mxfp4(self, stored: StoredTensor, device: torch.device) -> Mxfp4Weight | None:
+        packed = self._packed(stored)
+        if packed is None:
+            return None
+        return Mxfp4Weight(packed.blocks.to(device), packed.scales.to(device))
 
     def leaves_unquantized(self, stored: StoredTensor) -> bool:
         return not self._is_scaled(stored)
@@ -110,14 +135,41 @@ class Fp8Tensors(Checkpoint):
         return super()._num_bytes(stored, found)
 
     def _parts(self, stored: StoredTensor) -> Iterator[StoredTensor]:
-        """Yield the tensor and, if it is FP8, its scale."""
+        """Yield the tensor and, if it is FP8 or packed, its scale."""
+        if self._is_packed(stored):
+            outputs, inputs = stored.shape
+            yield replace(stored, shape=(outputs, inputs // 2), dtype=_PACKED)
+            groups = (outputs, inputs // GROUP_SIZE)
+            yield StoredTensor(self._scale_name(stored), groups, dtype=_EXPONENTS)
+            return
         yield stored
         if self._is_scaled(stored):
-            name = f"{stored.name}{self._format.suffix}"
+            name = self._scale_name(stored)
             shapes = self._format.scale_shapes(stored.shape)
             found = self._found.get(name)
             is_known = found is not None and found.shape in shapes
-            yield StoredTensor(name, found.shape if found and is_known else shapes[0])
+            shape = found.shape if found and is_known else shapes[0]
+            yield StoredTensor(name, shape, dtype=_SCALES)
+
+    def _scale_name(self, stored: StoredTensor) -> str:
+        short = f"{stored.name.removesuffix(_WEIGHT)}{_SCALE}"
+        return short if short in self._found else f"{stored.name}{self._format.suffix}"
+
+    def _packed(self, stored: StoredTensor) -> Mxfp4Weight | None:
+        """Return a weight of 4 bits; None if it is stored otherwise."""
+        if not self._is_packed(stored):
+            return None
+        codes, scales = (Checkpoint.tensor(self, part) for part in self._parts(stored))
+        outputs, groups = scales.shape
+        blocks = codes.view(torch.uint8).view(outputs, groups, GROUP_SIZE // 2)
+        return Mxfp4Weight(blocks, scales.view(torch.uint8))
+
+    def _is_packed(self, stored: StoredTensor) -> bool:
+        found = self._found.get(stored.name)
+        if found is None or found.dtype != _PACKED or len(stored.shape) != len(found.shape):
+            return False
+        outputs, inputs = stored.shape
+        return inputs % GROUP_SIZE == 0 and found.shape == (outputs, inputs // 2)
 
     def _is_scaled(self, stored: StoredTensor) -> bool:
         found = self._found.get(stored.name)

@@ -23,7 +23,8 @@ __all__ = ["Checkpoint", "FoundTensor", "StoredTensor", "TensorFiles"]
 
 _FLOATING = {"F32": 4, "BF16": 2, "F16": 2}
 """Supported dtypes of weights, as safetensors names them, and their sizes in bytes"""
-_RAW = {"U8": 1, "I8": 1, "I32": 4, "I64": 8}
+_SIZES = {**_FLOATING, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
+"""Sizes of all dtypes that some tensors may have"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
-    dtype: str | None = None
-    """Only dtype that it may have, as safetensors names it; None = any of floating-point numbers"""
+    dtype: str | tuple[str, ...] | None = None
+    """Dtypes that it may have, as safetensors names them; None = any of floating-point numbers"""
     in_any_order: bool = False
     """The file may hold the last two dimensions in the other order"""
 
@@ -193,7 +194,8 @@ class Checkpoint(TensorFiles):
         return tensor.mT if is_other else tensor
 
     def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
-        sizes = _FLOATING if stored.dtype is None else {stored.dtype: _RAW[stored.dtype]}
+        known = (stored.dtype,) if isinstance(stored.dtype, str) else stored.dtype
+        sizes = _FLOATING if known is None else {dtype: _SIZES[dtype] for dtype in known}
         if found.dtype not in sizes:
             raise CheckpointError(
                 f"{found.file}: the tensor {stored.name} is stored as {found.dtype}, which is not "

@@ -14,7 +14,7 @@ from services.engine.model.operators.interface import LayerNorm, Projection
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
 from services.engine.model.parts.tensor_reader import TensorReader
 
-__all__ = ["StoredIndex", "read_index", "stored_index"]
+__all__ = ["StoredIndex", "exact_product", "read_index", "stored_index"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ def read_index(
         queries=ordered_product(reader, stored.queries, None, _query_order(spec, order)),
         keys=ordered_product(reader, stored.keys, norm, order),
         key_norm=LayerNorm(weight, bias),
-        head_weights=_head_weights(reader, stored.head_weights, norm),
+        head_weights=exact_product(reader, stored.head_weights, norm),
     )
 
 
-def _head_weights(
+def exact_product(
     reader: TensorReader, stored: StoredLinear, norm: StoredNorm | None
 ) -> Projection:
     """Read a product that is not rounded, because it takes part in a choice, as routers do."""

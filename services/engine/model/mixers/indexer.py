@@ -18,7 +18,7 @@ from services.engine.model.mixers.latent_pages import (
 from services.engine.model.mixers.token_choice import best_places
 from services.engine.model.operators.interface import LayerNorm, Operators, Projection
 
-__all__ = ["IndexScratch", "IndexWeights", "Indexer"]
+__all__ = ["IndexScratch", "IndexWeights", "Indexer", "index_scores"]
 
 _EPSILON = 1e-6
 
@@ -134,7 +134,7 @@ class Indexer:
         for sequences, longest in decode_groups(batch, max(shape.width, shape.num_heads)):
             tables = batch.block_tables[sequences, : -(-longest // size)].long()
             mine = self._buffer.gather(keys, tables.flatten()).view(len(tables), -1, shape.width)
-            scores = _scores(queries[sequences], factors[sequences], mine.float())
+            scores = index_scores(queries[sequences], factors[sequences], mine.float())
             ends = batch.context_lengths[sequences].long()
             places[sequences] = best_places(scores, ends, self._spec.attended_tokens)
 
@@ -148,7 +148,7 @@ class Indexer:
         pieces = []
         for first in range(0, length, step):
             rows = slice(first, first + step)
-            scores = _scores(queries[rows], factors[rows], keys)
+            scores = index_scores(queries[rows], factors[rows], keys)
             pieces.append(best_places(scores, ends[rows], count))
         return torch.cat(pieces)
 
@@ -160,7 +160,7 @@ class Indexer:
         return torch.cat((rotating, rest), dim=2).float()
 
 
-def _scores(queries: Tensor, factors: Tensor, keys: Tensor) -> Tensor:
+def index_scores(queries: Tensor, factors: Tensor, keys: Tensor) -> Tensor:
     """Return the score of each token, float32 [rows, context].
 
     queries: float32 [rows, heads, width]; factors: float32 [rows, heads]; keys: float32 [context,

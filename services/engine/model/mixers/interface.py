@@ -64,6 +64,10 @@ class Mixer(ABC, Generic[S]):
         """
         raise NotImplementedError
 
+    def allocate_entries(self, num_blocks: int, block_size: int) -> Tensor:
+        """Allocate pages [blocks, entries of a block, width] of a mixer that compresses tokens."""
+        raise NotImplementedError
+
     @abstractmethod
     def project(self, rows: Tensor, scratch: S, rotations: Sequence[Rotation]) -> None:
         """Compute what the mixer combines from `rows`, the normed residual [n, hidden_size].

@@ -7,17 +7,19 @@ from typing import Any, TypeAlias
 import torch
 
 from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layers import AttentionSpec, MixerSpec, ParallelSpec
 from services.engine.model.architecture.lightning_shape import LightningShape
 from services.engine.model.architecture.mamba_shape import MambaShape
-from services.engine.model.architecture.rotary import Rotaries
+from services.engine.model.architecture.rotary import Rotaries, Rotary
 from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.mixers.attention import AttentionMixer, AttentionWeights
+from services.engine.model.mixers.compressed_mixer import CompressedMixer, CompressedWeights
 from services.engine.model.mixers.convolution import ConvolutionMixer, ConvolutionWeights
 from services.engine.model.mixers.delta_net import DeltaNetMixer, DeltaNetWeights
 from services.engine.model.mixers.delta_rule_choice import choose_delta_rule
@@ -46,6 +48,7 @@ class ParallelWeights:
 
 MixerWeights: TypeAlias = (
     AttentionWeights
+    | CompressedWeights
     | ConvolutionWeights
     | DeltaNetWeights
     | LatentWeights
@@ -70,6 +73,7 @@ class MixerMaker:
         rotated = [
             *((each.rotary, each.head_dim) for each in spec.attention_layers.values()),
             *((each.rotary, each.shared_width) for each in spec.latent_layers.values()),
+            *((each.rotary, each.rotary_width) for each in spec.compressed_layers.values()),
         ]
         self.rotaries = Rotaries(
             ((rotary, width) for rotary, width in rotated if rotary is not None), device
@@ -85,6 +89,7 @@ class MixerMaker:
         self._latents = LatentShared()
         self._runs = RunGroups()
         self._dtype = dtype
+        self._device = device
         self._scan = cache(lambda shape: choose_mamba_scan(shape, dtype, device, self._runs))
         self._selective = cache(
             lambda shape: choose_selective_scan(shape, dtype, device, self._runs)
@@ -115,6 +120,12 @@ class MixerMaker:
         if isinstance(weights, LightningWeights):
             assert isinstance(spec, LightningShape)
             return LightningMixer(layer, spec, weights, self._operators, self._runs)
+        if isinstance(weights, CompressedWeights):
+            assert isinstance(spec, CompressedSpec)
+            place = self.rotaries.index(spec.rotary, spec.rotary_width)
+            rotary = Rotary(spec.rotary, spec.rotary_width, self._device)
+            group = self._groups[layer]
+            return CompressedMixer(layer, spec, weights, place, rotary, self._operators, group)
         rotation = None
         if isinstance(weights, LatentWeights):
             assert isinstance(spec, LatentSpec)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.latent_spec import LatentSpec
@@ -19,6 +20,11 @@ from services.engine.model.mixers.attention_weights import (
     StoredAttention,
     read_attention,
     stored_attention,
+)
+from services.engine.model.mixers.compressed_weights import (
+    StoredCompressed,
+    read_compressed,
+    stored_compressed,
 )
 from services.engine.model.mixers.convolution_weights import (
     StoredConvolution,
@@ -61,6 +67,7 @@ class StoredParallel:
 
 StoredMixer: TypeAlias = (
     StoredAttention
+    | StoredCompressed
     | StoredConvolution
     | StoredDeltaNet
     | StoredLatent
@@ -91,6 +98,8 @@ def stored_mixer(names: LayerNames, spec: MixerSpec) -> StoredMixer | None:
         return stored_convolution(names, spec)
     if isinstance(spec, LatentSpec):
         return stored_latent(names, spec)
+    if isinstance(spec, CompressedSpec):
+        return stored_compressed(names, spec)
     return stored_attention(names, spec)
 
 
@@ -132,5 +141,8 @@ def read_mixer(
     if isinstance(stored, StoredLatent):
         assert isinstance(spec, LatentSpec)
         return read_latent_weights(reader, stored, spec, norm, post_norm)
+    if isinstance(stored, StoredCompressed):
+        assert isinstance(spec, CompressedSpec)
+        return read_compressed(reader, stored, spec, norm, post_norm)
     assert isinstance(spec, AttentionSpec)
     return read_attention(reader, stored, spec, norm, post_norm)

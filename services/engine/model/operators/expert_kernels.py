@@ -592,6 +592,9 @@ def _activate(
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         activated = gate * tl.sigmoid(alpha * gate) * (up + 1.0)
+    elif nonlinearity == "clamped_silu":
+        gate = tl.minimum(gate, limit)
+        activated = gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -limit), limit)
     elif nonlinearity == "relu2":
         positive = tl.maximum(gate, 0.0)
         activated = positive * positive * up

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from services.engine.kernels.library import DTYPES, Kernel, MixtureCall, Native, RoutingCall
-from services.engine.model.architecture.routing import Routing
+from services.engine.model.architecture.routing import Routing, Scoring
 from services.engine.model.operators.interface import ExpertDeltas, Mixture
 from services.engine.model.operators.looped_mixture import LoopedMixture
 
@@ -49,7 +49,8 @@ def run_mixture(native: Native, call: MixtureCall, rows: Tensor, out: Tensor) ->
 
 def routing_call(routing: Routing, experts: int, bias: Tensor | None) -> RoutingCall | None:
     """Describe a rule to the kernels; None if they don't follow it. `bias` must outlive it."""
-    if routing.scales_inputs:
+    is_known = routing.scoring is not Scoring.SQRT_SOFTPLUS and not routing.is_by_token
+    if routing.scales_inputs or not is_known:
         return None
     return RoutingCall(
         bias=None if bias is None else bias.data_ptr(),
@@ -62,7 +63,7 @@ def routing_call(routing: Routing, experts: int, bias: Tensor | None) -> Routing
         scale=routing.scale,
         jitter=routing.jitter or 0,
         is_sparse=routing.jitter is not None,
-        has_sigmoids=routing.has_sigmoids,
+        has_sigmoids=routing.scoring is Scoring.SIGMOID,
         is_normalized=routing.normalized,
     )
 

@@ -23,11 +23,33 @@ __all__ = [
     "EmptyFeedForward",
     "Experts",
     "FeedForward",
-    "FromNormed",
     "NormedExperts",
     "NormedOutput",
     "SharedExpert",
+    "TokenExperts",
+    "TokenIds",
 ]
+
+
+class TokenIds:
+    """Ids of the tokens whose rows a step computes, which all layers share."""
+
+    def __init__(self) -> None:
+        self.ids = torch.empty(0, dtype=torch.int64)
+        """int64 [n]"""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenExperts:
+    """The experts of each token id."""
+
+    table: Tensor
+    """int64 [vocab_size, per_token]"""
+    tokens: TokenIds
+
+    def of_rows(self) -> Tensor:
+        """Return the experts of the step's rows, int64 [n, per_token]."""
+        return self.table[self.tokens.ids]
 
 
 class FeedForward(ABC):
@@ -66,20 +88,6 @@ class Dense(FeedForward):
 
 
 @dataclass(frozen=True, slots=True)
-class FromNormed(FeedForward):
-    """A feed-forward layer that adds to what it reads, and replaces the residual by the sum."""
-
-    feed_forward: FeedForward
-    factor: float
-    """Factor on what it reads in the sum"""
-    operators: Operators
-
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
-        out.copy_(self.operators.plain(rows)).mul_(self.factor)
-        self.feed_forward.add_to(rows, out, inner)
-
-
-@dataclass(frozen=True, slots=True)
 class Experts(FeedForward):
     """A mixture of experts: a router picks a few per row (https://arxiv.org/abs/2101.03961)."""
 
@@ -94,6 +102,8 @@ class Experts(FeedForward):
     shared: "SharedExpert | None" = None
     routed: RoutedMixture | None = None
     """All of the layer as one kernel; None: there is no such kernel"""
+    by_token: TokenExperts | None = None
+    """Experts that are not chosen by scores; None: all are"""
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         if self.routed is not None and not self.routed.is_adapted:
@@ -101,7 +111,11 @@ class Experts(FeedForward):
             return
         scores = torch.empty(len(rows), self.count, device=rows.device)
         self.router.into(rows, scores)
-        chosen, factors = self.operators.choose(scores, self.routing, self.bias)
+        if self.by_token is None:
+            chosen, factors = self.operators.choose(scores, self.routing, self.bias)
+        else:
+            chosen = self.by_token.of_rows()
+            factors = self.routing.weigh(scores, chosen)
         if self.routing.scales_inputs:
             self._add_scaled(rows, chosen, factors, out)
         else:

@@ -15,6 +15,7 @@ from services.engine.model.architecture.layers import (
     ExpertsSpec,
     FeedForwardSpec,
 )
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.family import ExpertStack
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import (
@@ -34,6 +35,8 @@ from services.engine.model.parts.feed_forward import (
     NormedExperts,
     NormedOutput,
     SharedExpert,
+    TokenExperts,
+    TokenIds,
 )
 from services.engine.model.parts.stored import StoredNorm
 from services.engine.model.parts.stored_feed_forward import (
@@ -59,6 +62,8 @@ class FeedForwardReader:
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
+        self.tokens = TokenIds()
+        """Ids that a step must set if layers' experts depend on them"""
 
     def read(
         self,
@@ -162,7 +167,9 @@ class FeedForwardReader:
         reader.step_bytes += mixture.weight_bytes + router.weight_bytes
         router = reader.adapted(router, self._router_site(stored, norm))
         bias = self._choice_bias(stored.choice_bias)
+        by_token = self._by_token(stored.by_token, content.count)
         shared = self._shared_expert(stored.shared, content.shared, norm)
+        routed = mixture.routed(router, routing, bias, None if shared is None else shared.parts)
         layer_experts = Experts(
             router=router,
             mixture=mixture,
@@ -171,7 +178,8 @@ class FeedForwardReader:
             bias=bias,
             operators=reader.operators,
             shared=shared,
-            routed=mixture.routed(router, routing, bias, None if shared is None else shared.parts),
+            routed=routed,
+            by_token=by_token,
         )
         return reader.shard.summed_experts(layer_experts)
 
@@ -200,6 +208,17 @@ class FeedForwardReader:
             return None
         bias = self._reader.tensor(stored).flatten()
         return bias.to(self._reader.device, torch.float32, copy=True)
+
+    def _by_token(self, stored: StoredTensor | None, count: int) -> TokenExperts | None:
+        """Read the experts of each token id. Raises CheckpointError for a wrong number."""
+        if stored is None:
+            return None
+        table = self._reader.tensor(stored)
+        if table.min() < 0 or table.max() >= count:
+            raise CheckpointError(
+                f"{stored.name} must have numbers of experts, from 0 to {count - 1}."
+            )
+        return TokenExperts(table.to(self._reader.device, torch.int64, copy=True), self.tokens)
 
     def _shared_expert(
         self,

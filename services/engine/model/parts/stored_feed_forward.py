@@ -59,6 +59,8 @@ class StoredExperts:
     """Beginning of the names in this layer"""
     router: StoredLinear
     choice_bias: StoredTensor | None
+    by_token: StoredTensor | None
+    """Integers [vocab_size, per_token], the experts of each token id; None: scores choose"""
     experts: tuple[StoredDense, ...] | StackedExperts
     shared: "StoredSharedExpert | None"
 
@@ -135,15 +137,19 @@ def _experts(names: LayerNames, experts: ExpertsSpec) -> StoredExperts:
     if experts.routing.has_bias:
         shape = (1, experts.count) if own.choice_bias_is_row else (experts.count,)
         bias = names.tensor(own.choice_bias, *shape)
+    by_token, vocabulary = None, names.spec.vocab_size
+    if experts.routing.is_by_token:
+        table = names.tensor(own.by_token, vocabulary, experts.routing.per_token)
+        by_token = replace(table, dtype=("I32", "I64"))
     shared = None if experts.shared is None else _shared_expert(names, own, experts.shared)
     if own.are_stacked:
         stacked = _stacked_experts(names, own, experts)
-        return StoredExperts(names.prefix, router, bias, stacked, shared)
+        return StoredExperts(names.prefix, router, bias, by_token, stacked, shared)
     stored = []
     for number in range(experts.count):
         gate = tuple(name.format(number) for name in own.gate)
         stored.append(_dense(names, gate, own.down.format(number), experts))
-    return StoredExperts(names.prefix, router, bias, tuple(stored), shared)
+    return StoredExperts(names.prefix, router, bias, by_token, tuple(stored), shared)
 
 
 def _shared_expert(

@@ -31,6 +31,7 @@ CHUNK = 40
 FAMILIES = (
     *(
         "deepseek v3",
+        "deepseek v4",
         "glm moe dsa",
         "gemma3",
         "gpt-oss",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.engine.kernels.library import InstructionSet, Native, Numbers
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
-from services.engine.model.architecture.routing import Routing
+from services.engine.model.architecture.routing import Routing, Scoring
 from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight, Weight
 from services.engine.model.operators.grouped_operators import GroupedOperators
 from services.engine.model.operators.interface import (
@@ -231,7 +231,7 @@ class _Layer:
 ROUTINGS = [
     Routing(PER_ROW, normalized=True),
     Routing(PER_ROW, normalized=False, has_bias=True, least_sum=0.5, scale=1.5),
-    Routing(PER_ROW, normalized=True, has_sigmoids=True, groups=3, kept_groups=2, scale=2.5),
+    Routing(PER_ROW, normalized=True, scoring=Scoring.SIGMOID, groups=3, kept_groups=2, scale=2.5),
     Routing(PER_ROW, normalized=False, jitter=0.2),
 ]
 
@@ -278,7 +278,7 @@ def test_row_without_numbers_gives_none_in_its_layer(instructions: InstructionSe
     rows=st.integers(1, 40),
     groups=st.integers(1, 4),
     size=st.integers(2, 33),
-    has_sigmoids=st.booleans(),
+    scoring=st.sampled_from((Scoring.SOFTMAX, Scoring.SIGMOID)),
     normalized=st.booleans(),
     has_bias=st.booleans(),
 )
@@ -289,7 +289,7 @@ def test_kernel_chooses_as_torch_does(
     rows: int,
     groups: int,
     size: int,
-    has_sigmoids: bool,
+    scoring: Scoring,
     normalized: bool,
     has_bias: bool,
 ) -> None:
@@ -301,7 +301,7 @@ def test_kernel_chooses_as_torch_does(
         normalized,
         has_bias=has_bias,
         least_sum=0.25,
-        has_sigmoids=has_sigmoids,
+        scoring=scoring,
         groups=groups,
         kept_groups=kept,
         group_leaders=int(torch.randint(1, size + 1, ())),
@@ -336,13 +336,13 @@ def test_kernel_mixes_sparsely_as_torch_does(
     torch.testing.assert_close(factors, wanted[1])
 
 
-@pytest.mark.parametrize("has_sigmoids", [False, True])
+@pytest.mark.parametrize("scoring", [Scoring.SOFTMAX, Scoring.SIGMOID])
 @pytest.mark.parametrize("instructions", _PORTABLE, ids=lambda each: each.name)
 def test_scores_without_numbers_choose_different_experts(
-    instructions: InstructionSet, has_sigmoids: bool
+    instructions: InstructionSet, scoring: Scoring
 ) -> None:
     """An expert that does not exist, or one twice, would write past the rows of others."""
-    routing = Routing(4, normalized=True, has_sigmoids=has_sigmoids, groups=2, kept_groups=1)
+    routing = Routing(4, normalized=True, scoring=scoring, groups=2, kept_groups=1)
     scores = torch.full((2, 12), torch.nan)
     scores[1, 3] = torch.inf
     with restrict_kernels(instructions) as native:

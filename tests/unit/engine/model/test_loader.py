@@ -48,6 +48,7 @@ ARCHITECTURES = {
     "deepseek v3": "DeepseekV3ForCausalLM",
     "deepseek v3.2": "DeepseekV32ForCausalLM",
     "glm moe dsa": "GlmMoeDsaForCausalLM",
+    "deepseek v4": "DeepseekV4ForCausalLM",
     "glm4 moe": "Glm4MoeForCausalLM",
     "minimax m2": "MiniMaxM2ForCausalLM",
     "llama4": "Llama4ForCausalLM",
@@ -243,6 +244,33 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
         "glm moe dsa",
         lambda p: set_config(p, indexer_types=None, index_topk_pattern="FSX"),
         ["index_topk_pattern", "FSX"],
+    ),
+    ("deepseek v4", lambda p: set_config(p, hc_mult=0), ["hc_mult", "positive"]),
+    ("deepseek v4", lambda p: set_config(p, o_groups=3), ["o_groups", "3", "4"]),
+    ("deepseek v4", lambda p: set_config(p, num_key_value_heads=2), ["num_key_value_heads", "2"]),
+    ("deepseek v4", lambda p: set_config(p, n_routed_experts=0), ["n_routed_experts", "positive"]),
+    ("deepseek v4", lambda p: set_config(p, norm_topk_prob=False), ["norm_topk_prob"]),
+    ("deepseek v4", lambda p: set_config(p, scoring_func="softmax"), ["scoring_func softmax"]),
+    ("deepseek v4", lambda p: set_config(p, qk_rope_head_dim=7), ["qk_rope_head_dim", "7"]),
+    ("deepseek v4", lambda p: set_config(p, index_head_dim=6), ["qk_rope_head_dim", "6"]),
+    ("deepseek v4", lambda p: set_config(p, hidden_act="gelu"), ["hidden_act gelu", "silu"]),
+    (
+        "deepseek v4",
+        lambda p: set_config(p, layer_types=["full_attention"] * 5),
+        ["full_attention"],
+    ),
+    ("deepseek v4", lambda p: set_config(p, mlp_layer_types=["moe"] * 4), ["mlp_layer_types", "4"]),
+    (
+        "deepseek v4",
+        lambda p: set_config(p, layer_types=None, compress_ratios=[0, 4, 64, 4, 0]),
+        ["compress_ratios", "64", "128"],
+    ),
+    (
+        "deepseek v4",
+        lambda p: set_tensor(
+            p, "model.layers.0.ffn.gate.tid2eid", torch.full((97, 3), 8, dtype=torch.int64)
+        ),
+        ["layers.0.ffn.gate.tid2eid", "0 to 7"],
     ),
     ("glm4 moe", lambda p: set_config(p, n_group=3), ["n_group", "3", "8 experts"]),
     ("llama4", lambda p: set_config(p, attention_chunk_size=48), ["attention_chunk_size", "48"]),
@@ -471,6 +499,7 @@ DEFAULTED = [
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
     *("deepseek v3", "solar open", "minimax m2", "hy v3", "glm4 moe lite", "llama4", "afmoe"),
     *("youtu", "minicpm3", "mistral4", "opt", "falcon", "deepseek v3.2", "glm moe dsa"),
+    "deepseek v4",
     *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
 ]
 LEAST_KEYS = {

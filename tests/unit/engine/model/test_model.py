@@ -113,7 +113,7 @@ def test_omitted_rows_leave_the_other_logits_unchanged(reference: Reference) -> 
         assert_equal(ours[computed], reference.logits(tokens)[computed])
 
 
-@pytest.mark.parametrize("name", ["deepseek v3.2", "glm moe dsa"])
+@pytest.mark.parametrize("name", ["deepseek v3.2", "deepseek v4", "glm moe dsa"])
 def test_sparse_attention_of_short_texts_reads_all_tokens(name: str, tmp_path: Path) -> None:
     """Up to index_topk tokens, the published models are dense."""
     config = copy.deepcopy(CONFIGS[name])
@@ -206,6 +206,7 @@ def test_half_precision_stays_close_to_float32(
         *("gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"),
         *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
         *("glm4 moe lite", "lfm2", "bamba", "mamba", "minimax"),
+        "deepseek v4",
     ],
 )
 def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:

@@ -7,13 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, DeepseekV4Config, PreTrainedConfig, Qwen3MoeConfig
 
 from services.engine.execution import loaded_model
 from services.engine.execution.loaded_model import load
 from services.engine.model.loader import load_model
 from services.engine.settings import EngineSettings
-from tests.unit.engine.checkpoints import CONFIGS, SHAPE, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints import (
+    COMPRESSED,
+    CONFIGS,
+    SHAPE,
+    Driver,
+    make_checkpoint,
+    random_tokens,
+)
 
 MIB = 1 << 20
 LARGE: Mapping[str, PreTrainedConfig] = {
@@ -32,6 +39,17 @@ LARGE: Mapping[str, PreTrainedConfig] = {
         qk_nope_head_dim=64,
         qk_rope_head_dim=32,
         v_head_dim=64,
+    ),
+    "compressed attention": DeepseekV4Config(
+        **COMPRESSED
+        | {"num_hidden_layers": 1, "max_position_embeddings": 8192, "head_dim": 96}
+        | {"layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["hash_moe"]}
+        | {"index_head_dim": 32, "index_topk": 256, "sliding_window": 128},
+    ),
+    "streams": DeepseekV4Config(
+        **COMPRESSED
+        | {"num_hidden_layers": 2, "max_position_embeddings": 8192, "hidden_size": 1024}
+        | {"layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["hash_moe"] * 2},
     ),
 }
 

@@ -94,6 +94,7 @@ FAMILIES = (
     "deepseek v2",
     "deepseek v3",
     "deepseek v3.2",
+    "deepseek v4",
     "glm moe dsa",
     "glm4 moe",
     "kimi linear",

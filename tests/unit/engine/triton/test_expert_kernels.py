@@ -47,6 +47,7 @@ ACTIVATIONS = {
     "relu2": Activation(Nonlinearity.RELU_SQUARED),
     "gelu_tanh": Activation(Nonlinearity.GELU_TANH),
     "clamped": CLAMPED,
+    "clamped silu": Activation(Nonlinearity.CLAMPED_SILU, limit=0.8),
 }
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from services.engine.model.architecture.routing import Routing
+from services.engine.model.architecture.routing import Routing, Scoring
 
 SCORES = torch.tensor([[2.0, 1.9, 0.5, -1.0]])
 
@@ -36,7 +36,13 @@ GROUPED = torch.tensor([[0.9, -4.0, 0.7, 0.6, 0.8, -3.0, -1.0, -2.0]])
 def test_experts_come_from_the_groups_with_the_best_two() -> None:
     """The best expert of all is in a group whose second one is poor."""
     routing = Routing(
-        2, normalized=True, has_sigmoids=True, groups=4, kept_groups=1, group_leaders=2, scale=2.5
+        2,
+        normalized=True,
+        scoring=Scoring.SIGMOID,
+        groups=4,
+        kept_groups=1,
+        group_leaders=2,
+        scale=2.5,
     )
     chosen, factors = routing.choose(GROUPED, None)
     assert chosen.tolist() == [[2, 3]]
