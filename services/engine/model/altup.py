@@ -121,7 +121,7 @@ class AltUp(Residual):
     merger: Merger | None
     """None: this is not the last layer"""
 
-    def begin(self, rows: ResidualRows) -> None:
+    def begin(self, rows: ResidualRows) -> Tensor:
         streams = _streams(rows)
         if self.expansion is not None:
             self.expansion.fill(rows, streams)
@@ -130,6 +130,7 @@ class AltUp(Residual):
         coefficients = self.router.weights(rows) @ self.prediction
         streams += coefficients.view(-1, count, count).to(streams.dtype) @ streams
         rows.hidden.copy_(streams[:, self.active])
+        return rows.hidden
 
     def bypass(self, rows: ResidualRows) -> None:
         self.laurel.add_to(rows.normed, rows.hidden)

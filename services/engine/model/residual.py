@@ -20,15 +20,16 @@ class ResidualRows:
     normed: Tensor
     """[n, hidden_size] in the layout of products, scratch space between the parts of a layer"""
     streams: Tensor | None
-    """[n, streams, hidden_size], the streams of AltUp; None: `hidden` is the only one"""
+    """[n, streams, hidden_size]: the streams of AltUp, or the residual before a shared block and
+    the embedding; None: `hidden` is all"""
 
 
 class Residual(ABC):
     """The residual of one layer."""
 
     @abstractmethod
-    def begin(self, rows: ResidualRows) -> None:
-        """Fill `hidden` with what the layer reads."""
+    def begin(self, rows: ResidualRows) -> Tensor:
+        """Fill `hidden` with what the layer reads; return the rows of the mixer's norm."""
 
     @abstractmethod
     def bypass(self, rows: ResidualRows) -> None:
@@ -52,8 +53,9 @@ class OneStream(Residual):
     scalar: float = 1.0
     """Factor on the residual at the end"""
 
-    def begin(self, rows: ResidualRows) -> None:
+    def begin(self, rows: ResidualRows) -> Tensor:
         """Leave `hidden` as the previous layer has left it."""
+        return rows.hidden
 
     def bypass(self, rows: ResidualRows) -> None:
         """Add nothing."""
@@ -74,8 +76,9 @@ class NormedResidual(Residual):
     factor: float
     """Factor on the norm's output"""
 
-    def begin(self, rows: ResidualRows) -> None:
+    def begin(self, rows: ResidualRows) -> Tensor:
         """Leave `hidden` as the previous layer has left it."""
+        return rows.hidden
 
     def bypass(self, rows: ResidualRows) -> None:
         rows.hidden.copy_(self.operators.plain(rows.normed)).mul_(self.factor)

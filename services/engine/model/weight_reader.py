@@ -23,6 +23,8 @@ from services.engine.model.parts.feed_forward import FromNormed
 from services.engine.model.parts.feed_forward_reader import FeedForwardReader
 from services.engine.model.parts.tensor_reader import TensorReader, without_mean
 from services.engine.model.residual import NormedResidual, OneStream, Residual
+from services.engine.model.shared_block import AfterBlock
+from services.engine.model.shared_block_reader import SharedBlockReader
 
 __all__ = ["WeightReader"]
 
@@ -33,6 +35,7 @@ class WeightReader:
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
         self._feed_forwards = FeedForwardReader(reader)
+        self._shared_blocks = SharedBlockReader(reader)
 
     def read(self, manifest: Manifest) -> DecoderWeights:
         self._reader.root = manifest.root
@@ -66,6 +69,8 @@ class WeightReader:
         )
 
     def _layer(self, stored: StoredLayer, spec: LayerSpec) -> LayerWeights:
+        if stored.shared_block is not None:
+            return self._shared_blocks.read(stored, stored.shared_block, spec)
         mixer = read_mixer(
             self._reader, stored.mixer, spec.mixer, stored.mixer_norm, stored.mixer_post_norm
         )
@@ -95,6 +100,8 @@ class WeightReader:
             return read_altup(reader, stored.altup, spec.altup, own)
         if spec.normed_factors is not None:
             return NormedResidual(reader.operators, spec.normed_factors[0])
+        if spec.follows_block:
+            return AfterBlock()
         scalar = 1.0 if stored.scalar is None else reader.tensor(stored.scalar).item()
         return OneStream(reader.operators, own, scalar)
 

@@ -105,6 +105,7 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
     YoutuConfig,
+    Zamba2Config,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import (
@@ -226,6 +227,19 @@ MAMBA1: dict[str, Any] = {
     "num_hidden_layers": 3,
     "initializer_range": 0.2,
     "state_size": 16,
+}
+ZAMBA2: dict[str, Any] = SHAPE | {
+    "num_hidden_layers": 6,
+    "layers_block_type": [
+        *("linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention", "hybrid")
+    ],
+    "initializer_range": 0.1,
+    "adapter_rank": 32,
+    "mamba_d_state": 16,
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
 }
 MULTIPLIERS: dict[str, Any] = {
     "attention_in_multiplier": 0.9,
@@ -839,6 +853,19 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attn_layer_offset=1,
         mamba_dt_rank=8,
         mamba_proj_bias=True,
+    ),
+    "zamba2": Zamba2Config(**ZAMBA2),  # widths of the tiled kernels
+    "zamba2, shared twice": Zamba2Config(
+        **ZAMBA2, num_mem_blocks=2, use_shared_attention_adapter=True
+    ),
+    "zamba2, adapters": Zamba2Config(
+        **ZAMBA2 | {"tie_word_embeddings": False},
+        num_mem_blocks=2,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+        add_bias_linear=True,
+        time_step_min=0.1,
+        rms_norm_eps=1e-3,
     ),
     "minimax": MiniMaxConfig(  # heads of the tiled kernels
         **SHAPE | {"num_hidden_layers": 4, "num_attention_heads": 2},

@@ -27,6 +27,7 @@ __all__ = [
     "LayerInputNames",
     "MultimodalAxes",
     "QkNorm",
+    "SharedBlockNames",
     "TensorNames",
     "WindowRule",
 ]
@@ -195,6 +196,24 @@ class AltUpNames:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBlockNames:
+    """Modules of Zamba's hybrid depths."""
+
+    block: str
+    """Module of attention and the feed-forward layer, which several depths share"""
+    mamba: str = "mamba_decoder"
+    output: str = "linear"
+    """Product of the block's output"""
+    has_adapters: bool = False
+    """Depths add products of low rank"""
+    qkv_adapters: tuple[str, ...] = tuple(
+        f"self_attn.linear_{part}_adapter_list.{{}}" for part in "qkv"
+    )
+    """Products of low rank that a depth adds to attention's; "{}" is the depth's number"""
+    gate_adapter: str = "feed_forward.gate_up_proj_adapter_list.{}"
+
+
+@dataclass(frozen=True, slots=True)
 class BesideNames:
     """Tensor names of the norms and factors of experts beside a dense layer."""
 
@@ -257,6 +276,8 @@ class TensorNames:
     """Tensors of the layers that are lightning attention"""
     selective: SelectiveNames | None = None
     """Tensors of the layers that are Mamba"""
+    shared_block: SharedBlockNames | None = None
+    """Blocks whose weights several depths share; None: each layer has its own"""
     latent: LatentNames | None = None
     """Tensors of latent attention; None: layers have queries, keys and values"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)

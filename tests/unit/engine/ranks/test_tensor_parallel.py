@@ -110,6 +110,7 @@ FAMILIES = (
     "mamba2, biases",
     "falcon mamba",
     "jamba",
+    "zamba2, adapters",
     "minimax",
 )
 _WIDE: dict[str, Any] = {
@@ -156,6 +157,7 @@ ADAPTED = (
     "mamba2, biases",
     "falcon mamba",
     "jamba",
+    "zamba2, adapters",
     "minimax",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,
