@@ -106,6 +106,7 @@ from transformers import (
     Starcoder2Config,
     YoutuConfig,
     Zamba2Config,
+    ZambaConfig,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import (
@@ -852,6 +853,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attn_layer_period=3,
         attn_layer_offset=1,
         mamba_dt_rank=8,
+        mamba_proj_bias=True,
+    ),
+    "zamba": ZambaConfig(  # widths of the tiled kernels
+        **SHAPE | {"num_hidden_layers": 6, "initializer_range": 0.1, "tie_word_embeddings": True},
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_dt_rank=32,
         mamba_proj_bias=True,
     ),
     "zamba2": Zamba2Config(**ZAMBA2),  # widths of the tiled kernels

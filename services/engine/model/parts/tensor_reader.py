@@ -46,6 +46,7 @@ __all__ = [
     "arranged",
     "shard_rows",
     "split_parts",
+    "take_columns",
     "take_rows",
     "without_mean",
 ]

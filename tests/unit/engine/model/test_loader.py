@@ -66,6 +66,7 @@ ARCHITECTURES = {
     "mamba": "MambaForCausalLM",
     "falcon mamba": "FalconMambaForCausalLM",
     "jamba": "JambaForCausalLM",
+    "zamba": "ZambaForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
     "minimax": "MiniMaxForCausalLM",
 }

@@ -110,6 +110,7 @@ FAMILIES = (
     "mamba2, biases",
     "falcon mamba",
     "jamba",
+    "zamba",
     "zamba2, adapters",
     "minimax",
 )
@@ -157,6 +158,7 @@ ADAPTED = (
     "mamba2, biases",
     "falcon mamba",
     "jamba",
+    "zamba",
     "zamba2, adapters",
     "minimax",
 )
