@@ -14,6 +14,7 @@ from transformers import (
     AfmoeConfig,
     ApertusConfig,
     ArceeConfig,
+    BailingHybridConfig,
     BambaConfig,
     Cohere2Config,
     CohereConfig,
@@ -766,6 +767,23 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         moe_intermediate_size=24,
         n_group=4,
         topk_group=2,
+    ),
+    "bailing hybrid": BailingHybridConfig(
+        **LATENT
+        | {"initializer_range": 0.1, "q_lora_rank": None, "num_hidden_layers": 4, "head_dim": 16},
+        layer_group_size=2,
+        first_k_dense_replace=1,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_group=4,
+        topk_group=2,
+    ),
+    "bailing hybrid, unbounded": BailingHybridConfig(
+        **LATENT | {"initializer_range": 0.1, "num_hidden_layers": 3, "head_dim": 16},
+        layer_group_size=3,
+        first_k_dense_replace=3,
+        kda_safe_gate=False,
     ),
     "lfm2": Lfm2Config(  # heads of the tiled kernels
         **SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1},

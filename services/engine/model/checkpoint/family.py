@@ -119,9 +119,9 @@ class DeltaNetNames:
     gate: tuple[str, str] | None = None
     """Two products in a row that compute the output gate; None: one product does"""
     decay: tuple[str, str] | None = None
-    """Two products in a row that compute a decay for each channel of a key; None: one for a head"""
-    decay_module: str = ""
-    """Module of the decay in transformers 5, whose names adapters have; empty: there is none"""
+    """Two products in a row that compute the decay; None: one product does"""
+    decays_channels: bool = False
+    """Each channel of a key has a decay, rather than each head"""
     convolution: tuple[str, ...] = ("linear_attn.conv1d.weight",)
     """One tensor, or one each for queries, keys and values"""
     a_log: str = "linear_attn.A_log"
@@ -247,7 +247,8 @@ class TensorNames:
     sinks: str | None = None
     """Attention sinks: one extra logit in each head's softmax, without a value"""
     output_gate: str | None = None
-    """Gate of attention's output in a tensor of its own; None: none, or behind the queries"""
+    """Gate of attention's output in a tensor of its own; None: none, or behind the queries. That of
+    latent attention has one output for each head"""
     output: str = "self_attn.o_proj"
     attention_post_norm: str | None = None
     """Norm of attention's output before it joins the residual"""
@@ -280,6 +281,9 @@ class TensorNames:
     """Blocks whose weights several depths share; None: each layer has its own"""
     latent: LatentNames | None = None
     """Tensors of latent attention; None: layers have queries, keys and values"""
+    adapter_names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names, and what transformers 5 has in their place, whose names adapters have; the
+    first that a name has counts"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors that some files hold and the model does not need"""
 

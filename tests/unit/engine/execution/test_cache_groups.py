@@ -33,6 +33,7 @@ FAMILIES = (
         "glm moe dsa",
         "gemma3",
         "gpt-oss",
+        "bailing hybrid",
         "kimi linear",
         "mistral, window",
         "olmo hybrid",

@@ -56,6 +56,7 @@ ARCHITECTURES = {
     "afmoe": "AfmoeForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
+    "bailing hybrid": "BailingHybridForCausalLM",
     "kimi linear": "KimiLinearForCausalLM",
     "lfm2 moe": "Lfm2MoeForCausalLM",
     "granite hybrid": "GraniteMoeHybridForCausalLM",
