@@ -286,6 +286,7 @@ class DeltaRuleCall(ctypes.Structure):
         ("value_dim", c_int64),
         ("conv_width", c_int64),
         ("epsilon", c_float),
+        ("least_decay", c_float),
         ("is_silu", c_int32),
         ("decays_channels", c_int32),
         ("doubles_beta", c_int32),

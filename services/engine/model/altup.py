@@ -121,7 +121,7 @@ class AltUp(Residual):
     merger: Merger | None
     """None: this is not the last layer"""
 
-    def begin(self, rows: ResidualRows) -> None:
+    def begin(self, rows: ResidualRows) -> Tensor:
         streams = _streams(rows)
         if self.expansion is not None:
             self.expansion.fill(rows, streams)
@@ -130,6 +130,7 @@ class AltUp(Residual):
         coefficients = self.router.weights(rows) @ self.prediction
         streams += coefficients.view(-1, count, count).to(streams.dtype) @ streams
         rows.hidden.copy_(streams[:, self.active])
+        return rows.hidden
 
     def bypass(self, rows: ResidualRows) -> None:
         self.laurel.add_to(rows.normed, rows.hidden)
@@ -137,9 +138,6 @@ class AltUp(Residual):
 
     def turn(self, rows: ResidualRows) -> None:
         """Leave `hidden` as the mixer has left it."""
-
-    def bypass_again(self, rows: ResidualRows) -> None:
-        """Add nothing."""
 
     def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
         streams = _streams(rows)

@@ -76,8 +76,7 @@ class Activations:
     inputs: Tensor | None
     """[tokens, layers, width], what each token has for each layer alone; None: there is none"""
     streams: Tensor | None
-    """[tokens, streams, hidden_size], the streams of AltUp or hyper-connections; None:
-    `hidden` is the only one"""
+    """[tokens, streams, hidden_size], as in `ResidualRows`; None: `hidden` is all"""
 
     @property
     def residual(self) -> ResidualRows:
@@ -363,11 +362,13 @@ class Decoder(Model):
     def _project(self, index: int, buffers: Activations) -> None:
         """Compute what a layer's mixer combines from the residual."""
         layer = self._layers[index]
-        layer.residual.begin(buffers.residual)
+        read, normed = layer.residual.begin(buffers.residual), buffers.normed
+        if read.shape != normed.shape:
+            normed = self._operators.temporary(*read.shape)
         mixer, scratch = self._mixing(index, buffers)
         if not mixer.is_empty:
-            self._norm(buffers.hidden, layer.mixer_norm, buffers.normed)
-        mixer.project(buffers.normed, scratch, buffers.rotations)
+            self._norm(read, layer.mixer_norm, normed)
+        mixer.project(normed, scratch, buffers.rotations)
         layer.residual.bypass(buffers.residual)
 
     def _keep(self, batch: StepBatch, buffers: Activations) -> None:
@@ -398,6 +399,8 @@ class Decoder(Model):
         """Compute what all layers share: the embeddings and the rotations."""
         self._embed(batch, buffers.hidden)
         self._weights.tokens.ids = batch.token_ids
+        if self.spec.keeps_embedding and buffers.streams is not None:
+            buffers.streams[:, 1] = buffers.hidden
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
         self._rotaries.compute(positions, buffers.rotations)
         inputs = self._weights.layer_inputs

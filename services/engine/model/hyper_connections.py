@@ -89,11 +89,12 @@ class HyperConnections(Residual):
     head: StreamMixture | None
     """Factors of the streams in the output of the last layer; None: this is another layer"""
 
-    def begin(self, rows: ResidualRows) -> None:
+    def begin(self, rows: ResidualRows) -> Tensor:
         streams = _streams(rows)
         if self.is_first:
             streams.copy_(rows.hidden[:, None].expand_as(streams))
         self.mixer.read(streams, rows.hidden)
+        return rows.hidden
 
     def bypass(self, rows: ResidualRows) -> None:
         rows.hidden.zero_()

@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from services.engine.model.architecture.delta_shape import DeltaShape
-from services.engine.model.architecture.layers import NoFeedForward, NoMixer
+from services.engine.model.architecture.layers import (
+    AttentionSpec,
+    MixerSpec,
+    NoFeedForward,
+    NoMixer,
+)
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.stored import StoredMixer, stored_mixer
@@ -13,6 +18,7 @@ from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredN
 from services.engine.model.parts.stored_altup import StoredAltUp, stored_altup
 from services.engine.model.parts.stored_feed_forward import StoredFeedForward, stored_feed_forward
 from services.engine.model.parts.stored_hyper import StoredHyper, stored_hyper
+from services.engine.model.parts.stored_shared_block import StoredSharedBlock, stored_shared_block
 
 __all__ = ["Manifest", "StoredLayer"]
 
@@ -29,6 +35,7 @@ class StoredLayer:
     scalar: StoredTensor | None
     altup: StoredAltUp | None
     hyper: StoredHyper | None
+    shared_block: StoredSharedBlock | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +92,16 @@ class Manifest:
         )
 
     def tensors(self) -> Iterator[StoredTensor]:
-        return _tensors(self)
+        """Yield each tensor once, also those that several layers share."""
+        yield from dict.fromkeys(_tensors(self))
 
 
 def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
     own, layer = spec.family.names, spec.layers[index]
     if isinstance(layer.mixer, DeltaShape):
         own = own.in_delta_layers
-    names = LayerNames(spec, f"{root}{own.layers}.{index}.")
+    below = f"{root}{own.layers}."
+    names = LayerNames(spec, f"{below}{layer.place or index}.")
     mixer_post_norm, altup = names.norm(own.attention_post_norm), None
     if layer.altup is not None:
         assert mixer_post_norm is not None
@@ -100,7 +109,7 @@ def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
         altup = stored_altup(names, LayerNames(spec, root), layer.altup, index)
     shares_norm = spec.parallel_residual and spec.family.shares_norm
     return StoredLayer(
-        mixer_norm=None if isinstance(layer.mixer, NoMixer) else names.norm(own.attention_norm),
+        mixer_norm=_mixer_norm(names, own.attention_norm, layer.mixer),
         mixer=stored_mixer(names, layer.mixer),
         mixer_post_norm=mixer_post_norm,
         feed_forward_norm=None
@@ -112,7 +121,18 @@ def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
         scalar=names.tensor(own.layer_scalar, 1) if layer.has_scalar else None,
         altup=altup,
         hyper=None if layer.hyper is None else stored_hyper(names, LayerNames(spec, root), index),
+        shared_block=None
+        if layer.shared_block is None
+        else stored_shared_block(names, LayerNames(spec, below), layer),
     )
+
+
+def _mixer_norm(names: LayerNames, name: str | None, mixer: MixerSpec) -> StoredNorm | None:
+    if isinstance(mixer, NoMixer):
+        return None
+    if isinstance(mixer, AttentionSpec) and mixer.input_width:
+        return StoredNorm(names.tensor(f"{name}.weight", mixer.input_width), None)
+    return names.norm(name)
 
 
 def _layer_input(names: LayerNames, width: int) -> StoredLayerInput:

@@ -20,28 +20,27 @@ class ResidualRows:
     normed: Tensor
     """[n, hidden_size] in the layout of products, scratch space between the parts of a layer"""
     streams: Tensor | None
-    """[n, streams, hidden_size], the streams of AltUp or hyper-connections; None: `hidden` is
-    the only one"""
+    """[n, streams, hidden_size]: the streams of AltUp or hyper-connections, or the residual before
+    a shared block and the embedding; None: `hidden` is all"""
 
 
 class Residual(ABC):
     """The residual of one layer."""
 
     @abstractmethod
-    def begin(self, rows: ResidualRows) -> None:
-        """Fill `hidden` with what the layer reads."""
+    def begin(self, rows: ResidualRows) -> Tensor:
+        """Fill `hidden` with what the layer reads; return the rows of the mixer's norm."""
 
-    @abstractmethod
-    def bypass(self, rows: ResidualRows) -> None:
-        """Add to `hidden` what is computed from `normed` beside the mixer, which reads it too."""
+    def bypass(self, rows: ResidualRows) -> None:  # noqa: B027
+        """Change `hidden` before the mixer, which reads `normed`, adds to it; most leave it."""
 
-    @abstractmethod
-    def turn(self, rows: ResidualRows) -> None:
-        """Fill `hidden` with what the feed-forward layer reads, after the mixer has added to it."""
+    def turn(self, rows: ResidualRows) -> None:  # noqa: B027
+        """Fill `hidden` with what the feed-forward layer reads, after the mixer has added to it;
+        most leave what is there."""
 
-    @abstractmethod
-    def bypass_again(self, rows: ResidualRows) -> None:
-        """Change `hidden` before the feed-forward layer, which reads `normed`, adds to it."""
+    def bypass_again(self, rows: ResidualRows) -> None:  # noqa: B027
+        """Change `hidden` before the feed-forward layer, which reads `normed`, adds to it; most
+        leave it."""
 
     @abstractmethod
     def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
@@ -61,17 +60,9 @@ class OneStream(Residual):
     scalar: float = 1.0
     """Factor on the residual at the end"""
 
-    def begin(self, rows: ResidualRows) -> None:
+    def begin(self, rows: ResidualRows) -> Tensor:
         """Leave `hidden` as the previous layer has left it."""
-
-    def bypass(self, rows: ResidualRows) -> None:
-        """Add nothing."""
-
-    def turn(self, rows: ResidualRows) -> None:
-        """Leave `hidden` as the mixer has left it."""
-
-    def bypass_again(self, rows: ResidualRows) -> None:
-        """Add nothing."""
+        return rows.hidden
 
     def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
         if self.input is not None and inputs is not None:
@@ -89,14 +80,12 @@ class NormedResidual(Residual):
     factors: tuple[float, float]
     """Factors on the outputs of the norms before the mixer and before the feed-forward layer"""
 
-    def begin(self, rows: ResidualRows) -> None:
+    def begin(self, rows: ResidualRows) -> Tensor:
         """Leave `hidden` as the previous layer has left it."""
+        return rows.hidden
 
     def bypass(self, rows: ResidualRows) -> None:
         rows.hidden.copy_(self.operators.plain(rows.normed)).mul_(self.factors[0])
-
-    def turn(self, rows: ResidualRows) -> None:
-        """Leave `hidden` as the mixer has left it."""
 
     def bypass_again(self, rows: ResidualRows) -> None:
         rows.hidden.copy_(self.operators.plain(rows.normed)).mul_(self.factors[1])

@@ -23,6 +23,8 @@ from services.engine.model.operators.interface import NormedProjection
 from services.engine.model.parts.feed_forward_reader import FeedForwardReader
 from services.engine.model.parts.tensor_reader import TensorReader, without_mean
 from services.engine.model.residual import NormedResidual, OneStream, Residual
+from services.engine.model.shared_block import AfterBlock
+from services.engine.model.shared_block_reader import SharedBlockReader
 
 __all__ = ["WeightReader"]
 
@@ -33,6 +35,7 @@ class WeightReader:
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
         self._feed_forwards = FeedForwardReader(reader)
+        self._shared_blocks = SharedBlockReader(reader)
 
     def read(self, manifest: Manifest) -> DecoderWeights:
         self._reader.root = manifest.root
@@ -67,6 +70,8 @@ class WeightReader:
         )
 
     def _layer(self, stored: StoredLayer, spec: LayerSpec) -> LayerWeights:
+        if stored.shared_block is not None:
+            return self._shared_blocks.read(stored, stored.shared_block, spec)
         mixer = read_mixer(
             self._reader, stored.mixer, spec.mixer, stored.mixer_norm, stored.mixer_post_norm
         )
@@ -96,6 +101,8 @@ class WeightReader:
             return read_hyper_connections(reader, stored.hyper, spec.hyper)
         if spec.normed_factors is not None:
             return NormedResidual(reader.operators, spec.normed_factors)
+        if spec.follows_block:
+            return AfterBlock()
         scalar = 1.0 if stored.scalar is None else reader.tensor(stored.scalar).item()
         return OneStream(reader.operators, own, scalar)
 

@@ -14,6 +14,7 @@ from transformers import (
     AfmoeConfig,
     ApertusConfig,
     ArceeConfig,
+    BailingHybridConfig,
     BambaConfig,
     Cohere2Config,
     CohereConfig,
@@ -106,6 +107,8 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
     YoutuConfig,
+    Zamba2Config,
+    ZambaConfig,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.modeling_auto import (
@@ -263,6 +266,19 @@ MAMBA1: dict[str, Any] = {
     "num_hidden_layers": 3,
     "initializer_range": 0.2,
     "state_size": 16,
+}
+ZAMBA2: dict[str, Any] = SHAPE | {
+    "num_hidden_layers": 6,
+    "layers_block_type": [
+        *("linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention", "hybrid")
+    ],
+    "initializer_range": 0.1,
+    "adapter_rank": 32,
+    "mamba_d_state": 16,
+    "mamba_ngroups": 2,
+    "n_mamba_heads": 8,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
 }
 MULTIPLIERS: dict[str, Any] = {
     "attention_in_multiplier": 0.9,
@@ -790,6 +806,23 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         n_group=4,
         topk_group=2,
     ),
+    "bailing hybrid": BailingHybridConfig(
+        **LATENT
+        | {"initializer_range": 0.1, "q_lora_rank": None, "num_hidden_layers": 4, "head_dim": 16},
+        layer_group_size=2,
+        first_k_dense_replace=1,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_group=4,
+        topk_group=2,
+    ),
+    "bailing hybrid, unbounded": BailingHybridConfig(
+        **LATENT | {"initializer_range": 0.1, "num_hidden_layers": 3, "head_dim": 16},
+        layer_group_size=3,
+        first_k_dense_replace=3,
+        kda_safe_gate=False,
+    ),
     "lfm2": Lfm2Config(  # heads of the tiled kernels
         **SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1},
         layer_types=["conv", "full_attention", "conv"],
@@ -877,6 +910,26 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attn_layer_offset=1,
         mamba_dt_rank=8,
         mamba_proj_bias=True,
+    ),
+    "zamba": ZambaConfig(  # widths of the tiled kernels
+        **SHAPE | {"num_hidden_layers": 6, "initializer_range": 0.1, "tie_word_embeddings": True},
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_dt_rank=32,
+        mamba_proj_bias=True,
+    ),
+    "zamba2": Zamba2Config(**ZAMBA2),  # widths of the tiled kernels
+    "zamba2, shared twice": Zamba2Config(
+        **ZAMBA2, num_mem_blocks=2, use_shared_attention_adapter=True
+    ),
+    "zamba2, adapters": Zamba2Config(
+        **ZAMBA2 | {"tie_word_embeddings": False},
+        num_mem_blocks=2,
+        use_shared_attention_adapter=True,
+        use_mem_rope=True,
+        add_bias_linear=True,
+        time_step_min=0.1,
+        rms_norm_eps=1e-3,
     ),
     "minimax": MiniMaxConfig(  # heads of the tiled kernels
         **SHAPE | {"num_hidden_layers": 4, "num_attention_heads": 2},

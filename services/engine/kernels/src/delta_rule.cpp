@@ -107,8 +107,9 @@ float dot(const float *a, const float *b, int64_t width) {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// Returns e^(-rate * softplus(x)).
-inline float decay_of(float x, float rate) {
+// Returns e^(-rate * softplus(x)), or e^(least * sigmoid(rate * x)) if decays are bounded.
+inline float decay_of(float x, float rate, float least) {
+  if (least < 0) return exponential(least * sigmoid(rate * x));
   return exponential(-rate * (x > 20.0f ? x : log1pf(exponential(x))));
 }
 
@@ -292,15 +293,15 @@ class Head {
 
   void decay(int64_t token, float *to) const {
     const T *from = static_cast<const T *>(d_.decay) + token * d_.decay_stride;
-    const float rate = d_.rates[head_];
+    const float rate = d_.rates[head_], least = d_.least_decay;
     if (!d_.decays_channels) {
-      const float factor = decay_of(load(from[head_]) + d_.decay_bias[head_], rate);
+      const float factor = decay_of(load(from[head_]) + d_.decay_bias[head_], rate, least);
       for (int64_t i = 0; i < d_.key_dim; i++) to[i] = factor;
       return;
     }
     const int64_t first = head_ * d_.key_dim;
     for (int64_t i = 0; i < d_.key_dim; i++)
-      to[i] = decay_of(load(from[first + i]) + d_.decay_bias[first + i], rate);
+      to[i] = decay_of(load(from[first + i]) + d_.decay_bias[first + i], rate, least);
   }
 
   // Advances the state in `source` by one token into `target`. The state is read from memory once:

@@ -207,6 +207,7 @@ struct tw_delta {
   int64_t value_dim;
   int64_t conv_width;
   float epsilon;
+  float least_decay;  // bound of decays' logarithms, below 0; 0: decays are not bounded
   int32_t is_silu;  // whether the output is times silu(gate), else times sigmoid(gate)
   int32_t decays_channels;
   int32_t doubles_beta;

@@ -1,5 +1,6 @@
 """Gated delta nets of a decoder, read from config.json."""
 
+import math
 from collections.abc import Mapping
 
 from services.engine.model.architecture.delta_shape import DeltaShape, OutputGate
@@ -15,8 +16,10 @@ def read_delta_layers(config: Config, family: Family, num_layers: int) -> Mappin
     """Read the layers that are gated delta nets, by number. Raises CheckpointError."""
     assert family.names.delta_net is not None
     try:
-        decays_channels = family.names.delta_net.decay is not None
-        shape = _channel_shape(config) if decays_channels else _head_shape(config)
+        if family.names.delta_net.decays_channels:
+            shape = _channel_shape(config, has_pairs=family.names.delta_net.decay is not None)
+        else:
+            shape = _head_shape(config)
     except ValueError as error:
         raise CheckpointError(f"{config.file}: {error}.") from None
     kinds = enumerate(_kinds(config, num_layers))
@@ -45,12 +48,22 @@ def _head_shape(config: Config) -> DeltaShape:
     )
 
 
-def _channel_shape(config: Config) -> DeltaShape:
-    """Read the shape of Kimi's delta attention, in which each channel of a key decays."""
+def _channel_shape(config: Config, *, has_pairs: bool) -> DeltaShape:
+    """Read the shape of Kimi's delta attention, in which each channel of a key decays.
+
+    has_pairs: two products in a row make the output gate, and two the decay.
+    """
     published = config.section("linear_attn_config")
-    heads = published.positive("num_heads", config.positive("linear_num_heads"))
-    size = published.positive("head_dim", config.positive("linear_head_dim"))
-    width = config.positive("linear_conv_kernel_dim")
+    heads, size, width = (
+        config.positive(key if config.has(key) else other)
+        for key, other in (
+            ("linear_num_heads", "num_attention_heads"),
+            ("linear_head_dim", "head_dim"),
+            ("linear_conv_kernel_dim", "short_conv_kernel_size"),
+        )
+    )
+    heads = published.positive("num_heads", heads)
+    size = published.positive("head_dim", size)
     return DeltaShape(
         key_heads=heads,
         value_heads=heads,
@@ -60,8 +73,19 @@ def _channel_shape(config: Config) -> DeltaShape:
         norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
         gate=OutputGate.SIGMOID,
         decays_channels=True,
-        rank=size,
+        least_decay=_least_decay(config),
+        rank=size if has_pairs else 0,
     )
+
+
+def _least_decay(config: Config) -> float:
+    """Return the bound of decays' logarithms; 0: there is none."""
+    if not config.flag("kda_safe_gate", False):
+        return 0.0
+    bound = config.number("kda_lower_bound")
+    if not -math.inf < bound < 0:
+        raise CheckpointError(f"{config.file}: kda_lower_bound must be below 0, got {bound}.")
+    return bound
 
 
 def _kinds(config: Config, num_layers: int) -> tuple[str, ...]:

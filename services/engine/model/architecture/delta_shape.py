@@ -34,6 +34,8 @@ class DeltaShape:
     doubles_beta: bool = False
     """True if beta is in (0, 2) instead of (0, 1): the state's eigenvalues may be negative"""
 
+    least_decay: float = 0.0
+    """Bound of the decays' logarithms, below 0; 0: there is none"""
     rank: int = 0
     """Width between the two products that make the output gate, and between those that make the
     decay; 0: each is one product"""

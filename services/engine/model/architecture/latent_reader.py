@@ -108,6 +108,7 @@ def _read_latent(
         is_interleaved=rotates and config.flag("rope_interleave", family.interleaved_rotary),
         has_bias=config.flag("attention_bias", False),
         norm_epsilon=_EPSILON,
+        has_output_gate=family.names.output_gate is not None,
     )
 
 

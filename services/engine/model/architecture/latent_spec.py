@@ -38,6 +38,8 @@ class LatentSpec:
     """Epsilon of the norms of query vectors and latents"""
     attended_tokens: int = 0
     """Tokens that a query attends to at most; 0: all"""
+    has_output_gate: bool = False
+    """Each head's output is multiplied by the sigmoid of a product of its own"""
     index: IndexSpec | None = None
     """Indexer that chooses the attended tokens; None: the last layer with an indexer chose them"""
 

@@ -30,6 +30,7 @@ from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.recurrent_reader import read_recurrent_layers
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.single_parts import single_parts
+from services.engine.model.architecture.zamba_layers import zamba_layers
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family, QkNorm, WindowRule
 
@@ -71,6 +72,10 @@ def read_layers(
         mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
     else:
         mixers += read_latent_layers(config, family, hidden_size, context_length, num_layers)
+    if family.names.shared_block is not None:
+        states = [recurrent[layer] for layer in range(num_layers)]
+        dense = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
+        return zamba_layers(config, family.names.shared_block, mixers, states, dense)
     if family.has_parallel_mixers:
         mixers = [_parallel(mixer, recurrent[layer]) for layer, mixer in enumerate(mixers)]
     else:

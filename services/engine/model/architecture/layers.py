@@ -29,6 +29,7 @@ __all__ = [
     "NoFeedForward",
     "NoMixer",
     "ParallelSpec",
+    "SharedBlockSpec",
 ]
 
 
@@ -63,6 +64,8 @@ class AttentionSpec:
     """Tokens see those of their own chunk of `window` tokens, not the last `window`"""
     reads_layer: int | None = None
     """Layer whose keys and values this one reads; None: it has its own"""
+    input_width: int = 0
+    """Width of what it reads; 0: that of the residual"""
 
     @property
     def is_plain(self) -> bool:
@@ -240,6 +243,23 @@ class HyperSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBlockSpec:
+    """Attention and a feed-forward layer whose weights several depths share (Zamba).
+
+    They read the residual and the embedding. The next layer reads the residual and their output.
+    """
+
+    number: int
+    """Number of the depth among those with a block"""
+    depth: int
+    """Stored layer that has the product of the block's output"""
+    attention_rank: int
+    """Rank of what the depth adds to queries, to keys and to values; 0: nothing"""
+    gate_rank: int
+    """Rank of what the depth adds to the feed-forward layer's first product; 0: nothing"""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: norm → mixer → residual → norm → feed-forward layer → residual."""
 
@@ -256,6 +276,12 @@ class LayerSpec:
     normed_factors: tuple[float, float] | None = None
     """Factors of the inputs of the mixer and the feed-forward layer, whose products take the
     residual's place in the sums; None: the parts add to the residual"""
+    place: str = ""
+    """Place of its tensors below the stored layers; empty: its number"""
+    shared_block: SharedBlockSpec | None = None
+    """None: the layer is no shared block"""
+    follows_block: bool = False
+    """The layer reads the output of a shared block beside the residual"""
 
     def part(self, count: int) -> "LayerSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""

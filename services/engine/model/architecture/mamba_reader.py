@@ -65,7 +65,9 @@ def _shape(config: Config, hidden_size: int) -> MambaShape:
         has_output_bias=config.flag("projectors_bias", has_bias),
         norm_width=heads // groups * head_dim if has_norm else 0,
         norms_first=config.flag("mamba_norm_before_gate", False),
-        norm_epsilon=config.positive_number("rms_norm_eps", 1e-6),
+        norm_epsilon=config.positive_number(
+            "mixer_rms_eps" if config.has("mixer_rms_eps") else "rms_norm_eps", 1e-6
+        ),
         least_step=least_step,
         most_step=most_step,
     )

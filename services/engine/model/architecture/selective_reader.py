@@ -31,8 +31,15 @@ def _shape(config: Config, names: SelectiveNames, hidden_size: int) -> Selective
     ):
         rank = config.positive("mamba_dt_rank")
     epsilon = config.positive_number("rms_norm_eps", 1e-6)
+    channels = config.positive("mamba_d_ssm", config.positive("mamba_expand", 2) * hidden_size)
+    heads = config.positive("mamba_n_heads", 1) if names.by_head else 1
+    if channels % heads:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('mamba_n_heads')} ({heads}) must divide the "
+            f"{channels} channels of a Mamba layer."
+        )
     return SelectiveShape(
-        channels=config.positive("mamba_d_ssm", config.positive("mamba_expand", 2) * hidden_size),
+        channels=channels,
         state_width=config.positive("mamba_d_state", 16),
         step_rank=rank,
         conv_width=width,
@@ -40,4 +47,5 @@ def _shape(config: Config, names: SelectiveNames, hidden_size: int) -> Selective
         has_bias=config.flag("mamba_proj_bias", False),
         has_norms=names.norms is not None or config.has("mixer_rms_eps"),
         norm_epsilon=config.positive_number("mixer_rms_eps", epsilon),
+        heads=heads,
     )

@@ -24,6 +24,8 @@ class SelectiveShape:
     has_norms: bool
     """Time steps, input factors (B) and output factors (C) have an RMSNorm each"""
     norm_epsilon: float
+    heads: int = 1
+    """Equal parts of the channels, each with time steps and factors of its own (Zamba)"""
 
     @property
     def factors(self) -> tuple[int, int, int]:
@@ -33,10 +35,17 @@ class SelectiveShape:
     @property
     def widths(self) -> Set[int]:
         """Widths of the activations."""
-        return {self.channels, self.step_rank}
+        return {self.channels // self.heads, self.step_rank}
+
+    @property
+    def head(self) -> "SelectiveShape":
+        """The shape of one head."""
+        return replace(self, channels=self.channels // self.heads, heads=1)
 
     def part(self, count: int) -> "SelectiveShape":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
-        if self.channels % count:
-            raise ValueError(f"the channels of Mamba ({self.channels}) are no multiple of {count}")
+        if self.head.channels % count:
+            raise ValueError(
+                f"the channels of a Mamba head ({self.head.channels}) are no multiple of {count}"
+            )
         return replace(self, channels=self.channels // count)

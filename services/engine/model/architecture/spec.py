@@ -20,6 +20,7 @@ from services.engine.model.architecture.layers import (
 from services.engine.model.architecture.lightning_reader import residual_factor
 from services.engine.model.architecture.single_parts import with_parts
 from services.engine.model.architecture.weight_factors import WeightFactors, read_weight_factors
+from services.engine.model.architecture.zamba_layers import with_zamba_keys
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family, ImageSight
@@ -159,10 +160,18 @@ class ModelSpec:
         return self.layers[0].input_width
 
     @property
+    def keeps_embedding(self) -> bool:
+        """True if layers read the embedding beside the residual."""
+        return any(layer.shared_block is not None for layer in self.layers)
+
+    @property
     def num_streams(self) -> int:
-        """Streams of the residual; 0: it is a sum."""
+        """Streams of AltUp or hyper-connections, or those that shared blocks read; 0: the residual
+        is a sum."""
         streams = self.layers[0].altup or self.layers[0].hyper
-        return 0 if streams is None else streams.streams
+        if streams is None:
+            return 2 if self.keeps_embedding else 0
+        return streams.streams
 
     def attention(self, layer: int) -> AttentionSpec:
         """Return the attention of a layer, which must have it."""
@@ -186,6 +195,8 @@ class ModelSpec:
         family = _with_parallel_norms(family, config)
         if family.has_single_parts:
             config = with_parts(config)
+        if family.names.shared_block is not None:
+            config = with_zamba_keys(config)
         stored_as = quantization_of(config, family)
         hidden_size = config.positive("hidden_size")
         context_length = config.positive("max_position_embeddings")

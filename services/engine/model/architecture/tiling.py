@@ -24,6 +24,8 @@ def runs_in_tiles(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> 
     widths |= {layer.feed_forward.inner_width for layer in spec.layers}
     widths = widths.union(*(layer.mixer.widths for layer in spec.layers))
     widths |= {layer.input_width for layer in spec.layers}
+    blocks = [layer.shared_block for layer in spec.layers if layer.shared_block is not None]
+    widths |= {rank for block in blocks for rank in (block.attention_rank, block.gate_rank)}
     widths |= {layer.altup.laurel_rank for layer in spec.layers if layer.altup is not None}
     fits = all(width % TILE == 0 for width in widths) and spec.widest_head <= _MAX_HEAD_DIM
     fits = fits and not spec.has_pair_scores

@@ -28,6 +28,7 @@ __all__ = [
     "LayerInputNames",
     "MultimodalAxes",
     "QkNorm",
+    "SharedBlockNames",
     "TensorNames",
     "WindowRule",
 ]
@@ -121,9 +122,9 @@ class DeltaNetNames:
     gate: tuple[str, str] | None = None
     """Two products in a row that compute the output gate; None: one product does"""
     decay: tuple[str, str] | None = None
-    """Two products in a row that compute a decay for each channel of a key; None: one for a head"""
-    decay_module: str = ""
-    """Module of the decay in transformers 5, whose names adapters have; empty: there is none"""
+    """Two products in a row that compute the decay; None: one product does"""
+    decays_channels: bool = False
+    """Each channel of a key has a decay, rather than each head"""
     convolution: tuple[str, ...] = ("linear_attn.conv1d.weight",)
     """One tensor, or one each for queries, keys and values"""
     a_log: str = "linear_attn.A_log"
@@ -198,6 +199,24 @@ class AltUpNames:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBlockNames:
+    """Modules of Zamba's hybrid depths."""
+
+    block: str
+    """Module of attention and the feed-forward layer, which several depths share"""
+    mamba: str = "mamba_decoder"
+    output: str = "linear"
+    """Product of the block's output"""
+    has_adapters: bool = False
+    """Depths add products of low rank"""
+    qkv_adapters: tuple[str, ...] = tuple(
+        f"self_attn.linear_{part}_adapter_list.{{}}" for part in "qkv"
+    )
+    """Products of low rank that a depth adds to attention's; "{}" is the depth's number"""
+    gate_adapter: str = "feed_forward.gate_up_proj_adapter_list.{}"
+
+
+@dataclass(frozen=True, slots=True)
 class BesideNames:
     """Tensor names of the norms and factors of experts beside a dense layer."""
 
@@ -231,7 +250,8 @@ class TensorNames:
     sinks: str | None = None
     """Attention sinks: one extra logit in each head's softmax, without a value"""
     output_gate: str | None = None
-    """Gate of attention's output in a tensor of its own; None: none, or behind the queries"""
+    """Gate of attention's output in a tensor of its own; None: none, or behind the queries. That of
+    latent attention has one output for each head"""
     output: str = "self_attn.o_proj"
     attention_post_norm: str | None = None
     """Norm of attention's output before it joins the residual"""
@@ -260,12 +280,17 @@ class TensorNames:
     """Tensors of the layers that are lightning attention"""
     selective: SelectiveNames | None = None
     """Tensors of the layers that are Mamba"""
+    shared_block: SharedBlockNames | None = None
+    """Blocks whose weights several depths share; None: each layer has its own"""
     latent: LatentNames | None = None
     """Tensors of latent attention; None: layers have queries, keys and values"""
     compressed: CompressedNames | None = None
     """Tensors of compressed attention; None: layers have queries, keys and values"""
     hyper: HyperNames | None = None
     """Tensors of hyper-connections; None: there are none"""
+    adapter_names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names, and what transformers 5 has in their place, whose names adapters have; the
+    first that a name has counts"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors that some files hold and the model does not need"""
 

@@ -50,6 +50,9 @@ class SelectiveNames:
 
     inputs: str = "mamba.in_proj"
     """Product that computes the convolution's input, and the gate"""
+    by_head: bool = False
+    """`factors`, `steps`, `a_log` and `skip` are stored as [heads, …], without .weight; outputs of
+    `inputs` alternate between the convolution's input and the gate"""
     convolution: str = "mamba.conv1d"
     factors: str = "mamba.x_proj"
     """Time steps, then the factors of inputs and of outputs"""

@@ -43,6 +43,7 @@ class StoredAttention:
 def stored_attention(names: LayerNames, spec: AttentionSpec) -> StoredAttention:
     """Name the tensors of a layer's attention."""
     own, hidden = names.names, names.spec.hidden_size
+    inputs = spec.input_width or hidden
     attended = spec.num_heads * spec.head_dim
     widths = _widths(own, spec)
     qkv = own.qkv if len(own.qkv) == 1 else own.qkv[: len(widths)]
@@ -50,7 +51,7 @@ def stored_attention(names: LayerNames, spec: AttentionSpec) -> StoredAttention:
         qkv = (*qkv, own.output_gate)
     has_keys = spec.reads_layer is None
     return StoredAttention(
-        qkv=names.linear(qkv, widths, hidden, spec.qkv_bias),
+        qkv=names.linear(qkv, widths, inputs, spec.qkv_bias),
         query_norm=_stored_norm(names, own.query_norm, spec, spec.num_heads),
         key_norm=_stored_norm(names, own.key_norm, spec, spec.num_kv_heads) if has_keys else (),
         sinks=None if own.sinks is None else names.tensor(own.sinks, spec.num_heads),

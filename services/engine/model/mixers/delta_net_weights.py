@@ -1,6 +1,6 @@
 """Weights of the gated delta net: their names and shapes, and their loading."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def stored_delta_net(names: LayerNames, shape: DeltaShape) -> StoredDeltaNet:
     inputs = {3: parts, 4: (*parts, outputs)}.get(len(own.inputs), (shape.channels, outputs))
     rates = (shape.value_heads,) if shape.rank else (shape.value_heads, shape.decays)
     # Kimi stores a number for each head with as many dimensions as the decays of a batch
-    a_log = (1, 1, shape.value_heads, 1) if shape.decays_channels else (shape.value_heads,)
+    a_log = (shape.value_heads,) if own.decay is None else (1, 1, shape.value_heads, 1)
 
     def pair(pair: tuple[str, str] | None, width: int) -> tuple[StoredLinear, StoredLinear] | None:
         if pair is None:
@@ -105,9 +105,7 @@ def read_delta_net(
         inputs=reader.adapted(mixed, reader.site(stored.inputs, norm, torch.cat(inputs))),
         rates=_rates(reader, stored.rates, norm, rates),
         gate=_pair(reader, stored.gate, norm, groups.mine(shape.outputs), shape.rank),
-        decay=_pair(
-            reader, stored.decay, norm, groups.mine(shape.decays), shape.rank, own.decay_module
-        ),
+        decay=_pair(reader, stored.decay, norm, groups.mine(shape.decays), shape.rank),
         rule=rule,
         output=reader.residual_projection(stored.output, post_norm, groups.columns()),
     )
@@ -130,16 +128,12 @@ def _pair(
     norm: StoredNorm | None,
     places: Tensor,
     rank: int,
-    module: str = "",
 ) -> Projection | None:
-    """Read two products, one of the other's outputs. places: this rank's outputs.
-
-    module: module of both in the names of adapters; empty: none.
-    """
+    """Read two products, one of the other's outputs. places: this rank's outputs."""
     if stored is None:
         return None
-    first = _exact(reader, stored[0], norm, None, module)
-    second = _exact(reader, stored[1], None, places, module)
+    first = _exact(reader, stored[0], norm, None)
+    second = _exact(reader, stored[1], None, places)
     return ChainedProjection(first, second, rank, reader.operators)
 
 
@@ -148,19 +142,13 @@ def _exact(
     stored: StoredLinear,
     norm: StoredNorm | None,
     order: Tensor | None,
-    module: str,
 ) -> Projection:
     """Read a product that is never rounded: decays add up over the tokens."""
     (part,) = reader.linear(stored, norm)
     weight, bias = part if order is None else take_rows(part, order)
     product = reader.operators.exact_projection(decoded(weight), bias)
     reader.step_bytes += product.weight_bytes
-    site = reader.site(stored, norm, order)
-    if module:
-        (named,) = site.modules
-        layer, _, name = named.name.rpartition(".")
-        site = replace(site, modules=(replace(named, alias=f"{layer}.{module}.{name}"),))
-    return reader.adapted(product, site)
+    return reader.adapted(product, reader.site(stored, norm, order))
 
 
 class _Groups:

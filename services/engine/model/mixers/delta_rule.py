@@ -85,7 +85,7 @@ class DeltaInputs:
     beta: Tensor
     """[tokens, value_heads], before the sigmoid"""
     decay: Tensor
-    """[tokens, decays], before `decay_bias` and the softplus"""
+    """[tokens, decays], before `decay_bias` and the softplus or sigmoid"""
     out: Tensor
     """[tokens, value_heads * value_dim], to be filled: after the norm and the gate"""
 
@@ -94,8 +94,9 @@ class DeltaRule(ABC):
     """Gated delta rule for one shape, dtype and device. All layers may share one.
 
     A token's queries, keys and values are SiLU(convolution), in which queries and keys get length
-    1. With g = exp(-rate * softplus(decay + decay_bias)) and beta = sigmoid, the state S becomes
-    g * S, then S + beta * key (value - S^T key)^T; the output is S^T query / sqrt(key_dim).
+    1. With x = decay + decay_bias, g = exp(-rate * softplus(x)), or exp(least_decay * sigmoid(rate
+    * x)) if decays are bounded. With beta = sigmoid, the state S becomes g * S, then S + beta * key
+    (value - S^T key)^T; the output is S^T query / sqrt(key_dim).
     """
 
     def __init__(self, shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> None:

@@ -32,6 +32,7 @@ from services.engine.model.mixers.mamba_scan_choice import choose_mamba_scan
 from services.engine.model.mixers.parallel import ParallelMixer
 from services.engine.model.mixers.runs import RunGroups
 from services.engine.model.mixers.selective import SelectiveMixer, SelectiveWeights
+from services.engine.model.mixers.selective_heads import SelectiveHeads
 from services.engine.model.mixers.selective_scan_choice import choose_selective_scan
 from services.engine.model.operators.interface import Operators
 
@@ -55,7 +56,7 @@ MixerWeights: TypeAlias = (
     | LightningWeights
     | MambaWeights
     | ParallelWeights
-    | SelectiveWeights
+    | tuple[SelectiveWeights, ...]
 )
 
 
@@ -114,9 +115,11 @@ class MixerMaker:
         if isinstance(weights, MambaWeights):
             assert isinstance(spec, MambaShape)
             return MambaMixer(layer, spec, weights, self._operators, self._scan(spec))
-        if isinstance(weights, SelectiveWeights):
+        if isinstance(weights, tuple):
             assert isinstance(spec, SelectiveShape)
-            return SelectiveMixer(layer, spec, weights, self._operators, self._selective(spec))
+            scan, operators = self._selective(spec.head), self._operators
+            heads = [SelectiveMixer(layer, spec.head, head, operators, scan) for head in weights]
+            return heads[0] if len(heads) == 1 else SelectiveHeads(layer, heads)
         if isinstance(weights, LightningWeights):
             assert isinstance(spec, LightningShape)
             return LightningMixer(layer, spec, weights, self._operators, self._runs)

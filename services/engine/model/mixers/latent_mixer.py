@@ -45,6 +45,8 @@ class LatentWeights:
     expansion: SequenceDelta | None
     """Additions of adapters to keys and values, [tokens, heads * (key_width + value_width)]; None:
     adapters can't change them"""
+    gate: Projection | None
+    """To a number for each head; None: outputs have no gate"""
     output: Projection
     index: IndexWeights | None
     """None: the layer has no indexer"""
@@ -74,12 +76,15 @@ class LatentScratch(Scratch):
     """[tokens, heads * value_width], row by row"""
     arranged: Tensor
     """[tokens, heads * value_width], in the layout that products read"""
+    gates: Tensor
+    """[tokens, heads], or of no width if outputs have no gate"""
     index: IndexScratch | None
     """None: the layer has no indexer"""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        own = self.query_vectors, self.normed, self.queries, self.latents, self.out, self.arranged
+        joined = self.query_vectors, self.normed, self.queries, self.latents, self.gates
+        own = *joined, self.out, self.arranged
         return own if self.index is None else (*own, *self.index.tensors)
 
     def first(self, tokens: int) -> "LatentScratch":
@@ -90,6 +95,7 @@ class LatentScratch(Scratch):
             latents=self.latents[:tokens],
             out=self.out[:tokens],
             arranged=self.arranged[:tokens],
+            gates=self.gates[:tokens],
             index=None if self.index is None else self.index.first(tokens),
         )
 
@@ -136,8 +142,9 @@ class LatentMixer(Mixer[LatentScratch]):
         out, arranged = (empty(tokens, spec.num_heads * spec.value_width) for _ in range(2))
         queries = empty(tokens, spec.num_heads * spec.head_width)
         latents = empty(tokens, spec.absorbed_width)
+        gates = empty(tokens, spec.num_heads if spec.has_output_gate else 0)
         index = None if self._indexer is None else self._indexer.allocate(tokens)
-        return LatentScratch(vectors, normed, queries, latents, out, arranged, index)
+        return LatentScratch(vectors, normed, queries, latents, out, arranged, gates, index)
 
     def allocate_latents(self, num_blocks: int, block_size: int) -> Tensor:
         keys = self._weights.keys
@@ -147,6 +154,8 @@ class LatentMixer(Mixer[LatentScratch]):
         spec, weights, residual = self._spec, self._weights, rows
         rotation = None if self._rotation is None else rotations[self._rotation]
         weights.latents.into(rows, scratch.latents)
+        if weights.gate is not None:
+            weights.gate.into(rows, scratch.gates)
         if weights.query_vectors is not None and weights.query_norm is not None:
             weights.query_vectors.into(rows, scratch.query_vectors)
             norm, epsilon = weights.query_norm, spec.norm_epsilon
@@ -195,12 +204,17 @@ class LatentMixer(Mixer[LatentScratch]):
             attending, outputs = kept, batch.output_rows
             rows = None if outputs is None else outputs.indices
             self._operators.keep(scratch.queries, rows)
+            if self._spec.has_output_gate:
+                self._operators.keep(scratch.gates, rows)
             if scratch.index is not None:
                 scratch.index.keep(self._operators, rows)
             batch = batch.narrowed
         pages = cache.latents[self._layer]
         chosen = self._chosen(attending.index, pages, batch, rows)
         self._attention.attend(attending.queries, pages, batch, attending.out, chosen)
+        if self._spec.has_output_gate:
+            heads = attending.out.view(*attending.gates.shape, -1)
+            heads *= attending.gates.sigmoid()[..., None]
         self._operators.arrange(attending.out, attending.arranged)
 
     def _chosen(

@@ -28,6 +28,8 @@ class StoredLatent:
     expansion: StoredLinear | tuple[StoredTensor, StoredTensor]
     """Head by head: the key, then the value; or one tensor [heads, latent, key] and one [heads,
     value, latent]"""
+    gate: StoredLinear | None
+    """A number for each head; None: outputs have no gate"""
     output: StoredLinear
     index: StoredIndex | None
     """None: the layer has no indexer"""
@@ -49,6 +51,9 @@ def stored_latent(names: LayerNames, spec: LatentSpec) -> StoredLatent:
         latents=names.linear((own.latents,), (spec.absorbed_width,), hidden, bias),
         latent_norm=names.tensor(f"{own.latent_norm}.weight", spec.latent_width),
         expansion=_stored_expansion(names, own.expansion, spec),
+        gate=None
+        if names.names.output_gate is None
+        else names.linear((names.names.output_gate,), (heads,), hidden, False),
         output=names.linear(output, (hidden,), heads * spec.value_width, bias),
         index=stored_index(names, spec),
     )
@@ -101,6 +106,9 @@ def read_latent_weights(
         keys=keys,
         values=values,
         expansion=expansion,
+        gate=None
+        if stored.gate is None
+        else ordered_product(reader, stored.gate, norm, _heads(reader, spec, 1).flatten()),
         output=reader.residual_projection(stored.output, post_norm),
         index=None if stored.index is None else read_index(reader, stored.index, spec, norm),
     )

@@ -67,6 +67,7 @@ class NativeDeltaRule(DeltaRule):
             shape.value_dim,
             shape.conv_width,
             shape.norm_epsilon,
+            shape.least_decay,
             shape.gate is OutputGate.SILU,
             shape.decays_channels,
             shape.doubles_beta,

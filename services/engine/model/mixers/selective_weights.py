@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.selective_shape import SelectiveShape
-from services.engine.model.checkpoint.quantized import decoded
+from services.engine.model.checkpoint.quantized import Weight, decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.selective import SelectiveWeights
 from services.engine.model.mixers.selective_scan import SelectiveConstants
 from services.engine.model.operators.interface import Projection
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
-from services.engine.model.parts.tensor_reader import TensorReader, arranged
+from services.engine.model.parts.tensor_reader import TensorReader, arranged, take_columns
 
 __all__ = ["StoredSelective", "read_selective", "stored_selective"]
 
@@ -36,20 +36,24 @@ def stored_selective(names: LayerNames, shape: SelectiveShape) -> StoredSelectiv
     """Name the tensors of a Mamba layer."""
     own, hidden, channels = names.names.selective, names.spec.hidden_size, shape.channels
     assert own is not None
+    heads, mark = ((shape.heads,), "_") if own.by_head else ((), ".")
+    width, rank = shape.head.channels, shape.step_rank
+    factors = names.tensor(f"{own.factors}{mark}weight", *heads, sum(shape.factors), width)
+    steps = names.tensor(f"{own.steps}{mark}weight", *heads, width, rank)
     return StoredSelective(
         inputs=names.linear((own.inputs,), (channels, channels), hidden, shape.has_bias),
         convolution=names.tensor(f"{own.convolution}.weight", channels, 1, shape.conv_width),
         convolution_bias=names.tensor(f"{own.convolution}.bias", channels)
         if shape.has_conv_bias
         else None,
-        factors=names.linear((own.factors,), shape.factors, channels, False),
-        steps=names.linear((own.steps,), (channels,), shape.step_rank, True),
+        factors=StoredLinear((factors,), ()),
+        steps=StoredLinear((steps,), (names.tensor(f"{own.steps}{mark}bias", *heads, width),)),
         norms=tuple(
             names.tensor(f"{name}.weight", width)
             for name, width in zip(own.norms or (), shape.factors, strict=False)
         ),
-        a_log=names.tensor(own.a_log, channels, shape.state_width),
-        skip=names.tensor(own.skip, channels),
+        a_log=names.tensor(own.a_log, *heads, width, shape.state_width),
+        skip=names.tensor(own.skip, *heads, width),
         output=names.linear((own.output,), (hidden,), channels, shape.has_bias),
     )
 
@@ -60,65 +64,123 @@ def read_selective(
     shape: SelectiveShape,
     norm: StoredNorm | None,
     post_norm: StoredNorm | None,
-) -> SelectiveWeights:
-    """Read a Mamba layer.
+) -> tuple[SelectiveWeights, ...]:
+    """Read the heads of a Mamba layer.
 
     shape: that of the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    residual, which no model has.
     """
-    own = reader.spec.family.names.selective
-    assert own is not None
-    mine = reader.shard.rows(torch.arange(shape.channels))
-    places = [mine, mine + shape.channels]
-    inputs = reader.product(
-        arranged(reader.linear(stored.inputs, norm), places), reader.operators_of(stored.inputs)
-    )
-    steps, step_bias = _steps(reader, stored.steps)
-    a_log, bias = reader.tensor(stored.a_log)[mine], stored.convolution_bias
-
-    def constant(tensor: Tensor) -> Tensor:
-        return tensor.to(reader.device, torch.float32, copy=True).contiguous()
-
-    return SelectiveWeights(
-        inputs=reader.adapted(inputs, reader.site(stored.inputs, norm, torch.cat(places))),
-        factors=_factors(reader, stored.factors),
-        steps=steps,
-        norms=tuple(constant(reader.tensor(each)) for each in stored.norms)
-        or tuple(torch.ones(width, device=reader.device) for width in shape.factors)
-        if shape.has_norms
-        else (),
-        constants=SelectiveConstants(
-            convolution=constant(reader.tensor(stored.convolution).flatten(1)[mine].T),
-            convolution_bias=None if bias is None else constant(reader.tensor(bias)[mine]),
-            rates=constant((-a_log if own.has_rates else a_log.float().exp()).T),
-            step_bias=constant(step_bias),
-            skip=constant(reader.tensor(stored.skip).flatten()[mine]),
-        ),
-        output=reader.residual_projection(stored.output, post_norm),
-    )
+    assert post_norm is None
+    layer = _Layer(reader, stored, shape, norm)
+    return tuple(map(layer.head, range(shape.heads)))
 
 
-def _factors(reader: TensorReader, stored: StoredLinear) -> Projection:
-    """Read the product that computes time steps and factors, which all ranks sum up.
+class _Layer:
+    """The tensors of a Mamba layer."""
 
-    It is never rounded: time steps are exponents.
-    """
-    ((weight, _),) = reader.linear(stored, None)
-    part = decoded(reader.shard.columns(weight))
-    product = reader.operators.exact_projection(part, None)
-    reader.step_bytes += product.weight_bytes
-    site = reader.site(stored)
-    site = replace(site, columns=reader.columns_of(site.inputs))
-    return reader.shard.summed(reader.adapted(product, site), reader.operators)
+    def __init__(
+        self,
+        reader: TensorReader,
+        stored: StoredSelective,
+        shape: SelectiveShape,
+        norm: StoredNorm | None,
+    ) -> None:
+        own = reader.spec.family.names.selective
+        assert own is not None
+        self._own, self._reader, self._stored = own, reader, stored
+        self._shape, self._norm = shape, norm
+        self._inputs = reader.linear(stored.inputs, norm)
+        ((self._factors, _),) = reader.linear(stored.factors, None)
+        ((self._steps, step_bias),) = reader.linear(stored.steps, None)
+        ((self._output, self._output_bias),) = reader.linear(stored.output, None)
+        assert step_bias is not None
+        a_log, bias = reader.tensor(stored.a_log), stored.convolution_bias
+        self._constants = SelectiveConstants(
+            convolution=reader.tensor(stored.convolution).flatten(1),
+            convolution_bias=None if bias is None else reader.tensor(bias),
+            rates=(-a_log if own.has_rates else a_log.float().exp()).flatten(0, -2),
+            step_bias=step_bias.flatten(),
+            skip=reader.tensor(stored.skip).flatten(),
+        )
+        """Those of all channels, which come first in each"""
+        self._norms = tuple(map(reader.tensor, stored.norms))
 
+    def head(self, number: int) -> SelectiveWeights:
+        """Return this rank's part of a head."""
+        reader, stored, width = self._reader, self._stored, self._shape.head.channels
+        mine = reader.shard.rows(torch.arange(width)) + number * width
+        places = [mine, mine + self._shape.channels]
+        if self._own.by_head:
+            places = [torch.stack((2 * mine, 2 * mine + 1), 0).flatten()]
+        operators = reader.operators_of(stored.inputs)
+        inputs = reader.product(arranged(self._inputs, places), operators)
+        whole = self._constants
+        bias = whole.convolution_bias
+        return SelectiveWeights(
+            inputs=reader.adapted(
+                inputs, reader.site(stored.inputs, self._norm, torch.cat(places))
+            ),
+            factors=self._factors_product(number),
+            steps=self._steps_product(number),
+            norms=self._norm_weights(),
+            constants=SelectiveConstants(
+                convolution=self._constant(whole.convolution[mine].T),
+                convolution_bias=None if bias is None else self._constant(bias[mine]),
+                rates=self._constant(whole.rates[mine].T),
+                step_bias=self._constant(whole.step_bias[mine]),
+                skip=self._constant(whole.skip[mine]),
+            ),
+            output=self._output_product(number, mine),
+        )
 
-def _steps(reader: TensorReader, stored: StoredLinear) -> tuple[Projection, Tensor]:
-    """Read the product that widens time steps, and its bias, which is added in float32.
+    def _constant(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._reader.device, torch.float32, copy=True).contiguous()
 
-    No adapter changes it, since in transformers none does.
-    """
-    ((weight, bias),) = reader.linear(stored, None)
-    assert bias is not None
-    product = reader.operators.exact_projection(decoded(reader.shard.outputs(weight)), None)
-    reader.step_bytes += product.weight_bytes
-    return product, reader.shard.rows(bias)
+    def _norm_weights(self) -> tuple[Tensor, ...]:
+        if not self._shape.has_norms:
+            return ()
+        ones = (torch.ones(width, device=self._reader.device) for width in self._shape.factors)
+        return tuple(map(self._constant, self._norms)) or tuple(ones)
+
+    def _of_head(self, weight: Weight, number: int) -> Weight:
+        return decoded(weight)[number] if self._own.by_head else weight
+
+    def _factors_product(self, number: int) -> Projection:
+        """Make the product that computes time steps and factors, which all ranks sum up.
+
+        It is never rounded: time steps are exponents.
+        """
+        reader, stored = self._reader, self._stored.factors
+        part = decoded(reader.shard.columns(self._of_head(self._factors, number)))
+        product = reader.operators.exact_projection(part, None)
+        reader.step_bytes += product.weight_bytes
+        if not self._own.by_head:  # else it is no linear layer in transformers
+            site = reader.site(stored)
+            product = reader.adapted(product, replace(site, columns=reader.columns_of(site.inputs)))
+        return reader.shard.summed(product, reader.operators)
+
+    def _steps_product(self, number: int) -> Projection:
+        """Make the product that widens time steps, whose bias is added in float32.
+
+        No adapter changes it, since in transformers none does.
+        """
+        reader = self._reader
+        part = decoded(reader.shard.outputs(self._of_head(self._steps, number)))
+        product = reader.operators.exact_projection(part, None)
+        reader.step_bytes += product.weight_bytes
+        return product
+
+    def _output_product(self, number: int, mine: Tensor) -> Projection:
+        """Make the head's summand of the product that adds to the residual.
+
+        mine: int64, this rank's channels, which follow one another.
+        """
+        reader, stored, width = self._reader, self._stored.output, self._shape.head.channels
+        weight, bias = self._output, self._output_bias if number == 0 else None
+        site = reader.residual_site(stored)
+        if self._shape.heads > 1:
+            weight = take_columns(weight, torch.arange(width) + number * width)
+            site = replace(site, columns=slice(int(mine[0]), int(mine[-1]) + 1))
+        weight, bias = reader.partial_of(weight, bias)
+        product = reader.projection([weight], bias, reader.operators_of(stored))
+        return reader.shard.summed(reader.adapted(product, site), reader.operators)

@@ -95,8 +95,12 @@ class TorchDeltaRule(DeltaRule):
             for each in (queries, keys)
         )
         betas = inputs.beta[runs.rows].float().sigmoid() * (2 if shape.doubles_beta else 1)
-        decays = functional.softplus(inputs.decay[runs.rows].float() + weights.decay_bias)
-        decays = _heads(decays, shape.value_heads) * -weights.rates[:, None]
+        decays = _heads(inputs.decay[runs.rows].float() + weights.decay_bias, shape.value_heads)
+        rates = weights.rates[:, None]
+        if shape.least_decay:
+            decays = shape.least_decay * (rates * decays).sigmoid()
+        else:
+            decays = -rates * functional.softplus(decays)
         return _Tokens(
             queries * shape.key_dim**-0.5,
             keys,

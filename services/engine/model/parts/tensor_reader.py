@@ -46,6 +46,7 @@ __all__ = [
     "arranged",
     "shard_rows",
     "split_parts",
+    "take_columns",
     "take_rows",
     "without_mean",
 ]
@@ -120,19 +121,27 @@ class TensorReader:
     ) -> Site:
         """Describe a product for adapters. norm: what it reads; order: of its outputs."""
         place = int(self.spec.family.transposed)
+        names = [
+            weight.name.removeprefix(self.root).removesuffix(".weight") for weight in linear.weights
+        ]
         modules = [
             SiteModule(
-                weight.name.removeprefix(self.root).removesuffix(".weight"),
-                weight.shape[place],
-                factors=self._row_factors(weight),
+                name, weight.shape[place], self._adapter_name(name), self._row_factors(weight)
             )
-            for weight in linear.weights
+            for name, weight in zip(names, linear.weights, strict=True)
         ]
         bias = None
         if norm is not None and norm.bias is not None:
             bias = self.checkpoint.tensor(norm.bias).float()
         inputs = linear.weights[0].shape[1 - place]
         return Site(tuple(modules), inputs, order, norm_bias=bias, fold=fold)
+
+    def _adapter_name(self, name: str) -> str:
+        """Return a module's name in transformers 5; empty: the same."""
+        for part, other in self.spec.family.names.adapter_names.items():
+            if part in name:
+                return name.replace(part, other)
+        return ""
 
     def residual_site(self, linear: StoredLinear) -> Site:
         site = self.site(linear, fold=self.fold_residual)

@@ -35,12 +35,13 @@ FAMILIES = (
         "glm moe dsa",
         "gemma3",
         "gpt-oss",
+        "bailing hybrid",
         "kimi linear",
         "mistral, window",
         "olmo hybrid",
     ),
     *("qwen3 next", "qwen3.5", "lfm2 moe", "granite hybrid"),
-    *("falcon h1", "nemotron h", "mamba2", "mamba", "jamba", "minimax"),
+    *("falcon h1", "nemotron h", "mamba2", "mamba", "jamba", "minimax", "zamba", "zamba2"),
 )
 
 
@@ -125,7 +126,17 @@ def test_turn_of_a_chat_continues_behind_the_answer_before_it(family: str, tmp_p
 
 @pytest.mark.parametrize(
     "family",
-    ["falcon h1", "jamba", "kimi linear", "mamba2", "minimax", "olmo hybrid", "qwen3.5"],
+    [
+        "falcon h1",
+        "jamba",
+        "kimi linear",
+        "mamba2",
+        "minimax",
+        "olmo hybrid",
+        "qwen3.5",
+        "zamba",
+        "zamba2",
+    ],
 )
 def test_bfloat16_states_take_half_and_continue_prompts(family: str, tmp_path: Path) -> None:
     """--state-dtype bfloat16: prompts continue from rounded snapshots as they began."""

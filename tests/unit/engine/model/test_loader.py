@@ -57,6 +57,7 @@ ARCHITECTURES = {
     "afmoe": "AfmoeForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
+    "bailing hybrid": "BailingHybridForCausalLM",
     "kimi linear": "KimiLinearForCausalLM",
     "lfm2 moe": "Lfm2MoeForCausalLM",
     "granite hybrid": "GraniteMoeHybridForCausalLM",
@@ -67,6 +68,8 @@ ARCHITECTURES = {
     "mamba": "MambaForCausalLM",
     "falcon mamba": "FalconMambaForCausalLM",
     "jamba": "JambaForCausalLM",
+    "zamba": "ZambaForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
     "minimax": "MiniMaxForCausalLM",
 }
 SHAPE_KEYS = {

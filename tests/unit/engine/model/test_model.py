@@ -16,6 +16,7 @@ from services.engine.kernels.library import InstructionSet, instruction_set, lim
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.native_backend import TiledAttention
 from services.engine.model.loader import load_model, load_spec
+from services.engine.model.mixers.attention import AttentionMixer
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     GEMMA3N,
@@ -205,7 +206,7 @@ def test_half_precision_stays_close_to_float32(
     [
         *("gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"),
         *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
-        *("glm4 moe lite", "lfm2", "bamba", "mamba", "minimax"),
+        *("glm4 moe lite", "lfm2", "bamba", "mamba", "minimax", "zamba", "zamba2"),
         "deepseek v4",
     ],
 )
@@ -223,6 +224,18 @@ def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -
     # The median, because rounding may send a token to another expert in either model.
     error, usual = (driver.logits[0] - exact).abs(), (rounded - exact).abs()
     assert error.median() < 1.2 * usual.median()
+
+
+def test_depths_of_a_shared_block_have_one_copy_of_its_weights(tmp_path: Path) -> None:
+    """Zamba2 7B would take half as much memory again."""
+    make_checkpoint(tmp_path, CONFIGS["zamba2, shared twice"])
+    attention = [
+        layer.mixer._weights
+        for layer in load_model(tmp_path, torch.float32)._layers
+        if isinstance(layer.mixer, AttentionMixer)
+    ]
+    first, second, third = (id(weights.output) for weights in attention)
+    assert first == third != second
 
 
 def test_apertus_without_learned_activation_equals_transformers(tmp_path: Path) -> None:

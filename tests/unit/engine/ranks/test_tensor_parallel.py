@@ -97,6 +97,7 @@ FAMILIES = (
     "deepseek v4",
     "glm moe dsa",
     "glm4 moe",
+    "bailing hybrid",
     "kimi linear",
     "minicpm3",
     "lfm2",
@@ -111,6 +112,8 @@ FAMILIES = (
     "mamba2, biases",
     "falcon mamba",
     "jamba",
+    "zamba",
+    "zamba2, adapters",
     "minimax",
 )
 _WIDE: dict[str, Any] = {
@@ -148,6 +151,7 @@ ADAPTED = (
     "phimoe",
     "gpt-oss",
     "glm moe dsa",
+    "bailing hybrid",
     "kimi linear",
     "minicpm3",
     "lfm2",
@@ -157,6 +161,8 @@ ADAPTED = (
     "mamba2, biases",
     "falcon mamba",
     "jamba",
+    "zamba",
+    "zamba2, adapters",
     "minimax",
 )
 """Families with adapters: one layer for several products, one key head for two ranks, LayerNorms,

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 __all__ = ["layers_of", "make_adapter", "make_separate_adapter"]
 
-_ELSEWHERE = "vision|visual|connector|projector|lm_head|_coefs"
+_ELSEWHERE = "vision|visual|connector|projector|lm_head|_coefs|shared_transf"
 _REFUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",)),
     **dict.fromkeys(("falcon_mamba", "mamba"), ("dt_proj", "out_proj")),

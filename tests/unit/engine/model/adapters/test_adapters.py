@@ -170,6 +170,15 @@ def test_adapters_of_separate_experts_equal_the_merged_models(name: str, tmp_pat
     assert_rows_equal_merged_models(decoder, [model, stacked, separate])
 
 
+def test_adapter_of_a_shared_block_is_refused(tmp_path: Path) -> None:
+    """PEFT trains it for one depth, but all depths have the same product."""
+    model = make_checkpoint(tmp_path / "model", CONFIGS["zamba2"])
+    target = "model.layers.1.shared_transformer.self_attn.q_proj"
+    make_adapter(model, tmp_path / "adapter", 1, target_modules=[target])
+    with pytest.raises(CheckpointError, match="can't have an adapter"):
+        load(load_model(tmp_path / "model", torch.float32), 1, tmp_path / "adapter")
+
+
 def test_adapter_of_biases_of_experts_is_refused(tmp_path: Path) -> None:
     """PEFT numbers an expert layer's parameters: with one more, names mean other parameters."""
     model = make_checkpoint(tmp_path / "model", CONFIGS["gpt-oss"])

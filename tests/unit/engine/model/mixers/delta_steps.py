@@ -36,6 +36,9 @@ SHAPES = {
     "channels decay": dataclasses.replace(
         _PLAIN, key_heads=4, gate=OutputGate.SIGMOID, decays_channels=True
     ),
+    "decays are bounded": dataclasses.replace(
+        _PLAIN, key_heads=4, decays_channels=True, least_decay=-5.0
+    ),
     "odd sizes": DeltaShape(1, 3, 12, 20, 3, 1e-6),
 }
 

@@ -1,0 +1,109 @@
+"""Zamba's shared block: attention and a feed-forward layer whose weights several depths share.
+
+A block reads the residual and the embedding, and its output joins what the next layer reads, not
+the residual. Sources: https://arxiv.org/abs/2405.16712, https://arxiv.org/abs/2411.15242.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.engine.model.architecture.activation import Activation
+from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
+from services.engine.model.parts.feed_forward import FeedForward
+from services.engine.model.residual import Residual, ResidualRows
+
+__all__ = ["AfterBlock", "BlockFeedForward", "BlockResidual", "DepthGate", "DepthProjection"]
+
+
+class BlockResidual(Residual):
+    """Residual of a shared block. What the block adds to it lasts for the next mixer's input."""
+
+    def begin(self, rows: ResidualRows) -> Tensor:
+        """Keep the residual; return it with the embedding: [n, 2 * hidden_size]."""
+        streams = _streams(rows)
+        streams[:, 0] = rows.hidden
+        return streams.flatten(1)
+
+    def bypass(self, rows: ResidualRows) -> None:
+        """Clear `hidden`: the feed-forward layer reads attention's output alone."""
+        rows.hidden.zero_()
+
+    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+        rows.hidden.add_(_streams(rows)[:, 0])
+
+
+class AfterBlock(Residual):
+    """Residual behind a shared block: the mixer reads the block's output, but adds to the residual
+    without it."""
+
+    def begin(self, rows: ResidualRows) -> Tensor:
+        """Leave `hidden` as the block has left it."""
+        return rows.hidden
+
+    def bypass(self, rows: ResidualRows) -> None:
+        rows.hidden.copy_(_streams(rows)[:, 0])
+
+    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+        """Leave `hidden` as the mixer has left it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFeedForward(FeedForward):
+    """A feed-forward layer, and a product of its depth that takes the residual's place."""
+
+    feed_forward: FeedForward
+    output: Projection
+    """hidden_size → hidden_size"""
+    operators: Operators
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        product, arranged = (self.operators.temporary(*out.shape) for _ in range(2))
+        self.feed_forward.add_to(rows, product.zero_(), inner)
+        self.operators.arrange(product, arranged)
+        self.output.into(arranged, out)
+
+
+class DepthProjection(Projection):
+    """A product that several depths share, and one of low rank that a depth adds to it."""
+
+    def __init__(self, shared: Projection, own: Projection) -> None:
+        self._shared = shared
+        self._own = own
+        self.weight_bytes = shared.weight_bytes + own.weight_bytes
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        self._shared.into(rows, out)
+        self._own.add_to(rows, out)
+
+    def add_to(self, rows: Tensor, out: Tensor) -> None:
+        self._shared.add_to(rows, out)
+        self._own.add_to(rows, out)
+
+
+class DepthGate(Gate):
+    """A gate of one product, which computes gate and up side by side."""
+
+    def __init__(
+        self, projection: Projection, activation: Activation, width: int, operators: Operators
+    ) -> None:
+        """width: outputs of the gate alone."""
+        self._projection = projection
+        self._activation = activation
+        self._width = width
+        self._operators = operators
+        self.weight_bytes = projection.weight_bytes
+
+    def adapt(self, delta: Delta) -> None:
+        """Refuse: the projection has what adapters add to it."""
+        raise NotImplementedError
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        product = self._operators.temporary(len(rows), 2 * self._width)
+        self._projection.into(rows, product)
+        self._operators.arrange(self._activation.apply(product), out)
+
+
+def _streams(rows: ResidualRows) -> Tensor:
+    assert rows.streams is not None, "the model keeps no embedding"
+    return rows.streams
