@@ -24,7 +24,9 @@ from services.engine.model.loader import load_model
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loading", description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--weights", default="full", choices=("full", "decoded", "int4", "int8"))
+    parser.add_argument(
+        "--weights", default="full", choices=("full", "mapped", "decoded", "int4", "int8")
+    )
     arguments = parser.parse_args()
     limit_thread_spinning()
     files = (

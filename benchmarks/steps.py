@@ -150,7 +150,7 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
-        "--weights", default="full", choices=("full", "decoded", "int4", "int8", "w8a8")
+        "--weights", default="full", choices=("full", "mapped", "decoded", "int4", "int8", "w8a8")
     )
     parser.add_argument("--model-code", default="auto", choices=("auto", "native", "transformers"))
     parser.add_argument("--batches", type=_numbers, default=BATCHES, metavar="1,2,…")

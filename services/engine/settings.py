@@ -33,9 +33,10 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     weights: str = setting(
         "full",
         "Format of the weights in memory; full = the checkpoint's own where this machine computes "
-        "with it, else --dtype; decoded = --dtype; int4 and int8 (CPU) and fp8 (GPU) = rounded; "
+        "with it, else --dtype; mapped (CPU) = codes stay in the checkpoint's files, for models "
+        "larger than memory; decoded = --dtype; int4 and int8 (CPU) and fp8 (GPU) = rounded; "
         "w8a8 (AMX, AVX-512 BF16) = int8, with the inputs of products in int8 too.",
-        choices=("full", "decoded", "int4", "int8", "w8a8", "fp8"),
+        choices=("full", "mapped", "decoded", "int4", "int8", "w8a8", "fp8"),
     )
     state_dtype: str = setting(
         "float32",
@@ -90,7 +91,7 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     kv_memory: str = setting(
         "auto",
         "Memory of the KV cache: an amount, such as 4GiB, or a share of what is free after the "
-        "weights, such as 25%; auto = 50% (on a GPU what is left).",
+        "weights, such as 25%; auto = 50% (with mapped weights 12%, on a GPU what is left).",
     )
     context_length: str = setting(
         "auto",

@@ -68,31 +68,36 @@ def check_room(weights: StoredWeights, settings: EngineSettings) -> None:
         rank = Rank.from_environment()
         free = free_host_memory() * rank.count // rank.local_count
         number_bytes = _number_bytes(settings)
-        require_room(weights, settings.weights, free, number_bytes, _ROUNDED)
+        others = ("mapped",) if weights.mapped_bytes else _ROUNDED
+        require_room(weights, settings.weights, free, number_bytes, others)
         _require_stated_cache(
             settings.kv_memory, free - weights.num_bytes(settings.weights, number_bytes)
         )
 
 
 def require_room(
-    weights: StoredWeights, stored_as: str, free: int, number_bytes: float, rounded: Sequence[str]
+    weights: StoredWeights, stored_as: str, free: int, number_bytes: float, others: Sequence[str]
 ) -> None:
     """Raise StartupError for weights that don't fit into `free` bytes.
 
-    stored_as: value of --weights. number_bytes: those of a number of --dtype. rounded: other values
+    stored_as: value of --weights. number_bytes: those of a number of --dtype. others: other values
     of --weights that the device has; the message names the first that would fit.
     """
     needed = weights.num_bytes(stored_as, number_bytes)
     if needed <= free:
         return
-    others = () if weights.coded else rounded
+    if weights.coded:
+        others = [name for name in others if name == "mapped"]
     if stored_as == "decoded":
         others = ("full", *others)
     fits = (name for name in others if weights.num_bytes(name, number_bytes) <= free)
     name = next(fits, None)
+    remedy = f"start with --weights {name}" if name else "serve a smaller model"
+    if name == "mapped":
+        remedy += ", which reads them from the disk as steps need them"
     raise StartupError(
         f"The weights take {in_units(needed)}; {in_units(needed - free)} of memory are missing. "
-        f"Free some, or {f'start with --weights {name}' if name else 'serve a smaller model'}."
+        f"Free some, or {remedy}."
     )
 
 
@@ -117,7 +122,7 @@ def _number_bytes(settings: EngineSettings) -> float:
     halves = not _HALVES.isdisjoint(_processor_flags())
     if settings.dtype == "float32" or (settings.dtype == "auto" and not halves):
         return 4
-    is_coded = halves and settings.dtype != "float16" and settings.weights == "full"
+    is_coded = halves and settings.dtype != "float16" and settings.weights in ("full", "mapped")
     return _CODED_BYTES if is_coded else 2
 
 

@@ -83,6 +83,8 @@ def load(settings: EngineSettings) -> LoadedModel:
         free = available_memory(device) * rank.count
         weights = stored_weights(settings.model)
         require_room(weights, settings.weights, free, dtype.itemsize, ("fp8",))
+    if settings.weights == "mapped" and rank.leads:
+        _announce_mapped(settings.model, device)
     decoder = load_any_model(
         settings.model,
         dtype,
@@ -131,6 +133,19 @@ def load(settings: EngineSettings) -> LoadedModel:
         weight_bytes=ranks.total(decoder.weight_bytes),
         pooler=pooler,
     )
+
+
+def _announce_mapped(model: Path, device: torch.device) -> None:
+    mapped, free = stored_weights(model).mapped_bytes, available_memory(device)
+    if mapped > free:
+        _LOG.warning(
+            "%s of weights stay in the file, and only %s of memory are free: steps read the rest "
+            "from the disk",
+            in_units(mapped),
+            in_units(free),
+        )
+    else:
+        _LOG.info("%s of weights stay in the file; its pages fit into memory", in_units(mapped))
 
 
 def step_tokens(settings: EngineSettings, decoder: Model) -> int:
@@ -201,6 +216,7 @@ def _choose_num_blocks(
             need,
             decoder.device.type,
             max(free, 0),
+            has_mapped_weights=settings.weights == "mapped",
         )
     )
 

@@ -18,6 +18,8 @@ __all__ = [
 _SHARES = {"cpu": 0.5, "cuda": 0.97}
 """Share of free memory that the KV cache takes by default. A machine has other uses for the rest; a
 GPU needs some for fragments and for kernels that are loaded later"""
+_MAPPED_SHARE = 0.125
+"""The same with mapped weights: pages of the cache are pages that hold no experts"""
 _RESERVE = 512 * 2**20
 """Bytes left for activations and everything else"""
 _LEAST_CONTEXT = 512
@@ -42,7 +44,13 @@ def context_in_force(wanted: str, need: CacheNeed, num_blocks: int) -> int:
 
 
 def choose_num_blocks(
-    kv_memory: str, context_length: str, need: CacheNeed, device_type: str, free: int
+    kv_memory: str,
+    context_length: str,
+    need: CacheNeed,
+    device_type: str,
+    free: int,
+    *,
+    has_mapped_weights: bool = False,
 ) -> int:
     """Return the number of blocks of the first cache group, by the flags of these names.
 
@@ -51,7 +59,8 @@ def choose_num_blocks(
     """
     wanted = wanted_context(context_length, need.model_context)
     most = min(need.blocks(wanted) * need.max_running, need.most_blocks)
-    share = _SHARES[device_type] if kv_memory == "auto" else parse_share(kv_memory)
+    default = _MAPPED_SHARE if has_mapped_weights else _SHARES[device_type]
+    share = default if kv_memory == "auto" else parse_share(kv_memory)
     if share is None:
         return min(_stated_blocks(kv_memory, context_length, need, free), most)
     number, missing = need.affordable(int(free * share)), 0

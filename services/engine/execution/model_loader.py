@@ -49,6 +49,11 @@ def load_any_model(
         raise StartupError(
             "A model on transformers' code can't be shared by several ranks. Start without them."
         )
+    if weights == "mapped":
+        raise StartupError(
+            "--weights mapped needs native code, and this model runs on transformers'. Start "
+            "without it."
+        )
     # imported here, because transformers is optional, and takes seconds
     from services.engine.model.transformers_code.loading import load_on_transformers
 

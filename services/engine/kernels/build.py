@@ -51,6 +51,8 @@ _ANYWHERE = (
     _Unit("grouped.cpp", defines="TW_GROUPED=grouped_baseline"),
     _Unit("experts.cpp", defines="TW_EXPERTS=experts_baseline"),
     _Unit("grouped_pack.cpp"),
+    _Unit("mapped.cpp", defines="TW_MAPPED=mapped_baseline"),
+    _Unit("mapped_pages.cpp"),
     _Unit("mixture.cpp"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -80,6 +82,8 @@ _X86_64 = (
     _Unit("experts.cpp", _AVX512, "TW_EXPERTS=experts_avx512"),
     _Unit("grouped.cpp", _AVX2, "TW_GROUPED=grouped_avx2"),
     _Unit("grouped.cpp", (*_AVX512, *_VNNI), "TW_GROUPED=grouped_vnni"),
+    _Unit("mapped.cpp", _AVX2, "TW_MAPPED=mapped_avx2"),
+    _Unit("mapped.cpp", _AVX512, "TW_MAPPED=mapped_avx512"),
     _Unit("pack.cpp", _AVX512_BF16),
     _Unit("coded.cpp", _AVX512_BF16),
     _Unit("avx512_linear.cpp", _AVX512_BF16),

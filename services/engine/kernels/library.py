@@ -17,6 +17,7 @@ __all__ = [
     "DTYPES",
     "AdaptCall",
     "AttentionCall",
+    "BlocksCall",
     "CodesCall",
     "DeltaRuleCall",
     "DrawCall",
@@ -31,6 +32,7 @@ __all__ = [
     "LayerNormCall",
     "LinearCall",
     "LowRankCall",
+    "MappedCall",
     "MixtureCall",
     "Native",
     "NormCall",
@@ -368,14 +370,74 @@ class SelectiveCall(ctypes.Structure):
     ]
 
 
+class NumbersCall(ctypes.Structure):
+    """struct tw_numbers"""
+
+    _fields_ = [("each", c_void_p), ("factors", c_void_p)]
+
+
+class PlaneCall(ctypes.Structure):
+    """struct tw_plane"""
+
+    _fields_ = [
+        ("first", c_int64),
+        ("bytes", c_int64),
+        ("run", c_int64),
+        ("bits", c_int32),
+        ("shift", c_int32),
+    ]
+
+
+class CodesCall(ctypes.Structure):
+    """struct tw_codes"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("row_bytes", c_int64),
+        ("order", c_void_p),
+        ("planes", POINTER(PlaneCall)),
+        ("num_planes", c_int64),
+        ("block_bytes", c_int64),
+        ("block_codes", c_int64),
+        ("lift", c_int64),
+    ]
+
+
+class BlocksCall(ctypes.Structure):
+    """struct tw_blocks"""
+
+    _fields_ = [
+        ("codes", CodesCall),
+        ("numbers", c_void_p),
+        ("number_row_bytes", c_int64),
+        ("number_block_bytes", c_int64),
+        ("outputs", c_int64),
+        ("num_rows", c_int64),
+        ("form", c_int32),
+        ("factor", c_float),
+    ]
+
+
+class MappedCall(ctypes.Structure):
+    """struct tw_mapped"""
+
+    _fields_ = [
+        ("weights", POINTER(BlocksCall)),
+        ("count", c_int64),
+        ("alternate", c_int32),
+    ]
+
+
 class GroupedCall(ctypes.Structure):
     """struct tw_grouped"""
 
     _fields_ = [
         ("rows", c_void_p),
         ("packed", c_void_p),
+        ("mapped", POINTER(MappedCall)),
         ("bias", c_void_p),
         ("out", c_void_p),
+        ("first_strip", c_int64),
         ("num_rows", c_int64),
         ("inputs", c_int64),
         ("outputs", c_int64),
@@ -413,39 +475,6 @@ class LinearCall(ctypes.Structure):
         ("format", c_int32),
         ("alpha", c_float),
         ("limit", c_float),
-    ]
-
-
-class NumbersCall(ctypes.Structure):
-    """struct tw_numbers"""
-
-    _fields_ = [("each", c_void_p), ("factors", c_void_p)]
-
-
-class PlaneCall(ctypes.Structure):
-    """struct tw_plane"""
-
-    _fields_ = [
-        ("first", c_int64),
-        ("bytes", c_int64),
-        ("run", c_int64),
-        ("bits", c_int32),
-        ("shift", c_int32),
-    ]
-
-
-class CodesCall(ctypes.Structure):
-    """struct tw_codes"""
-
-    _fields_ = [
-        ("rows", c_void_p),
-        ("row_bytes", c_int64),
-        ("order", c_void_p),
-        ("planes", POINTER(PlaneCall)),
-        ("num_planes", c_int64),
-        ("block_bytes", c_int64),
-        ("block_codes", c_int64),
-        ("values", c_void_p),
     ]
 
 

@@ -122,17 +122,17 @@ def load_model(
     """Load a checkpoint, one layer at a time from the mapped files.
 
     progress: show a bar on a terminal, or log a few lines without one.
-    weights: "full" (as stored where `device` multiplies that, else in `dtype`), "decoded" (in
-    `dtype`), "int4" and "int8" (rounded, for all products but an expert router's; of "int4", those
-    that compute the logits have 8 bits), "w8a8" ("int8", with the inputs of these products in int8
-    too) or "fp8" (rounded, for all products but an expert router's and those that compute the
-    logits).
+    weights: "full" (as stored where `device` multiplies that, else in `dtype`), "mapped" (the same,
+    but codes stay in the files, whose pages steps read), "decoded" (in `dtype`), "int4" and "int8"
+    (rounded, for all products but an expert router's; of "int4", those that compute the logits have
+    8 bits), "w8a8" ("int8", with the inputs of these products in int8 too) or "fp8" (rounded, for
+    all products but an expert router's and those that compute the logits).
     with_xformers: decode with xformers' kernel on a GPU.
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
     Raises CheckpointError before loading if a tensor is missing or of another shape.
-    Raises StartupError if this machine can't multiply int8 or FP8 weights, the ranks can't share
-    the model, or xformers is missing.
+    Raises StartupError if this machine can't multiply int8, FP8 or mapped weights, the checkpoint
+    has none that can be mapped, the ranks can't share the model, or xformers is missing.
     """
     directory = Path(path)
     whole = load_spec(directory)
@@ -143,6 +143,8 @@ def load_model(
             f"{directory}: {whole.architecture} without a causal mask is not supported: not all of "
             "its layers are attention of one shape."
         )
+    if weights == "mapped" and whole.is_encoder:
+        raise StartupError("--weights mapped needs a model that generates. Start without it.")
     if whole.family.encoder is not None:
         return _load_encoder(directory, whole, dtype, progress, device, weights)
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
@@ -151,8 +153,10 @@ def load_model(
     named = str(dtype).removeprefix("torch.")
     if spec.fp8 is not None and operators.without_fp8() is operators:
         _LOG.warning("decoding the FP8 weights of %s to %s", directory, named)
-    with open_tensors(directory, whole) as checkpoint:
-        rounds = weights not in ("full", "decoded", "fp8" if spec.fp8 is not None else "")
+    with open_tensors(directory, whole, maps=weights == "mapped") as checkpoint:
+        if checkpoint.maps:
+            _require_blocks(directory, whole, checkpoint)
+        rounds = weights not in ("full", "mapped", "decoded", "fp8" if spec.fp8 is not None else "")
         if checkpoint.is_quantized and rounds:
             raise StartupError(
                 f"--weights {weights} rounds what the checkpoint has rounded before. Start without "
@@ -245,13 +249,35 @@ def _load_encoder(
     return Encoder(spec, dtype, loaded, operators, attention)
 
 
-def open_tensors(directory: Path, spec: ModelSpec) -> TensorFiles:
-    """Return the reader of a checkpoint's files, which opens them when it is entered."""
+def _require_blocks(directory: Path, spec: ModelSpec, checkpoint: TensorFiles) -> None:
+    """Raise StartupError unless a checkpoint has codes that stay in its files."""
+    why = None
+    if checkpoint.types_without_codes:
+        named = ", ".join(checkpoint.types_without_codes)
+        why = f"weights in {named}, which are decoded or packed anew"
+    elif spec.scheme is not None or spec.fp8 is not None:
+        why = "weights in a format that is packed anew"
+    elif not checkpoint.has_blocks:
+        why = "no quantized weights"
+    if why is not None:
+        raise StartupError(
+            f"--weights mapped needs a GGUF file, or experts in MXFP4, whose codes products can "
+            f"read; {directory} has {why}. Start without it."
+        )
+
+
+def open_tensors(directory: Path, spec: ModelSpec, *, maps: bool = False) -> TensorFiles:
+    """Return the reader of a checkpoint's files, which opens them when it is entered.
+
+    maps: quantized weights stay in the files.
+    """
     if (directory / PARTS).is_dir():
         # imported here only: gguf imports much of what is installed, such as mistral_common
         from services.engine.model.checkpoint.gguf_tensors import GgufTensors
 
-        return GgufTensors(directory)
+        return GgufTensors(directory, maps=maps)
+    if maps:
+        return Checkpoint(directory, maps=True)
     if spec.scheme is not None:
         return QuantizedTensors(directory, spec.scheme)
     return Checkpoint(directory) if spec.fp8 is None else Fp8Tensors(directory, spec.fp8)
@@ -279,6 +305,13 @@ def choose_operators(
         if tiles:
             return Int8Operators(native) if weights == "int8" else RoundedTiledOperators(native)
         return RoundedOperators(native, dtype, int(weights.removeprefix("int")))
+    if weights == "mapped":
+        if native is None or not groups or native.instruction_set() < InstructionSet.AVX2:
+            raise StartupError(
+                "--weights mapped needs a CPU with AVX2, the compiled kernels, and --dtype "
+                "bfloat16 or float32. Start without it."
+            )
+        return TiledOperators(native) if tiles else GroupedOperators(native, dtype)
     if weights == "fp8" or (weights == "full" and spec.fp8 is not None):
         if _multiplies_fp8(dtype, device):
             # imported here: only GPU machines have Triton

@@ -20,6 +20,8 @@ class Int8Decoder {
     for (int64_t at = 0; at < kAhead; at += kLine) _mm_prefetch(from + at, _MM_HINT_T0);
   }
 
+  void prepare(int64_t) const {}
+
   void decode(int64_t panel, int64_t step, int64_t piece, uint16_t *tiles) const {
     const int8_t *from = packed_ + (panel * depth_ + step) * kStep + piece * kLine;
     uint16_t *to = tiles + piece * kLine;
@@ -63,6 +65,8 @@ class GroupedDecoder {
   explicit GroupedDecoder(const tw_linear &a) : codes_(a) {}
 
   void begin(int64_t panel) const { codes_.begin(panel); }
+
+  void prepare(int64_t panel) const { codes_.prepare(panel); }
 
   void decode(int64_t panel, int64_t step, int64_t piece, uint16_t *tiles) const {
     const int64_t tile = piece / 2, half = piece % 2;
@@ -142,6 +146,8 @@ class Weights {
 
  private:
   void plan(const Part &part, int64_t shares) {
+    // After the last part nothing is left to decode.
+    if (part.steps && part.panel != panel_) decoder_.prepare(panel_ = part.panel);
     part_ = part;
     to_ = decoded[turn_];
     pieces_ = part.steps * Decoder::kPieces;
@@ -153,6 +159,7 @@ class Weights {
   const Decoder decoder_;
   int64_t blocks_;
   int turn_ = 0;
+  int64_t panel_ = -1;      // that is prepared
   Part part_{};             // to decode
   uint16_t *to_ = nullptr;  // its destination
   int64_t pieces_ = 0, share_ = 0;  // pieces of the part, and of each share of it

@@ -21,6 +21,8 @@ class Buffer {
     return data_;
   }
 
+  const void *data() const { return data_; }
+
  private:
   void *data_ = nullptr;
   int64_t capacity_ = 0;

@@ -4,9 +4,11 @@
 #include "draw.h"
 #include "experts.h"
 #include "grouped.h"
+#include "mapped.h"
 #include "portable.h"
 #include "selective_scan.h"
 #include "state_scan.h"
+#include "threads.h"
 
 #if defined(TW_X86_64)
 #include <cpuid.h>
@@ -149,8 +151,17 @@ void tw_choose_experts(const tw_routing *routing, const float *scores, int64_t n
   expert_kernels().choose(routing, scores, num_rows, chosen, weights);
 }
 
+void tw_pack_mapped(const tw_grouped *grouped, int64_t first, int64_t count, uint8_t *packed) {
+#if defined(__x86_64__)
+  if (in_use >= TW_AVX512) return mapped_avx512(grouped, first, count, packed);
+  if (in_use == TW_AVX2) return mapped_avx2(grouped, first, count, packed);
+#endif
+  mapped_baseline(grouped, first, count, packed);
+}
+
 void tw_grouped_linear(const tw_grouped *grouped) {
   tw_grouped call = *grouped;
+  if (!is_in_loop()) tw_prefetch_mapped(grouped);
   const int64_t element = call.out_dtype == TW_FLOAT32 ? 4 : 2;
   if (!call.out) call.out = ungated.reserve(call.num_rows * call.out_stride * element);
   call.out = static_cast<uint8_t *>(call.out) + call.first_output * element;

@@ -676,6 +676,16 @@ MultiplyStrips choose(const tw_grouped &g) {
   return g.bits == 6 ? choose_unit<kRows, 6>(g) : choose_unit<kRows, 8>(g);
 }
 
+// Returns the packed weights of some strips; mapped ones until the thread's next call.
+const uint8_t *strips_of(const tw_grouped &g, int64_t first, int64_t count) {
+  static thread_local Buffer memory;
+  const int64_t bytes = strip_bytes(g);
+  if (!g.mapped) return static_cast<const uint8_t *>(g.packed) + (g.first_strip + first) * bytes;
+  auto *packed = static_cast<uint8_t *>(memory.reserve(count * bytes));
+  tw_pack_mapped(&g, first, count, packed);
+  return packed;
+}
+
 // Writes the outputs of a strip and some rows.
 void write(const tw_grouped &g, const float *strip, int64_t first_row, int64_t num_rows,
            int64_t output) {
@@ -725,7 +735,7 @@ void TW_GROUPED(const tw_grouped *call) {
     int64_t last = minimum(first + kRowsInCache, g.num_rows);
     int64_t begin = item % ranges * at_once, end = minimum(begin + at_once, strips);
     for (int64_t strip = begin; strip < end; strip += kStrips) {
-      const uint8_t *packed = static_cast<const uint8_t *>(g.packed) + strip * bytes;
+      const uint8_t *packed = strips_of(g, strip, minimum(kStrips, end - strip));
       // The last strip may be alone: it is multiplied twice.
       const int64_t apart = strip + 1 < end ? bytes : 0;
       for (int64_t row = first; row < last; row += kRowsAtOnce) {

@@ -1,6 +1,7 @@
 // Reading of weights in groups (grouped_layout.h), 16 outputs at a time.
 #pragma once
 
+#include "buffer.h"
 #include "grouped_layout.h"
 #include "kernels.h"
 #include "tiles.h"
@@ -92,7 +93,8 @@ struct TileNumbers {
 class Codes {
  public:
   explicit Codes(const tw_linear &a)
-      : packed_(static_cast<const uint8_t *>(a.packed)),
+      : groups_(*a.groups),
+        packed_(static_cast<const uint8_t *>(a.packed)),
         strip_bytes_(strip_bytes(*a.groups)),
         each_bytes_(number_bytes(*a.groups)),
         number_bytes_(each_bytes_ * (a.groups->has_offsets ? 2 : 1)),
@@ -108,9 +110,18 @@ class Codes {
   bool has_halves() const { return group_ < kTileInner; }
   bool has_offsets() const { return has_offsets_; }
 
+  // Makes a panel ready for `strips` in this thread, until another one is.
+  void prepare(int64_t panel) const {
+    if (!groups_.mapped) return;
+    auto *to = static_cast<uint8_t *>(mapped_panel.reserve(kPanelStrips * strip_bytes_));
+    tw_pack_mapped(&groups_, panel * kPanelStrips, kPanelStrips, to);
+  }
+
   // Returns the strips of tile 0 or 1 of a panel.
   Strips strips(int64_t panel, int64_t tile) const {
-    const uint8_t *first = packed_ + (panel * kPanelStrips + tile * kTileStrips) * strip_bytes_;
+    const uint8_t *first = groups_.mapped ? static_cast<const uint8_t *>(mapped_panel.data())
+                                          : packed_ + panel * kPanelStrips * strip_bytes_;
+    first += tile * kTileStrips * strip_bytes_;
     return {first, first + strip_bytes_};
   }
 
@@ -140,6 +151,7 @@ class Codes {
 
   // Asks for what `fetch` leaves out: the beginning of the first panel.
   void begin(int64_t panel) const {
+    if (groups_.mapped) return;
     for (int64_t tile = 0; tile < 2; tile++)
       for (int64_t at = 0; at < smaller(ahead_, strip_bytes_); at += kLine)
         fetch(strips(panel, tile), at - ahead_);
@@ -192,6 +204,9 @@ class Codes {
                          load_levels(first + at, second + at));
   }
 
+  static thread_local Buffer mapped_panel;
+
+  tw_grouped groups_;
   const uint8_t *packed_;
   int64_t strip_bytes_, each_bytes_, number_bytes_, factor_bytes_;
   uint32_t group_;
@@ -200,5 +215,7 @@ class Codes {
   int64_t ahead_;
   __m512i values_;
 };
+
+thread_local Buffer Codes::mapped_panel;
 
 }  // namespace

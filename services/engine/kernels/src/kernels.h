@@ -326,14 +326,70 @@ enum {
   TW_EXPONENTS = 3,  // uint8: 2 ** (n - 127), and 0 for n = 0; for codes that number values
 };
 
+// Bits of a block's codes: each `run` bytes hold the lowest `bits` bits of `run` codes, then those of
+// the next `run` codes, and so on.
+struct tw_plane {
+  int64_t first;  // byte of the block
+  int64_t bytes;
+  int64_t run;
+  int32_t bits;   // 1, 2, 4 or 8
+  int32_t shift;  // of the bits in the code
+};
+
+// Codes [outputs, inputs], a byte each or in the blocks of a file.
+struct tw_codes {
+  const uint8_t *rows;
+  int64_t row_bytes;       // between two outputs
+  const int64_t *order;    // [outputs], the row of each output; null = in order
+  const tw_plane *planes;  // null = a byte each
+  int64_t num_planes;
+  int64_t block_bytes;
+  int64_t block_codes;
+  int64_t lift;            // to add to the codes in the blocks, modulo 256
+};
+
+// How a block holds the scales, and perhaps offsets, of its groups. Names are those of ggml's types.
+enum {
+  TW_SCALE = 0,             // float16
+  TW_SCALE_AND_OFFSET = 1,  // float16 each
+  TW_Q2_K_NUMBERS = 2,
+  TW_Q3_K_NUMBERS = 3,
+  TW_Q4_K_NUMBERS = 4,  // those of Q5_K too
+  TW_Q6_K_NUMBERS = 5,
+  TW_IQ4_XS_NUMBERS = 6,
+  TW_EXPONENT = 7,  // uint8, of doubled codes: 2 ** (n - 128), and 0 for n = 0
+};
+
+// A weight in the blocks of a mapped file.
+struct tw_blocks {
+  tw_codes codes;
+  const uint8_t *numbers;  // of the first row's first block
+  int64_t number_row_bytes;    // between two rows
+  int64_t number_block_bytes;  // between two blocks of a row
+  int64_t outputs;
+  int64_t num_rows;  // that the outputs are of
+  int32_t form;   // of the numbers
+  float factor;   // on scales and offsets
+};
+
+// Weights of one shape that are multiplied at once, one after the other or with their tiles (16
+// outputs) in turn.
+struct tw_mapped {
+  const tw_blocks *weights;  // all but the last have whole strips
+  int64_t count;
+  int32_t alternate;
+};
+
 // Product with weights in groups: weight [o, i] is scale * code + offset, with a scale and an offset
 // for each output and each group of inputs, or scale * values[code]. Rows are rounded to 8 bits, with
 // a scale for each 32.
 struct tw_grouped {
   const void *rows;    // [num_rows, inputs]
-  const void *packed;  // by tw_grouped_pack
+  const void *packed;  // by tw_grouped_pack; null: `mapped`
+  const tw_mapped *mapped;  // weights in the blocks of a file, with numbers in TW_FLOATS; else null
   const float *bias;   // [outputs] or null
   void *out;           // [num_rows, out_stride]; null = memory that tw_gate_rows reads
+  int64_t first_strip;  // 8 outputs each, of the weights that are multiplied
   int64_t num_rows;
   int64_t inputs;   // a multiple of 32 and of group; of 256 with levels
   int64_t outputs;
@@ -360,27 +416,11 @@ struct tw_numbers {
   const uint16_t *factors;  // float16 [outputs, inputs / 256] of levels, else null
 };
 
-// Bits of a block's codes: each `run` bytes hold the lowest `bits` bits of `run` codes, then those of
-// the next `run` codes, and so on.
-struct tw_plane {
-  int64_t first;  // byte of the block
-  int64_t bytes;
-  int64_t run;
-  int32_t bits;   // 1, 2, 4 or 8
-  int32_t shift;  // of the bits in the code
-};
+// Packs strips `first` to first + count - 1 of mapped weights; zeros where outputs end.
+void tw_pack_mapped(const tw_grouped *grouped, int64_t first, int64_t count, uint8_t *packed);
 
-// Codes [outputs, inputs], a byte each or in the blocks of a file.
-struct tw_codes {
-  const uint8_t *rows;
-  int64_t row_bytes;       // between two outputs
-  const int64_t *order;    // [outputs], the row of each output; null = in order
-  const tw_plane *planes;  // null = a byte each
-  int64_t num_planes;
-  int64_t block_bytes;
-  int64_t block_codes;
-  const uint8_t *values;   // [256] of the codes in the blocks
-};
+// Has the system read the pages of mapped weights that are not in memory, without waiting for them.
+void tw_prefetch_mapped(const tw_grouped *grouped);
 
 // Packs codes into the tile columns (16 outputs) first_tile, first_tile + tile_step, ... With 8 bits,
 // offsets must be those of codes less 128.

@@ -3,6 +3,8 @@
 // each other three times, however many experts there are.
 #include <string.h>
 
+#include <initializer_list>
+
 #include "buffer.h"
 #include "experts.h"
 #include "exponential.h"
@@ -150,6 +152,13 @@ class GroupedProducts {
              static_cast<size_t>(bytes));
   }
 
+  void prefetch(int64_t expert) const {
+    const tw_grouped_expert &weights = m_.grouped[expert];
+    tw_prefetch_mapped(&weights.gate);
+    if (weights.up.mapped != weights.gate.mapped) tw_prefetch_mapped(&weights.up);
+    tw_prefetch_mapped(&weights.down);
+  }
+
   void gate(const Group &group, const Item &item, const void *rows, char *inner) const {
     static thread_local Buffer memory;
     const tw_grouped_expert &expert = m_.grouped[group.expert];
@@ -175,7 +184,7 @@ class GroupedProducts {
   void multiply(tw_grouped call, int64_t num_rows, const void *rows, int64_t first, int64_t count,
                 void *out, int64_t stride) const {
     call.rows = rows;
-    call.packed = static_cast<const uint8_t *>(call.packed) + first / kStrip * strip_bytes(call);
+    call.first_strip += first / kStrip;
     if (call.bias) call.bias += first;
     call.out = out;
     call.num_rows = num_rows;
@@ -196,6 +205,7 @@ void mix(const tw_mixture &m, const Choice &choice, const Products &products,
          const float *shared_logits) {
   static thread_local Buffer memory[2];
   const Grouping rows = group_rows(m, choice, products);
+  for (int64_t g = 0; g < rows.num_groups; g++) products.prefetch(rows.groups[g].expert);
   const int64_t size = products.element(), positions = m.num_rows * rows.each;
   char *inner = reserve<char>(memory[0], rows.num_inner * size);
   char *outputs = reserve<char>(memory[1], positions * m.outputs * size);
@@ -251,6 +261,11 @@ class TiledProducts {
       for (int64_t block = 0; block < blocks; block++)
         memcpy(to + (i / kTile * blocks + block) * kBlock + i % kTile * kLine,
                from + (rows[i] / kTile * blocks + block) * kBlock + rows[i] % kTile * kLine, kLine);
+  }
+
+  void prefetch(int64_t expert) const {
+    for (const tw_linear *product : {&m_.gates[expert], &m_.downs[expert]})
+      if (product->format == TW_GROUPS) tw_prefetch_mapped(product->groups);
   }
 
   void gate(const Group &group, const Item &item, const void *rows, char *inner) const {

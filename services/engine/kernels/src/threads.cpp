@@ -28,12 +28,12 @@ inline void pause() {
 #endif
 }
 
-thread_local bool is_in_loop = false;  // whether this thread runs an item
+thread_local bool runs_item = false;
 
 inline void run_item(void (*body)(void *, int64_t), void *context, int64_t i) {
-  is_in_loop = true;
+  runs_item = true;
   body(context, i);
-  is_in_loop = false;
+  runs_item = false;
 }
 
 class Pool {
@@ -117,8 +117,10 @@ Pool &pool = *new Pool;
 
 void tw_use_pool(int64_t threads) { pool.resize(threads); }
 
+bool is_in_loop() { return runs_item; }
+
 int64_t num_threads() {
-  if (is_in_loop) return 1;
+  if (runs_item) return 1;
   return pool.threads() ? pool.threads() : omp_get_max_threads();
 }
 

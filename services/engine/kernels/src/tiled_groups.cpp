@@ -215,6 +215,7 @@ void few_rows(const tw_linear &a, const Codes &codes, const Kernels &kernels,
   const StripRows strip(rows, share.start, 0, depth);
   codes.begin(share.first);
   for (int64_t panel = share.first; panel < share.last; panel++) {
+    codes.prepare(panel);
     for (int64_t tile = 0; tile < 2; tile++) {
       const Strips strips = codes.strips(panel, tile);
       float *const out = products + tile * kTileRows;
@@ -233,6 +234,7 @@ void many_rows(const tw_linear &a, const Codes &codes, const Kernels &kernels,
   const int64_t depth = a.inputs / kTileInner, count = share.end - share.start;
   codes.begin(share.first);
   for (int64_t panel = share.first; panel < share.last; panel++) {
+    codes.prepare(panel);
     memset(products, 0, static_cast<size_t>(divide_up(count, kTileRows) * kTileRows * kPair) * 4);
     for (int64_t step = 0; step < depth; step += kPartSteps) {
       const int64_t steps = smaller(kPartSteps, depth - step);

@@ -29,7 +29,7 @@ def weights_fingerprint(directory: Path, weights: str = "full", states: str = "f
             for sample in range(_SAMPLES):
                 data.seek(size * sample // _SAMPLES)
                 digest.update(data.read(_SAMPLE_BYTES))
-    if weights != "full":
+    if weights not in ("full", "mapped"):  # which compute the same
         digest.update(weights.encode())
     if states != "float32":
         digest.update(states.encode())

@@ -12,12 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
 
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.quantized import (
     BlockCodes,
     BlockLayout,
+    BlockNumbers,
     GroupNumbers,
+    NumberForm,
     Plane,
     QuantizedWeight,
 )
@@ -25,6 +28,7 @@ from services.engine.model.checkpoint.quantized import (
 __all__ = ["has_codes", "read_groups"]
 
 _KIND = GGMLQuantizationType
+_FORM = NumberForm
 _Array: TypeAlias = npt.NDArray[Any]
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -47,32 +51,69 @@ class _Format:
     planes: Sequence[Plane]
     numbers: Callable[[_Array], tuple[_Numbers, _Numbers | None]]
     """Returns the scales of blocks [blocks, bytes], and the offsets if there are any"""
-    lifted: Sequence[int] = ()
-    """`values` of BlockLayout. Without offsets, the middle one means zero."""
+    form: NumberForm | None
+    """How the kernels read the numbers of a mapped block; None: they can't"""
+    first: int = 0
+    """Byte of a block at which `form` begins"""
+    lift: int = 0
+    """To add to a code's bits, modulo 256. Without offsets, the middle code means zero."""
     values: tuple[int, ...] = ()
     """Number that each code stands for, before the scale; empty if the code itself is the number"""
 
 
-def has_codes(kind: GGMLQuantizationType) -> bool:
-    """Return whether blocks are codes in groups; others are decoded at loading."""
-    return kind in _FORMATS
+def has_codes(kind: GGMLQuantizationType, *, mapped: bool = False) -> bool:
+    """Return whether blocks are codes in groups; others are decoded at loading.
+
+    mapped: whether the kernels also read their scales and offsets from the file.
+    """
+    form = _FORMATS.get(kind)
+    return form is not None and (not mapped or form.form is not None)
 
 
-def read_groups(rows: _Array, kind: GGMLQuantizationType) -> QuantizedWeight | None:
+def read_groups(
+    rows: _Array, kind: GGMLQuantizationType, *, mapped: bool = False
+) -> QuantizedWeight | None:
     """Return the weights of rows [outputs, bytes of a row]; None if `kind` has no codes.
 
-    The codes stay where they are.
+    The codes stay where they are. mapped: so do their scales and offsets.
     """
     form = _FORMATS.get(kind)
     if form is None:
         return None
     num_codes, num_bytes = GGML_QUANT_SIZES[kind]
-    layout = BlockLayout(num_bytes, num_codes, form.planes, form.lifted)
+    layout = BlockLayout(num_bytes, num_codes, form.planes, form.lift)
+    codes = BlockCodes(torch.from_numpy(rows), layout)
+    if mapped and form.form is not None:
+        return _mapped(codes, form, form.form)
     numbers = form.numbers(rows.reshape(-1, num_bytes))
     scales, offsets = (_of_rows(each, len(rows)) for each in numbers)
     assert scales is not None
-    codes = BlockCodes(torch.from_numpy(rows), layout)
     return QuantizedWeight(codes, form.bits, scales, offsets, values=form.values)
+
+
+def _mapped(codes: BlockCodes, form: _Format, numbers_form: NumberForm) -> QuantizedWeight:
+    """Return a weight whose numbers are read from its blocks when they are needed."""
+    size = codes.layout.num_bytes
+    one = form.numbers(np.zeros((1, size), np.uint8))
+
+    def read(number: int) -> Callable[[Tensor], GroupNumbers]:
+        def numbers_of(rows: Tensor) -> GroupNumbers:
+            found = form.numbers(rows.numpy().reshape(-1, size))[number]
+            numbers = _of_rows(found, len(rows))
+            assert numbers is not None
+            return numbers
+
+        return numbers_of
+
+    each = [
+        BlockNumbers(
+            codes.rows, size, numbers.each.shape[1], numbers_form, read(number), first=form.first
+        )
+        for number, numbers in enumerate(one)
+        if numbers is not None
+    ]
+    offsets = each[1] if len(each) > 1 else None
+    return QuantizedWeight(codes, form.bits, each[0], offsets, values=form.values)
 
 
 def _of_rows(numbers: _Numbers | None, count: int) -> GroupNumbers | None:
@@ -159,29 +200,35 @@ def _small_floats(blocks: _Array) -> tuple[_Numbers, None]:
     return _Numbers(scales.numpy()), None
 
 
-def _lifted(by: int) -> Sequence[int]:
-    """Return codes plus a number, modulo 256."""
-    return [(code + by) % 256 for code in range(256)]
-
-
 _PAIRS = 32
 """Bytes of a run of 1 or 2 bits in the formats of 256 weights"""
 _FORMATS: dict[Any, _Format] = {
-    _KIND.Q4_0: _Format(4, [Plane(2, 16, 16, 4)], _scale),
-    _KIND.Q4_1: _Format(4, [Plane(4, 16, 16, 4)], _scale_and_offset),
-    _KIND.Q5_0: _Format(6, [Plane(6, 16, 16, 4), Plane(2, 4, 1, 1, 4)], _scale, lifted=_lifted(16)),
-    _KIND.Q5_1: _Format(6, [Plane(8, 16, 16, 4), Plane(4, 4, 1, 1, 4)], _scale_and_offset),
-    _KIND.Q8_0: _Format(8, [Plane(2, 32, 32, 8)], _scale, lifted=_lifted(128)),
-    _KIND.Q2_K: _Format(4, [Plane(16, 64, _PAIRS, 2)], _q2_k),
-    _KIND.Q3_K: _Format(
-        4, [Plane(32, 64, _PAIRS, 2), Plane(0, 32, _PAIRS, 1, 2)], _q3_k, lifted=_lifted(4)
+    _KIND.Q4_0: _Format(4, [Plane(2, 16, 16, 4)], _scale, _FORM.SCALE),
+    _KIND.Q4_1: _Format(4, [Plane(4, 16, 16, 4)], _scale_and_offset, _FORM.SCALE_AND_OFFSET),
+    _KIND.Q5_0: _Format(
+        6, [Plane(6, 16, 16, 4), Plane(2, 4, 1, 1, 4)], _scale, _FORM.SCALE, lift=16
     ),
-    _KIND.Q4_K: _Format(4, [Plane(16, 128, 32, 4)], _levels),
-    _KIND.Q5_K: _Format(6, [Plane(48, 128, 32, 4), Plane(16, 32, _PAIRS, 1, 4)], _levels),
-    _KIND.Q6_K: _Format(6, [Plane(0, 128, 64, 4), Plane(128, 64, _PAIRS, 2, 4)], _q6_k),
-    _KIND.TQ2_0: _Format(4, [Plane(0, 64, _PAIRS, 2)], _last_scale, lifted=_lifted(7)),
-    _KIND.IQ4_NL: _Format(4, [Plane(2, 16, 16, 4)], _scale, values=_IQ4_VALUES),
-    _KIND.IQ4_XS: _Format(4, [Plane(8, 128, 16, 4)], _iq4_xs, values=_IQ4_VALUES),
-    _KIND.MXFP4: _Format(4, [Plane(1, 16, 16, 4)], _exponents, values=mxfp4.DOUBLED),
-    _KIND.NVFP4: _Format(4, [Plane(4, 32, 8, 4)], _small_floats, values=mxfp4.DOUBLED),
+    _KIND.Q5_1: _Format(
+        6,
+        [Plane(8, 16, 16, 4), Plane(4, 4, 1, 1, 4)],
+        _scale_and_offset,
+        _FORM.SCALE_AND_OFFSET,
+    ),
+    _KIND.Q8_0: _Format(8, [Plane(2, 32, 32, 8)], _scale, _FORM.SCALE, lift=128),
+    _KIND.Q2_K: _Format(4, [Plane(16, 64, _PAIRS, 2)], _q2_k, _FORM.Q2_K),
+    _KIND.Q3_K: _Format(
+        4, [Plane(32, 64, _PAIRS, 2), Plane(0, 32, _PAIRS, 1, 2)], _q3_k, _FORM.Q3_K, lift=4
+    ),
+    _KIND.Q4_K: _Format(4, [Plane(16, 128, 32, 4)], _levels, _FORM.Q4_K),
+    _KIND.Q5_K: _Format(
+        6, [Plane(48, 128, 32, 4), Plane(16, 32, _PAIRS, 1, 4)], _levels, _FORM.Q4_K
+    ),
+    _KIND.Q6_K: _Format(6, [Plane(0, 128, 64, 4), Plane(128, 64, _PAIRS, 2, 4)], _q6_k, _FORM.Q6_K),
+    _KIND.TQ2_0: _Format(4, [Plane(0, 64, _PAIRS, 2)], _last_scale, _FORM.SCALE, first=64, lift=7),
+    _KIND.IQ4_NL: _Format(4, [Plane(2, 16, 16, 4)], _scale, _FORM.SCALE, values=_IQ4_VALUES),
+    _KIND.IQ4_XS: _Format(4, [Plane(8, 128, 16, 4)], _iq4_xs, _FORM.IQ4_XS, values=_IQ4_VALUES),
+    _KIND.MXFP4: _Format(
+        4, [Plane(1, 16, 16, 4)], _exponents, _FORM.EXPONENT, values=mxfp4.DOUBLED
+    ),
+    _KIND.NVFP4: _Format(4, [Plane(4, 32, 8, 4)], _small_floats, None, values=mxfp4.DOUBLED),
 }

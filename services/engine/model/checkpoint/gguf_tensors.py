@@ -1,6 +1,7 @@
 """Tensors of GGUF files, decoded from ggml's block formats."""
 
 import mmap
+import warnings
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -68,6 +69,23 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
+class _MappedFile:
+    """A file in memory, which must not be written."""
+
+    memory: mmap.mmap
+    data: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, file: Path) -> "_MappedFile":
+        with file.open("rb") as opened:
+            # A mapping that could be written needs as much memory as the file has, or is refused.
+            memory = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
+        with warnings.catch_warnings():  # of torch, because its tensors can be written
+            warnings.simplefilter("ignore")
+            return cls(memory, torch.frombuffer(memory, dtype=torch.uint8).numpy())
+
+
+@dataclass(frozen=True, slots=True)
 class _GgufRows:
     """Rows of the mapped file."""
 
@@ -93,19 +111,17 @@ class GgufTensors(TensorFiles):
 
     has_peft_names = False
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, maps: bool = False) -> None:
         """Read the headers. Raises CheckpointError for a damaged or truncated file."""
-        super().__init__(directory)
+        super().__init__(directory, maps=maps)
         self._places: dict[str, _Place] = {}
         try:
             file = GgufFile(min((directory / PARTS).iterdir()))
         except GgufError as error:
             raise CheckpointError(str(error)) from None
-        self._maps: dict[Path, npt.NDArray[np.uint8]] = {}
-        for part, size in file.sizes.items():
-            if size:
-                # copies what is written, because torch wants memory that could be
-                self._maps[part] = np.memmap(part, np.uint8, "c")
+        self._maps: dict[Path, _MappedFile] = {
+            part: _MappedFile.of(part) for part, size in file.sizes.items() if size
+        }
         drafts = {name.split(".")[1] for name in file.tensors if ".nextn." in name}
         for tensor in file.tensors.values():
             layer = tensor.name.partition("blk.")[2].partition(".")[0]
@@ -114,17 +130,19 @@ class GgufTensors(TensorFiles):
         self._take_factors(file)
 
         kinds = {place.kind for place in self._places.values()} - _PLAIN.keys()
-        self.is_quantized = bool(kinds)
-        self.types_without_codes = sorted(kind.name for kind in kinds if not has_codes(kind))
+        self.is_quantized = self.has_blocks = bool(kinds)
+        self.types_without_codes = sorted(
+            kind.name for kind in kinds if not has_codes(kind, mapped=maps)
+        )
         self.has_mxfp4_experts = any(
             _EXPERTS in name and place.kind is _KIND.MXFP4 for name, place in self._places.items()
         )
 
     def __exit__(self, *failure: object) -> None:
         """Let go of the files' pages, of which only the embedding's are read again."""
-        for mapped in (each.base for each in self._maps.values()):
-            if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-                mapped.madvise(mmap.MADV_DONTNEED)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self._maps.values():
+                mapped.memory.madvise(mmap.MADV_DONTNEED)
         self._maps.clear()
 
     def tensor(self, stored: StoredTensor) -> Tensor:
@@ -138,7 +156,8 @@ class GgufTensors(TensorFiles):
         place, data = self._stored(stored)
         if len(place.shape) != _MATRIX:
             return None
-        weight = read_groups(data.reshape(-1, place.row_bytes), place.kind)
+        rows = data.reshape(-1, place.row_bytes)
+        weight = read_groups(rows, place.kind, mapped=self.maps)
         return None if weight is None else weight.times(place.factor)
 
     def mxfp4(self, stored: StoredTensor, device: torch.device) -> Mxfp4Weight | None:
@@ -157,7 +176,7 @@ class GgufTensors(TensorFiles):
     def _stored(self, stored: StoredTensor) -> tuple[_Place, npt.NDArray[np.uint8]]:
         """Return where a tensor is, and its bytes."""
         place = self._places[stored.name]
-        return place, self._maps[place.file][place.start : place.start + place.num_bytes]
+        return place, self._maps[place.file].data[place.start : place.start + place.num_bytes]
 
     def _fits(self, stored: StoredTensor, found: FoundTensor) -> bool:
         """Compare shapes without dimensions of 1, some of which the converter drops."""

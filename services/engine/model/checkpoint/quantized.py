@@ -1,7 +1,9 @@
 """Weights in groups of codes, as quantized checkpoints store them."""
 
-from collections.abc import Sequence
+import builtins
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -14,7 +16,9 @@ from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 __all__ = [
     "BlockCodes",
     "BlockLayout",
+    "BlockNumbers",
     "GroupNumbers",
+    "NumberForm",
     "Plane",
     "QuantizedWeight",
     "StoredRows",
@@ -46,8 +50,8 @@ class BlockLayout:
     num_bytes: int
     num_codes: int
     planes: Sequence[Plane]
-    values: Sequence[int]
-    """The code that the bits stand for, 256 numbers below 256; empty = the bits themselves"""
+    lift: int = 0
+    """To add to the bits, modulo 256"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,7 @@ class BlockCodes:
             shifts = torch.arange(0, 8, plane.bits, dtype=torch.uint8)[:, None]
             bits = packed.reshape(len(blocks), -1, 1, plane.run) >> shifts & (1 << plane.bits) - 1
             codes |= bits.reshape(codes.shape) << plane.shift
-        if self.layout.values:
-            codes = torch.tensor(self.layout.values, dtype=torch.uint8)[codes.long()]
-        return codes.view(self.shape)
+        return (codes + self.layout.lift).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,11 @@ class GroupNumbers:
     2 ** (n - 127), but 0 means 0"""
     factors: Tensor | None = None
     """float16 [outputs, n] of as many neighbouring groups each; None = 1"""
+
+    @property
+    def count(self) -> int:
+        """Numbers of an output."""
+        return self.each.shape[1]
 
     def float(self) -> Tensor:
         """Return them as float32 [outputs, inputs / group]."""
@@ -121,6 +128,10 @@ class GroupNumbers:
         factors = None if self.factors is None else self.factors.contiguous()
         return GroupNumbers(self.each.contiguous(), factors)
 
+    def times(self, factor: builtins.float) -> "GroupNumbers":
+        """Return them times a factor."""
+        return GroupNumbers(self.float() * factor)
+
     def rows(self, index: Tensor | slice) -> "GroupNumbers":
         """Return those of some outputs."""
         factors = None if self.factors is None else _rows(self.factors, index)
@@ -134,6 +145,65 @@ class GroupNumbers:
         return GroupNumbers(*(part.chunk(count, dim=1)[number] for part in parts))
 
 
+class NumberForm(IntEnum):
+    """How a block holds the numbers of its groups, by ggml's types; enum of TW_SCALE."""
+
+    SCALE = 0
+    SCALE_AND_OFFSET = 1
+    Q2_K = 2
+    Q3_K = 3
+    Q4_K = 4
+    Q6_K = 5
+    IQ4_XS = 6
+    EXPONENT = 7
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNumbers:
+    """Numbers of groups in the blocks of a mapped file, which are read when they are needed."""
+
+    blocks: Tensor
+    """uint8 [rows, bytes]"""
+    block_bytes: int
+    per_block: int
+    form: NumberForm
+    read: Callable[[Tensor], GroupNumbers]
+    """Returns the numbers of some rows [rows, bytes]"""
+    first: int = 0
+    """Byte of a block at which the form begins"""
+    order: Tensor | None = None
+    """int64 [outputs], the row of each output; None = in order"""
+    factor: builtins.float = 1.0
+
+    @property
+    def count(self) -> int:
+        """Numbers of an output."""
+        return self.blocks.shape[1] // self.block_bytes * self.per_block
+
+    def float(self) -> Tensor:
+        """Return them as float32 [outputs, inputs / group]."""
+        rows = self.blocks if self.order is None else self.blocks.index_select(0, self.order)
+        return self.read(rows.contiguous()).float() * self.factor
+
+    def times(self, factor: builtins.float) -> "BlockNumbers":
+        """Return them times a factor."""
+        return replace(self, factor=self.factor * factor)
+
+    def rows(self, index: Tensor | slice) -> "BlockNumbers":
+        """Return those of some outputs, without reading them."""
+        if self.order is not None:
+            return replace(self, order=self.order[index])
+        if isinstance(index, slice):
+            return replace(self, blocks=self.blocks[index])
+        return replace(self, order=index)
+
+    def columns(self, number: int, count: int) -> "BlockNumbers | None":
+        """Return part `number` of `count` equal parts; None if a block is cut."""
+        if self.blocks.shape[1] // self.block_bytes % count:
+            return None
+        return replace(self, blocks=self.blocks.chunk(count, dim=1)[number])
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """weight[o, i] = scales[o, i // group] * codes[o, i] + offsets[o, i // group], in float32.
@@ -145,8 +215,8 @@ class QuantizedWeight:
     """uint8 [outputs, inputs], below 2 ** bits"""
     bits: int
     """4, 6 or 8"""
-    scales: GroupNumbers
-    offsets: GroupNumbers | None = None
+    scales: GroupNumbers | BlockNumbers
+    offsets: GroupNumbers | BlockNumbers | None = None
     """None = -scales * 2 ** (bits - 1), or 0 with values"""
     order: Tensor | None = None
     """int64 [inputs]: input i is column order[i] of `codes`; None = in order"""
@@ -162,7 +232,7 @@ class QuantizedWeight:
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return self.shape[1] // self.scales.each.shape[1]
+        return self.shape[1] // self.scales.count
 
     def decode(self) -> Tensor:
         """Return the weight, float32 [outputs, inputs]."""
@@ -187,8 +257,8 @@ class QuantizedWeight:
         """Return the weight times a factor."""
         if factor == 1:
             return self
-        offsets = None if self.offsets is None else GroupNumbers(self.offsets.float() * factor)
-        return replace(self, scales=GroupNumbers(self.scales.float() * factor), offsets=offsets)
+        offsets = None if self.offsets is None else self.offsets.times(factor)
+        return replace(self, scales=self.scales.times(factor), offsets=offsets)
 
     def columns(self, number: int, count: int) -> "QuantizedWeight | None":
         """Return part `number` of `count` equal parts of the inputs; None if a group is cut."""
@@ -216,13 +286,24 @@ class StoredRows(Protocol):
 Weight: TypeAlias = Tensor | QuantizedWeight | Mxfp4Weight
 
 
-def in_groups(weight: Mxfp4Weight) -> QuantizedWeight:
-    """View an MXFP4 weight as groups of codes."""
+def in_groups(weight: Mxfp4Weight, *, mapped: bool = False) -> QuantizedWeight:
+    """View an MXFP4 weight as groups of codes.
+
+    mapped: it lies in a mapped file, and its scales are read when they are needed.
+    """
     num_bytes = mxfp4.GROUP_SIZE // 2
-    layout = BlockLayout(num_bytes, mxfp4.GROUP_SIZE, [Plane(0, num_bytes, 1, 4)], ())
+    layout = BlockLayout(num_bytes, mxfp4.GROUP_SIZE, [Plane(0, num_bytes, 1, 4)])
     codes = BlockCodes(weight.blocks.flatten(1), layout)
-    scales = GroupNumbers(mxfp4.exponents(weight.scales))
+    scales: GroupNumbers | BlockNumbers
+    if mapped:
+        scales = BlockNumbers(weight.scales, 1, 1, NumberForm.EXPONENT, _exponents)
+    else:
+        scales = _exponents(weight.scales)
     return QuantizedWeight(codes, 4, scales, values=mxfp4.DOUBLED)
+
+
+def _exponents(scales: Tensor) -> GroupNumbers:
+    return GroupNumbers(mxfp4.exponents(scales))
 
 
 def decoded(weight: Weight) -> Tensor:

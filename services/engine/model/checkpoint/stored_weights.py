@@ -18,6 +18,8 @@ _GGUF_FLOATS = frozenset({0, 1, 30, 16, 17, 18, 19, 21, 22, 29, 34})
 """ggml's numbers of float32, float16, bfloat16, and of the types that are decoded at loading"""
 _EMBEDDINGS = ("embed_tokens.weight", "token_embd.weight", "wte.weight", "word_embeddings.weight")
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+_MXFP4 = ("_blocks", "_scales")
+"""Ends of the names of experts in MXFP4"""
 _BYTES_OF_FORMAT = {"int8": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4": 0.5625}
 """Bytes of a number in a format that rounds it; int4 with a scale of 16 bits for 32 of them"""
 _LENGTH_BYTES = 8
@@ -31,6 +33,7 @@ class _Tensor:
     numbers: int
     num_bytes: int
     is_float: bool
+    is_mappable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class StoredWeights:
     coded: int
     """Numbers in codes; in safetensors, where a byte may hold two, their bytes"""
     coded_bytes: int
+    mapped_bytes: int = 0
+    """Those of codes that products can read where they lie: in blocks, row by row"""
 
     @staticmethod
     def of_gguf(file: GgufFile) -> "StoredWeights":
@@ -60,8 +65,12 @@ class StoredWeights:
 
         config: their config.json; None = they are GGUF files.
         """
-        if config is None or config.has("quantization_config"):
-            return StoredWeights(0, num_bytes, num_bytes)
+        if config is None:
+            return StoredWeights(0, num_bytes, num_bytes, num_bytes)
+        if config.has("quantization_config"):
+            method = config.values["quantization_config"]
+            is_mxfp4 = isinstance(method, dict) and method.get("quant_method") == "mxfp4"
+            return StoredWeights(0, num_bytes, num_bytes, num_bytes if is_mxfp4 else 0)
         dtype = config.values.get("dtype") or config.values.get("torch_dtype")
         return StoredWeights(num_bytes // _NUMBER_BYTES.get(str(dtype), 4), 0, 0)
 
@@ -72,7 +81,8 @@ class StoredWeights:
         """
         if weights == "decoded":
             return int((self.floats + self.coded) * number_bytes)
-        return int(self.floats * _BYTES_OF_FORMAT.get(weights, number_bytes)) + self.coded_bytes
+        coded_bytes = self.coded_bytes - (self.mapped_bytes if weights == "mapped" else 0)
+        return int(self.floats * _BYTES_OF_FORMAT.get(weights, number_bytes)) + coded_bytes
 
 
 def _total(tensors: list[_Tensor]) -> StoredWeights:
@@ -83,6 +93,7 @@ def _total(tensors: list[_Tensor]) -> StoredWeights:
         sum(tensor.numbers for tensor in tensors if tensor.is_float),
         sum(tensor.numbers for tensor in coded),
         sum(tensor.num_bytes for tensor in coded),
+        sum(tensor.num_bytes for tensor in coded if tensor.is_mappable),
     )
 
 
@@ -97,7 +108,7 @@ def _gguf_tensors(file: GgufFile) -> Iterator[_Tensor]:
         ends = [*(after.start for _, after in pairwise(held)), size]
         for tensor, end in zip(held, ends, strict=bool(held)):
             is_float = tensor.kind in _GGUF_FLOATS
-            yield _Tensor(tensor.name, prod(tensor.shape), end - tensor.start, is_float)
+            yield _Tensor(tensor.name, prod(tensor.shape), end - tensor.start, is_float, True)
 
 
 def _tensors(file: Path) -> Iterator[_Tensor]:
@@ -110,6 +121,7 @@ def _tensors(file: Path) -> Iterator[_Tensor]:
                 begin, end = tensor["data_offsets"]
                 is_float = tensor["dtype"] in _FLOATS
                 numbers = prod(tensor["shape"]) if is_float else end - begin
-                yield _Tensor(name, numbers, end - begin, is_float)
+                is_mappable = name.endswith(_MXFP4)
+                yield _Tensor(name, numbers, end - begin, is_float, is_mappable)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None

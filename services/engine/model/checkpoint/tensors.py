@@ -62,10 +62,14 @@ class TensorFiles(ABC):
     """Types of quantized weights that are decoded at loading in any case"""
     has_mxfp4_experts = False
     """True if `mxfp4` returns the weights of experts, or of some of them"""
+    has_blocks = False
+    """True if the codes of weights, or of some of them, lie in blocks, row by row"""
     has_peft_names = True
     """True if the tensors have the names by which PEFT's adapters refer to them"""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, maps: bool = False) -> None:
+        """maps: `quantized` returns weights that stay in the files, also after these are closed."""
+        self.maps = maps
         self._directory = directory
         self._found: dict[str, FoundTensor] = {}
 
@@ -161,8 +165,8 @@ class Checkpoint(TensorFiles):
     truncated.
     """
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+    def __init__(self, directory: Path, *, maps: bool = False) -> None:
+        super().__init__(directory, maps=maps)
         self._stack = ExitStack()
         self._open: dict[Path, safe_open] = {}
 
@@ -223,6 +227,7 @@ class Checkpoint(TensorFiles):
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 part = opened.get_slice(name)
                 self._found[name] = FoundTensor(file, tuple(part.get_shape()), part.get_dtype())
+                self.has_blocks |= name.endswith("_blocks") and part.get_dtype() == "U8"
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None
         self._open[file] = opened

@@ -12,7 +12,12 @@ from services.engine.model.architecture.activation import Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
 from services.engine.model.operators.interface import Projection
 from services.engine.model.operators.native_gate import NativeGate
-from services.engine.model.operators.stored_groups import STRIP, StoredGroups, alike_runs
+from services.engine.model.operators.stored_groups import (
+    STRIP,
+    StoredGroups,
+    alike_runs,
+    mapped_call,
+)
 
 __all__ = ["GroupedGate", "GroupedProjection"]
 
@@ -96,24 +101,26 @@ class _Run:
         self, native: Native, weights: Sequence[StoredGroups], bias: Tensor | None, arena: Arena
     ) -> None:
         self._native = native
-        self._weight = weights[0]
         self.outputs = sum(weight.codes.shape[0] for weight in weights)
-        call = self._call = weights[0].call(self.outputs)
+        if weights[0].is_mapped:
+            call, self.num_bytes = mapped_call(weights, self.outputs)
+        else:
+            call = weights[0].call(self.outputs)
+            self.num_bytes = native.grouped_bytes(call)
+            self._packed = arena.take(self.num_bytes, torch.uint8)
+            call.packed = place = self._packed.data_ptr()
+            for weight in weights:
+                weight.pack(native, place)
+                place += native.grouped_bytes(weight.call())
         call.bias = None if bias is None else bias.data_ptr()
-        self.num_bytes = native.grouped_bytes(call)
-        self._packed = arena.take(self.num_bytes, torch.uint8)
-        call.packed = place = self._packed.data_ptr()
-        for weight in weights:
-            weight.pack(native, place)
-            place += native.grouped_bytes(weight.call())
+        self._call = call
 
     def part(self, first: int, outputs: int) -> GroupedCall | None:
         if first % STRIP:
             return None
         call = GroupedCall.from_buffer_copy(self._call)
         call.outputs = outputs
-        if first:
-            call.packed += self._native.grouped_bytes(self._weight.call(first))
+        call.first_strip = first // STRIP
         if first and call.bias is not None:
             call.bias += first * torch.float32.itemsize
         return call

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.engine.kernels.library import Format, Native
 from services.engine.model.architecture.activation import SWIGLU, Activation
-from services.engine.model.checkpoint.quantized import QuantizedWeight, rounded
+from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight, rounded
 from services.engine.model.operators.grouped_operators import GroupedOperators
 from services.engine.model.operators.interface import Gate, Projection
 from services.engine.model.operators.native_operators import NativeOperators
@@ -171,10 +171,12 @@ def _rounded_rows(weight: Tensor) -> _Bytes:
 
 def _has_bytes(weight: QuantizedWeight) -> bool:
     """Return whether a quantized weight is int8 with one scale for each output."""
-    one_scale = weight.scales.each.shape[1] == 1 and weight.offsets is None
+    scales = weight.scales
     return (
         weight.bits == 8
-        and one_scale
+        and isinstance(scales, GroupNumbers)
+        and scales.each.shape[1] == 1
+        and weight.offsets is None
         and weight.order is None
         and not weight.shape[1] % _BYTE_INPUTS
     )

@@ -8,16 +8,23 @@ import torch
 from torch import Tensor
 
 from services.engine.kernels.library import (
+    BlocksCall,
     CodesCall,
     GroupedCall,
+    MappedCall,
     Native,
     Numbers,
     NumbersCall,
     PlaneCall,
 )
-from services.engine.model.checkpoint.quantized import BlockCodes, GroupNumbers, QuantizedWeight
+from services.engine.model.checkpoint.quantized import (
+    BlockCodes,
+    BlockNumbers,
+    GroupNumbers,
+    QuantizedWeight,
+)
 
-__all__ = ["STRIP", "StoredGroups", "alike_runs", "has_kernel"]
+__all__ = ["STRIP", "StoredGroups", "alike_runs", "has_kernel", "mapped_call"]
 
 _BLOCK = 32
 """Inputs of a block of codes; groups are multiples of it, or half of it"""
@@ -34,25 +41,34 @@ class StoredGroups:
     bits: int
     group: int
     numbers: Numbers
-    scales: GroupNumbers
-    offsets: GroupNumbers | None
+    scales: GroupNumbers | BlockNumbers
+    offsets: GroupNumbers | BlockNumbers | None
     values: tuple[int, ...]
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> "StoredGroups":
         scales, offsets = weight.scales, weight.offsets
-        if offsets is not None and weight.bits == _BYTE:  # the kernel's codes have a sign
+        bits, group, values = weight.bits, weight.group, weight.values
+        if isinstance(scales, BlockNumbers) or isinstance(offsets, BlockNumbers):
+            return cls(weight.codes, bits, group, Numbers.FLOATS, scales, offsets, values)
+        if offsets is not None and bits == _BYTE:  # the kernel's codes have a sign
             offsets = GroupNumbers(offsets.float() + 2 ** (_BYTE - 1) * scales.float())
         kind, (scales, *further) = _alike([scales] if offsets is None else [scales, offsets])
         codes = weight.codes.contiguous() if isinstance(weight.codes, Tensor) else weight.codes
         further_numbers = further[0] if further else None
-        return cls(codes, weight.bits, weight.group, kind, scales, further_numbers, weight.values)
+        return cls(codes, bits, group, kind, scales, further_numbers, values)
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if the kernels read the weight from the mapped file."""
+        return isinstance(self.scales, BlockNumbers)
 
     @property
     def format(self) -> tuple[object, ...]:
         """Weights of a run have this in common."""
         inputs, has_offsets = self.codes.shape[1], self.offsets is not None
-        return inputs, self.bits, self.group, self.numbers, has_offsets, self.values
+        form = self.bits, self.group, self.numbers, has_offsets, self.values
+        return inputs, self.is_mapped, *form
 
     def call(self, outputs: int | None = None) -> GroupedCall:
         """Describe the packed weight to the kernels. outputs: None = as many as it has."""
@@ -69,9 +85,28 @@ class StoredGroups:
 
     def pack(self, native: Native, place: int, first_tile: int = 0, tile_step: int = 1) -> None:
         """Pack it at an address, into the tile columns first_tile, first_tile + tile_step, …"""
+        assert isinstance(self.scales, GroupNumbers)
+        assert not isinstance(self.offsets, BlockNumbers)
         offsets = None if self.offsets is None else _numbers_call(self.offsets)
         codes, scales = _codes_call(self.codes), _numbers_call(self.scales)
         native.grouped_pack(self.call(), codes, scales, offsets, place, first_tile, tile_step)
+
+
+def mapped_call(
+    weights: Sequence[StoredGroups], outputs: int, *, alternate: bool = False
+) -> tuple[GroupedCall, int]:
+    """Describe mapped weights that are stored alike, and return the bytes of their blocks too.
+
+    The call is valid as long as it lives. alternate: their tiles do.
+    """
+    call = weights[0].call(outputs)
+    blocks = (BlocksCall * len(weights))(*map(_blocks_call, weights))
+    call.mapped = ctypes.pointer(MappedCall(blocks, len(weights), alternate))
+    call.held = (blocks, weights)
+    num_bytes = sum(
+        weight.codes.shape[0] * part.shape[1] for weight in weights for part in _parts(weight)
+    )
+    return call, num_bytes
 
 
 def alike_runs(
@@ -107,7 +142,7 @@ def _codes_call(codes: Tensor | BlockCodes) -> CodesCall:
         return CodesCall(rows=codes.data_ptr(), row_bytes=codes.stride(0))
     layout = codes.layout
     planes = [PlaneCall(*plane) for plane in layout.planes]
-    call = CodesCall(
+    return CodesCall(
         rows=codes.rows.data_ptr(),
         row_bytes=codes.rows.stride(0),
         order=None if codes.order is None else codes.order.data_ptr(),
@@ -115,10 +150,34 @@ def _codes_call(codes: Tensor | BlockCodes) -> CodesCall:
         num_planes=len(planes),
         block_bytes=layout.num_bytes,
         block_codes=layout.num_codes,
+        lift=layout.lift,
     )
-    call.table = ctypes.create_string_buffer(bytes(layout.values))  # kept with the call
-    call.values = ctypes.addressof(call.table) if layout.values else None
-    return call
+
+
+def _blocks_call(weight: StoredGroups) -> BlocksCall:
+    """Describe a mapped weight, which must outlive the call."""
+    codes, numbers = weight.codes, weight.scales
+    assert isinstance(codes, BlockCodes)
+    assert isinstance(numbers, BlockNumbers)
+    return BlocksCall(
+        codes=_codes_call(codes),
+        numbers=numbers.blocks.data_ptr() + numbers.first,
+        number_row_bytes=numbers.blocks.stride(0),
+        number_block_bytes=numbers.block_bytes,
+        outputs=codes.shape[0],
+        num_rows=len(codes.rows),
+        form=numbers.form,
+        factor=numbers.factor,
+    )
+
+
+def _parts(weight: StoredGroups) -> Sequence[Tensor]:
+    """Return the blocks of a mapped weight, and its numbers if they lie apart."""
+    codes, numbers = weight.codes, weight.scales
+    assert isinstance(codes, BlockCodes)
+    assert isinstance(numbers, BlockNumbers)
+    apart = codes.rows.data_ptr() != numbers.blocks.data_ptr()
+    return (codes.rows, numbers.blocks) if apart else (codes.rows,)
 
 
 def _numbers_call(numbers: GroupNumbers) -> NumbersCall:

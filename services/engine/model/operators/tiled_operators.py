@@ -30,7 +30,12 @@ from services.engine.model.operators.interface import (
 from services.engine.model.operators.looped_mixture import LoopedMixture
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.recording import Recording
-from services.engine.model.operators.stored_groups import StoredGroups, alike_runs, has_kernel
+from services.engine.model.operators.stored_groups import (
+    StoredGroups,
+    alike_runs,
+    has_kernel,
+    mapped_call,
+)
 from services.engine.model.operators.tiled_mixture import tiled_mixture
 from services.engine.model.operators.tiled_products import (
     PANEL_OUTPUTS,
@@ -238,8 +243,12 @@ class TiledOperators(NativeOperators):
     ) -> Packed:
         """Pack weights that are stored alike, one after the other or with their tiles interleaved.
 
-        outputs: of all weights; zeros follow to whole panels.
+        outputs: of all weights; zeros follow to whole panels. Mapped weights stay in their file.
         """
+        if weights[0].is_mapped:
+            columns = round_up(outputs, PANEL_OUTPUTS)
+            groups, num_bytes = mapped_call(weights, columns, alternate=alternate)
+            return Packed(Format.GROUPS, None, groups=groups, mapped_bytes=num_bytes)
         groups = weights[0].call(round_up(outputs, PANEL_OUTPUTS))
         packed = self.arena.take(self.native.grouped_bytes(groups), torch.uint8)
         if alternate or outputs % PANEL_OUTPUTS:

@@ -45,11 +45,20 @@ class Packed:
     """Weights packed into tiles."""
 
     format: Format
-    tiles: Tensor
+    tiles: Tensor | None
+    """None: the weights are mapped from their file"""
     scales: Tensor | None = None
     """Factors on int8 weights, float32, one per packed column; None: other formats"""
     groups: GroupedCall | None = None
     """Description of weights in groups; None: other formats"""
+    mapped_bytes: int = 0
+    """Bytes of the file that mapped weights take"""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a product reads."""
+        parts = (part.nbytes for part in (self.tiles, self.scales) if part is not None)
+        return sum(parts) + self.mapped_bytes
 
 
 class PackedWeight:
@@ -67,11 +76,9 @@ class PackedWeight:
         """out_stride: numbers between two rows of the output; None = `outputs`."""
         self._native = native
         self._held = (packed, bias)  # the memory that the call points to
-        self.num_bytes = packed.tiles.nbytes
-        if packed.scales is not None:
-            self.num_bytes += packed.scales.nbytes
+        self.num_bytes = packed.num_bytes
         self._call = LinearCall(
-            packed=packed.tiles.data_ptr(),
+            packed=None if packed.tiles is None else packed.tiles.data_ptr(),
             scales=None if packed.scales is None else packed.scales.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             groups=None if packed.groups is None else pointer(packed.groups),

@@ -271,8 +271,9 @@ class FeedForwardReader:
             yield from stack.transpose(1, 2) if layout.transposed else stack
         else:
             blocks, scales = map(self._reader.tensor, content)
-            weights = map(Mxfp4Weight, blocks, scales)
-            yield from map(in_groups, weights) if self._reader.operators.keeps_groups else weights
+            keeps_groups, mapped = self._reader.operators.keeps_groups, self._reader.checkpoint.maps
+            for weight in map(Mxfp4Weight, blocks, scales):
+                yield in_groups(weight, mapped=mapped) if keeps_groups else weight
 
     def _biases(self, stored: StoredTensor | None) -> Iterator[Tensor | None]:
         """Yield each expert's bias; None for ever if there are none."""

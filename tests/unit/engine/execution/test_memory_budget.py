@@ -30,6 +30,13 @@ def test_long_context_is_cut_to_what_fits() -> None:
     assert context(24 * GIB, kv_memory="25%") == 6 * GIB // BLOCK * 32
 
 
+def test_mapped_weights_leave_most_memory_to_the_page_cache() -> None:
+    mapped = choose_num_blocks("auto", "auto", NEED, "cpu", 24 * GIB, has_mapped_weights=True)
+    assert mapped == 3 * GIB // BLOCK
+    stated = choose_num_blocks("50%", "auto", NEED, "cpu", 24 * GIB, has_mapped_weights=True)
+    assert stated == 12 * GIB // BLOCK
+
+
 def test_memory_of_a_gpu_is_taken_almost_whole() -> None:
     blocks = choose_num_blocks("auto", "auto", NEED, "cuda", 10 * GIB)
     assert blocks == int(0.97 * 10 * GIB) // BLOCK

@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 from services.engine.kernels.library import InstructionSet, Numbers, instruction_set
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
 from services.engine.model.checkpoint.gguf_groups import read_groups
+from services.engine.model.checkpoint.quantized import GroupNumbers
 from services.engine.model.loader import load_model
 from services.engine.model.operators.interface import ExpertWeights
 from services.engine.model.operators.tiled_operators import TiledOperators
@@ -90,6 +91,7 @@ def test_products_equal_those_of_the_decoded_weight(
 def test_products_of_whole_numbers_are_exact(operators: TiledOperators) -> None:
     """Each code reaches its own input and output."""
     weight = random_weight(40, 64, 4, 32, zero=True)
+    assert isinstance(weight.scales, GroupNumbers)
     weight.scales.each.fill_(1)
     rows = torch.zeros(64, 64, dtype=torch.bfloat16)
     rows.fill_diagonal_(127)

@@ -1,0 +1,10 @@
+// Packing of mapped weights, compiled once per instruction set; dispatch.cpp chooses.
+#pragma once
+
+#include "kernels.h"
+
+decltype(tw_pack_mapped) mapped_baseline;
+#if defined(__x86_64__)
+decltype(tw_pack_mapped) mapped_avx2;
+decltype(tw_pack_mapped) mapped_avx512;
+#endif
