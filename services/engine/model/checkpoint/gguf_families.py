@@ -64,6 +64,7 @@ _CHANNEL_DELTA_NET = DeltaNetNames(
     rates=("ssm_beta",),
     gate=("ssm_g_a", "ssm_g_b"),
     decay=("ssm_f_a", "ssm_f_b"),
+    decays_channels=True,
     convolution=("ssm_conv1d_q.weight", "ssm_conv1d_k.weight", "ssm_conv1d_v.weight"),
     a_log="ssm_a",
     has_rates=True,
