@@ -57,8 +57,8 @@ class DecoderWeights:
     device: torch.device
     layer_inputs: LayerInputs | None
     """None: tokens have nothing for a layer alone"""
-    tokens: TokenIds
-    """Ids that layers read whose experts depend on them"""
+    tokens: TokenIds | None
+    """Ids that layers read whose experts depend on them; None: there are no such layers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +379,8 @@ class Decoder(Model):
         for optional in (buffers.inputs, buffers.streams):
             if optional is not None:
                 self._operators.keep(optional, rows)
-        self._weights.tokens.ids = batch.token_ids if rows is None else batch.token_ids[rows]
+        if self._weights.tokens is not None:
+            self._weights.tokens.ids = batch.token_ids if rows is None else batch.token_ids[rows]
 
     def _after_mixing(self, index: int, buffers: Activations) -> None:
         """Add the outputs of a layer's mixer and feed-forward layer to the residual."""
@@ -398,7 +399,8 @@ class Decoder(Model):
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
         """Compute what all layers share: the embeddings and the rotations."""
         self._embed(batch, buffers.hidden)
-        self._weights.tokens.ids = batch.token_ids
+        if self._weights.tokens is not None:
+            self._weights.tokens.ids = batch.token_ids
         if self.spec.keeps_embedding and buffers.streams is not None:
             buffers.streams[:, 1] = buffers.hidden
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions

@@ -22,7 +22,7 @@ from services.engine.model.embedding import TensorEmbedding
 from services.engine.model.encoder import EncoderWeights
 from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.operators.interface import LayerNorm, Operators, Projection
-from services.engine.model.parts.feed_forward import Dense, TokenIds
+from services.engine.model.parts.feed_forward import Dense
 from services.engine.model.residual import OneStream
 
 __all__ = ["EncoderReader"]
@@ -140,7 +140,7 @@ class EncoderReader:
                 output=None,
                 device=self._device,
                 layer_inputs=None,
-                tokens=TokenIds(),
+                tokens=None,
                 token_types=None if token_types is None else self._table(token_types),
                 embedding_norm=self._read_norm(embedding_norm),
                 norms=tuple(

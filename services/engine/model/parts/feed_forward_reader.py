@@ -62,8 +62,8 @@ class FeedForwardReader:
 
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
-        self.tokens = TokenIds()
-        """Ids that a step must set if layers' experts depend on them"""
+        self.tokens: TokenIds | None = None
+        """Ids that each step must set, because layers' experts depend on them; None: none do"""
 
     def read(
         self,
@@ -218,6 +218,8 @@ class FeedForwardReader:
             raise CheckpointError(
                 f"{stored.name} must have numbers of experts, from 0 to {count - 1}."
             )
+        if self.tokens is None:
+            self.tokens = TokenIds()
         return TokenExperts(table.to(self._reader.device, torch.int64, copy=True), self.tokens)
 
     def _shared_expert(
