@@ -2,8 +2,7 @@
 
     python -m benchmarks.batched --model ~/.cache/tokenwire-bench/models/bench-350m --type Q4_K_M
 
-Measures decode steps of some streams at a short context, and prompts that run alone, without a
-server. The engine's figures are those of `benchmarks.steps`; they include greedy sampling, which
+Measures decode steps of some streams at a context, and prompts that run alone, without a server. The engine's figures are those of `benchmarks.steps`; they include greedy sampling, which
 llama.cpp's lack.
 """
 
@@ -27,7 +26,6 @@ from benchmarks.peers import LlamaCpp, Tokenwire
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.tables import markdown, number
 
-CONTEXT = 128
 OUTPUT = 32
 """Tokens that each stream decodes in llama.cpp"""
 
@@ -38,6 +36,8 @@ Figures = Mapping[str, float]
 @dataclass(frozen=True, slots=True)
 class Cases:
     streams: Sequence[int]
+    context: int
+    """Tokens in front of what each stream decodes"""
     prompts: Sequence[int]
 
 
@@ -49,6 +49,7 @@ class BatchedReport:
     weights: str
     dtype: str
     file_bytes: int
+    context: int
     versions: Mapping[str, str]
     rounds: int
     tokenwire: Figures
@@ -78,7 +79,7 @@ def measure_engine(file: Path, cases: Cases, dtype: str) -> dict[str, float]:
     """Measure the engine in a process of its own."""
     with tempfile.TemporaryDirectory() as results:
         command = [sys.executable, "-m", "benchmarks.steps", "--model", str(file)]
-        command += ["--contexts", str(CONTEXT), "--batches", _list(cases.streams)]
+        command += ["--contexts", str(cases.context), "--batches", _list(cases.streams)]
         command += ["--prompts", _list(cases.prompts), "--dtype", dtype, "--results", results]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         report = json.loads(next(Path(results).iterdir()).read_text())
@@ -105,7 +106,9 @@ class BatchedBench:
         """Return the speeds of the cases that end well."""
         speeds: dict[str, float] = {}
         asked = [(_prompt(length), "speed_pp", length, 1, 1) for length in cases.prompts]
-        asked += [(_decode(count), "speed_tg", CONTEXT, OUTPUT, count) for count in cases.streams]
+        asked += [
+            (_decode(count), "speed_tg", cases.context, OUTPUT, count) for count in cases.streams
+        ]
         for case, figure, prompt, output, streams in asked:
             arguments = ["-npp", f"{prompt}", "-ntg", f"{output}", "-npl", f"{streams}"]
             context = streams * 256 * math.ceil((prompt + output) / 256)
@@ -175,6 +178,7 @@ def main() -> None:
     parser.add_argument("--type", default="bf16", help="bf16, Q4_K_M, Q8_0, …")
     parser.add_argument("--dtype", default="bfloat16", help="of the engine's activations")
     parser.add_argument("--streams", type=_numbers, default=(1, 8, 32), metavar="1,8,…")
+    parser.add_argument("--context", type=int, default=128, help="tokens before each decode")
     parser.add_argument("--prompts", type=_numbers, default=(512, 2048), metavar="512,…")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=CACHE)
@@ -184,7 +188,7 @@ def main() -> None:
     python = peer.install(arguments.cache)
     home = peer.home(arguments.cache)
     file = gguf_file(home, python, arguments.model, arguments.type)
-    cases = Cases(arguments.streams, arguments.prompts)
+    cases = Cases(arguments.streams, arguments.context, arguments.prompts)
     tool = BatchedBench(home, file)
     ours, theirs = [], []
     for _ in range(arguments.rounds):
@@ -200,6 +204,7 @@ def main() -> None:
         weights=arguments.type,
         dtype=arguments.dtype,
         file_bytes=file.stat().st_size,
+        context=arguments.context,
         versions=Tokenwire().versions(Path(sys.executable)) | peer.versions(python),
         rounds=arguments.rounds,
         tokenwire=medians(ours),

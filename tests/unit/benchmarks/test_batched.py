@@ -27,6 +27,6 @@ def bench(tmp_path: Path) -> BatchedBench:
 
 def test_each_case_has_the_faster_variant_and_failures_are_told(bench: BatchedBench) -> None:
     for _ in range(2):
-        speeds = bench.measure(Cases(streams=(1, 8, 32), prompts=(512,)))
+        speeds = bench.measure(Cases(streams=(1, 8, 32), context=128, prompts=(512,)))
         assert speeds == {"prompt of 512": 30, "decode, 1 streams": 3, "decode, 32 streams": 2}
         assert bench.failures == {"decode, 8 streams": "exit code 3: no memory"}
