@@ -13,7 +13,7 @@ from services.common.json_values import Json
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.loader import load_model
-from services.engine.vision.support import has_vision
+from services.engine.vision.support import has_vision, unserved_vision
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     Driver,
@@ -204,6 +204,8 @@ def test_text_is_served_from_a_file_with_other_tensors(
     (tmp_path / "config.json").write_text(json.dumps(whole))
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert not has_vision(tmp_path)
+    has_only_sounds = family == "gemma4, shared keys"
+    assert unserved_vision(tmp_path) == (None if has_only_sounds else architecture)
     tokens = random_tokens(20, 1)
     driver = Driver(load_model(tmp_path, torch.float32), [tokens])
     driver.step([(0, 20)])
