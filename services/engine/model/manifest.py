@@ -12,6 +12,7 @@ from services.engine.model.mixers.stored import StoredMixer, stored_mixer
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm, stored_norm
 from services.engine.model.parts.stored_altup import StoredAltUp, stored_altup
 from services.engine.model.parts.stored_feed_forward import StoredFeedForward, stored_feed_forward
+from services.engine.model.parts.stored_modal import StoredModalTokens, stored_modal_tokens
 
 __all__ = ["Manifest", "StoredLayer"]
 
@@ -57,6 +58,7 @@ class Manifest:
     """None: the embedding serves as output projection"""
     head_bias: StoredTensor | None
     layer_inputs: StoredLayerInputs | None
+    modal_tokens: tuple[StoredModalTokens, ...]
 
     @staticmethod
     def of(spec: ModelSpec, root: str) -> "Manifest":
@@ -80,6 +82,7 @@ class Manifest:
             if spec.head_bias
             else None,
             layer_inputs=_layer_inputs(spec, root) if spec.input_width else None,
+            modal_tokens=tuple(stored_modal_tokens(spec, each) for each in spec.modal_tokens),
         )
 
     def tensors(self) -> Iterator[StoredTensor]:

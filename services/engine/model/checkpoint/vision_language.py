@@ -97,6 +97,8 @@ class VisionLanguage:
     others: tuple[str, ...] = ()
     """Patterns of tensors that are not read, such as those of a tower for sounds"""
     axes: MultimodalAxes = MultimodalAxes.NONE
+    has_modal_tokens: bool = False
+    """As Family.has_modal_tokens"""
     image_sight: ImageSight = ImageSight.NONE
     """Sight of its images. WINDOWS: only if use_bidirectional_attention is "vision" """
 
@@ -121,6 +123,7 @@ class VisionLanguage:
             section=_SECTION,
             defaults={**defaults, **decoder.defaults},
             multimodal_axes=self.axes,
+            has_modal_tokens=self.has_modal_tokens,
             image_sight=self._sight(config),
         )
 
@@ -211,9 +214,9 @@ _GEMMA3N = VisionLanguage(
     "Gemma3nForConditionalGeneration",
     decoder=FAMILIES["Gemma3nForCausalLM"],
     roots={"model.language_model.": "lm_head"},
-    vision=(),
-    unserved_vision=("model.vision_tower.*", "model.embed_vision.*"),
+    vision=("model.vision_tower.*", "model.embed_vision.*"),
     others=("model.audio_tower.*", "model.embed_audio.*"),
+    has_modal_tokens=True,
 )
 _GEMMA4 = VisionLanguage(
     "Gemma4ForConditionalGeneration",
