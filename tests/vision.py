@@ -38,6 +38,7 @@ WHOLE = {
     "llava, pixtral": Whole("llava, pixtral", "[IMG]", {"patch_size": 7}),
     "mistral3": Whole("mistral3", "[IMG]", {"patch_size": 7, "spatial_merge_size": 2}),
     "gemma3": Whole("gemma3", "<image_soft_token>", {"image_seq_length": 4}),
+    "gemma3n": Whole("gemma3n", "<image_soft_token>", {"image_seq_length": 4}),
     "gemma4": Whole("gemma4", "<|image|>", {}),
     "gemma4, images see ahead": Whole("gemma4", "<|image|>", {}),
     "idefics3": Whole("idefics3", "<image>", _IDEFICS),
@@ -64,6 +65,13 @@ def write_whole(directory: Path, name: str) -> Path:
     if name == "gemma3":
         config.boi_token_index = tokenizer.token_to_id("<start_of_image>")
         config.eoi_token_index = tokenizer.token_to_id("<end_of_image>")
+    if name == "gemma3n":
+        text.vocab_size_per_layer_input = text.vocab_size
+        config.vision_config.vocab_offset = tokenizer.token_to_id("<image_soft_token>")
+        config.vision_config.vocab_size = text.vocab_size
+        config.audio_config.vocab_offset = text.vocab_size
+        config.boi_token_id = tokenizer.token_to_id("<start_of_image>")
+        config.eoi_token_id = tokenizer.token_to_id("<end_of_image>")
     if name.startswith("gemma4"):
         text.vocab_size_per_layer_input = text.vocab_size
         config.boi_token_id = tokenizer.token_to_id("<|image>")

@@ -31,7 +31,7 @@ from services.engine.vision.messages import (
     ImagesEncoded,
     UnreadableImage,
 )
-from services.engine.vision.support import has_vision
+from services.engine.vision.support import has_vision, unserved_vision
 from tokenwire.errors import ServiceError
 
 __all__ = ["ClientImage", "ImageClient"]
@@ -93,7 +93,11 @@ class ImageClient:
         cls, settings: EngineSettings, on_work: Callable[[bool], None]
     ) -> "ImageClient | None":
         """Return a started client, or None if the engine takes no images. Raises StartupError."""
-        if settings.vision == "off" or not has_vision(settings.model):
+        if settings.vision == "off":
+            return None
+        if not has_vision(settings.model):
+            if architecture := unserved_vision(settings.model):
+                _LOG.warning("images are refused: the tower of %s is not supported", architecture)
             return None
         reason = ""
         if not Rank.from_environment().is_alone:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.engine.model.checkpoint.quantized import StoredRows
 
-__all__ = ["Embedding", "StoredEmbedding", "TensorEmbedding"]
+__all__ = ["Embedding", "ModalEmbedding", "StoredEmbedding", "TensorEmbedding"]
 
 
 class Embedding(ABC):
@@ -37,3 +37,20 @@ class StoredEmbedding(Embedding):
 
     def read(self, ids: Tensor, out: Tensor) -> None:
         out.copy_(self._rows.decode(ids))
+
+
+class ModalEmbedding(Embedding):
+    """A table of text, and rows in memory for consecutive ids that stand for no text."""
+
+    def __init__(self, text: Embedding, first: int, rows: Tensor) -> None:
+        """rows: [ids, width] in the dtype and on the device of the model, from the id `first`."""
+        self._text = text
+        self._first = first
+        self._rows = rows
+
+    def read(self, ids: Tensor, out: Tensor) -> None:
+        self._text.read(ids, out)
+        numbers = ids - self._first
+        has_row = (numbers >= 0) & (numbers < len(self._rows))
+        rows = self._rows[numbers.clamp(0, len(self._rows) - 1)]
+        torch.where(has_row[:, None], rows, out, out=out)

@@ -28,8 +28,8 @@ class LayerInputs:
     hidden_size: int
     epsilon: float
     operators: Operators
-    pad_token_id: int
-    """Id whose row of the table the tokens of images take"""
+    pad_token_id: int | None
+    """Id whose row of the table the tokens of images take; None: that of the image token"""
     num_ids: int
     """Rows of the table; larger ids read row 0. 0: every id has a row"""
 
@@ -55,10 +55,10 @@ class LayerInputs:
         ids = batch.token_ids
         if self.num_ids:
             ids = ids.where(ids < self.num_ids, 0)
-        if batch.images:
+        if batch.images and self.pad_token_id is not None:
             ids = ids.clone()
-        for image in batch.images:
-            ids[image.indices] = self.pad_token_id
+            for image in batch.images:
+                ids[image.indices] = self.pad_token_id
         return ids
 
 

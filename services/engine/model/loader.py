@@ -173,7 +173,7 @@ def load_model(
         names = whole.family.names
         held = (r for r in names.roots if checkpoint.holds(f"{r}{names.embedding}.weight"))
         root = next(held, next(iter(names.roots)))
-        whole = _with_stored_experts(whole, root, checkpoint)
+        whole = _with_stored_modal_tokens(_with_stored_experts(whole, root, checkpoint), checkpoint)
         manifest = Manifest.of(whole, root)
         head = [f"{names.roots[root]}.weight"] if spec.tied_embeddings else []
         head += [f"{stage.name}.*" for stage in spec.family.head]
@@ -226,6 +226,12 @@ def _with_stored_experts(spec: ModelSpec, root: str, checkpoint: TensorFiles) ->
             family = dataclasses.replace(spec.family, names=names)
             return dataclasses.replace(spec, family=family)
     return spec
+
+
+def _with_stored_modal_tokens(spec: ModelSpec, checkpoint: TensorFiles) -> ModelSpec:
+    """Return a spec with the tokens whose table the files hold. Files for text alone hold none."""
+    held = (t for t in spec.modal_tokens if checkpoint.holds(f"{t.module}.embedding.weight"))
+    return dataclasses.replace(spec, modal_tokens=tuple(held))
 
 
 def _load_encoder(

@@ -18,6 +18,7 @@ from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredN
 from services.engine.model.parts.stored_altup import StoredAltUp, stored_altup
 from services.engine.model.parts.stored_feed_forward import StoredFeedForward, stored_feed_forward
 from services.engine.model.parts.stored_hyper import StoredHyper, stored_hyper
+from services.engine.model.parts.stored_modal import StoredModalTokens, stored_modal_tokens
 from services.engine.model.parts.stored_shared_block import StoredSharedBlock, stored_shared_block
 
 __all__ = ["Manifest", "StoredLayer"]
@@ -66,6 +67,7 @@ class Manifest:
     """None: the embedding serves as output projection"""
     head_bias: StoredTensor | None
     layer_inputs: StoredLayerInputs | None
+    modal_tokens: tuple[StoredModalTokens, ...]
 
     @staticmethod
     def of(spec: ModelSpec, root: str) -> "Manifest":
@@ -89,6 +91,7 @@ class Manifest:
             if spec.head_bias
             else None,
             layer_inputs=_layer_inputs(spec, root) if spec.input_width else None,
+            modal_tokens=tuple(stored_modal_tokens(spec, each) for each in spec.modal_tokens),
         )
 
     def tensors(self) -> Iterator[StoredTensor]:

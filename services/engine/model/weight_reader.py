@@ -19,6 +19,7 @@ from services.engine.model.manifest import (
     StoredLayerInputs,
 )
 from services.engine.model.mixers.stored import read_mixer
+from services.engine.model.modal_reader import with_modal_tokens
 from services.engine.model.operators.interface import NormedProjection
 from services.engine.model.parts.feed_forward_reader import FeedForwardReader
 from services.engine.model.parts.tensor_reader import TensorReader, without_mean
@@ -47,8 +48,12 @@ class WeightReader:
             head_bias = self._reader.shard.rows(self._reader.tensor(manifest.head_bias))
         head_bias = self._reader.with_norm_bias(head, head_bias, manifest.final_norm)
         output = self._reader.projection([head], head_bias, self._reader.operators.for_logits())
+        embedding = self._embedding(manifest.embedding)
+        modal_tokens = zip(manifest.modal_tokens, self._reader.spec.modal_tokens, strict=True)
+        for stored, tokens in modal_tokens:
+            embedding = with_modal_tokens(self._reader, stored, tokens, embedding)
         return DecoderWeights(
-            embedding=self._embedding(manifest.embedding),
+            embedding=embedding,
             positions=positions,
             layers=layers,
             final_norm=self._reader.norm_weight(self._reader.tensor(manifest.final_norm.weight)),

@@ -2,14 +2,14 @@
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
+from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE, VisionLanguage
 
-__all__ = ["has_vision", "image_token_id"]
+__all__ = ["has_vision", "image_token_id", "unserved_vision"]
 
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _MOST_HEADER_BYTES = 100_000_000
@@ -21,17 +21,20 @@ def has_vision(directory: Path) -> bool:
 
     False also for a checkpoint that can't be read: the loop says why.
     """
-    try:
-        config = Config.read(directory / "config.json")
-        family = VISION_LANGUAGE.get(next(iter(config.texts("architectures")), ""))
-        names = _tensor_names(directory)
-    except (CheckpointError, OSError, ValueError, struct.error):
-        return False
-    return (
-        family is not None
-        and any((directory / name).is_file() for name in _PROCESSORS)
-        and any(fnmatchcase(name, pattern) for pattern in family.vision for name in names)
-    )
+    family, names = _read(directory)
+    has_settings = any((directory / name).is_file() for name in _PROCESSORS)
+    return family is not None and has_settings and _holds(names, family.vision)
+
+
+def unserved_vision(directory: Path) -> str | None:
+    """Return the architecture of a checkpoint that holds a vision tower that is not served.
+
+    None if the checkpoint holds no tower, or a tower that `has_vision` finds.
+    """
+    family, names = _read(directory)
+    if family is None or not _holds(names, family.unserved_vision):
+        return None
+    return family.architecture
 
 
 def image_token_id(config: Config) -> int:
@@ -40,7 +43,21 @@ def image_token_id(config: Config) -> int:
     return config.integer(key)
 
 
-def _tensor_names(directory: Path) -> Iterable[str]:
+def _read(directory: Path) -> tuple[VisionLanguage | None, Collection[str]]:
+    """Return a checkpoint's architecture and its tensors' names. None for other checkpoints."""
+    try:
+        config = Config.read(directory / "config.json")
+        family = VISION_LANGUAGE.get(next(iter(config.texts("architectures")), ""))
+        return family, _tensor_names(directory)
+    except (CheckpointError, OSError, ValueError, struct.error):
+        return None, ()
+
+
+def _holds(names: Collection[str], patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+
+def _tensor_names(directory: Path) -> Collection[str]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         return Config.read(index).section("weight_map").values

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
+from services.engine.vision.gemma3n import Gemma3nImages
 
 __all__ = ["load_tower", "reason_of"]
 
@@ -58,10 +59,9 @@ def _without_weights(directory: Path, architecture: str) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-        name = architecture.replace("ForConditionalGeneration", "Model")
         config._attn_implementation = "sdpa"  # the file may name one that is not installed
         with _parameters_on_meta():
-            model: PreTrainedModel = getattr(transformers, name)(config)
+            model: PreTrainedModel = _kind(architecture)(config)
     except Exception as error:  # transformers raises whatever it stumbles on
         message = f"{directory}/config.json describes no {architecture}: {reason_of(error)}"
         raise CheckpointError(message) from None
@@ -69,6 +69,13 @@ def _without_weights(directory: Path, architecture: str) -> PreTrainedModel:
         if hasattr(model, other):
             delattr(model, other)
     return model
+
+
+def _kind(architecture: str) -> Any:
+    """Return the class of the model that encodes the images of an architecture."""
+    if architecture == "Gemma3nForConditionalGeneration":
+        return Gemma3nImages
+    return getattr(transformers, architecture.replace("ForConditionalGeneration", "Model"))
 
 
 def _read(

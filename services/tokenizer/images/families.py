@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 
-from services.tokenizer.images.gemma3 import read_gemma3
+from services.tokenizer.images.gemma3 import read_gemma3, read_gemma3n
 from services.tokenizer.images.gemma4 import read_gemma4
 from services.tokenizer.images.idefics3 import read_idefics3
 from services.tokenizer.images.image_family import ImageFamily
@@ -27,6 +27,7 @@ def _read_llava_or_pixtral(settings: ProcessorSettings, tokens: ImageTokens) -> 
 
 _READERS: Mapping[str, _Reader] = {
     "Gemma3ForConditionalGeneration": read_gemma3,
+    "Gemma3nForConditionalGeneration": read_gemma3n,
     "Gemma4ForConditionalGeneration": read_gemma4,
     "Idefics3ForConditionalGeneration": read_idefics3,
     "LlavaForConditionalGeneration": _read_llava_or_pixtral,

@@ -11,8 +11,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 from transformers import (
+    AutoModel,
     CLIPVisionConfig,
     Gemma3Config,
+    Gemma3nAudioConfig,
+    Gemma3nConfig,
+    Gemma3nTextConfig,
+    Gemma3nVisionConfig,
     Gemma3TextConfig,
     Gemma4Config,
     Gemma4TextConfig,
@@ -37,17 +42,21 @@ from transformers import (
     SiglipVisionConfig,
     SmolVLMConfig,
 )
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
+from services.engine.vision.mobilenet_v5 import MobileNetV5
 from tests.unit.engine.checkpoints import (
     DELTA_NET,
     EXPERTS,
+    GEMMA3N,
     GEMMA4,
     SHAPE,
     VOCABULARY,
@@ -141,6 +150,56 @@ def _gemma4(text: dict[str, Any], tower: dict[str, Any]) -> VisionModel:
     return VisionModel(config, Gemma4ImageProcessorPil(**settings))
 
 
+class _TimmTower(PreTrainedModel):
+    """Stands for transformers' wrapper of timm, which the tests do without.
+
+    A test of its own compares the tower with timm's.
+    """
+
+    config: Gemma3nVisionConfig
+
+    def __init__(self, config: Gemma3nVisionConfig) -> None:
+        super().__init__(config)  # type: ignore[no-untyped-call]
+        self.timm_model = MobileNetV5(config.hidden_size, 2, 1 / 16)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutput:
+        return BaseModelOutput(last_hidden_state=self.timm_model(pixel_values.to(self.dtype)))
+
+
+AutoModel.register(Gemma3nVisionConfig, _TimmTower, exist_ok=True)
+
+
+def _gemma3n() -> VisionModel:
+    """Return a Gemma 3n whose marks of images are not embedded by the text's table."""
+    text = {**GEMMA3N, "vocab_size_per_layer_input": IMAGE_TOKEN, "max_position_embeddings": 512}
+    config = Gemma3nConfig(
+        text_config=Gemma3nTextConfig(**text, num_kv_shared_layers=2, intermediate_size=96),
+        vision_config=Gemma3nVisionConfig(
+            hidden_size=32,
+            vocab_size=5,
+            vocab_offset=IMAGE_TOKEN,
+            model_args={"channel_multiplier": 1 / 16, "msfa_output_resolution": 2},
+        ),
+        audio_config=Gemma3nAudioConfig(
+            hidden_size=32,
+            vocab_size=4,
+            vocab_offset=IMAGE_TOKEN + 4,
+            input_feat_size=16,
+            conf_num_attention_heads=2,
+            conf_num_hidden_layers=1,
+            sscp_conv_channel_size=(4, 4),
+        ),
+        vision_soft_tokens_per_image=4,
+        image_token_id=IMAGE_TOKEN,
+        boi_token_id=91,
+        eoi_token_id=92,
+        audio_token_id=VOCABULARY + 1,  # no text has this token
+    )
+    settings: dict[str, Any] = {"size": {"height": 64, "width": 64}, "do_normalize": False}
+    return VisionModel(config, SiglipImageProcessorPil(**settings))
+
+
 _PIXTRAL = PixtralVisionConfig(**_TOWER, image_size=56, patch_size=7)
 _PIXTRAL_SIZE: dict[str, Any] = {"size": {"longest_edge": 56}}
 
@@ -191,6 +250,7 @@ VISION_MODELS: dict[str, VisionModel] = {
         ),
         Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
     ),
+    "gemma3n": _gemma3n(),
     "gemma4": _gemma4(
         {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 3, "pad_token_id": 5},
         {"use_clipped_linears": True},

@@ -18,6 +18,7 @@ from services.engine.model.architecture.layers import (
     ParallelSpec,
 )
 from services.engine.model.architecture.lightning_reader import residual_factor
+from services.engine.model.architecture.modal_tokens import ModalTokens, read_modal_tokens
 from services.engine.model.architecture.single_parts import with_parts
 from services.engine.model.architecture.weight_factors import WeightFactors, read_weight_factors
 from services.engine.model.architecture.zamba_layers import with_zamba_keys
@@ -66,8 +67,10 @@ class ModelSpec:
     bos_token_id: int | None
     input_vocab_size: int = 0
     """Ids that have inputs of their own for each layer; 0: none"""
-    pad_token_id: int = 0
-    """Id by which image tokens look up their per-layer inputs"""
+    pad_token_id: int | None = None
+    """Id by which image tokens look up their per-layer inputs; None: their own"""
+    modal_tokens: tuple[ModalTokens, ...] = ()
+    """Tokens that the text's table does not embed"""
     position_offset: int = 0
     """Number of the first learned position"""
     num_token_types: int = 0
@@ -237,7 +240,10 @@ class ModelSpec:
             eos_token_ids=config.ids("eos_token_id"),
             bos_token_id=bos_token_ids[0] if bos_token_ids else None,
             input_vocab_size=input_vocab_size,
-            pad_token_id=_pad_token_id(config, input_vocab_size) if input_vocab_size else 0,
+            pad_token_id=_pad_token_id(config, input_vocab_size)
+            if input_vocab_size and family.is_gemma4
+            else None,
+            modal_tokens=read_modal_tokens(config) if family.has_modal_tokens else (),
             position_offset=padding or family.position_offset,
             num_draft_layers=_draft_layers(config),
             num_token_types=0

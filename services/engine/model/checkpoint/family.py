@@ -432,6 +432,8 @@ class Family:
     windows: WindowRule = WindowRule.NONE
     is_gemma4: bool = False
     """Layers differ from one another as Gemma 4's do"""
+    has_modal_tokens: bool = False
+    """Marks of images and sounds have embeddings apart from the text's, as Gemma 3n's do"""
     local_rotary: bool = False
     """Sliding-window layers have RoPE frequencies of their own"""
     rotates_windows_only: bool = False

@@ -92,9 +92,13 @@ class VisionLanguage:
     """As TensorNames.roots"""
     vision: tuple[str, ...]
     """Patterns of the tensors that belong to the vision tower and its projector"""
+    unserved_vision: tuple[str, ...] = ()
+    """The same, for a tower that is not served: requests with images are refused"""
     others: tuple[str, ...] = ()
     """Patterns of tensors that are not read, such as those of a tower for sounds"""
     axes: MultimodalAxes = MultimodalAxes.NONE
+    has_modal_tokens: bool = False
+    """As Family.has_modal_tokens"""
     image_sight: ImageSight = ImageSight.NONE
     """Sight of its images. WINDOWS: only if use_bidirectional_attention is "vision" """
 
@@ -105,7 +109,12 @@ class VisionLanguage:
         names = replace(
             decoder.names,
             roots=self.roots,
-            ignored=(*decoder.names.ignored, *self.vision, *self.others),
+            ignored=(
+                *decoder.names.ignored,
+                *self.vision,
+                *self.unserved_vision,
+                *self.others,
+            ),
         )
         return replace(
             decoder,
@@ -114,6 +123,7 @@ class VisionLanguage:
             section=_SECTION,
             defaults={**defaults, **decoder.defaults},
             multimodal_axes=self.axes,
+            has_modal_tokens=self.has_modal_tokens,
             image_sight=self._sight(config),
         )
 
@@ -204,13 +214,9 @@ _GEMMA3N = VisionLanguage(
     "Gemma3nForConditionalGeneration",
     decoder=FAMILIES["Gemma3nForCausalLM"],
     roots={"model.language_model.": "lm_head"},
-    vision=(),
-    others=(
-        "model.vision_tower.*",
-        "model.embed_vision.*",
-        "model.audio_tower.*",
-        "model.embed_audio.*",
-    ),
+    vision=("model.vision_tower.*", "model.embed_vision.*"),
+    others=("model.audio_tower.*", "model.embed_audio.*"),
+    has_modal_tokens=True,
 )
 _GEMMA4 = VisionLanguage(
     "Gemma4ForConditionalGeneration",
@@ -226,7 +232,7 @@ _KIMI_K25 = VisionLanguage(
     decoder=FAMILIES["DeepseekV3ForCausalLM"],
     roots={"language_model.model.": "language_model.lm_head", "model.language_model.": "lm_head"},
     vision=(),
-    others=("*vision_tower.*", "*mm_projector.*"),
+    unserved_vision=("*vision_tower.*", "*mm_projector.*"),
 )
 
 _LLAMA4 = VisionLanguage(
@@ -234,7 +240,7 @@ _LLAMA4 = VisionLanguage(
     decoder=FAMILIES["Llama4ForCausalLM"],
     roots={"language_model.model.": "language_model.lm_head"},
     vision=(),
-    others=("vision_model.*", "multi_modal_projector.*"),
+    unserved_vision=("vision_model.*", "multi_modal_projector.*"),
 )
 
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {

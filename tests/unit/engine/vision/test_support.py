@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from services.common.json_values import Json
+from services.engine.frontend.image_client import ImageClient
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.settings import EngineSettings
 from services.engine.vision.support import has_vision, image_token_id
 from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
 from tests.unit.engine.vision_checkpoints import make_vision_checkpoint
@@ -52,6 +55,19 @@ def test_damaged_checkpoint_has_no_vision(content: bytes, tmp_path: Path) -> Non
 
 def test_directory_without_a_checkpoint_has_no_vision(tmp_path: Path) -> None:
     assert not has_vision(tmp_path)
+
+
+async def test_start_says_that_a_tower_is_not_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator learns at the start, and not from a client, that images are refused."""
+    make_checkpoint(tmp_path, CONFIGS["llama4"])
+    file = tmp_path / "config.json"
+    architecture = {"architectures": ["Llama4ForConditionalGeneration"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | architecture))
+    save_file({"vision_model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert await ImageClient.start_for(EngineSettings(model=tmp_path), lambda _: None) is None
+    assert "the tower of Llama4ForConditionalGeneration is not supported" in caplog.text
 
 
 @pytest.mark.parametrize("key", ["image_token_id", "image_token_index"])

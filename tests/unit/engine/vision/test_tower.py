@@ -200,6 +200,27 @@ def test_wrong_setting_is_named(
     refused(tmp_path, words)
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "word"),
+    [
+        ("vision_config", "architecture", "resnet50", "mobilenetv5_300m_enc"),
+        ("vision_config", "model_args", {"group_size": 4}, "group_size"),
+        ("vision_config", "model_args", {"channel_multiplier": 2.0}, "channel_multiplier"),
+        (None, "vision_soft_tokens_per_image", 5, "vision_soft_tokens_per_image"),
+    ],
+)
+def test_unknown_tower_of_gemma3n_is_refused_by_name(
+    section: str | None, key: str, value: Any, word: str, tmp_path: Path
+) -> None:
+    """The file names a model of timm, of which one is known."""
+    make_vision_checkpoint(tmp_path, "gemma3n")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    (config if section is None else config[section])[key] = value
+    file.write_text(json.dumps(config))
+    refused(tmp_path, ["config.json", word])
+
+
 def test_architecture_without_images_is_refused(tmp_path: Path) -> None:
     make_vision_checkpoint(tmp_path, "llava")
     file = tmp_path / "config.json"

@@ -124,6 +124,15 @@ KINDS: dict[str, Kind] = {
         processor={"image_seq_length": 4},
         model={"mm_tokens_per_image": 4},
     ),
+    "gemma3n": Kind(
+        "Gemma3nForConditionalGeneration",
+        _GEMMA_TOKENS,
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 8, "width": 8}},
+        "<image_soft_token>",
+        "<image_soft_token>",
+        processor={"image_seq_length": 4},
+        model={"vision_soft_tokens_per_image": 4},
+    ),
     "gemma4": Kind(
         "Gemma4ForConditionalGeneration",
         _GEMMA4_TOKENS,

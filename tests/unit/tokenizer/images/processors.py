@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma3n.processing_gemma3n import Gemma3nProcessor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -70,6 +71,14 @@ def _gemma3(kind: Kind, tokenizer: Any, text: str, images: _Images) -> Any:
         setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
     processor = Gemma3Processor(Gemma3ImageProcessorPil(**kind.images), tokenizer, **kind.processor)
     return processor(images=list(images), text=text)["input_ids"][0]
+
+
+def _gemma3n(kind: Kind, tokenizer: Any, text: str, images: _Images) -> list[int]:
+    processor: Any = object.__new__(Gemma3nProcessor)
+    processor.image_token = "<image_soft_token>"
+    run = processor.image_token * kind.processor["image_seq_length"]
+    processor.full_image_sequence = f"\n\n<start_of_image>{run}<end_of_image>\n\n"
+    return _replaced(processor, {}, tokenizer, text, images)
 
 
 def _gemma4(kind: Kind, tokenizer: Any, text: str, images: _Images) -> list[int]:
@@ -135,6 +144,7 @@ def _replaced(processor: Any, inputs: Any, tokenizer: Any, text: str, images: _I
 _PROCESSORS: Mapping[str, Callable[[Kind, Any, str, _Images], Any]] = {
     "LlavaForConditionalGeneration": _llava,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma3nForConditionalGeneration": _gemma3n,
     "Gemma4ForConditionalGeneration": _gemma4,
     "Idefics3ForConditionalGeneration": _idefics3,
     "SmolVLMForConditionalGeneration": _smolvlm,

@@ -13,7 +13,7 @@ from services.common.json_values import Json
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.loader import load_model
-from services.engine.vision.support import has_vision
+from services.engine.vision.support import has_vision, unserved_vision
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     Driver,
@@ -157,7 +157,7 @@ def _rename(name: str, layout: tuple[str, str]) -> str:
             "gemma3n",
             "Gemma3nForConditionalGeneration",
             "model.language_model.",
-            ("model.vision_tower", "model.embed_vision", "model.audio_tower", "model.embed_audio"),
+            ("model.audio_tower", "model.embed_audio"),
         ),
         (
             "gemma4, shared keys",
@@ -204,11 +204,27 @@ def test_text_is_served_from_a_file_with_other_tensors(
     (tmp_path / "config.json").write_text(json.dumps(whole))
     (tmp_path / "preprocessor_config.json").write_text("{}")
     assert not has_vision(tmp_path)
+    has_only_sounds = "gemma" in family
+    assert unserved_vision(tmp_path) == (None if has_only_sounds else architecture)
     tokens = random_tokens(20, 1)
     driver = Driver(load_model(tmp_path, torch.float32), [tokens])
     driver.step([(0, 20)])
     expected = reference_logits(model, tokens)
     torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
+def test_table_that_lacks_marks_of_images_is_refused() -> None:
+    """A mark without a row would have the embedding of another one."""
+    config: Any = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "text_config": CONFIGS["gemma3n"].to_dict(),
+        "vision_config": {"vocab_offset": 90, "vocab_size": 5},
+        "audio_config": {"vocab_offset": 95, "vocab_size": 2},
+    }
+    ModelSpec.from_config(config)
+    config["vision_config"]["vocab_size"] = 4
+    with pytest.raises(CheckpointError, match="vision_config's vocab_size must be at least 5"):
+        ModelSpec.from_config(config)
 
 
 @pytest.mark.parametrize(
