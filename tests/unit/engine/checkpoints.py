@@ -57,6 +57,7 @@ from transformers import (
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Lfm3Config,
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
@@ -827,6 +828,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1},
         layer_types=["conv", "full_attention", "conv"],
         block_auto_adjust_ff_dim=False,
+    ),
+    "lfm3": Lfm3Config(  # heads of the tiled kernels
+        **WIDE | {"num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 1},
+        layer_types=[*("conv", "sliding_attention", "full_attention", "conv", "sliding_attention")],
+        sliding_window=9,
     ),
     "lfm2, biases": Lfm2Config(
         **SHAPE | {"tie_word_embeddings": True},

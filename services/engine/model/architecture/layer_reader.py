@@ -287,7 +287,9 @@ def _local_layers(config: Config, family: Family, num_layers: int) -> tuple[bool
         return tuple(kind == "local" for kind in kinds)
     if config.has("layer_types"):
         local = "chunked_attention" if rule is WindowRule.CHUNKED else "sliding_attention"
-        kinds = config.kind_per_layer("layer_types", num_layers, (local, "full_attention"))
+        known = [local, "full_attention"]
+        known += ["conv"] * (family.names.convolution is not None)
+        kinds = config.kind_per_layer("layer_types", num_layers, tuple(known))
         return tuple(kind == local for kind in kinds)
     if rule is WindowRule.CHUNKED:
         return tuple(_rotating_layers(config, num_layers))

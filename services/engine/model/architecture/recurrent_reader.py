@@ -9,7 +9,7 @@ from services.engine.model.architecture.lightning_reader import read_lightning_l
 from services.engine.model.architecture.mamba_reader import read_mamba_layers
 from services.engine.model.architecture.selective_reader import read_selective_layers
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.family import Family
+from services.engine.model.checkpoint.family import Family, WindowRule
 
 __all__ = ["read_recurrent_layers"]
 
@@ -27,18 +27,20 @@ def read_recurrent_layers(
     if family.names.selective is not None:
         return read_selective_layers(config, family.names.selective, hidden_size, num_layers)
     if family.names.convolution is not None:
-        return _read_convolutions(config, hidden_size, num_layers)
+        return _read_convolutions(config, family, hidden_size, num_layers)
     return {}
 
 
 def _read_convolutions(
-    config: Config, hidden_size: int, num_layers: int
+    config: Config, family: Family, hidden_size: int, num_layers: int
 ) -> Mapping[int, ConvolutionShape]:
     if (width := config.positive("conv_L_cache")) == 1:
         raise CheckpointError(f"{config.file}: conv_L_cache must be at least 2, got 1.")
     shape = ConvolutionShape(hidden_size, width, config.flag("conv_bias", False))
-    if config.has("layer_types"):
-        kinds = config.kind_per_layer("layer_types", num_layers, ("conv", "full_attention"))
+    has_windows = family.windows is not WindowRule.NONE
+    if config.has("layer_types") or has_windows:
+        known = ("conv", "full_attention", *("sliding_attention",) * has_windows)
+        kinds = config.kind_per_layer("layer_types", num_layers, known)
         return {layer: shape for layer, kind in enumerate(kinds) if kind == "conv"}
     attends = set(
         config.ids("full_attn_idxs") if config.has("full_attn_idxs") else range(num_layers)

@@ -250,8 +250,9 @@ class TensorNames:
     sinks: str | None = None
     """Attention sinks: one extra logit in each head's softmax, without a value"""
     output_gate: str | None = None
-    """Gate of attention's output in a tensor of its own; None: none, or behind the queries. That of
-    latent attention has one output for each head"""
+    """Gate of attention's output in a tensor of its own; None: none, or behind the queries"""
+    gates_heads: bool = False
+    """`output_gate` has one output for each head, as that of latent attention always has"""
     output: str = "self_attn.o_proj"
     attention_post_norm: str | None = None
     """Norm of attention's output before it joins the residual"""

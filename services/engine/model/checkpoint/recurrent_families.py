@@ -53,7 +53,44 @@ _LFM2 = Family(
     },
     qk_norm=QkNorm.HEAD,
 )
-
+_LFM3 = replace(
+    _LFM2,
+    architecture="Lfm3ForCausalLM",
+    names=replace(
+        _LFM2.names,
+        adapter_names={"self_attn.gate_proj": "self_attn.g_proj"},
+        query_norm="self_attn.q_norm",
+        key_norm="self_attn.k_norm",
+        output_gate="self_attn.gate_proj",
+        gates_heads=True,
+        output="self_attn.o_proj",
+        attention_post_norm="post_operator_norm",
+        feed_forward_post_norm="post_ffn_norm",
+    ),
+    keys={"rms_norm_eps": "norm_eps"},
+    defaults={
+        "conv_L_cache": 7,
+        "head_dim": 128,
+        "max_position_embeddings": 128_000,
+        "norm_eps": 1e-5,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 1e6,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "sliding_window": 256,
+        "tie_word_embeddings": True,
+    },
+    windows=WindowRule.LISTED,
+    local_rotary=True,
+    refused=("attention_bias",),
+    required=("use_attention_gate", "use_sandwich_norm"),
+)
 _GRANITE = Family(
     "GraniteMoeHybridForCausalLM",
     names=TensorNames(
@@ -448,6 +485,7 @@ RECURRENT_FAMILIES: tuple[Family, ...] = (
         },
         scores_by_sigmoid=True,
     ),
+    _LFM3,
     _GRANITE,
     _BAMBA,
     _NEMOTRON,

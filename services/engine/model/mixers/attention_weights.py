@@ -152,7 +152,8 @@ def _widths(names: TensorNames, spec: AttentionSpec) -> tuple[int, ...]:
         queries *= 2
     cached = spec.num_kv_heads * spec.head_dim
     count = 0 if spec.reads_layer is not None else 1 if spec.keys_are_values else 2
-    return (queries, *(cached,) * count, *(attended,) * has_own)
+    gates = spec.num_heads if names.gates_heads else attended
+    return (queries, *(cached,) * count, *(gates,) * has_own)
 
 
 def _rows_in_order(
@@ -162,11 +163,14 @@ def _rows_in_order(
 
     widths: rows of the stored parts: queries, keys and values; without values, keys serve as these,
     without keys there is neither. A head's output gate is stored behind its queries, or all are
-    behind the values.
+    behind the values. Where a head has one gate, all of its outputs have a copy.
     """
     queries, *cached = map(torch.arange, widths)
     if len(cached) == _VALUES + 1:
-        yield _VALUES + 1, cached.pop()
+        gates, repeats = cached.pop(), 1
+        if reader.spec.family.names.gates_heads:
+            repeats = spec.head_dim
+        yield _VALUES + 1, gates.repeat_interleave(repeats)
     elif spec.has_output_gate:
         pairs = queries.view(-1, 2, spec.head_dim)
         queries = pairs[:, 0].flatten()

@@ -40,7 +40,7 @@ FAMILIES = (
         "mistral, window",
         "olmo hybrid",
     ),
-    *("qwen3 next", "qwen3.5", "lfm2 moe", "granite hybrid"),
+    *("qwen3 next", "qwen3.5", "lfm2 moe", "lfm3", "granite hybrid"),
     *("falcon h1", "nemotron h", "mamba2", "mamba", "jamba", "minimax", "zamba", "zamba2"),
 )
 
