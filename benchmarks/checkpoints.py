@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
+    Gemma4TextConfig,
     GenerationConfig,
     GptOssConfig,
     LlamaConfig,
@@ -112,6 +113,25 @@ RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
         linear_num_value_heads=32,
         tie_word_embeddings=False,
     ),
+    "bench-gemma4-moe": partial(  # type: ignore[call-arg]
+        Gemma4TextConfig,
+        vocab_size=RECENT_TOKENS,
+        vocab_size_per_layer_input=RECENT_TOKENS,
+        hidden_size=2816,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        global_head_dim=512,
+        attention_k_eq_v=True,
+        sliding_window=1024,
+        hidden_size_per_layer_input=0,
+        intermediate_size=2112,
+        enable_moe_block=True,
+        num_experts=16,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
     "bench-gpt-oss": partial(
         GptOssConfig,
         vocab_size=RECENT_TOKENS,
@@ -120,10 +140,10 @@ RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
     ),
 }
-"""Qwen 3.5 0.8B; Qwen 3.5 35B-A3B with 12 of 40 layers and 64 of 256 experts; gpt-oss 20B with 4 of
-24 layers, its experts in MXFP4.
+"""Qwen 3.5 0.8B; Qwen 3.5 35B-A3B with 12 of 40 layers and 64 of 256 experts; Gemma 4 26B-A4B with
+6 of 30 layers and 16 of 128 experts; gpt-oss 20B with 4 of 24 layers, its experts in MXFP4.
 
-Not made unless named: 1.5, 7.7 and 2.2 GB. Their tokenizer fills 32,000 rows of the embedding.
+Not made unless named: 1.5, 7.7, 1.9 and 2.2 GB. Their tokenizer fills 32,000 rows of the embedding.
 """
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.engine.model.layer_inputs import LayerInput
+from services.engine.model.layer_inputs import LayerInput, LayerRows
 from services.engine.model.operators.interface import Operators
 
 __all__ = ["NormedResidual", "OneStream", "Residual", "ResidualRows"]
@@ -35,10 +35,10 @@ class Residual(ABC):
         """Add to `hidden` what is computed from `normed` beside the mixer, which reads it too."""
 
     @abstractmethod
-    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+    def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         """Complete the layer after both of its parts have added to `hidden`.
 
-        inputs: [n, width], what each token has for this layer alone; None: there is nothing.
+        inputs: what each token has for this layer alone; None: there is nothing.
         """
 
 
@@ -58,12 +58,12 @@ class OneStream(Residual):
     def bypass(self, rows: ResidualRows) -> None:
         """Add nothing."""
 
-    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+    def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         if self.input is not None and inputs is not None:
             self.operators.arrange(rows.hidden, rows.normed)
             self.input.add_to(inputs, rows.normed, rows.hidden)
         if self.scalar != 1:
-            rows.hidden.mul_(self.scalar)
+            self.operators.scale(rows.hidden, self.scalar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +80,5 @@ class NormedResidual(Residual):
     def bypass(self, rows: ResidualRows) -> None:
         rows.hidden.copy_(self.operators.plain(rows.normed)).mul_(self.factor)
 
-    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+    def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         """Leave `hidden` as the feed-forward layer has left it."""

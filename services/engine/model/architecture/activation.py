@@ -94,4 +94,3 @@ def _softplus(number: float) -> float:
 
 
 SWIGLU = Activation(Nonlinearity.SILU)
-"""The only activation that the CPU kernels implement"""

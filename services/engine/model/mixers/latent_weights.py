@@ -72,12 +72,10 @@ def read_latent_weights(
     stored: StoredLatent,
     spec: LatentSpec,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> LatentWeights:
     """Read a layer's latent attention. Each rank has all latents, and the heads of its part.
 
-    spec: its shape in the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    spec: its shape in the whole model; norm: what it reads.
     """
     vectors = None
     if stored.query_vectors is not None:
@@ -101,7 +99,7 @@ def read_latent_weights(
         keys=keys,
         values=values,
         expansion=expansion,
-        output=reader.residual_projection(stored.output, post_norm),
+        output=reader.residual_projection(stored.output),
         index=None if stored.index is None else read_index(reader, stored.index, spec, norm),
     )
 

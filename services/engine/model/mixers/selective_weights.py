@@ -59,12 +59,10 @@ def read_selective(
     stored: StoredSelective,
     shape: SelectiveShape,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> SelectiveWeights:
     """Read a Mamba layer.
 
-    shape: that of the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    shape: that of the whole model; norm: what it reads.
     """
     own = reader.spec.family.names.selective
     assert own is not None
@@ -94,7 +92,7 @@ def read_selective(
             step_bias=constant(step_bias),
             skip=constant(reader.tensor(stored.skip).flatten()[mine]),
         ),
-        output=reader.residual_projection(stored.output, post_norm),
+        output=reader.residual_projection(stored.output),
     )
 
 
