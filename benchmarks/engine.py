@@ -57,6 +57,7 @@ PARTS = {
     Kernel.ARRANGE: "norm, rotation",
     Kernel.STATE_SCAN: "attention",
     Kernel.MIXTURE: "linear",
+    Kernel.SCALE: "norm, rotation",
 }
 """Part of a step that each kernel counts to"""
 

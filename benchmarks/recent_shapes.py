@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import (
     DeepseekV2Config,
+    Gemma4TextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
@@ -58,6 +59,26 @@ RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
         linear_num_key_heads=16,
         linear_num_value_heads=32,
         tie_word_embeddings=False,
+    ),
+    # Gemma 4 26B-A4B with 6 of 30 layers and 16 of 128 experts
+    "bench-gemma4-moe": partial(  # type: ignore[call-arg]
+        Gemma4TextConfig,
+        vocab_size=RECENT_TOKENS,
+        vocab_size_per_layer_input=RECENT_TOKENS,
+        hidden_size=2816,
+        num_hidden_layers=6,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_global_key_value_heads=2,
+        global_head_dim=512,
+        attention_k_eq_v=True,
+        sliding_window=1024,
+        hidden_size_per_layer_input=0,
+        intermediate_size=2112,
+        enable_moe_block=True,
+        num_experts=16,
+        top_k_experts=8,
+        moe_intermediate_size=704,
     ),
     # gpt-oss 20B with 4 of 24 layers, its experts in MXFP4
     "bench-gpt-oss": partial(

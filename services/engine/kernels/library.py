@@ -16,6 +16,7 @@ from services.engine.kernels.freshness import require_current
 __all__ = [
     "DTYPES",
     "AdaptCall",
+    "Arrangement",
     "AttentionCall",
     "BlocksCall",
     "CodesCall",
@@ -44,6 +45,7 @@ __all__ = [
     "RotationCall",
     "RoutingCall",
     "RowNormCall",
+    "ScaleCall",
     "ScoreCall",
     "SelectiveCall",
     "StateScanCall",
@@ -101,6 +103,14 @@ class Format(IntEnum):
     BYTES = 4
 
 
+class Arrangement(IntEnum):
+    """Effect of rows on what lies in their place; enum tw_arrangement."""
+
+    COPY = 0
+    MULTIPLY = 1
+    MULTIPLY_BY_SIGMOID = 2
+
+
 class Kernel(IntEnum):
     """Kernels of a layer; enum tw_kernel."""
 
@@ -117,6 +127,7 @@ class Kernel(IntEnum):
     ARRANGE = 10
     MIXTURE = 11
     STATE_SCAN = 12
+    SCALE = 13
 
 
 class DrawCall(ctypes.Structure):
@@ -498,8 +509,23 @@ class RowNormCall(ctypes.Structure):
         ("weight", c_void_p),
         ("out", c_void_p),
         ("num_rows", c_int64),
+        ("heads", c_int64),
         ("width", c_int64),
+        ("row_stride", c_int64),
         ("epsilon", c_float),
+        ("adds", c_int32),
+        ("dtype", c_int32),
+    ]
+
+
+class ScaleCall(ctypes.Structure):
+    """struct tw_scale"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("num_rows", c_int64),
+        ("width", c_int64),
+        ("factor", c_float),
         ("dtype", c_int32),
     ]
 
@@ -515,6 +541,7 @@ class GateCall(ctypes.Structure):
         ("out_stride", c_int64),
         ("alpha", c_float),
         ("limit", c_float),
+        ("is_gelu", c_int32),
         ("dtype", c_int32),
     ]
 
@@ -529,7 +556,7 @@ class ArrangeCall(ctypes.Structure):
         ("width", c_int64),
         ("row_stride", c_int64),
         ("is_tiled", c_int32),
-        ("multiplies", c_int32),
+        ("arrangement", c_int32),
         ("dtype", c_int32),
     ]
 
@@ -539,6 +566,7 @@ class RoutingCall(ctypes.Structure):
 
     _fields_ = [
         ("bias", c_void_p),
+        ("factors", c_void_p),
         ("experts", c_int64),
         ("per_row", c_int64),
         ("groups", c_int64),
@@ -567,6 +595,7 @@ class MixtureCall(ctypes.Structure):
         ("out", c_void_p),
         ("chosen", c_void_p),
         ("factors", c_void_p),
+        ("router_rows", c_void_p),
         ("router", POINTER(LinearCall)),
         ("routing", POINTER(RoutingCall)),
         ("shared_router", POINTER(LinearCall)),
@@ -580,6 +609,7 @@ class MixtureCall(ctypes.Structure):
         ("per_row", c_int64),
         ("alpha", c_float),
         ("limit", c_float),
+        ("is_gelu", c_int32),
         ("has_shared", c_int32),
         ("dtype", c_int32),
         ("out_dtype", c_int32),
@@ -601,6 +631,7 @@ class _AnyCall(ctypes.Union):
         ("arrange", ArrangeCall),
         ("mixture", MixtureCall),
         ("state_scan", StateScanCall),
+        ("scale", ScaleCall),
     ]
 
 
@@ -706,6 +737,7 @@ class Native:
             Kernel.ARRANGE: function("tw_arrange_rows", None, POINTER(ArrangeCall)),
             Kernel.MIXTURE: function("tw_mix_experts", None, POINTER(MixtureCall)),
             Kernel.STATE_SCAN: function("tw_state_scan", None, POINTER(StateScanCall)),
+            Kernel.SCALE: function("tw_scale_rows", None, POINTER(ScaleCall)),
         }
         self._recorder = _Recorder()
 

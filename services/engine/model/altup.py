@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.model.layer_inputs import LayerInput
+from services.engine.model.layer_inputs import LayerInput, LayerRows
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.model.residual import Residual, ResidualRows
 
@@ -136,10 +136,7 @@ class AltUp(Residual):
         self.laurel.add_to(rows.normed, rows.hidden)
         rows.hidden.mul_(0.5**0.5)  # the norm behind the mixer has this factor in its weight
 
-    def turn(self, rows: ResidualRows) -> None:
-        """Leave `hidden` as the mixer has left it."""
-
-    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+    def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         streams = _streams(rows)
         assert inputs is not None, "the model has no inputs of layers"
         coefficients = self.router.weights(rows) @ self.correction + 1

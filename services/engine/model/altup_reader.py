@@ -55,11 +55,10 @@ def _router(reader: TensorReader, stored: StoredAltUp, spec: AltUpSpec) -> Strea
 
 
 def _laurel(reader: TensorReader, stored: StoredAltUp, spec: AltUpSpec) -> Laurel:
-    norm = reader.norm_weight(reader.tensor(stored.laurel_norm.weight))
     right = _product(reader, stored.laurel_right)
     return Laurel(
         left=_product(reader, stored.laurel_left),
-        right=NormedProjection(right, norm, reader.spec.norm_epsilon, reader.operators),
+        right=NormedProjection(right, reader.output_norm(stored.laurel_norm)),
         rank=spec.laurel_rank,
         operators=reader.operators,
     )

@@ -15,11 +15,11 @@ from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.embedding import Embedding
-from services.engine.model.layer_inputs import LayerInputs
+from services.engine.model.layer_inputs import InputRows, LayerInputs, LayerRows
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.model import Model
-from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.interface import Operators, OutputNorm, Projection
 from services.engine.model.parts.feed_forward import FeedForward, TokenIds
 from services.engine.model.pass_memory import pass_bytes
 from services.engine.model.residual import Residual, ResidualRows
@@ -34,6 +34,7 @@ class LayerWeights:
     mixer_norm: Tensor | None
     mixer: MixerWeights | None
     """None: the layer has no mixer"""
+    mixer_post_norm: OutputNorm | None
     feed_forward_norm: Tensor | None
     feed_forward: FeedForward
     residual: Residual
@@ -71,10 +72,12 @@ class Activations:
     """One for each distinct shape of a mixer"""
     inner: tuple[Tensor, ...]
     """One for each distinct width of a feed-forward layer"""
+    spares: tuple[Tensor, ...]
+    """Rows as wide as the residual, as many as a feed-forward layer needs"""
     rotations: tuple[Rotation, ...]
     """One for each distinct RoPE"""
-    inputs: Tensor | None
-    """[tokens, layers, width], what each token has for each layer alone; None: there is none"""
+    inputs: InputRows | None
+    """What each token has for each layer alone; None: there is nothing"""
     streams: Tensor | None
     """[tokens, streams, hidden_size], as in `ResidualRows`; None: `hidden` is all"""
 
@@ -83,16 +86,17 @@ class Activations:
         """The rows that layers read and add to."""
         return ResidualRows(self.hidden, self.normed, self.streams)
 
-    def inputs_of(self, layer: int) -> Tensor | None:
+    def inputs_of(self, layer: int) -> LayerRows | None:
         """Return what each token has for a layer alone."""
-        return None if self.inputs is None else self.inputs[:, layer]
+        return None if self.inputs is None else self.inputs.of(layer)
 
     @property
     def large(self) -> tuple[Tensor, ...]:
         """All buffers but the rotations."""
         mixing = (tensor for scratch in self.mixing for tensor in scratch.tensors)
-        optional = (tensor for tensor in (self.inputs, self.streams) if tensor is not None)
-        return self.hidden, self.normed, *mixing, *self.inner, *optional
+        inputs = () if self.inputs is None else (self.inputs.whole, self.inputs.gated)
+        streams = () if self.streams is None else (self.streams,)
+        return self.hidden, self.normed, *mixing, *self.inner, *self.spares, *inputs, *streams
 
     def first(self, tokens: int) -> "Activations":
         return Activations(
@@ -100,8 +104,9 @@ class Activations:
             self.normed[:tokens],
             tuple(scratch.first(tokens) for scratch in self.mixing),
             tuple(inner[:tokens] for inner in self.inner),
+            tuple(spare[:tokens] for spare in self.spares),
             tuple(rotation.first(tokens) for rotation in self.rotations),
-            None if self.inputs is None else self.inputs[:tokens],
+            None if self.inputs is None else self.inputs.first(tokens),
             None if self.streams is None else self.streams[:tokens],
         )
 
@@ -114,6 +119,7 @@ class _Layer:
     mixer: Mixer[Any]
     mixing: int
     """Index of the mixer's buffers in `Activations.mixing`"""
+    mixer_post_norm: OutputNorm | None
     feed_forward_norm: Tensor | None
     feed_forward: FeedForward
     inner: int
@@ -155,11 +161,13 @@ class Decoder(Model):
         self._shapes = list(shapes.values())
         """A mixer of each distinct shape"""
         self._inner_widths = widths
+        self._num_spares = max(layer.feed_forward.num_spares for layer in weights.layers)
         self._layers = [
             _Layer(
                 mixer_norm=layer.mixer_norm,
                 mixer=mixer,
                 mixing=keys.index(mixer.scratch_key),
+                mixer_post_norm=layer.mixer_post_norm,
                 feed_forward_norm=layer.feed_forward_norm,
                 feed_forward=layer.feed_forward,
                 inner=widths.index(shape.feed_forward.inner_width),
@@ -376,9 +384,10 @@ class Decoder(Model):
         outputs = batch.output_rows
         rows = None if outputs is None else outputs.indices
         self._operators.keep(buffers.hidden, rows)
-        for optional in (buffers.inputs, buffers.streams):
-            if optional is not None:
-                self._operators.keep(optional, rows)
+        if buffers.inputs is not None:
+            self._operators.keep(buffers.inputs.whole, rows)
+        if buffers.streams is not None:
+            self._operators.keep(buffers.streams, rows)
         if self._weights.tokens is not None:
             self._weights.tokens.ids = batch.token_ids if rows is None else batch.token_ids[rows]
 
@@ -388,12 +397,19 @@ class Decoder(Model):
         is_empty = layer.feed_forward.is_empty
         if is_parallel and not is_empty:
             self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
-        layer.mixer.add_to(buffers.mixing[layer.mixing], buffers.hidden)
+        if layer.mixer_post_norm is None:
+            layer.mixer.add_to(buffers.mixing[layer.mixing], buffers.hidden)
+        else:
+            assert not is_parallel, "the norm for the feed-forward layer would be overwritten"
+            layer.mixer.into(buffers.mixing[layer.mixing], buffers.normed)
+            layer.mixer_post_norm.add(buffers.normed, buffers.hidden)
         layer.residual.turn(buffers.residual)
         if not is_parallel and not is_empty:
             self._norm(buffers.hidden, layer.feed_forward_norm, buffers.normed)
         layer.residual.bypass_again(buffers.residual)
-        layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner[layer.inner])
+        layer.feed_forward.add_to(
+            buffers.normed, buffers.hidden, buffers.inner[layer.inner], buffers.spares
+        )
         layer.residual.end(buffers.residual, buffers.inputs_of(index))
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
@@ -407,7 +423,7 @@ class Decoder(Model):
         self._rotaries.compute(positions, buffers.rotations)
         inputs = self._weights.layer_inputs
         if inputs is not None and buffers.inputs is not None:
-            inputs.compute(batch, buffers.hidden, buffers.normed, buffers.inputs)
+            inputs.compute(batch, buffers.hidden, buffers.normed, buffers.inputs.whole)
 
     def _kept(self, batch: StepBatch, buffers: Activations) -> Activations:
         """Return the buffers of the rows that the step returns."""
@@ -451,6 +467,7 @@ class Decoder(Model):
             normed=empty(tokens, spec.hidden_size),
             mixing=tuple(mixer.allocate(tokens) for mixer in self._shapes),
             inner=tuple(empty(tokens, width) for width in self._inner_widths),
+            spares=tuple(empty(tokens, spec.hidden_size) for _ in range(self._num_spares)),
             rotations=self._rotaries.allocate(tokens),
             inputs=None
             if self._weights.layer_inputs is None

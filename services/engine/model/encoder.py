@@ -85,7 +85,9 @@ class Encoder(WholeTextDecoder):
             self._read_norm(feed_forward_norm, buffers)
         else:
             self._norm_residual(attention_norm, buffers)
-        layer.feed_forward.add_to(buffers.normed, buffers.hidden, buffers.inner[layer.inner])
+        layer.feed_forward.add_to(
+            buffers.normed, buffers.hidden, buffers.inner[layer.inner], buffers.spares
+        )
         if not self._norms_first:
             self._norm_residual(feed_forward_norm, buffers)
 

@@ -266,6 +266,7 @@ class EncoderReader:
         return LayerWeights(
             mixer_norm=None,
             mixer=attention,
+            mixer_post_norm=None,
             feed_forward_norm=None,
             feed_forward=Dense(made, self._projection(layer.down)),
             residual=OneStream(self._operators),

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from services.engine.model.architecture.layers import HyperSpec
+from services.engine.model.layer_inputs import LayerRows
 from services.engine.model.residual import Residual, ResidualRows
 
 __all__ = ["HYPER_ROWS", "Connection", "HyperConnections", "StreamMixture"]
@@ -107,7 +108,7 @@ class HyperConnections(Residual):
     def bypass_again(self, rows: ResidualRows) -> None:
         rows.hidden.zero_()
 
-    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+    def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         streams = _streams(rows)
         self.feed_forward.write(rows.hidden, streams)
         if self.head is not None:

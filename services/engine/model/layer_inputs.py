@@ -1,16 +1,44 @@
 """Inputs that a token has for each layer alone (Gemma 3n's and 4's per-layer embeddings)."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.model.architecture.activation import Activation
 from services.engine.model.embedding import Embedding
-from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.operators.interface import Gate, Operators, OutputNorm, Projection
 
-__all__ = ["LayerInput", "LayerInputs"]
+__all__ = ["InputRows", "LayerInput", "LayerInputs", "LayerRows"]
+
+
+class LayerRows(NamedTuple):
+    """What each token has for one layer alone, and scratch space: [n, width] each."""
+
+    inputs: Tensor
+    gated: Tensor
+    """In the layout of products"""
+
+
+@dataclass(frozen=True, slots=True)
+class InputRows:
+    """What each token has for each layer alone."""
+
+    whole: Tensor
+    """[n, layers, width]"""
+    gated: Tensor
+    """[n, width], scratch space in the layout of products"""
+    layers: tuple[Tensor, ...]
+    """Views of `whole`, [n, width] each"""
+
+    def of(self, layer: int) -> LayerRows:
+        return LayerRows(self.layers[layer], self.gated)
+
+    def first(self, tokens: int) -> "InputRows":
+        """View the rows of the first `tokens` tokens."""
+        layers = tuple(rows[:tokens] for rows in self.layers)
+        return InputRows(self.whole[:tokens], self.gated[:tokens], layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +61,11 @@ class LayerInputs:
     num_ids: int
     """Rows of the table; larger ids read row 0. 0: every id has a row"""
 
-    def allocate(self, tokens: int) -> Tensor:
-        """Allocate the inputs of so many tokens: [tokens, layers, width]."""
-        return self.operators.empty(tokens, self.layers * self.width).view(tokens, self.layers, -1)
+    def allocate(self, tokens: int) -> InputRows:
+        """Allocate the inputs of so many tokens."""
+        empty = self.operators.empty
+        whole = empty(tokens, self.layers * self.width).view(tokens, self.layers, -1)
+        return InputRows(whole, empty(tokens, self.width), whole.unbind(1))
 
     def compute(self, batch: StepBatch, hidden: Tensor, normed: Tensor, out: Tensor) -> None:
         """Fill `out` for the tokens of a step with these embeddings.
@@ -66,21 +96,20 @@ class LayerInputs:
 class LayerInput:
     """Addition of a layer's own input to the residual."""
 
-    gate: Projection
+    gate: Gate
     """hidden_size → width"""
     output: Projection
-    """width → hidden_size, normed"""
-    activation: Activation
-    width: int
+    """width → hidden_size"""
+    norm: OutputNorm
     operators: Operators
 
-    def add_to(self, inputs: Tensor, rows: Tensor, out: Tensor) -> None:
+    def add_to(self, own: LayerRows, rows: Tensor, out: Tensor) -> None:
         """Add what follows from a token's input and its residual.
 
-        inputs: [n, width]; rows: [n, hidden_size] in the layout of products; out: [n, hidden_size].
+        rows: [n, hidden_size] in the layout of products, which are overwritten; out:
+        [n, hidden_size].
         """
-        operators = self.operators
-        product, arranged = (operators.temporary(len(out), self.width) for _ in range(2))
-        self.gate.into(rows, product)
-        operators.arrange(self.activation.apply(product) * inputs, arranged)
-        self.output.add_to(arranged, out)
+        self.gate.into(rows, own.gated)
+        self.operators.multiply(own.inputs, own.gated)
+        self.output.into(own.gated, rows)
+        self.norm.add(rows, out)

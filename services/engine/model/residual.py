@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.engine.model.layer_inputs import LayerInput
+from services.engine.model.layer_inputs import LayerInput, LayerRows
 from services.engine.model.operators.interface import Operators
 
 __all__ = ["NormedResidual", "OneStream", "Residual", "ResidualRows"]
@@ -43,10 +43,10 @@ class Residual(ABC):
         leave it."""
 
     @abstractmethod
-    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+    def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         """Complete the layer after both of its parts have added to `hidden`.
 
-        inputs: [n, width], what each token has for this layer alone; None: there is nothing.
+        inputs: what each token has for this layer alone; None: there is nothing.
         """
 
 
@@ -64,12 +64,12 @@ class OneStream(Residual):
         """Leave `hidden` as the previous layer has left it."""
         return rows.hidden
 
-    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+    def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         if self.input is not None and inputs is not None:
             self.operators.arrange(rows.hidden, rows.normed)
             self.input.add_to(inputs, rows.normed, rows.hidden)
         if self.scalar != 1:
-            rows.hidden.mul_(self.scalar)
+            self.operators.scale(rows.hidden, self.scalar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,5 +90,5 @@ class NormedResidual(Residual):
     def bypass_again(self, rows: ResidualRows) -> None:
         rows.hidden.copy_(self.operators.plain(rows.normed)).mul_(self.factors[1])
 
-    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+    def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         """Leave `hidden` as the feed-forward layer has left it."""

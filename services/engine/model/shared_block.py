@@ -4,11 +4,13 @@ A block reads the residual and the embedding, and its output joins what the next
 the residual. Sources: https://arxiv.org/abs/2405.16712, https://arxiv.org/abs/2411.15242.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation
+from services.engine.model.layer_inputs import LayerRows
 from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
 from services.engine.model.parts.feed_forward import FeedForward
 from services.engine.model.residual import Residual, ResidualRows
@@ -29,7 +31,7 @@ class BlockResidual(Residual):
         """Clear `hidden`: the feed-forward layer reads attention's output alone."""
         rows.hidden.zero_()
 
-    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+    def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         rows.hidden.add_(_streams(rows)[:, 0])
 
 
@@ -44,7 +46,7 @@ class AfterBlock(Residual):
     def bypass(self, rows: ResidualRows) -> None:
         rows.hidden.copy_(_streams(rows)[:, 0])
 
-    def end(self, rows: ResidualRows, inputs: Tensor | None) -> None:
+    def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         """Leave `hidden` as the mixer has left it."""
 
 
@@ -57,9 +59,13 @@ class BlockFeedForward(FeedForward):
     """hidden_size → hidden_size"""
     operators: Operators
 
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+    @property
+    def num_spares(self) -> int:
+        return self.feed_forward.num_spares
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
         product, arranged = (self.operators.temporary(*out.shape) for _ in range(2))
-        self.feed_forward.add_to(rows, product.zero_(), inner)
+        self.feed_forward.add_to(rows, product.zero_(), inner, spares)
         self.operators.arrange(product, arranged)
         self.output.into(arranged, out)
 

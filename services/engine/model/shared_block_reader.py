@@ -72,6 +72,7 @@ class SharedBlockReader:
         return LayerWeights(
             mixer_norm=reader.norm(stored.mixer_norm),
             mixer=replace(attention, qkv=qkv),
+            mixer_post_norm=None,
             feed_forward_norm=reader.norm(stored.feed_forward_norm),
             feed_forward=BlockFeedForward(feed_forward, output, reader.operators),
             residual=BlockResidual(),
@@ -87,9 +88,9 @@ class SharedBlockReader:
         if attention.output not in self._blocks:
             reader.step_bytes = 0
             read = _SharedWeights(
-                attention=read_attention(reader, attention, mixer, stored.mixer_norm, None),
+                attention=read_attention(reader, attention, mixer, stored.mixer_norm),
                 gate=self._gate(content, dense, stored.feed_forward_norm),
-                down=reader.residual_projection(content.down, None),
+                down=reader.residual_projection(content.down),
                 step_bytes=0,
             )
             self._blocks[attention.output] = replace(read, step_bytes=reader.step_bytes)

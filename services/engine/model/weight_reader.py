@@ -20,7 +20,6 @@ from services.engine.model.manifest import (
 )
 from services.engine.model.mixers.stored import read_mixer
 from services.engine.model.modal_reader import with_modal_tokens
-from services.engine.model.operators.interface import NormedProjection
 from services.engine.model.parts.feed_forward_reader import FeedForwardReader
 from services.engine.model.parts.tensor_reader import TensorReader, without_mean
 from services.engine.model.residual import NormedResidual, OneStream, Residual
@@ -77,9 +76,8 @@ class WeightReader:
     def _layer(self, stored: StoredLayer, spec: LayerSpec) -> LayerWeights:
         if stored.shared_block is not None:
             return self._shared_blocks.read(stored, stored.shared_block, spec)
-        mixer = read_mixer(
-            self._reader, stored.mixer, spec.mixer, stored.mixer_norm, stored.mixer_post_norm
-        )
+        mixer = read_mixer(self._reader, stored.mixer, spec.mixer, stored.mixer_norm)
+        post_norm = stored.mixer_post_norm
         feed_forward = self._feed_forwards.read(
             stored.feed_forward,
             spec.feed_forward,
@@ -89,6 +87,7 @@ class WeightReader:
         return LayerWeights(
             mixer_norm=self._reader.norm(stored.mixer_norm),
             mixer=mixer,
+            mixer_post_norm=None if post_norm is None else self._reader.output_norm(post_norm),
             feed_forward_norm=self._reader.norm(stored.feed_forward_norm),
             feed_forward=feed_forward,
             residual=self._residual(stored, spec),
@@ -131,22 +130,22 @@ class WeightReader:
 
     def _layer_input(self, stored: StoredLayerInput, spec: LayerSpec) -> LayerInput:
         reader = self._reader
-        gate, output = (
-            reader.adapted(
-                reader.product(reader.linear(each, None), reader.operators_of(each)),
-                reader.site(each),
-            )
-            for each in (stored.gate, stored.output)
+        output = reader.product(
+            reader.linear(stored.output, None), reader.operators_of(stored.output)
         )
-        norm = reader.norm_weight(reader.tensor(stored.post_norm.weight))
         content = spec.feed_forward
         dense = content.dense if isinstance(content, BesideSpec) else content
         assert not isinstance(dense, NoFeedForward)
+        activation = replace(dense.activation, gated=False, cutoff=None)
+        gate = reader.gate(
+            reader.linear(stored.gate, None), activation, reader.operators_of(stored.gate)
+        )
+        if reader.adapters is not None:
+            gate.adapt(reader.adapters.delta(reader.site(stored.gate)))
         return LayerInput(
             gate=gate,
-            output=NormedProjection(output, norm, reader.spec.norm_epsilon, reader.operators),
-            activation=replace(dense.activation, gated=False, cutoff=None),
-            width=spec.input_width,
+            output=reader.adapted(output, reader.site(stored.output)),
+            norm=reader.output_norm(stored.post_norm),
             operators=reader.operators,
         )
 

@@ -464,6 +464,8 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **GEMMA4
         | {
             "num_hidden_layers": 4,
+            "head_dim": 32,
+            "global_head_dim": 64,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
         hidden_size_per_layer_input=0,
@@ -472,7 +474,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         enable_moe_block=True,
         num_experts=5,
         top_k_experts=2,
-        moe_intermediate_size=24,
+        moe_intermediate_size=32,
         final_logit_softcapping=5.0,
     ),
     "gemma3n": Gemma3nTextConfig(

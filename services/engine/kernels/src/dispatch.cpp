@@ -82,6 +82,8 @@ int32_t tw_limit_instruction_set(int32_t highest) {
 
 void tw_norm_rows(const tw_row_norm *norm) { portable().norm_rows(norm); }
 
+void tw_scale_rows(const tw_scale *scale) { portable().scale_rows(scale); }
+
 void tw_rotate(const tw_rotation *rotation) { portable().rotate(rotation); }
 
 void tw_arrange_rows(const tw_arrange *arrange) { portable().arrange_rows(arrange); }

@@ -68,7 +68,14 @@ class Chooser {
   }
 
   void choose(const float *scores, int64_t *chosen, float *factors) {
-    if (routing_.is_sparse) return choose_sparsely(scores, chosen, factors);
+    routing_.is_sparse ? choose_sparsely(scores, chosen, factors)
+                       : choose_best(scores, chosen, factors);
+    if (!routing_.factors) return;
+    for (int64_t k = 0; k < routing_.per_row; k++) factors[k] *= routing_.factors[chosen[k]];
+  }
+
+ private:
+  void choose_best(const float *scores, int64_t *chosen, float *factors) {
     weigh(routing_, scores, weights_);
     const float *bias = routing_.bias;
     const bool has_groups = routing_.kept_groups < routing_.groups;
@@ -89,7 +96,6 @@ class Chooser {
     for (int64_t k = 0; k < routing_.per_row; k++) factors[k] = factors[k] / divisor * routing_.scale;
   }
 
- private:
   // Weighs the best expert against those close to it, then the next one without the best.
   void choose_sparsely(const float *scores, int64_t *chosen, float *factors) {
     for (int64_t i = 0; i < routing_.experts; i++) keys_[i] = key_of(scores[i]);

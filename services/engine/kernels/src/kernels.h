@@ -30,17 +30,30 @@ void tw_use_pool(int64_t threads);
 
 // ---- float32 and bfloat16, any instruction set ----
 
-// RMSNorm of rows.
+// RMSNorms of rows, of each of their heads by itself.
 struct tw_row_norm {
-  const void *rows;    // [num_rows, width]
+  const void *rows;    // [num_rows, heads, width]
   const void *weight;  // [width]
-  void *out;           // [num_rows, width]
+  void *out;           // [num_rows, heads, width]
   int64_t num_rows;
+  int64_t heads;
   int64_t width;
+  int64_t row_stride;  // numbers between two rows, of `rows` and of `out`
   float epsilon;
+  int32_t adds;  // whether out += norm, rounded to dtype first; else out = norm
   int32_t dtype;
 };
 void tw_norm_rows(const tw_row_norm *norm);
+
+// Multiplies rows by a factor. 0 clears them, whatever they hold.
+struct tw_scale {
+  void *rows;  // [num_rows, width]
+  int64_t num_rows;
+  int64_t width;
+  float factor;
+  int32_t dtype;
+};
+void tw_scale_rows(const tw_scale *scale);
 
 // Applies RoPE to queries and keys in place, after an RMSNorm of each head if a norm is not null.
 struct tw_rotation {
@@ -59,19 +72,23 @@ struct tw_rotation {
 };
 void tw_rotate(const tw_rotation *rotation);
 
-// SiLU of a row's first half times its second half, or the TW_GATE_CLAMPED of both.
+// SiLU of a row's first half times its second half, or GELU with tanh, or the TW_GATE_CLAMPED of both.
 struct tw_gate {
   const void *both;  // [num_rows, 2 * width]; null = what tw_grouped_linear wrote last in this thread
   void *out;         // [num_rows, width]
   int64_t num_rows;
   int64_t width;
   int64_t out_stride;
-  float alpha, limit;  // of TW_GATE_CLAMPED; a limit of 0: SiLU
+  float alpha, limit;  // of TW_GATE_CLAMPED; a limit of 0: SiLU or GELU
+  int32_t is_gelu;
   int32_t dtype;
 };
 void tw_gate_rows(const tw_gate *gate);
 
-// Copies rows to the layout that products read, or multiplies what lies there by their sigmoid.
+enum tw_arrangement : int32_t { TW_COPY = 0, TW_MULTIPLY = 1, TW_MULTIPLY_BY_SIGMOID = 2 };
+
+// Copies rows to the layout that products read, or multiplies what lies there by them or by their
+// sigmoid.
 struct tw_arrange {
   const void *rows;  // [num_rows, width]
   void *out;         // [num_rows, width], row by row or as a tiled activation
@@ -79,7 +96,7 @@ struct tw_arrange {
   int64_t width;
   int64_t row_stride;  // numbers between two rows
   int32_t is_tiled;    // `out` is in blocks of 32 rows by 32 columns, and width a multiple of 32
-  int32_t multiplies;  // by the sigmoid
+  int32_t arrangement;
   int32_t dtype;
 };
 void tw_arrange_rows(const tw_arrange *arrange);
@@ -114,6 +131,7 @@ void tw_adapt_rows(const tw_adapt *adapt);
 // Rule by which scores choose a row's experts and weigh them.
 struct tw_routing {
   const float *bias;  // [experts], added to the weights for the choice alone; or null
+  const float *factors;  // [experts], by which the weights of chosen experts are multiplied; or null
   int64_t experts;
   int64_t per_row;
   int64_t groups;       // of neighbouring experts
@@ -145,7 +163,7 @@ void tw_keep_rows(const tw_keep *keep);
 // One layer's attention. row_stride is that of queries, keys and values.
 struct tw_attention {
   const void *queries;  // [query_starts[sequences], num_kv_heads * group, head_dim]
-  const void *keys;     // [tokens, num_kv_heads, head_dim]
+  const void *keys;     // [tokens, num_kv_heads, head_dim]; null: there are no tokens to write
   const void *values;
   void *out;                     // [query_starts[sequences], num_kv_heads * group * head_dim]
   void *key_cache;               // [blocks, num_kv_heads, block_size * head_dim]
@@ -542,6 +560,7 @@ struct tw_mixture {
   void *out;              // [num_rows, outputs]
   const int64_t *chosen;  // [num_rows, per_row], different in a row; null: by `routing`
   const float *factors;   // [num_rows, per_row]; null: by `routing`
+  const void *router_rows;        // [num_rows, inputs] in tiles, what `router` reads; null: `rows`
   const tw_linear *router;        // to the scores by which `routing` chooses
   const tw_routing *routing;
   const tw_linear *shared_router;  // to the logit of the shared expert's factor; null: it is 1
@@ -554,6 +573,7 @@ struct tw_mixture {
   int64_t experts;
   int64_t per_row;
   float alpha, limit;  // of the activation of `grouped`, as in tw_gate
+  int32_t is_gelu;     // likewise
   int32_t has_shared;  // whether every row has one more expert
   int32_t dtype;       // of rows
   int32_t out_dtype;
@@ -576,6 +596,7 @@ enum tw_kernel : int32_t {
   TW_ARRANGE = 10,
   TW_MIXTURE = 11,
   TW_STATE_SCAN = 12,
+  TW_SCALE = 13,
 };
 
 struct tw_operation {
@@ -594,6 +615,7 @@ struct tw_operation {
     tw_arrange arrange;
     tw_mixture mixture;
     tw_scan state_scan;
+    tw_scale scale;
   };
 };
 

@@ -168,7 +168,7 @@ class GroupedProducts {
     multiply(expert.gate, group.count, rows, first, count, both, 2 * count);
     multiply(expert.up, group.count, rows, first, count, both + count * size_, 2 * count);
     const tw_gate call{both,     inner + first * size_, group.count, count, all,
-                       m_.alpha, m_.limit,              m_.dtype};
+                       m_.alpha, m_.limit,              m_.is_gelu,  m_.dtype};
     tw_gate_rows(&call);
   }
 
@@ -292,12 +292,12 @@ class TiledProducts {
   const tw_mixture &m_;
 };
 
-// Returns the float32 products of all rows.
-float *multiply_rows(const tw_mixture &m, const tw_linear &product, Buffer &memory) {
+// Returns the float32 products of rows.
+float *multiply_rows(const void *rows, int64_t num_rows, const tw_linear &product, Buffer &memory) {
   tw_linear call = product;
-  call.rows = m.rows;
-  call.num_rows = m.num_rows;
-  call.out = reserve<float>(memory, m.num_rows * product.outputs);
+  call.rows = rows;
+  call.num_rows = num_rows;
+  call.out = reserve<float>(memory, num_rows * product.outputs);
   call.epilogue = TW_STORE_FLOAT32;
   tw_tiled_linear(&call);
   return static_cast<float *>(call.out);
@@ -307,14 +307,15 @@ void mix_tiled(const tw_mixture &m) {
   static thread_local Buffer memory[4];
   Choice choice{m.chosen, m.factors};
   if (m.routing) {
-    const float *scores = multiply_rows(m, *m.router, memory[0]);
+    const void *rows = m.router_rows ? m.router_rows : m.rows;
+    const float *scores = multiply_rows(rows, m.num_rows, *m.router, memory[0]);
     auto *chosen = reserve<int64_t>(memory[1], m.num_rows * m.per_row);
     auto *factors = reserve<float>(memory[2], m.num_rows * m.per_row);
     tw_choose_experts(m.routing, scores, m.num_rows, chosen, factors);
     choice = {chosen, factors};
   }
   const float *logits =
-      m.shared_router ? multiply_rows(m, *m.shared_router, memory[3]) : nullptr;
+      m.shared_router ? multiply_rows(m.rows, m.num_rows, *m.shared_router, memory[3]) : nullptr;
   mix(m, choice, TiledProducts(m), logits);
 }
 

@@ -26,14 +26,18 @@ inline float hyperbolic_tangent(float x) {
   return square < 0.390625f ? near : far;
 }
 
-template <typename T>
+template <bool kAdds, typename T>
 void rms_norm_row(const T *row, const T *weight, T *out, int64_t width, float epsilon) {
   float squares = 0;
 #pragma omp simd reduction(+ : squares)
   for (int64_t i = 0; i < width; i++) squares += load(row[i]) * load(row[i]);
   float scale = 1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + epsilon);
 #pragma omp simd
-  for (int64_t i = 0; i < width; i++) store(out + i, load(row[i]) * scale * load(weight[i]));
+  for (int64_t i = 0; i < width; i++) {
+    T normed;
+    store(&normed, load(row[i]) * scale * load(weight[i]));
+    store(out + i, kAdds ? load(out[i]) + load(normed) : load(normed));
+  }
 }
 
 // Rows of a loop's item: fewer are not worth a second thread.
@@ -47,11 +51,27 @@ void for_rows(int64_t num_rows, const Body &body) {
   });
 }
 
-template <typename T>
+template <bool kAdds, typename T>
 void norm_rows(const tw_row_norm &n) {
   for_rows(n.num_rows, [=](int64_t row) {
-    rms_norm_row(static_cast<const T *>(n.rows) + row * n.width, static_cast<const T *>(n.weight),
-                 static_cast<T *>(n.out) + row * n.width, n.width, n.epsilon);
+    for (int64_t head = 0; head < n.heads; head++) {
+      const int64_t first = row * n.row_stride + head * n.width;
+      rms_norm_row<kAdds>(static_cast<const T *>(n.rows) + first, static_cast<const T *>(n.weight),
+                          static_cast<T *>(n.out) + first, n.width, n.epsilon);
+    }
+  });
+}
+
+template <typename T>
+void scale_rows(const tw_scale &s) {
+  for_rows(s.num_rows, [=](int64_t row) {
+    T *to = static_cast<T *>(s.rows) + row * s.width;
+    if (s.factor == 0) {
+      memset(to, 0, static_cast<size_t>(s.width) * sizeof(T));
+      return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < s.width; i++) store(to + i, load(to[i]) * s.factor);
   });
 }
 
@@ -72,7 +92,7 @@ void rotate(const tw_rotation &r) {
     for (int64_t h = 0; h < r.num_query_heads + r.num_key_heads; h++) {
       T *head = static_cast<T *>(r.heads) + token * r.row_stride + h * r.head_dim;
       auto norm = static_cast<const T *>(h < r.num_query_heads ? r.query_norm : r.key_norm);
-      if (norm) rms_norm_row(head, norm, head, r.head_dim, r.epsilon);
+      if (norm) rms_norm_row<false>(head, norm, head, r.head_dim, r.epsilon);
       rotate_head(head, r.cosines + token * half, r.sines + token * half, half);
     }
   });
@@ -90,11 +110,22 @@ void clamped_gate(const T *gate, const T *up, T *to, const tw_gate &g) {
 }
 
 template <typename T>
+void gelu_gate(const T *gate, const T *up, T *to, int64_t width) {
+  constexpr float kRoot = 0.79788456080286535588f;  // of 2 / pi
+#pragma omp simd
+  for (int64_t i = 0; i < width; i++) {
+    float x = load(gate[i]), inner = kRoot * (x + 0.044715f * x * x * x);
+    store(to + i, 0.5f * x * (1.0f + hyperbolic_tangent(inner)) * load(up[i]));
+  }
+}
+
+template <typename T>
 void gate_rows(const tw_gate &g) {
   for_rows(g.num_rows, [=](int64_t row) {
     const T *gate = static_cast<const T *>(g.both) + row * 2 * g.width, *up = gate + g.width;
     T *to = static_cast<T *>(g.out) + row * g.out_stride;
     if (g.limit > 0) return clamped_gate(gate, up, to, g);
+    if (g.is_gelu) return gelu_gate(gate, up, to, g.width);
 #pragma omp simd
     for (int64_t i = 0; i < g.width; i++) {
       float x = load(gate[i]);
@@ -107,14 +138,21 @@ void gate_rows(const tw_gate &g) {
 constexpr int64_t kBlock = 32;
 
 template <typename T>
-void arrange_part(const T *from, T *to, int64_t width, bool multiplies) {
-  if (!multiplies) {
-    memcpy(to, from, static_cast<size_t>(width) * sizeof(T));
-    return;
-  }
+void arrange_part(const T *from, T *to, int64_t width, int32_t arrangement) {
+  switch (arrangement) {
+    case TW_COPY:
+      memcpy(to, from, static_cast<size_t>(width) * sizeof(T));
+      break;
+    case TW_MULTIPLY:
 #pragma omp simd
-  for (int64_t i = 0; i < width; i++)
-    store(to + i, load(to[i]) / (1.0f + exponential(-load(from[i]))));
+      for (int64_t i = 0; i < width; i++) store(to + i, load(to[i]) * load(from[i]));
+      break;
+    case TW_MULTIPLY_BY_SIGMOID:
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++)
+        store(to + i, load(to[i]) / (1.0f + exponential(-load(from[i]))));
+      break;
+  }
 }
 
 template <typename T>
@@ -122,10 +160,10 @@ void arrange_rows(const tw_arrange &a) {
   for_rows(a.num_rows, [=](int64_t row) {
     const T *from = static_cast<const T *>(a.rows) + row * a.row_stride;
     T *out = static_cast<T *>(a.out);
-    if (!a.is_tiled) return arrange_part(from, out + row * a.width, a.width, a.multiplies);
+    if (!a.is_tiled) return arrange_part(from, out + row * a.width, a.width, a.arrangement);
     T *to = out + row / kBlock * kBlock * a.width + row % kBlock * kBlock;
     for (int64_t i = 0; i < a.width; i += kBlock)
-      arrange_part(from + i, to + i * kBlock, kBlock, a.multiplies);
+      arrange_part(from + i, to + i * kBlock, kBlock, a.arrangement);
   });
 }
 
@@ -397,7 +435,13 @@ void adapt_rows(const tw_adapt &a) {
 
 const PortableKernels TW_TABLE = {
     [](const tw_row_norm *n) {
-      (n->dtype == TW_FLOAT32 ? norm_rows<float> : norm_rows<bfloat16>)(*n);
+      if (n->adds)
+        (n->dtype == TW_FLOAT32 ? norm_rows<true, float> : norm_rows<true, bfloat16>)(*n);
+      else
+        (n->dtype == TW_FLOAT32 ? norm_rows<false, float> : norm_rows<false, bfloat16>)(*n);
+    },
+    [](const tw_scale *s) {
+      (s->dtype == TW_FLOAT32 ? scale_rows<float> : scale_rows<bfloat16>)(*s);
     },
     [](const tw_rotation *r) {
       (r->dtype == TW_FLOAT32 ? rotate<float> : rotate<bfloat16>)(*r);

@@ -5,6 +5,7 @@
 
 struct PortableKernels {
   decltype(&tw_norm_rows) norm_rows;
+  decltype(&tw_scale_rows) scale_rows;
   decltype(&tw_rotate) rotate;
   decltype(&tw_gate_rows) gate_rows;
   decltype(&tw_arrange_rows) arrange_rows;

@@ -27,7 +27,7 @@ tw_attention &of_pass(tw_attention &call, const tw_pass &pass, const Rows &rows)
   call.context_lengths = pass.context_lengths;
   call.block_tables = tables.block_tables;
   call.table_stride = tables.table_stride;
-  call.tokens = pass.tokens;
+  if (call.keys) call.tokens = pass.tokens;
   call.sequences = pass.sequences;
   return call;
 }
@@ -49,6 +49,9 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
     case TW_ROW_NORM:
       operation.row_norm.num_rows = rows.count;
       return tw_norm_rows(&operation.row_norm);
+    case TW_SCALE:
+      operation.scale.num_rows = rows.count;
+      return tw_scale_rows(&operation.scale);
     case TW_GROUPED_LINEAR:
       operation.grouped.num_rows = rows.count;
       return tw_grouped_linear(&operation.grouped);

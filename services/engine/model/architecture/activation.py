@@ -98,4 +98,3 @@ def _softplus(number: float) -> float:
 
 
 SWIGLU = Activation(Nonlinearity.SILU)
-"""The only activation that the CPU kernels implement"""

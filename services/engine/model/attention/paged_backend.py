@@ -26,7 +26,8 @@ __all__ = ["PagedAttention", "StepMetadata", "tokens_of"]
 
 _PAGE = 64
 """Page sizes are multiples of this, in tokens: kernels read as many keys at a time"""
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
+_MAX_FLASH_HEAD_DIM = 256
 _BATCHES = 8
 """Batches whose metadata is kept: one step's, with the tables of each cache group"""
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -35,8 +36,9 @@ _DTYPES = (torch.float16, torch.bfloat16)
 class PagedAttention(TorchAttention):
     """Reads keys and values from pages, for decodes and for prompt chunks behind a cached prefix.
 
-    Prompts without a cached prefix use torch's flash attention in layers with plain attention. Our
-    Triton kernel does the rest. TorchAttention serves float32 and head dimensions above 256.
+    Prompts without a cached prefix use torch's flash attention in layers with plain attention and
+    head dimensions up to 256. Our Triton kernel does the rest. TorchAttention serves float32 and
+    head dimensions above 512.
 
     Strides put a block's tokens outermost, unlike TorchAttention's, so that the cache is one run of
     pages × page size tokens.
@@ -55,13 +57,12 @@ class PagedAttention(TorchAttention):
         self._is_supported = self.is_capturable = (
             dtype in _DTYPES and spec.widest_head <= _MAX_HEAD_DIM
         )
-        self._has_flash = (
-            all(
-                layer.is_plain and layer.head_dim % 8 == 0
-                for layer in spec.attention_layers.values()
-            )
-            and torch.backends.cuda.is_flash_attention_available()
-        )
+        self._flash_layers = {
+            index
+            for index, layer in spec.attention_layers.items()
+            if layer.is_plain and layer.head_dim % 8 == 0 and layer.head_dim <= _MAX_FLASH_HEAD_DIM
+        }
+        self._has_flash = torch.backends.cuda.is_flash_attention_available()
         self.reads_shared_once = self._is_supported
         self._metadata: dict[int, StepMetadata] = {}
         """Metadata of the newest batches, by the ids of these"""
@@ -100,7 +101,8 @@ class PagedAttention(TorchAttention):
         metadata, first = self._metadata_of(step.batch), step.batch.num_decodes
         if not metadata.has_chunks:
             return
-        if self._has_flash and metadata.has_whole_prompts and len(step.keys):
+        has_flash = self._has_flash and layer in self._flash_layers
+        if has_flash and metadata.has_whole_prompts and len(step.keys):
             attended = flash_attention(
                 step.queries[first:],
                 step.keys[first:],

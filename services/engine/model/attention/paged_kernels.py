@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache in Triton: soft caps, sinks, windows, any head dimension to 256.
+"""Attention over a paged KV cache in Triton: soft caps, sinks, windows, any head dimension to 512.
 
 The online softmax is FlashAttention's (Dao 2023, arXiv:2307.08691); the division of long contexts
 is Flash-Decoding's.

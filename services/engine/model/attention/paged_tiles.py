@@ -51,6 +51,8 @@ def decode_tile(group: int, head_dim: int) -> Tile:
     parts = -(-group // _DECODE_ROWS)
     heads = -(-group // parts)
     rows = max(16, power_of_two(heads))
+    if head_dim > 256:
+        return Tile(rows, heads, keys=16, warps=4 if rows == 16 else 8, stages=2)
     if head_dim > 128:
         return Tile(rows, heads, keys=32, warps=4 if rows == 16 else 8, stages=3)
     if rows == 16:
@@ -61,6 +63,8 @@ def decode_tile(group: int, head_dim: int) -> Tile:
 def prefill_tile(group: int, head_dim: int) -> Tile:
     """Return the tile of many queries. It fits the 99 KB of shared memory that an L4 has."""
     few = decode_tile(group, head_dim)
+    if head_dim > 256:
+        return Tile(max(32, few.rows), few.heads, keys=16, warps=8, stages=2)
     if head_dim > 128:
         return Tile(max(64, few.rows), few.heads, keys=32, warps=8, stages=2)
     return Tile(64, few.heads, keys=64, warps=4, stages=3)

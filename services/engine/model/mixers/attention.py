@@ -173,6 +173,9 @@ class AttentionMixer(Mixer[AttentionScratch]):
         if self._spec.has_output_gate:
             self._operators.multiply_by_sigmoid(attending.gates, attending.attended)
 
+    def into(self, scratch: AttentionScratch, out: Tensor) -> None:
+        self._weights.output.into(scratch.attended, out)
+
     def add_to(self, scratch: AttentionScratch, hidden: Tensor) -> None:
         self._weights.output.add_to(scratch.attended, hidden)
 

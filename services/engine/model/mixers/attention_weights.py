@@ -64,12 +64,10 @@ def read_attention(
     stored: StoredAttention,
     spec: AttentionSpec,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> AttentionWeights:
     """Read a layer's attention.
 
-    spec: its shape in the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    spec: its shape in the whole model; norm: what it reads.
     """
     qkv = _qkv(reader, stored, spec, norm)
     query_norm, key_norm = _qk_norms(reader, stored, spec)
@@ -88,7 +86,7 @@ def read_attention(
         head_norms=head_norms,
         value_norm=_value_norm(reader, spec),
         sinks=None if stored.sinks is None else _sinks(reader, stored.sinks),
-        output=reader.residual_projection(stored.output, post_norm),
+        output=reader.residual_projection(stored.output),
     )
 
 

@@ -305,5 +305,8 @@ class CompressedMixer(Mixer[CompressedScratch]):
         """View rows [n, width] as [n, heads, head_dim]."""
         return rows.view(len(rows), self._spec.num_heads, -1)
 
+    def into(self, scratch: CompressedScratch, out: Tensor) -> None:
+        self._weights.output.into(scratch.arranged, out)
+
     def add_to(self, scratch: CompressedScratch, hidden: Tensor) -> None:
         self._weights.output.add_to(scratch.arranged, hidden)

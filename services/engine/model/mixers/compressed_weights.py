@@ -97,12 +97,10 @@ def read_compressed(
     stored: StoredCompressed,
     spec: CompressedSpec,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> CompressedWeights:
     """Read a layer's compressed attention. Each rank has all keys, and the heads of its groups.
 
-    spec: its shape in the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    spec: its shape in the whole model; norm: what it reads.
     """
     heads = torch.arange(spec.num_heads * spec.head_dim).view(spec.num_heads, -1)
     sinks = reader.shard.rows(reader.tensor(stored.sinks))
@@ -126,7 +124,7 @@ def read_compressed(
         compressor=None if compressor is None else _compressor(reader, compressor),
         index=index,
         groups=_groups(reader, stored.groups, spec),
-        output=reader.residual_projection(stored.output, post_norm),
+        output=reader.residual_projection(stored.output),
     )
 
 

@@ -39,12 +39,10 @@ def read_convolution(
     stored: StoredConvolution,
     shape: ConvolutionShape,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> ConvolutionWeights:
     """Read a layer's short convolution.
 
-    shape: that of the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    shape: that of the whole model; norm: what it reads.
     """
     mine = reader.shard.rows(torch.arange(shape.channels))
     places = [mine + part * shape.channels for part in range(3)]
@@ -57,5 +55,5 @@ def read_convolution(
         inputs=reader.adapted(product, reader.site(stored.inputs, norm, torch.cat(places))),
         convolution=factors.to(reader.device, torch.float32).contiguous(),
         bias=None if bias is None else bias.to(reader.device, torch.float32, copy=True),
-        output=reader.residual_projection(stored.output, post_norm),
+        output=reader.residual_projection(stored.output),
     )

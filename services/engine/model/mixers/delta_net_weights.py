@@ -75,12 +75,10 @@ def read_delta_net(
     stored: StoredDeltaNet,
     shape: DeltaShape,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> DeltaNetWeights:
     """Read a layer's gated delta net.
 
-    shape: that of the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    shape: that of the whole model; norm: what it reads.
     """
     own = reader.spec.family.names.delta_net
     assert own is not None
@@ -107,7 +105,7 @@ def read_delta_net(
         gate=_pair(reader, stored.gate, norm, groups.mine(shape.outputs), shape.rank),
         decay=_pair(reader, stored.decay, norm, groups.mine(shape.decays), shape.rank),
         rule=rule,
-        output=reader.residual_projection(stored.output, post_norm, groups.columns()),
+        output=reader.residual_projection(stored.output, groups.columns()),
     )
 
 

@@ -46,5 +46,8 @@ class EmptyMixer(Mixer[EmptyScratch]):
     ) -> None:
         pass
 
+    def into(self, scratch: EmptyScratch, out: Tensor) -> None:
+        out.zero_()
+
     def add_to(self, scratch: EmptyScratch, hidden: Tensor) -> None:
         pass

@@ -33,8 +33,8 @@ S = TypeVar("S", bound=Scratch)
 class Mixer(ABC, Generic[S]):
     """The mixer of one layer.
 
-    A pass calls `project`, `mix` and `add_to` in turn. Only `mix` depends on how the tokens are
-    divided among sequences.
+    A pass calls `project`, `mix`, and `add_to` or `into` in turn. Only `mix` depends on how the
+    tokens are divided among sequences.
     """
 
     scratch_key: Hashable
@@ -99,6 +99,10 @@ class Mixer(ABC, Generic[S]):
         kept: buffers of the rows of `batch.output_rows`, a view of `scratch`; the output is needed
         for these rows alone. None = for all.
         """
+
+    @abstractmethod
+    def into(self, scratch: S, out: Tensor) -> None:
+        """Write the output to `out` [n, hidden_size]."""
 
     @abstractmethod
     def add_to(self, scratch: S, hidden: Tensor) -> None:

@@ -231,5 +231,8 @@ class LatentMixer(Mixer[LatentScratch]):
         self._choice.places = self._indexer.choose(index, pages, batch)
         return self._choice.places
 
+    def into(self, scratch: LatentScratch, out: Tensor) -> None:
+        self._weights.output.into(scratch.arranged, out)
+
     def add_to(self, scratch: LatentScratch, hidden: Tensor) -> None:
         self._weights.output.add_to(scratch.arranged, hidden)

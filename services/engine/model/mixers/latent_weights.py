@@ -77,12 +77,10 @@ def read_latent_weights(
     stored: StoredLatent,
     spec: LatentSpec,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> LatentWeights:
     """Read a layer's latent attention. Each rank has all latents, and the heads of its part.
 
-    spec: its shape in the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    spec: its shape in the whole model; norm: what it reads.
     """
     vectors = None
     if stored.query_vectors is not None:
@@ -109,7 +107,7 @@ def read_latent_weights(
         gate=None
         if stored.gate is None
         else ordered_product(reader, stored.gate, norm, _heads(reader, spec, 1).flatten()),
-        output=reader.residual_projection(stored.output, post_norm),
+        output=reader.residual_projection(stored.output),
         index=None if stored.index is None else read_index(reader, stored.index, spec, norm),
     )
 

@@ -44,12 +44,10 @@ def read_lightning(
     stored: StoredLightning,
     shape: LightningShape,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> LightningWeights:
     """Read a layer's lightning attention.
 
-    shape: that of the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    shape: that of the whole model; norm: what it reads.
     """
     shard, outputs = reader.shard, shape.outputs
 
@@ -73,5 +71,5 @@ def read_lightning(
             ranks=norm_ranks(outputs, shape.norm_width, shard),
             gate=OutputGate.SIGMOID,
         ),
-        output=reader.residual_projection(stored.output, post_norm),
+        output=reader.residual_projection(stored.output),
     )

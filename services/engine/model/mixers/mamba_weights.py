@@ -61,12 +61,10 @@ def read_mamba(
     stored: StoredMamba,
     shape: MambaShape,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> MambaWeights:
     """Read a Mamba-2 layer.
 
-    shape: that of the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    shape: that of the whole model; norm: what it reads.
     """
     own = reader.spec.family.names.mamba
     assert own is not None
@@ -104,7 +102,7 @@ def read_mamba(
                 norm_ranks(shape.outputs, shape.norm_width, reader.shard),
             ),
         ),
-        output=reader.residual_projection(stored.output, post_norm),
+        output=reader.residual_projection(stored.output),
     )
 
 

@@ -69,6 +69,10 @@ class ParallelMixer(Mixer[ParallelScratch]):
         self._attention.mix(batch, cache, scratch.attention, attending, is_written=is_written)
         self._recurrent.mix(batch, cache, scratch.recurrent, advancing)
 
+    def into(self, scratch: ParallelScratch, out: Tensor) -> None:
+        self._attention.into(scratch.attention, out)
+        self._recurrent.add_to(scratch.recurrent, out)
+
     def add_to(self, scratch: ParallelScratch, hidden: Tensor) -> None:
         self._attention.add_to(scratch.attention, hidden)
         self._recurrent.add_to(scratch.recurrent, hidden)

@@ -58,5 +58,8 @@ class RecurrentMixer(Mixer[R], Generic[R]):
             mine = kept
         self._operators.arrange(mine.out, mine.arranged)
 
+    def into(self, scratch: R, out: Tensor) -> None:
+        self._output.into(scratch.arranged, out)
+
     def add_to(self, scratch: R, hidden: Tensor) -> None:
         self._output.add_to(scratch.arranged, hidden)

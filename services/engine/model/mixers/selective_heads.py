@@ -66,6 +66,11 @@ class SelectiveHeads(Mixer[SelectiveHeadsScratch]):
             kept_rows = None if kept is None else kept.heads[number]
             head.mix(batch, replace(cache, states=mine), scratch.heads[number], kept_rows)
 
+    def into(self, scratch: SelectiveHeadsScratch, out: Tensor) -> None:
+        self._heads[0].into(scratch.heads[0], out)
+        for head, own in zip(self._heads[1:], scratch.heads[1:], strict=True):
+            head.add_to(own, out)
+
     def add_to(self, scratch: SelectiveHeadsScratch, hidden: Tensor) -> None:
         for head, own in zip(self._heads, scratch.heads, strict=True):
             head.add_to(own, hidden)

@@ -63,14 +63,11 @@ def read_selective(
     stored: StoredSelective,
     shape: SelectiveShape,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> tuple[SelectiveWeights, ...]:
     """Read the heads of a Mamba layer.
 
-    shape: that of the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual, which no model has.
+    shape: that of the whole model; norm: what it reads.
     """
-    assert post_norm is None
     layer = _Layer(reader, stored, shape, norm)
     return tuple(map(layer.head, range(shape.heads)))
 

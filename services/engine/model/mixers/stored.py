@@ -108,41 +108,39 @@ def read_mixer(
     stored: StoredMixer | None,
     spec: MixerSpec,
     norm: StoredNorm | None,
-    post_norm: StoredNorm | None,
 ) -> MixerWeights | None:
     """Read a layer's mixer; None: it has none.
 
-    spec: its shape in the whole model; norm: what it reads; post_norm: norm of what it adds to the
-    residual.
+    spec: its shape in the whole model; norm: what it reads.
     """
     if stored is None:
         return None
     if isinstance(stored, StoredDeltaNet):
         assert isinstance(spec, DeltaShape)
-        return read_delta_net(reader, stored, spec, norm, post_norm)
+        return read_delta_net(reader, stored, spec, norm)
     if isinstance(stored, StoredParallel):
         assert isinstance(spec, ParallelSpec)
         return ParallelWeights(
-            read_attention(reader, stored.attention, spec.attention, norm, post_norm),
-            read_mamba(reader, stored.mamba, spec.mamba, norm, post_norm),
+            read_attention(reader, stored.attention, spec.attention, norm),
+            read_mamba(reader, stored.mamba, spec.mamba, norm),
         )
     if isinstance(stored, StoredMamba):
         assert isinstance(spec, MambaShape)
-        return read_mamba(reader, stored, spec, norm, post_norm)
+        return read_mamba(reader, stored, spec, norm)
     if isinstance(stored, StoredLightning):
         assert isinstance(spec, LightningShape)
-        return read_lightning(reader, stored, spec, norm, post_norm)
+        return read_lightning(reader, stored, spec, norm)
     if isinstance(stored, StoredSelective):
         assert isinstance(spec, SelectiveShape)
-        return read_selective(reader, stored, spec, norm, post_norm)
+        return read_selective(reader, stored, spec, norm)
     if isinstance(stored, StoredConvolution):
         assert isinstance(spec, ConvolutionShape)
-        return read_convolution(reader, stored, spec, norm, post_norm)
+        return read_convolution(reader, stored, spec, norm)
     if isinstance(stored, StoredLatent):
         assert isinstance(spec, LatentSpec)
-        return read_latent_weights(reader, stored, spec, norm, post_norm)
+        return read_latent_weights(reader, stored, spec, norm)
     if isinstance(stored, StoredCompressed):
         assert isinstance(spec, CompressedSpec)
-        return read_compressed(reader, stored, spec, norm, post_norm)
+        return read_compressed(reader, stored, spec, norm)
     assert isinstance(spec, AttentionSpec)
-    return read_attention(reader, stored, spec, norm, post_norm)
+    return read_attention(reader, stored, spec, norm)

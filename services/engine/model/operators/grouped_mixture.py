@@ -1,7 +1,7 @@
 """Mixtures of experts with weights in groups on the portable kernels."""
 
 from services.engine.kernels.library import GroupedExpertCall, MixtureCall, Native
-from services.engine.model.architecture.activation import Activation
+from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.operators.grouped_products import GroupedGate, GroupedProjection
 from services.engine.model.operators.interface import Mixture
 from services.engine.model.operators.looped_mixture import Expert, LoopedMixture
@@ -21,6 +21,7 @@ def grouped_mixture(native: Native, looped: LoopedMixture, activation: Activatio
         experts=len(known),
         alpha=activation.alpha,
         limit=activation.limit,
+        is_gelu=activation.nonlinearity is Nonlinearity.GELU_TANH,
     )
     return NativeMixture(native, looped, call)
 

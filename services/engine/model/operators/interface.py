@@ -32,6 +32,7 @@ __all__ = [
     "Mixture",
     "NormedProjection",
     "Operators",
+    "OutputNorm",
     "Projection",
     "RoutedMixture",
     "SequenceDelta",
@@ -212,8 +213,11 @@ class RoutedMixture(ABC):
         """True if adapters add to the products of the present step: the kernel can't."""
 
     @abstractmethod
-    def add_to(self, rows: Tensor, out: Tensor) -> None:
-        """Add the output of all experts that `rows` [n, inputs] have to `out` [n, outputs]."""
+    def add_to(self, rows: Tensor, out: Tensor, router_rows: Tensor | None = None) -> None:
+        """Add the output of all experts that `rows` [n, inputs] have to `out` [n, outputs].
+
+        router_rows: [n, inputs], what the router reads; None: it reads `rows`.
+        """
 
 
 class Mixture(ABC):
@@ -236,11 +240,16 @@ class Mixture(ABC):
         """
 
     def routed(
-        self, router: Projection, routing: Routing, bias: Tensor | None, shared: SharedParts | None
+        self,
+        router: Projection,
+        routing: Routing,
+        bias: Tensor | None,
+        shared: SharedParts | None,
+        factors: Tensor | None = None,
     ) -> RoutedMixture | None:
         """Join this mixture with its router and a shared expert; None if no kernel computes that.
 
-        bias: as for `Routing.choose`.
+        bias: as for `Routing.choose`; factors: float32 [count], of each chosen expert's output.
         """
         return None
 
@@ -364,9 +373,24 @@ class Operators(ABC):
         """Make the product with what adapters, by number, add to one product of this kind."""
         return TorchLowRankProduct(parts, self.gather)
 
+    def clear(self, rows: Tensor) -> None:
+        """Fill rows [n, width] with zeros."""
+        rows.zero_()
+
+    def scale(self, rows: Tensor, factor: float) -> None:
+        """Multiply rows [n, width] by a factor other than 0."""
+        rows *= factor
+
     def plain(self, rows: Tensor) -> Tensor:
         """Return rows of a product's input row by row; a view where they lie so."""
         return rows
+
+    def multiply(self, factors: Tensor, out: Tensor) -> None:
+        """Multiply `out`, in the layout of products, by `factors`; both [n, width].
+
+        The first dimension of `factors` may have gaps.
+        """
+        out *= factors
 
     def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
         """Multiply `out`, in the layout of products, by the sigmoid of `gates`; both [n, width]."""
@@ -411,25 +435,37 @@ class Operators(ABC):
             heads.copy_(((exact * scale).to(part.dtype) * weight).view(heads.shape))
 
 
+@dataclass(frozen=True, slots=True)
+class OutputNorm:
+    """RMSNorm of what a part of a layer adds to the residual."""
+
+    weight: Tensor
+    epsilon: float
+    operators: Operators
+
+    def add(self, output: Tensor, hidden: Tensor) -> None:
+        """Add the norm of `output` to the residual; both [n, hidden_size], row by row.
+
+        May overwrite `output`.
+        """
+        self.operators.add_rms_norm(output, self.weight, self.epsilon, hidden)
+
+
 class NormedProjection(Projection):
     """A projection followed by an RMSNorm."""
 
-    def __init__(
-        self, projection: Projection, norm: Tensor, epsilon: float, operators: Operators
-    ) -> None:
+    def __init__(self, projection: Projection, norm: OutputNorm) -> None:
         self._projection = projection
         self._norm = norm
-        self._epsilon = epsilon
-        self._operators = operators
         self.weight_bytes = projection.weight_bytes
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         self.add_to(rows, out.zero_())
 
     def add_to(self, rows: Tensor, out: Tensor) -> None:
-        product = self._operators.temporary(*out.shape)
+        product = self._norm.operators.temporary(*out.shape)
         self._projection.into(rows, product)
-        self._operators.add_rms_norm(product, self._norm, self._epsilon, out)
+        self._norm.add(product, out)
 
 
 class ChainedProjection(Projection):

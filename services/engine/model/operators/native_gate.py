@@ -9,9 +9,13 @@ from services.engine.model.operators.interface import AdaptedProjection, Delta, 
 __all__ = ["NativeGate", "is_native"]
 
 
+_GELU = Activation(Nonlinearity.GELU_TANH)
+_PLAIN = (SWIGLU, _GELU)
+
+
 def is_native(activation: Activation) -> bool:
     """Return whether `Kernel.GATE` computes an activation."""
-    return activation == SWIGLU or activation.nonlinearity is Nonlinearity.CLAMPED_SWIGLU
+    return activation in _PLAIN or activation.nonlinearity is Nonlinearity.CLAMPED_SWIGLU
 
 
 class NativeGate(Gate):
@@ -41,6 +45,7 @@ class NativeGate(Gate):
 
     def _run(self, both: int | None, out: Tensor) -> None:
         """Activate a product at this address; None = the last grouped product into no tensor."""
-        constants = (self._activation.alpha, self._activation.limit)
+        activation = self._activation
+        constants = (activation.alpha, activation.limit, activation == _GELU)
         call = GateCall(both, out.data_ptr(), *out.shape, out.stride(0), *constants, self._code)
         self._native.run(Kernel.GATE, call)

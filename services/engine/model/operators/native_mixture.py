@@ -47,13 +47,19 @@ def run_mixture(native: Native, call: MixtureCall, rows: Tensor, out: Tensor) ->
     native.run(Kernel.MIXTURE, call)
 
 
-def routing_call(routing: Routing, experts: int, bias: Tensor | None) -> RoutingCall | None:
-    """Describe a rule to the kernels; None if they don't follow it. `bias` must outlive it."""
+def routing_call(
+    routing: Routing, experts: int, bias: Tensor | None, factors: Tensor | None = None
+) -> RoutingCall | None:
+    """Describe a rule to the kernels; None if they don't follow it.
+
+    bias, factors: as for `Mixture.routed`; they must outlive the call.
+    """
     is_known = routing.scoring is not Scoring.SQRT_SOFTPLUS and not routing.is_by_token
     if routing.scales_inputs or not is_known:
         return None
     return RoutingCall(
         bias=None if bias is None else bias.data_ptr(),
+        factors=None if factors is None else factors.data_ptr(),
         experts=experts,
         per_row=routing.per_token,
         groups=routing.groups,

@@ -10,22 +10,24 @@ from torch import Tensor
 from services.engine.kernels.library import (
     DTYPES,
     ArrangeCall,
+    Arrangement,
     Kernel,
     Native,
     RotationCall,
     RowNormCall,
+    ScaleCall,
 )
 from services.engine.kernels.memory import allocate
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
-from services.engine.model.operators.interface import Gate
+from services.engine.model.operators.interface import Gate, HeadNorms
 from services.engine.model.operators.low_rank import LowRank, LowRankProduct
 from services.engine.model.operators.native_gate import NativeGate, is_native
 from services.engine.model.operators.native_low_rank import NativeLowRankProduct
 from services.engine.model.operators.native_mixture import routing_call
-from services.engine.model.operators.torch_operators import TorchOperators, join, normalize
+from services.engine.model.operators.torch_operators import TorchOperators, join
 
 __all__ = ["NativeOperators"]
 
@@ -46,16 +48,19 @@ class NativeOperators(TorchOperators):
         return allocate((rows, width), self._dtype)
 
     def arrange(self, rows: Tensor, out: Tensor) -> None:
-        self._arrange(rows, out, multiplies=False)
+        self._arrange(rows, out, Arrangement.COPY)
+
+    def multiply(self, factors: Tensor, out: Tensor) -> None:
+        self._arrange(factors, out, Arrangement.MULTIPLY)
 
     def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
-        self._arrange(gates, out, multiplies=True)
+        self._arrange(gates, out, Arrangement.MULTIPLY_BY_SIGMOID)
 
-    def _arrange(self, rows: Tensor, out: Tensor, *, multiplies: bool) -> None:
+    def _arrange(self, rows: Tensor, out: Tensor, arrangement: Arrangement) -> None:
         assert not self._tiles_inputs or rows.shape[1] % TILE == 0
         call = ArrangeCall(
             *(rows.data_ptr(), out.data_ptr(), *rows.shape, rows.stride(0)),
-            *(self._tiles_inputs, multiplies, self._code),
+            *(self._tiles_inputs, arrangement, self._code),
         )
         self._native.run(Kernel.ARRANGE, call)
 
@@ -88,17 +93,52 @@ class NativeOperators(TorchOperators):
         return chosen, factors
 
     def rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        self._norm_rows(rows, weight, epsilon, out)
+        self._norm_rows(rows, weight, epsilon, out, adds=False)
 
     def add_rms_norm(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
-        self._norm_rows(rows, weight, epsilon, rows)
-        out += rows
+        self._norm_rows(rows, weight, epsilon, out, adds=True)
 
-    def _norm_rows(self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> None:
+    def _norm_rows(
+        self, rows: Tensor, weight: Tensor, epsilon: float, out: Tensor, *, adds: bool
+    ) -> None:
+        count, width = rows.shape
         call = RowNormCall(
-            rows.data_ptr(), weight.data_ptr(), out.data_ptr(), *rows.shape, epsilon, self._code
+            *(rows.data_ptr(), weight.data_ptr(), out.data_ptr()),
+            *(count, 1, width, width, epsilon, adds, self._code),
         )
         self._native.run(Kernel.ROW_NORM, call)
+
+    def norm_heads(self, heads: Tensor, num_queries: int, norms: HeadNorms, epsilon: float) -> None:
+        if norms.centers or norms.queries.ndim > 1:
+            super().norm_heads(heads, num_queries, norms, epsilon)
+            return
+        parts = (num_queries, norms.queries), (heads.shape[1] - num_queries, norms.keys)
+        first = heads.data_ptr()
+        for count, weight in parts:
+            if count:
+                self._norm_part(heads, first, count, weight, epsilon)
+            first += count * heads.shape[2] * heads.element_size()
+
+    def _norm_part(
+        self, heads: Tensor, first: int, count: int, weight: Tensor, epsilon: float
+    ) -> None:
+        """Norm `count` heads of each token from address `first` on, each or all together."""
+        width = len(weight)
+        call = RowNormCall(
+            *(first, weight.data_ptr(), first, heads.shape[0]),
+            *(count * heads.shape[2] // width, width, heads.stride(0), epsilon, False, self._code),
+        )
+        self._native.run(Kernel.ROW_NORM, call)
+
+    def clear(self, rows: Tensor) -> None:
+        self._scale(rows, 0)
+
+    def scale(self, rows: Tensor, factor: float) -> None:
+        self._scale(rows, factor)
+
+    def _scale(self, rows: Tensor, factor: float) -> None:
+        call = ScaleCall(rows.data_ptr(), *rows.shape, factor, DTYPES[rows.dtype])
+        self._native.run(Kernel.SCALE, call)
 
     def rotate(
         self,
@@ -111,8 +151,8 @@ class NativeOperators(TorchOperators):
     ) -> None:
         tokens, num_heads, head_dim = heads.shape
         if query_norm is not None and key_norm is not None and len(query_norm) > head_dim:
-            normalize(heads[:, :num_queries], query_norm, epsilon)
-            normalize(heads[:, num_queries:], key_norm, epsilon)
+            norms = HeadNorms(query_norm, key_norm, centers=False)
+            self.norm_heads(heads, num_queries, norms, epsilon)
             query_norm = key_norm = None
         call = RotationCall(
             heads.data_ptr(),

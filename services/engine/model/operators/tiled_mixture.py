@@ -48,12 +48,17 @@ class _TiledMixture(NativeMixture):
         self._downs = downs
 
     def routed(
-        self, router: Projection, routing: Routing, bias: Tensor | None, shared: SharedParts | None
+        self,
+        router: Projection,
+        routing: Routing,
+        bias: Tensor | None,
+        shared: SharedParts | None,
+        factors: Tensor | None = None,
     ) -> RoutedMixture | None:
         experts = len(self._gates)
         further = () if shared is None else (shared,)
         routers = [router, *(each.router for each in further if each.router is not None)]
-        choice = routing_call(routing, experts, bias)
+        choice = routing_call(routing, experts, bias, factors)
         scores = _known(map(_call, routers))
         gates = _known(_gate_call(each.gate) for each in further)
         downs = _known(_call(each.down) for each in further)
@@ -65,7 +70,7 @@ class _TiledMixture(NativeMixture):
         if len(scores) > 1:
             call.shared_router = pointer(scores[1])
         parts = [part for each in further for part in (each.gate, each.down)]
-        return _RoutedMixture(self._native, call, [self, *routers, *parts], bias)
+        return _RoutedMixture(self._native, call, [self, *routers, *parts], (bias, factors))
 
 
 class _RoutedMixture(RoutedMixture):
@@ -74,19 +79,20 @@ class _RoutedMixture(RoutedMixture):
         native: Native,
         call: MixtureCall,
         parts: Sequence[NativeMixture | Projection | Gate],
-        bias: Tensor | None,
+        tensors: Sequence[Tensor | None],
     ) -> None:
-        """parts: whatever adapters may add to, and whatever the call reads, but the bias."""
+        """parts: whatever adapters may add to; tensors: whatever else the call reads."""
         self._native = native
         self._call = call
         self._parts = parts
-        self._bias = bias
+        self._tensors = tensors
 
     @property
     def is_adapted(self) -> bool:
         return any(part.is_adapted for part in self._parts)
 
-    def add_to(self, rows: Tensor, out: Tensor) -> None:
+    def add_to(self, rows: Tensor, out: Tensor, router_rows: Tensor | None = None) -> None:
+        self._call.router_rows = None if router_rows is None else router_rows.data_ptr()
         run_mixture(self._native, self._call, rows, out)
 
 

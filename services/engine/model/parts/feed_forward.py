@@ -1,6 +1,7 @@
 """Feed-forward layers: dense, or a mixture of experts."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +13,7 @@ from services.engine.model.operators.interface import (
     Gate,
     Mixture,
     Operators,
+    OutputNorm,
     Projection,
     RoutedMixture,
     SharedParts,
@@ -58,11 +60,17 @@ class FeedForward(ABC):
     is_empty: ClassVar[bool] = False
     """True if the layer has no such half, so that the residual need not be normed"""
 
+    @property
+    def num_spares(self) -> int:
+        """Number of `add_to`'s spares."""
+        return 0
+
     @abstractmethod
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
         """Add the layer's output for the normed `rows` to the residual `out`.
 
-        rows, out: [n, hidden_size]; inner: scratch space [n, intermediate_size].
+        rows, out: [n, hidden_size]; the layer may overwrite `rows`. inner: scratch space
+        [n, intermediate_size]; spares: more of it, at least `num_spares` of [n, hidden_size].
         """
 
 
@@ -71,7 +79,7 @@ class EmptyFeedForward(FeedForward):
 
     is_empty = True
 
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
         pass
 
 
@@ -81,10 +89,16 @@ class Dense(FeedForward):
 
     gate: Gate
     down: Projection
+    norm: OutputNorm | None = None
+    """Norm of the output; None: there is none"""
 
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
         self.gate.into(rows, inner)
-        self.down.add_to(inner, out)
+        if self.norm is None:
+            self.down.add_to(inner, out)
+        else:
+            self.down.into(inner, rows)
+            self.norm.add(rows, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +119,7 @@ class Experts(FeedForward):
     by_token: TokenExperts | None = None
     """Experts that are not chosen by scores; None: all are"""
 
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
         if self.routed is not None and not self.routed.is_adapted:
             self.routed.add_to(rows, out)
             return
@@ -121,7 +135,7 @@ class Experts(FeedForward):
         else:
             self.mixture.add_to(rows, chosen, factors, out)
         if self.shared is not None:
-            self.shared.add_to(rows, out, inner)
+            self.shared.add_to(rows, out, inner, spares)
 
     def _add_scaled(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
         """Add the outputs of experts that read the rows times their factors."""
@@ -146,14 +160,23 @@ class NormedExperts(FeedForward):
     """float32 [count], factor of each expert's output"""
     epsilon: float
     operators: Operators
+    routed: RoutedMixture | None
+    """All but the norms as one kernel; None: there is no such kernel"""
 
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
-        normed = self.operators.temporary(*rows.shape)
-        self.operators.rms_norm(rows, self.router_norm, self.epsilon, normed)
-        scores = torch.empty(len(rows), len(self.factors), device=rows.device)
-        self.router.into(normed, scores)
-        chosen, factors = self.operators.choose(scores, self.routing, None)
+    @property
+    def num_spares(self) -> int:
+        return 2
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
+        routing_rows, normed, *_ = spares
+        self.operators.rms_norm(rows, self.router_norm, self.epsilon, routing_rows)
         self.operators.rms_norm(rows, self.norm, self.epsilon, normed)
+        if self.routed is not None and not self.routed.is_adapted:
+            self.routed.add_to(normed, out, routing_rows)
+            return
+        scores = torch.empty(len(rows), len(self.factors), device=rows.device)
+        self.router.into(routing_rows, scores)
+        chosen, factors = self.operators.choose(scores, self.routing, None)
         self.mixture.add_to(normed, chosen, factors * self.factors[chosen], out)
 
 
@@ -162,20 +185,25 @@ class Beside(FeedForward):
     """A dense layer and experts side by side: the norm of the sum of their norms."""
 
     dense: Dense
-    """Dense layer whose down projection ends with an RMSNorm"""
+    """Dense layer with a norm of its own"""
     experts: FeedForward
     """Reads the residual"""
-    experts_norm: Tensor
-    norm: Tensor
-    epsilon: float
+    experts_norm: OutputNorm
+    norm: OutputNorm
     operators: Operators
 
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
-        total, sparse = (self.operators.temporary(*out.shape).zero_() for _ in range(2))
-        self.dense.add_to(rows, total, inner)
-        self.experts.add_to(out, sparse, inner)
-        self.operators.add_rms_norm(sparse, self.experts_norm, self.epsilon, total)
-        self.operators.add_rms_norm(total, self.norm, self.epsilon, out)
+    @property
+    def num_spares(self) -> int:
+        return 2 + self.experts.num_spares
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
+        total, sparse, *others = spares
+        self.operators.clear(total)
+        self.operators.clear(sparse)
+        self.dense.add_to(rows, total, inner, others)
+        self.experts.add_to(out, sparse, inner, others)
+        self.experts_norm.add(sparse, total)
+        self.norm.add(total, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +211,18 @@ class NormedOutput(FeedForward):
     """A layer whose output has a norm before it joins the residual."""
 
     content: FeedForward
-    norm: Tensor
-    epsilon: float
+    norm: OutputNorm
     operators: Operators
 
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
-        total = self.operators.temporary(*out.shape).zero_()
-        self.content.add_to(rows, total, inner)
-        self.operators.add_rms_norm(total, self.norm, self.epsilon, out)
+    @property
+    def num_spares(self) -> int:
+        return 1 + self.content.num_spares
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
+        total, *others = spares
+        self.operators.clear(total)
+        self.content.add_to(rows, total, inner, others)
+        self.norm.add(total, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +238,7 @@ class SharedExpert(FeedForward):
     def parts(self) -> SharedParts:
         return SharedParts(self.expert.gate, self.expert.down, self.router)
 
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
         product = self.operators.temporary(len(rows), out.shape[1])
         self.expert.gate.into(rows, inner)
         self.expert.down.into(inner, product)

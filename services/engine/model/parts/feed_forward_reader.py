@@ -19,13 +19,12 @@ from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.family import ExpertStack
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import (
-    QuantizedWeight,
     Weight,
     decoded,
     in_groups,
 )
 from services.engine.model.checkpoint.tensors import StoredTensor
-from services.engine.model.operators.interface import ExpertWeights, Gate, Mixture, Operators
+from services.engine.model.operators.interface import ExpertWeights, Gate, Mixture
 from services.engine.model.parts.feed_forward import (
     Beside,
     Dense,
@@ -95,12 +94,12 @@ class FeedForwardReader:
         post_norm: StoredNorm | None,
     ) -> Dense:
         gate = self._dense_gate(stored, content, norm)
-        return Dense(gate, self._reader.residual_projection(stored.down, post_norm))
+        down = self._reader.residual_projection(stored.down)
+        return Dense(gate, down, None if post_norm is None else self._reader.output_norm(post_norm))
 
     def _normed_output(self, content: FeedForward, norm: StoredNorm) -> NormedOutput:
         reader = self._reader
-        weight = reader.norm_weight(reader.tensor(norm.weight))
-        return NormedOutput(content, weight, reader.spec.norm_epsilon, reader.operators)
+        return NormedOutput(content, reader.output_norm(norm), reader.operators)
 
     def _read_beside(
         self,
@@ -113,9 +112,8 @@ class FeedForwardReader:
         return Beside(
             dense=self._read_dense(stored.dense, content.dense, norm, stored.dense_post_norm),
             experts=reader.shard.summed_experts(self._normed_experts(stored, content.experts)),
-            experts_norm=reader.norm_weight(reader.tensor(stored.post_norm.weight)),
-            norm=reader.norm_weight(reader.tensor(post_norm.weight)),
-            epsilon=reader.spec.norm_epsilon,
+            experts_norm=reader.output_norm(stored.post_norm),
+            norm=reader.output_norm(post_norm),
             operators=reader.operators,
         )
 
@@ -126,23 +124,26 @@ class FeedForwardReader:
         router = reader.operators.exact_projection(decoded(weight), bias)
         reader.step_bytes += mixture.weight_bytes + router.weight_bytes
         scale = reader.tensor(stored.router_scale).float() * reader.spec.hidden_size**-0.5
-        factors = reader.tensor(stored.expert_scale)
+        factors = reader.tensor(stored.expert_scale).to(reader.device, torch.float32, copy=True)
+        router = reader.adapted(router, reader.site(stored.experts.router))
         return NormedExperts(
             router_norm=reader.norm_weight(scale),
-            router=reader.adapted(router, reader.site(stored.experts.router)),
+            router=router,
             norm=reader.norm_weight(reader.tensor(stored.norm.weight)),
             mixture=mixture,
             routing=routing,
-            factors=factors.to(reader.device, torch.float32, copy=True),
+            factors=factors,
             epsilon=reader.spec.norm_epsilon,
             operators=reader.operators,
+            routed=mixture.routed(router, routing, None, None, factors),
         )
 
     def _dense_gate(self, stored: StoredDense, content: DenseSpec, norm: StoredNorm | None) -> Gate:
         reader = self._reader
         activation = self._activation(content.activation, stored.activation)
         parts = reader.linear(stored.gate, norm)
-        gate = self._gate(parts, activation, reader.operators_of(stored.gate))
+        halves = self._gate_parts(parts, 2 if activation.gated else 1)
+        gate = reader.gate(halves, activation, reader.operators_of(stored.gate))
         if reader.adapters is not None:
             order = self._order_of_gate(content.width, 2 if activation.gated else 1)
             gate.adapt(reader.adapters.delta(reader.site(stored.gate, norm, order)))
@@ -296,22 +297,8 @@ class FeedForwardReader:
             gate, up = decoded(gate), decoded(up)
         return ExpertWeights(gate, up, down, gate_bias, up_bias, down_bias)
 
-    def _gate(
-        self, parts: list[WeightAndBias], activation: Activation, operators: Operators
-    ) -> Gate:
-        """Make a gate of one product or two, which may be stored as one."""
-        (gate, gate_bias), *second = self._gate_parts(parts, 2 if activation.gated else 1)
-        up, up_bias = second[0] if second else (None, None)
-        if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight | None):
-            made = operators.grouped_gate(gate, up, gate_bias, up_bias, activation)
-        else:
-            factor = None if up is None else decoded(up)
-            made = operators.gate(decoded(gate), factor, gate_bias, up_bias, activation)
-        self._reader.step_bytes += made.weight_bytes
-        return made
-
     def _gate_parts(self, parts: list[WeightAndBias], products: int) -> list[WeightAndBias]:
-        """Return this rank's rows of each product."""
+        """Return this rank's rows of each product, which may be stored as one."""
         outputs = sum(weight.shape[0] for weight, _ in parts) // products
         return [
             shard_rows(part, self._reader.shard)

@@ -6,6 +6,7 @@ same residual, norms and embedding.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -197,10 +198,14 @@ class _ReducedExperts(FeedForward):
     experts: FeedForward
     all_reduce: AllReduce
 
-    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+    @property
+    def num_spares(self) -> int:
+        return self.experts.num_spares
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
         total = torch.empty(out.shape, device=out.device)
         part = self.all_reduce.operand(total).zero_()
-        self.experts.add_to(rows, part, inner)
+        self.experts.add_to(rows, part, inner, spares)
         self.all_reduce.sum(part, total)
         out += total
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from services.engine.model.adapters.adapters import Adapters, Site, SiteModule
+from services.engine.model.architecture.activation import Activation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.progress import LoadProgress
@@ -33,8 +34,9 @@ from services.engine.model.checkpoint.quantized import (
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
 from services.engine.model.operators.interface import (
     AdaptedProjection,
-    NormedProjection,
+    Gate,
     Operators,
+    OutputNorm,
     Projection,
 )
 from services.engine.model.parts.shard import Shard
@@ -86,19 +88,20 @@ class TensorReader:
         self._factors = {each.name: each.factors for each in spec.weight_factors}
 
     def residual_projection(
-        self, linear: StoredLinear, post_norm: StoredNorm | None, columns: Tensor | None = None
+        self, linear: StoredLinear, columns: Tensor | None = None
     ) -> Projection:
         """Make a projection whose output, summed over the ranks, is added to the residual.
 
         columns: int64 [inputs], the stored column of each input; None = in order.
         """
-        projection = self.shard.summed(self.partial_projection(linear, columns), self.operators)
-        if post_norm is None:
-            return projection
-        norm = self.norm_weight(self.tensor(post_norm.weight))
-        if post_norm.factor != 1:
-            norm *= post_norm.factor
-        return NormedProjection(projection, norm, self.spec.norm_epsilon, self.operators)
+        return self.shard.summed(self.partial_projection(linear, columns), self.operators)
+
+    def output_norm(self, norm: StoredNorm) -> OutputNorm:
+        """Read the norm of what is added to the residual."""
+        weight = self.norm_weight(self.tensor(norm.weight))
+        if norm.factor != 1:
+            weight *= norm.factor
+        return OutputNorm(weight, self.spec.norm_epsilon, self.operators)
 
     def partial_projection(self, linear: StoredLinear, columns: Tensor | None = None) -> Projection:
         """Make this rank's summand of a projection that is added to the residual."""
@@ -193,6 +196,20 @@ class TensorReader:
         biases = [bias for _, bias in parts if bias is not None]
         bias = torch.cat(biases) if biases else None
         return self.projection([weight for weight, _ in parts], bias, operators)
+
+    def gate(
+        self, parts: Sequence[WeightAndBias], activation: Activation, operators: Operators
+    ) -> Gate:
+        """Make a gate of one product or two."""
+        (gate, gate_bias), *second = parts
+        up, up_bias = second[0] if second else (None, None)
+        if isinstance(gate, QuantizedWeight) and isinstance(up, QuantizedWeight | None):
+            made = operators.grouped_gate(gate, up, gate_bias, up_bias, activation)
+        else:
+            factor = None if up is None else decoded(up)
+            made = operators.gate(decoded(gate), factor, gate_bias, up_bias, activation)
+        self.step_bytes += made.weight_bytes
+        return made
 
     def operators_of(self, *linears: StoredLinear) -> Operators:
         """Return the operators for layers that are multiplied at once."""

@@ -278,7 +278,7 @@ def test_adapter_of_a_gate_changes_what_is_activated(operators: GroupedOperators
     assert_near(out, silu(first) * second)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3, tied", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3, tied", "mistral", "gemma3", "olmo2", "glm4"])
 def test_replayed_decodes_compute_what_single_kernels_do(family: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, CONFIGS[family])
     logits = []

@@ -17,8 +17,9 @@ from services.engine.kernels.build import build
 from services.engine.kernels.freshness import require_current
 from services.engine.kernels.library import InstructionSet, Native
 from services.engine.kernels.memory import Arena, allocate, touch
+from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
 from services.engine.model.architecture.rotary import Rotation
-from services.engine.model.operators.interface import Projection
+from services.engine.model.operators.interface import HeadNorms, Projection
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
@@ -59,6 +60,7 @@ def test_rows_with_gaps_are_arranged_and_gate_as_by_torch(
     for operators, out in zip((ours, theirs), results, strict=True):
         operators.arrange(gates, out)
         assert torch.equal(out, gates)
+        operators.multiply(gates, out)
         operators.multiply_by_sigmoid(gates, out)
     assert_close(results[0], results[1], dtype)
 
@@ -71,6 +73,9 @@ def test_rows_with_gaps_are_arranged_and_gate_in_tiles(tiled: TiledOperators, ro
     assert torch.equal(tiled.plain(tiles), gates)
     tiled.multiply_by_sigmoid(gates, tiles)
     assert_close(tiled.plain(tiles), gates * gates.sigmoid(), torch.bfloat16)
+    tiled.arrange(gates, tiles)
+    tiled.multiply(gates, tiles)
+    assert torch.equal(tiled.plain(tiles), gates * gates)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -85,21 +90,36 @@ def test_small_operators_equal_those_of_torch(
     for operators, out in zip((ours, theirs), results, strict=True):
         operators.rms_norm(x, weight, 1e-5, out)
     assert_close(results[0], results[1], dtype)
+    totals = [torch.ones_like(x) for _ in range(2)]
+    for operators, out in zip((ours, theirs), totals, strict=True):
+        operators.add_rms_norm(x.clone(), weight, 1e-5, out)
+        operators.scale(out, 0.3)
+    assert_close(totals[0], totals[1], dtype)
+    ours.clear(totals[0].fill_(torch.nan))
+    assert not totals[0].any()
 
     rotation = Rotation(torch.randn(rows, 9), torch.randn(rows, 9))
     wide = torch.randn(rows, 7, 18, dtype=dtype)
     norms = torch.randn(2, 18, dtype=dtype)
-    for query_norm, key_norm in ((None, None), (norms[0], norms[1])):
+    whole_norms = torch.randn(3 * 18, dtype=dtype), torch.randn(2 * 18, dtype=dtype)
+    for query_norm, key_norm in ((None, None), (norms[0], norms[1]), whole_norms):
         both = [wide.clone(), wide.clone()]
         for operators, whole in zip((ours, theirs), both, strict=True):
             operators.rotate(whole[:, :5], 3, rotation, query_norm, key_norm, 1e-5)
         assert_close(both[0], both[1], dtype)  # the last two heads are values: untouched
+        if query_norm is None or key_norm is None:
+            continue
+        apart = HeadNorms(query_norm, key_norm, centers=False)
+        for operators, whole in zip((ours, theirs), both, strict=True):
+            operators.norm_heads(whole[:, :5], 3, apart, 1e-5)
+        assert_close(both[0], both[1], dtype)
 
     gate, up = torch.randn(2, 50, 100, dtype=dtype) / 10
     gated = [torch.empty(rows, 50, dtype=dtype) for _ in range(2)]
-    for operators, out in zip((ours, theirs), gated, strict=True):
-        operators.gate(gate, up, None, None).into(x, out)
-    assert_close(gated[0], gated[1], dtype)
+    for activation in (SWIGLU, Activation(Nonlinearity.GELU_TANH)):
+        for operators, out in zip((ours, theirs), gated, strict=True):
+            operators.gate(gate, up, None, None, activation).into(x, out)
+        assert_close(gated[0], gated[1], dtype)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -31,7 +31,7 @@ from services.engine.model.operators.rounded_operators import (
     RoundedTiledOperators,
 )
 from services.engine.model.operators.tiled_operators import TiledOperators
-from services.engine.model.parts.feed_forward import Dense, Experts, SharedExpert
+from services.engine.model.parts.feed_forward import Dense, Experts, NormedExperts, SharedExpert
 from tests.unit.engine.kernels.test_grouped import random_weight
 from tests.unit.engine.machines import TILED, restrict_kernels
 from tests.unit.engine.tiles import to_tiles
@@ -41,6 +41,7 @@ WIDTH = 64
 EXPERTS = 9
 PER_ROW = 3
 CLAMPED = Activation(Nonlinearity.CLAMPED_SWIGLU, alpha=1.7, limit=2.5)
+GELU = Activation(Nonlinearity.GELU_TANH)
 VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """E2M1, doubled: codes of MXFP4"""
 
@@ -145,7 +146,9 @@ def random_choice(count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("activation", "biases"), [(SWIGLU, False), (CLAMPED, True)], ids=["silu", "clamped, biases"]
+    ("activation", "biases"),
+    [(SWIGLU, False), (CLAMPED, True), (GELU, False)],
+    ids=["silu", "clamped, biases", "gelu"],
 )
 def test_mixture_equals_the_loop_over_its_experts(
     case: Case, activation: Activation, biases: bool
@@ -251,8 +254,37 @@ def test_layer_in_one_kernel_equals_its_parts(
             rows = case.arranged(torch.randn(count, HIDDEN, dtype=torch.bfloat16))
             inner = case.operators.empty(count, 2 * WIDTH)
             ours, theirs = torch.ones(2, count, HIDDEN)
-            layer.whole.add_to(rows, ours, inner)
-            layer.parted.add_to(rows, theirs, inner)
+            layer.whole.add_to(rows, ours, inner, ())
+            layer.parted.add_to(rows, theirs, inner, ())
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+        native.use_pool(0)
+
+
+@pytest.mark.parametrize("instructions", TILED, ids=lambda each: each.name)
+def test_experts_with_norms_of_their_own_equal_their_parts(instructions: InstructionSet) -> None:
+    """Gemma 4's router reads other rows than its experts, which have a factor each."""
+    torch.manual_seed(6)
+    with restrict_kernels(instructions) as native:
+        case = Case(Kind(instructions, TiledOperators, grouped_weight), native)
+        operators, routing = case.operators, Routing(PER_ROW, normalized=True)
+        together, looped = case.mixtures(GELU, biases=False)
+        router = operators.exact_projection(plain_weight(EXPERTS, HIDDEN), None)
+        norms = torch.randn(2, HIDDEN, dtype=torch.bfloat16)
+        factors = torch.rand(EXPERTS)
+        routed = together.routed(router, routing, None, None, factors)
+        assert routed is not None
+        whole, parted = (
+            NormedExperts(
+                norms[0], router, norms[1], mixture, routing, factors, 1e-6, operators, by
+            )
+            for mixture, by in ((together, routed), (looped, None))
+        )
+        for count in (1, 5, 70):
+            rows = torch.randn(count, HIDDEN, dtype=torch.bfloat16)
+            spares = [operators.empty(count, HIDDEN) for _ in range(2)]
+            ours, theirs = torch.ones(2, count, HIDDEN)
+            whole.add_to(rows, ours, torch.empty(0), spares)
+            parted.add_to(rows, theirs, torch.empty(0), spares)
             torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
         native.use_pool(0)
 
@@ -265,9 +297,9 @@ def test_row_without_numbers_gives_none_in_its_layer(instructions: InstructionSe
         layer = _Layer(case, ROUTINGS[2], shares=True, weighs=True).whole
         rows = torch.randn(3, HIDDEN, dtype=torch.bfloat16)
         clean, out = torch.zeros(2, 3, HIDDEN)
-        layer.add_to(case.arranged(rows), clean, torch.empty(0))
+        layer.add_to(case.arranged(rows), clean, torch.empty(0), ())
         rows[1, 0] = torch.nan
-        layer.add_to(case.arranged(rows), out, torch.empty(0))
+        layer.add_to(case.arranged(rows), out, torch.empty(0), ())
         assert out[1].isnan().all()
         assert torch.equal(out[[0, 2]], clean[[0, 2]])
         native.use_pool(0)

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import ApertusConfig, Gemma3nTextConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    ApertusConfig,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
 
 import services.engine.model.attention
 import services.engine.model.loader
@@ -20,7 +26,9 @@ from services.engine.model.mixers.attention import AttentionMixer
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     GEMMA3N,
+    GEMMA4,
     SHAPE,
+    VOCABULARY,
     WIDE,
     Driver,
     keep_last,
@@ -270,16 +278,29 @@ def test_streams_in_tiles_stay_close_to_float32(tmp_path: Path) -> None:
     assert error.median() < 1.2 * usual.median()
 
 
+TILED_CONFIGS = CONFIGS | {
+    "gemma4, layer inputs": Gemma4TextConfig(
+        **GEMMA4 | {"head_dim": 32, "global_head_dim": 64},
+        num_kv_shared_layers=3,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=VOCABULARY,
+    ),
+}
+
+
 @needs_tiles
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", "qwen3.5", "bamba", "qwen3 moe", "qwen3.5 moe", "gpt-oss", "phimoe, wide heads"],
+    [
+        *("qwen3", "qwen3.5", "bamba", "qwen3 moe", "qwen3.5 moe", "gpt-oss", "phimoe, wide heads"),
+        *("gemma2", "gemma3", "gemma4, experts", "gemma4, layer inputs", "olmo2", "glm4"),
+    ],
 )
 def test_replayed_pass_equals_single_kernels(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise output would be wrong from the second step on, or when the batch changes."""
-    make_checkpoint(tmp_path, CONFIGS[name])
+    make_checkpoint(tmp_path, TILED_CONFIGS[name])
     passes = {"replayed": 0, "one by one": 0}
     logits: dict[str, list[Tensor]] = {}
     for kind in passes:

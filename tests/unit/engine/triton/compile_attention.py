@@ -27,6 +27,8 @@ SHAPES = {
     "llama": (32, 8, 128, 0.0, 0, False, False),
     "gpt-oss": (64, 8, 64, 0.0, 128, True, False),
     "gemma2 and gemma3": (8, 4, 256, 50.0, 4096, False, True),
+    "gemma4": (16, 2, 512, 0.0, 0, False, True),
+    "gemma4, one key head": (32, 1, 512, 0.0, 0, False, False),
 }
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 

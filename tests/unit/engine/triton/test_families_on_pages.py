@@ -31,6 +31,7 @@ TOKENS = 75
         ("llama", xformers.XformersAttention),
         ("gemma2", paged.PagedAttention),
         ("gpt-oss", paged.PagedAttention),
+        ("gemma4, experts", paged.PagedAttention),
     ],
 )
 def test_logits_equal_those_of_transformers(

@@ -53,6 +53,7 @@ CASES = (
     Case(3, 3, 32, window=20),
     Case(8, 1, 64, window=100, has_sinks=True),
     Case(2, 1, 256, cap=2.0),
+    Case(8, 1, 512),
     Case(2, 1, 96, window=270, cap=2.0, has_sinks=True),
     Case(7, 1, 80, has_sinks=True),
 )
