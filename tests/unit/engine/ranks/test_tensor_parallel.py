@@ -99,6 +99,7 @@ FAMILIES = (
     "bailing hybrid",
     "kimi linear",
     "minicpm3",
+    "lara mini",
     "lfm2",
     "lfm3",
     "lfm2, biases",
