@@ -147,8 +147,8 @@ def test_bfloat16_states_take_half_and_continue_prompts(family: str, tmp_path: P
     model = load(settings)
     exact, decoder = load_model(tmp_path, torch.float32), model.decoder
     states = list(model.cache.states.values())
-    recurrent = [layer[-1] for layer in states if layer]
-    assert {each.dtype for each in recurrent} == {torch.bfloat16}
+    assert {layer[-1].dtype for layer in states} == {torch.bfloat16}
+    recurrent = [each for layer in states for each in layer if each.dtype == torch.bfloat16]
     assert decoder.state_bytes == sum(each[0].nbytes for layer in states for each in layer)
     halves = sum(each[0].nbytes for each in recurrent)
     assert exact.state_bytes == decoder.state_bytes + halves
