@@ -55,6 +55,7 @@ from transformers import (
     InternLM3Config,
     JambaConfig,
     KimiLinearConfig,
+    LaraMiniConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
@@ -825,6 +826,18 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         layer_group_size=3,
         first_k_dense_replace=3,
         kda_safe_gate=False,
+    ),
+    "lara mini": LaraMiniConfig(
+        **{key: value for key, value in WIDE.items() if key != "intermediate_size"}
+        | {"initializer_range": 0.1},
+        **EXPERTS,
+        layer_types=["linear_attention", "sliding_attention", "full_attention"],
+        shared_expert_intermediate_size=40,
+        sliding_window=9,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
     ),
     "lfm2": Lfm2Config(  # heads of the tiled kernels
         **SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1},

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from services.engine.model.architecture.delta_shape import DeltaShape, OutputGate
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.family import Family
+from services.engine.model.checkpoint.family import Family, WindowRule
 
 __all__ = ["read_delta_layers"]
 
@@ -22,7 +22,8 @@ def read_delta_layers(config: Config, family: Family, num_layers: int) -> Mappin
             shape = _head_shape(config)
     except ValueError as error:
         raise CheckpointError(f"{config.file}: {error}.") from None
-    kinds = enumerate(_kinds(config, num_layers))
+    has_windows = family.windows is not WindowRule.NONE
+    kinds = enumerate(_kinds(config, num_layers, has_windows=has_windows))
     return {layer: shape for layer, kind in kinds if kind == "linear_attention"}
 
 
@@ -88,10 +89,11 @@ def _least_decay(config: Config) -> float:
     return bound
 
 
-def _kinds(config: Config, num_layers: int) -> tuple[str, ...]:
+def _kinds(config: Config, num_layers: int, *, has_windows: bool) -> tuple[str, ...]:
     """Return the kind of each layer."""
     if config.has("layer_types"):
-        return config.kind_per_layer("layer_types", num_layers, _KINDS)
+        known = (*_KINDS, *("sliding_attention",) * has_windows)
+        return config.kind_per_layer("layer_types", num_layers, known)
     published = config.section("linear_attn_config")
     if published.has("kda_layers"):
         return _published_kinds(published, num_layers)

@@ -289,6 +289,7 @@ def _local_layers(config: Config, family: Family, num_layers: int) -> tuple[bool
         local = "chunked_attention" if rule is WindowRule.CHUNKED else "sliding_attention"
         known = [local, "full_attention"]
         known += ["conv"] * (family.names.convolution is not None)
+        known += ["linear_attention"] * (family.names.delta_net is not None)
         kinds = config.kind_per_layer("layer_types", num_layers, tuple(known))
         return tuple(kind == local for kind in kinds)
     if rule is WindowRule.CHUNKED:

@@ -9,6 +9,7 @@ from services.engine.model.checkpoint.family import (
     LatentNames,
     QkNorm,
     TensorNames,
+    WindowRule,
 )
 from services.engine.model.checkpoint.shared_names import (
     BIASED_EXPERTS,
@@ -108,6 +109,46 @@ DELTA_FAMILIES: tuple[Family, ...] = (
         has_output_gate=True,
         qk_norm=QkNorm.HEAD,
         norm_offset=True,
+    ),
+    Family(
+        "LaraMiniForCausalLM",
+        names=TensorNames(
+            experts=replace(
+                QWEN_EXPERTS,
+                gate=("mlp.experts.gate_up_proj",),
+                down="mlp.experts.down_proj",
+                shared_router="",
+            ),
+            delta_net=DeltaNetNames(
+                inputs=("linear_attn.in_proj",), rates=(), norm="linear_attn.out_norm.weight"
+            ),
+        ),
+        defaults={
+            "head_dim": 128,
+            "hidden_size": 1024,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 16,
+            "linear_value_head_dim": 128,
+            "max_position_embeddings": 131_072,
+            "moe_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 34,
+            "num_key_value_heads": 4,
+            "shared_expert_intermediate_size": 512,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "vocab_size": 151_936,
+        },
+        reads_attention_bias=True,
+        output_bias_key="attention_bias",
+        qk_norm=QkNorm.HEAD,
+        windows=WindowRule.LISTED,
+        rotates_windows_only=True,
     ),
     Family(
         "KimiLinearForCausalLM",

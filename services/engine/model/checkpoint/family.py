@@ -118,7 +118,8 @@ class DeltaNetNames:
     """Queries, keys and values, then the output gate; or one tensor for each of the four; or one
     tensor for all, key head by key head. Without the output gate if it is `gate`"""
     rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
-    """Beta, then the decay; or one tensor, key head by key head. Beta alone if there is `decay`"""
+    """Beta, then the decay; or one tensor, key head by key head. Beta alone if there is `decay`.
+    Empty: both follow in the one tensor of `inputs`, whose parts then lie part by part"""
     gate: tuple[str, str] | None = None
     """Two products in a row that compute the output gate; None: one product does"""
     decay: tuple[str, str] | None = None

@@ -22,6 +22,7 @@ __all__ = ["StoredDeltaNet", "read_delta_net", "stored_delta_net"]
 class StoredDeltaNet:
     inputs: StoredLinear
     rates: StoredLinear
+    """`inputs` if these hold beta and the decay, too"""
     gate: tuple[StoredLinear, StoredLinear] | None
     """Two products in a row: the second reads the outputs of the first"""
     decay: tuple[StoredLinear, StoredLinear] | None
@@ -41,6 +42,8 @@ def stored_delta_net(names: LayerNames, shape: DeltaShape) -> StoredDeltaNet:
     parts = (keys, keys, outputs)
     inputs = {3: parts, 4: (*parts, outputs)}.get(len(own.inputs), (shape.channels, outputs))
     rates = (shape.value_heads,) if shape.rank else (shape.value_heads, shape.decays)
+    if not own.rates:
+        inputs = (*inputs, *rates)
     # Kimi stores a number for each head with as many dimensions as the decays of a batch
     a_log = (shape.value_heads,) if own.decay is None else (1, 1, shape.value_heads, 1)
 
@@ -54,9 +57,10 @@ def stored_delta_net(names: LayerNames, shape: DeltaShape) -> StoredDeltaNet:
         )
 
     channels = (shape.channels,) if len(own.convolution) == 1 else parts
+    stored_inputs = names.linear(own.inputs, inputs, hidden, False)
     return StoredDeltaNet(
-        inputs=names.linear(own.inputs, inputs, hidden, False),
-        rates=names.linear(own.rates, rates, hidden, False),
+        inputs=stored_inputs,
+        rates=names.linear(own.rates, rates, hidden, False) if own.rates else stored_inputs,
         gate=pair(own.gate, outputs),
         decay=pair(own.decay, shape.decays),
         convolution=tuple(
@@ -83,8 +87,11 @@ def read_delta_net(
     own = reader.spec.family.names.delta_net
     assert own is not None
     groups = _Groups(shape, reader.shard, tiles_values=own.tiles_values)
-    inputs = groups.inputs(is_grouped=len(stored.inputs.weights) == 1)
-    rates = groups.rates(is_grouped=len(stored.rates.weights) == 1)
+    is_whole = stored.rates == stored.inputs
+    inputs = groups.inputs(is_grouped=len(stored.inputs.weights) == 1 and not is_whole)
+    rates = groups.rates(is_grouped=len(stored.rates.weights) == 1 and not is_whole)
+    if is_whole:
+        rates = [place + shape.channels + shape.outputs for place in rates]
     channels = torch.cat(groups.inputs(is_grouped=False)[:3])
     a_log = reader.tensor(stored.a_log).flatten()
     if own.has_rates:

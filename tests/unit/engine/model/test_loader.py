@@ -59,6 +59,7 @@ ARCHITECTURES = {
     "minicpm3": "MiniCPM3ForCausalLM",
     "bailing hybrid": "BailingHybridForCausalLM",
     "kimi linear": "KimiLinearForCausalLM",
+    "lara mini": "LaraMiniForCausalLM",
     "lfm3": "Lfm3ForCausalLM",
     "lfm2 moe": "Lfm2MoeForCausalLM",
     "granite hybrid": "GraniteMoeHybridForCausalLM",

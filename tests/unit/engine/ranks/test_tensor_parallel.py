@@ -100,6 +100,7 @@ FAMILIES = (
     "bailing hybrid",
     "kimi linear",
     "minicpm3",
+    "lara mini",
     "lfm2",
     "lfm3",
     "lfm2, biases",

@@ -19,9 +19,10 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj",)),
     **dict.fromkeys(("falcon_mamba", "mamba"), ("dt_proj", "out_proj")),
     "jamba": ("dt_proj",),
+    "lara_mini": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 }
-"""Layers that PEFT refuses, or that transformers multiplies without their adapters, by the model's
-type"""
+"""Layers that PEFT refuses, that transformers multiplies without their adapters, or that are one
+tensor in files, by the model's type"""
 
 
 def layers_of(model: PreTrainedModel) -> list[str]:
