@@ -368,8 +368,8 @@ struct tw_codes {
 
 // How a block holds the scales, and perhaps offsets, of its groups. Names are those of ggml's types.
 enum {
-  TW_SCALE = 0,             // float16
-  TW_SCALE_AND_OFFSET = 1,  // float16 each
+  TW_SCALE_NUMBERS = 0,     // float16
+  TW_SCALE_AND_OFFSET_NUMBERS = 1,  // float16 each
   TW_Q2_K_NUMBERS = 2,
   TW_Q3_K_NUMBERS = 3,
   TW_Q4_K_NUMBERS = 4,  // those of Q5_K too

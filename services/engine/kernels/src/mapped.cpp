@@ -92,10 +92,10 @@ inline void read_exponent(const uint8_t *from, float *scales) {
 
 inline void read_numbers(int32_t form, const uint8_t *from, float *scales, float *offsets) {
   switch (form) {
-    case TW_SCALE_AND_OFFSET:
+    case TW_SCALE_AND_OFFSET_NUMBERS:
       offsets[0] = load_half(from + 2);
       [[fallthrough]];
-    case TW_SCALE:
+    case TW_SCALE_NUMBERS:
       scales[0] = load_half(from);
       return;
     case TW_Q2_K_NUMBERS:
