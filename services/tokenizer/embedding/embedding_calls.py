@@ -8,9 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-import grpc
-
-from services.common.contract import MAX_EMBEDDED_TEXTS
 from services.common.errors import draining_error
 from services.common.failures import failure
 from services.common.vector_sizes import check_token_states, check_vectors
@@ -20,6 +17,13 @@ from services.tokenizer.completion.validation import check_model
 from services.tokenizer.embedding.label_names import LabelNames
 from services.tokenizer.embedding.late_interaction import LateInteraction
 from services.tokenizer.embedding.late_scores import LateScores
+from services.tokenizer.embedding.request_checks import (
+    Request,
+    check_classify,
+    check_embed,
+    check_score,
+    truncation,
+)
 from services.tokenizer.embedding.sentence_prompts import SentencePrompt, SentencePrompts
 from services.tokenizer.embedding.text_encoding import TextEncoder
 from services.tokenizer.embedding.text_roles import PLAIN, TextRole
@@ -27,7 +31,7 @@ from services.tokenizer.embedding.vector_request import VectorRequest, Vectors
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
-from tokenwire.errors import ServiceError, invalid
+from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 
@@ -38,8 +42,7 @@ _INLINE_CHARACTERS = 4_096  # longer texts are encoded in a thread: the event lo
 
 Answer = TypeVar("Answer")
 EncodedTexts: TypeAlias = Sequence[engine_pb2.EmbeddedPrompt]
-TextsRequest = completion_pb2.EmbedRequest | completion_pb2.ClassifyRequest
-Request = TextsRequest | completion_pb2.ScoreRequest
+TextsRequest: TypeAlias = completion_pb2.EmbedRequest | completion_pb2.ClassifyRequest
 
 
 class EmbeddingCalls:
@@ -94,7 +97,7 @@ class EmbeddingCalls:
         self, request: completion_pb2.EmbedRequest, engines: VectorRequest
     ) -> completion_pb2.EmbedResponse:
         limits = await self._limits(request, engines.context)
-        _check_embed(request, limits)
+        check_embed(request, limits)
         of_tokens = limits.only_tokens_have_vectors
         role = self._late.role(_prompt_name(request)) if of_tokens else None
         prompt = self._prompts.named(_prompt_name(request)) if role is None else None
@@ -141,7 +144,7 @@ class EmbeddingCalls:
         self, request: completion_pb2.ClassifyRequest, engines: VectorRequest
     ) -> completion_pb2.ClassifyResponse:
         limits = await self._limits(request, engines.context)
-        _check_classify(request, limits)
+        check_classify(request, limits)
         prompts = await self._prompts_of(request, limits)
         check_vectors(len(prompts), limits.vector_width, "inputs")
         vectors = await engines.vectors(prompts, limits, is_raw=request.raw)
@@ -160,7 +163,7 @@ class EmbeddingCalls:
         role: TextRole = PLAIN,
     ) -> Sequence[engine_pb2.EmbeddedPrompt]:
         """Encode a request's inputs, each text behind `prompt`, or as its role asks."""
-        encoder = TextEncoder(self._vocabulary, limits, _truncation(request), prompt, role)
+        encoder = TextEncoder(self._vocabulary, limits, truncation(request), prompt, role)
         added = len(role.prefix) if prompt is None else len(prompt.text)
         size = sum(len(each.text) + added for each in request.inputs)
         return await _run(lambda: encoder.encode(request.inputs), size)
@@ -169,13 +172,13 @@ class EmbeddingCalls:
         self, request: completion_pb2.ScoreRequest, engines: VectorRequest
     ) -> completion_pb2.ScoreResponse:
         limits = await self._limits(request, engines.context)
-        _check_score(request, limits)
+        check_score(request, limits)
         if limits.only_tokens_have_vectors:
             scores = await self._late_scores(request, engines, limits)
             return completion_pb2.ScoreResponse(
                 scores=scores, model=limits.model, usage=engines.usage
             )
-        encoder = TextEncoder(self._vocabulary, limits, _truncation(request))
+        encoder = TextEncoder(self._vocabulary, limits, truncation(request))
         first, second = request.first, request.second
         size = sum(map(len, (*first, *second)))
         if limits.vectors_are_scores:
@@ -196,7 +199,7 @@ class EmbeddingCalls:
         """Return the MaxSim of each pair: first texts are queries, second ones documents."""
         first, second = request.first, request.second
         query, document = (
-            TextEncoder(self._vocabulary, limits, _truncation(request), None, role)
+            TextEncoder(self._vocabulary, limits, truncation(request), None, role)
             for role in (self._late.query, self._late.document)
         )
 
@@ -254,76 +257,6 @@ class EmbeddingCalls:
             fields = {**context.log_fields, **why, "prompt_tokens": used}
             _LOG.info("embedding %s", outcome, extra={**fields, "milliseconds": milliseconds})
         return answered
-
-
-def _check_embed(request: completion_pb2.EmbedRequest, limits: ModelLimits) -> None:
-    _check_count("inputs", len(request.inputs))
-    _check_truncation(request, limits)
-    needs_texts = request.HasField("tokens") and not request.tokens
-    makes_tokens = limits.only_tokens_have_vectors
-    if limits.vectors_are_scores or not limits.token_width or (needs_texts and makes_tokens):
-        scores = limits.vectors_are_scores
-        why = "it scores texts" if scores else "its checkpoint names no pooling"
-        if makes_tokens:
-            why = "it makes a vector of each token; ask for tokens (/v1/pooling)"
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "NO_EMBEDDINGS",
-            f"The model {limits.model} makes no embeddings: {why}.",
-            field="model",
-        )
-    if request.HasField("dimensions") and (request.tokens or makes_tokens):
-        raise invalid("dimensions", "States of tokens can't be shortened.")
-    if request.HasField("dimensions") and not 1 <= request.dimensions <= limits.vector_width:
-        message = f"dimensions must be between 1 and {limits.vector_width}."
-        raise invalid("dimensions", message)
-
-
-def _check_score(request: completion_pb2.ScoreRequest, limits: ModelLimits) -> None:
-    _check_count("second", len(request.second))
-    if len(request.first) not in (1, len(request.second)):
-        message = "There must be one first text, or as many as there are second ones."
-        raise invalid("first", message)
-    _check_truncation(request, limits)
-    is_classifier = limits.vectors_are_scores and limits.vector_width > 1
-    if is_classifier or not limits.token_width:
-        kind = "sorts texts into classes" if is_classifier else "only generates"
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "NO_SCORES",
-            f"The model {limits.model} scores no pairs of texts: it {kind}.",
-            field="model",
-        )
-
-
-def _check_classify(request: completion_pb2.ClassifyRequest, limits: ModelLimits) -> None:
-    _check_count("inputs", len(request.inputs))
-    _check_truncation(request, limits)
-    if not limits.vectors_are_scores:
-        kind = "makes embeddings" if limits.token_width else "only generates"
-        raise ServiceError(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            "NO_CLASSES",
-            f"The model {limits.model} sorts no texts into classes: it {kind}.",
-            field="model",
-        )
-
-
-def _check_count(field: str, count: int) -> None:
-    if not 1 <= count <= MAX_EMBEDDED_TEXTS:
-        message = f"A request must have between 1 and {MAX_EMBEDDED_TEXTS:,} texts."
-        raise invalid(field, message)
-
-
-def _check_truncation(request: Request, limits: ModelLimits) -> None:
-    keep, field = _truncation(request), "truncate_prompt_tokens"
-    if keep is not None and keep != -1 and not 1 <= keep <= limits.context_length:
-        message = f"{field} must be -1, or between 1 and {limits.context_length:,}."
-        raise invalid(field, message)
-
-
-def _truncation(request: Request) -> int | None:
-    return request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None
 
 
 def _prompt_name(request: completion_pb2.EmbedRequest) -> str | None:
