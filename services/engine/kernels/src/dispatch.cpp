@@ -154,7 +154,7 @@ void tw_choose_experts(const tw_routing *routing, const float *scores, int64_t n
 }
 
 void tw_pack_mapped(const tw_grouped *grouped, int64_t first, int64_t count, uint8_t *packed) {
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
   if (in_use >= TW_AVX512) return mapped_avx512(grouped, first, count, packed);
   if (in_use == TW_AVX2) return mapped_avx2(grouped, first, count, packed);
 #endif

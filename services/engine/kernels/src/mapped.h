@@ -4,7 +4,7 @@
 #include "kernels.h"
 
 decltype(tw_pack_mapped) mapped_baseline;
-#if defined(__x86_64__)
+#if defined(TW_X86_64)
 decltype(tw_pack_mapped) mapped_avx2;
 decltype(tw_pack_mapped) mapped_avx512;
 #endif
