@@ -48,8 +48,8 @@ _ROUGH = ("gemma4, shared keys",)
 float64, and up to 2e-4 apart"""
 
 _WITHOUT = ("afmoe", "deepseek v4")
-"""Models without adapters: PEFT makes none where an output gate has the name of an expert's product,
-and DeepSeek V4's are refused at the start"""
+"""Models without adapters: PEFT makes none where an output gate has the name of an expert's
+product, and DeepSeek V4's are refused at the start"""
 
 
 def load(decoder: Decoder, number: int, folder: Path) -> None:
