@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -64,11 +64,12 @@ async def chaos(model: Path, logs: Path, *, faults: int, seed: int, streams: int
         assert not any(answer.failure for answer in calm), [a.failure for a in calm if a.failure]
         over = asyncio.Event()
         suspects: list[_Suspect] = []
+        numbers = _rounds(len(wanted), seed)
         clients = [
             asyncio.ensure_future(
-                _client(http, fleet, wanted, calm, report, suspects, over, seed + number)
+                _client(http, fleet, wanted, calm, report, suspects, over, numbers, seed + client)
             )
-            for number in range(streams)
+            for client in range(streams)
         ]
         try:
             await _inflict(fleet, chance, faults, report)
@@ -85,6 +86,14 @@ async def chaos(model: Path, logs: Path, *, faults: int, seed: int, streams: int
     return report
 
 
+def _rounds(count: int, seed: int) -> Iterator[int]:
+    """Yield the numbers below `count` in random order, and in another order, for ever."""
+    chance, numbers = random.Random(seed), list(range(count))
+    while True:
+        chance.shuffle(numbers)
+        yield from numbers
+
+
 async def _client(
     http: httpx.AsyncClient,
     fleet: Fleet,
@@ -93,12 +102,13 @@ async def _client(
     report: Report,
     suspects: "list[_Suspect]",
     over: asyncio.Event,
+    numbers: Iterator[int],
     seed: int,
 ) -> None:
     """Send one request after the other, to the shims in random order; note what is not right."""
     chance = random.Random(seed)
     while not over.is_set():
-        number = chance.randrange(len(wanted))
+        number = next(numbers)
         urls = chance.sample(fleet.urls, len(fleet.urls))
         asked = wanted[number]
         try:

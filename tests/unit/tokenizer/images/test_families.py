@@ -88,7 +88,7 @@ def test_tokens_are_those_of_config_json(tmp_path: Path) -> None:
 
 _BROKEN: Mapping[str, tuple[Kind, str]] = {
     "no settings of images": (replace(KINDS["llava"], images={}), "preprocessor_config.json"),
-    "no token": (replace(KINDS["gemma3"], tokens=("<s>", "</s>")), "<image_soft_token>"),
+    "no token": (replace(KINDS["gemma3"], tokens=("<s>", "</s>")), "<start_of_image>"),
     "a size that varies": (
         replace(KINDS["llava"], images={"size": {"shortest_edge": 9}, "do_center_crop": False}),
         "fixed size",
