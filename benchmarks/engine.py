@@ -24,14 +24,13 @@ from services.common.block_hash import hash_block
 from services.engine import engine
 from services.engine.batch.step_batch import StepBatch
 from services.engine.engine import Engine
+from services.engine.execution import loaded_model
+from services.engine.execution.cache_need import CacheNeed
+from services.engine.execution.memory_budget import choose_num_blocks
 from services.engine.kernels.library import Kernel, OperationCall
 from services.engine.loop import step_sampler
 from services.engine.messages import RequestDone, SamplingSettings, Token
-from services.engine.model.architecture.cache_groups import layer_groups
-from services.engine.model.architecture.delta_shape import DeltaShape
-from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend
-from services.engine.model.loader import load_spec, resolve_dtype
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.operators.recording import Recording
 from services.engine.sampling.sampler import sample
@@ -42,7 +41,7 @@ __all__ = ["PARTS", "MeasuredEngine", "Stopwatch"]
 _PART_OF_A_BLOCK = 256
 """Tokens by which the KV cache may be cut to whole blocks"""
 _LONG_SEQUENCE = 4096
-"""Tokens that the engine expects of a sequence, when it divides memory between pages and states"""
+"""Tokens that the engine expects of a sequence"""
 PARTS = {
     Kernel.NORM: "norm, rotation",
     Kernel.LINEAR: "linear",
@@ -80,21 +79,20 @@ class MeasuredEngine(Engine):
         model_code: str = "auto",
     ) -> None:
         """tokens: what the KV cache has to hold; streams: sequences that run at once."""
-        spec, itemsize = load_spec(model), resolve_dtype(dtype, torch.device(device)).itemsize
-        memory = (tokens + _PART_OF_A_BLOCK) * itemsize * _token_width(spec)
-        if states := _state_bytes(spec, itemsize):
-            # The engine counts on long sequences; snapshots take as much again as their pages.
-            tokens = max(tokens, streams * _LONG_SEQUENCE)
-            memory = 2 * tokens * itemsize * _token_width(spec) + (2 * streams + 1) * states
         settings = EngineSettings(
             dtype=dtype,
             device=device,
             weights=weights,
             model_code=model_code,
             speculate="ngram" if speculate else "off",
-            kv_memory=str(memory),
         )
-        super().__init__(model, settings)
+
+        def choose(_: str, context: str, need: CacheNeed, *arguments: Any, **keywords: Any) -> int:
+            memory = str(_cache_bytes(need, tokens, streams))
+            return choose_num_blocks(memory, context, need, *arguments, **keywords)
+
+        with patch.object(loaded_model, "choose_num_blocks", choose):
+            super().__init__(model, settings)
         size = self.model.vocabulary_size
         self._ids = range(size // 16, 15 * size // 16)
         self._random = random.Random(0)
@@ -105,7 +103,14 @@ class MeasuredEngine(Engine):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return self.model.kv_bytes // (self.model.total_blocks * self.model.block_size)
+        states = self.loaded.model.state_slots * self.state_bytes
+        tokens = self.model.total_blocks * self.model.block_size
+        return (self.model.kv_bytes - states) // tokens
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's states."""
+        return self.loaded.model.decoder.state_bytes
 
     def serve(self, workload: Workload, prompts: Prompts) -> tuple[int, float]:
         """Run a closed loop to its end. Return the output tokens and the seconds."""
@@ -266,19 +271,14 @@ def _implementations(base: type[object]) -> Iterator[type[object]]:
         yield from _implementations(kind)
 
 
-def _token_width(spec: ModelSpec) -> int:
-    """Return the numbers that the layers keep for a token."""
-    return sum(group.token_width for group in layer_groups(spec))
-
-
-def _state_bytes(spec: ModelSpec, itemsize: int) -> int:
-    """Return the bytes that the recurrent layers keep for a sequence."""
-    shapes = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, DeltaShape)]
-    return sum(
-        (shape.conv_width - 1) * shape.channels * itemsize
-        + shape.value_heads * shape.key_dim * shape.value_dim * torch.float32.itemsize
-        for shape in shapes
-    )
+def _cache_bytes(need: CacheNeed, tokens: int, streams: int) -> int:
+    """Return the memory that holds so many tokens, and the states of so many sequences."""
+    if need.state_bytes:
+        # The engine counts on long sequences when it divides memory between pages and states.
+        longest = need.blocks(min(need.model_context, _LONG_SEQUENCE))
+        return need.bytes(max(-(-tokens // need.block_size), streams * longest))
+    blocks = -(-(tokens + _PART_OF_A_BLOCK) // need.block_size)
+    return blocks * sum(group.block_bytes for group in need.groups)
 
 
 def _ids(prompt: list[int] | str) -> list[int]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.steps --model ~/.cache/tokenwire-bench/models/bench-350m
 
-The byte floor of a decode step is the time to read all weights (as stored) and all KV once, at the
-bandwidth that a plain C reader reaches in the same run (`benchmarks.roofline`).
+The byte floor of a decode step is the time to read all weights (as stored), all KV and all states
+once, at the bandwidth that a plain C reader reaches in the same run (`benchmarks.roofline`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.roofline import Bandwidth, ByteFloor, RooflineError, measure_bandwidth
@@ -43,6 +45,8 @@ class DecodeSteps:
     tokens_per_second: float
     share_of_floor: float
     """Byte floor / median step time; 1 is the memory's speed"""
+    disk_mb: float
+    """Mean megabytes that a step reads from the disk"""
     parts_ms: Mapping[str, float]
     """Mean milliseconds per step, from separate steps, because timing the parts slows a step"""
 
@@ -65,8 +69,14 @@ class StepReport:
     bandwidth: Sequence[Bandwidth]
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes: int
+    """States of one sequence"""
     decodes: Sequence[DecodeSteps]
     prefills: Sequence[Prefill]
+    resident_bytes: int
+    """Memory of this process at the end"""
+    file_bytes: int
+    """Part of it that is pages of files, such as those of mapped weights"""
 
 
 def measure_decode(
@@ -75,10 +85,12 @@ def measure_decode(
     """Measure decode steps for about `seconds`, half of that with their parts timed."""
     from benchmarks.engine import Stopwatch
 
-    watch = Stopwatch()
+    watch, process = Stopwatch(), psutil.Process()
     with engine.decoding(batch, context, 2 * MOST_STEPS) as step:
         step()
+        before = process.io_counters().read_bytes
         times = _repeat(step, seconds / 2)
+        read = process.io_counters().read_bytes - before
         with watch.watching():
             watched = _repeat(step, seconds / 2)
     median = statistics.median(times)
@@ -91,6 +103,7 @@ def measure_decode(
         step_ms_p90=round(1000 * statistics.quantiles(times, n=10)[-1], 3),
         tokens_per_second=round(batch / median, 1),
         share_of_floor=round(floor.seconds(batch, context + len(times) / 2) / median, 3),
+        disk_mb=round(read / len(times) / 1e6, 1),
         parts_ms={part: round(spent, 3) for part, spent in parts.items()},
     )
 
@@ -110,7 +123,7 @@ def _repeat(step: Callable[[], float], seconds: float) -> list[float]:
 def describe(report: StepReport) -> str:
     """Return the report as tables."""
     parts = list(dict.fromkeys(part for case in report.decodes for part in case.parts_ms))
-    header = ["batch", "context", "ms/step", "p90", "tokens/s", "of the floor"]
+    header = ["batch", "context", "ms/step", "p90", "tokens/s", "of the floor", "disk, MB"]
     rows = [header + [f"{part}, %" for part in parts]]
     for case in report.decodes:
         whole = sum(case.parts_ms.values())
@@ -122,6 +135,7 @@ def describe(report: StepReport) -> str:
                 f"{case.step_ms_p90:.2f}",
                 f"{case.tokens_per_second:.0f}",
                 f"{case.share_of_floor:.0%}",
+                f"{case.disk_mb:.0f}",
                 *(f"{100 * case.parts_ms.get(part, 0.0) / whole:.0f}" for part in parts),
             ]
         )
@@ -133,8 +147,10 @@ def describe(report: StepReport) -> str:
     bandwidths = ", ".join(f"{b.best / 1e9:.1f} GB/s ({b.threads})" for b in report.bandwidth)
     about = (
         f"{report.model}: {report.weight_bytes / 1e6:.0f} MB of weights, "
-        f"{report.kv_bytes_per_token / 1e3:.1f} kB of KV a token. "
-        f"Read bandwidth (threads): {bandwidths}. Load average {report.load_average:.1f}."
+        f"{report.kv_bytes_per_token / 1e3:.1f} kB of KV a token, "
+        f"{report.state_bytes / 1e6:.1f} MB of states a sequence. "
+        f"Resident: {report.resident_bytes / 1e9:.2f} GB, {report.file_bytes / 1e9:.2f} of it in "
+        f"files. Read bandwidth (threads): {bandwidths}. Load average {report.load_average:.1f}."
     )
     return f"{about}\n\n{markdown(rows)}\n\n{markdown(prefills)}"
 
@@ -185,12 +201,13 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> None:
         raise SystemExit(f"the byte floor cannot be measured: {error}") from None
     prefills = [measure_prefill(engine, length) for length in arguments.prompts]
     best = max(found.best for found in bandwidth)
-    floor = ByteFloor(engine.weight_bytes, engine.kv_bytes_per_token, best)
+    floor = ByteFloor(engine.weight_bytes, engine.kv_bytes_per_token, engine.state_bytes, best)
     decodes = [
         measure_decode(engine, floor, batch, context, arguments.seconds)
         for context in arguments.contexts
         for batch in arguments.batches
     ]
+    memory = psutil.Process().memory_info()
     report = StepReport(
         date=now(),
         machine=Machine.this(),
@@ -199,8 +216,11 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> None:
         bandwidth=bandwidth,
         weight_bytes=engine.weight_bytes,
         kv_bytes_per_token=engine.kv_bytes_per_token,
+        state_bytes=engine.state_bytes,
         decodes=decodes,
         prefills=prefills,
+        resident_bytes=memory.rss,
+        file_bytes=memory.shared,
     )
     path = save(report, arguments.results, f"{report.date}-steps-{report.model}")
     print(f"{describe(report)}\n\nwritten to {path}")

@@ -69,7 +69,7 @@ def measure_one_stream(
     engine: MeasuredEngine, loads: Loads, device: torch.device, memory: float
 ) -> Iterator[dict[str, Figure]]:
     """Yield the step time of one stream, its share of the memory floor, and its slowest kernels."""
-    floor = ByteFloor(engine.weight_bytes, engine.kv_bytes_per_token, memory)
+    floor = ByteFloor(engine.weight_bytes, engine.kv_bytes_per_token, engine.state_bytes, memory)
     steps = loads.one_stream_steps
     on_gpu = device.type == "cuda"
     with engine.decoding(1, loads.prompt, steps + _PROFILED_STEPS + 16) as step:

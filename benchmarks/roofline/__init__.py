@@ -32,16 +32,19 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class ByteFloor:
-    """Bytes that a decode step reads at least: all weights once, and every sequence's KV."""
+    """Bytes that a decode step reads at least: all weights, and every sequence's KV and states."""
 
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes: int
+    """States of one sequence"""
     bandwidth: float
     """Bytes per second"""
 
     def seconds(self, batch: int, context: float) -> float:
         """Return the shortest time of a step of `batch` sequences of `context` tokens."""
-        read = self.weight_bytes + batch * context * self.kv_bytes_per_token
+        sequence = context * self.kv_bytes_per_token + self.state_bytes
+        read = self.weight_bytes + batch * sequence
         return read / self.bandwidth
 
 

@@ -1,5 +1,6 @@
 """Free memory of the machine or container, and amounts of memory in words."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,8 @@ __all__ = ["free_host_memory", "in_units"]
 class _Cgroup:
     """Files in which one version of Linux's control groups reports memory."""
 
+    controller: str
+    """Its name in /proc/self/cgroup; version 2 has one hierarchy without a name"""
     folder: str
     limit: str
     used: str
@@ -17,8 +20,9 @@ class _Cgroup:
 
 
 _CGROUPS = (
-    _Cgroup("sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
+    _Cgroup("", "sys/fs/cgroup", "memory.max", "memory.current", ("active_file", "inactive_file")),
     _Cgroup(
+        "memory",
         "sys/fs/cgroup/memory",
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
@@ -28,20 +32,21 @@ _CGROUPS = (
 
 
 def free_host_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that a process can allocate, within the container's limit.
+    """Return the bytes that a process can allocate, within the limits of its control groups.
 
     root: parent of /proc and /sys.
     """
-    free = _counts(root / "proc/meminfo")["MemAvailable:"] * 1024
-    for group in _CGROUPS:
-        folder = root / group.folder
-        limit = folder / group.limit
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
-            counts = _counts(folder / "memory.stat")
-            cached = sum(counts.get(key, 0) for key in group.file_pages)
-            # page cache, such as the checkpoint's, counts as used but is freed under pressure
-            free = min(free, int(most) - int((folder / group.used).read_text()) + cached)
-    return free
+    free = [_counts(root / "proc/meminfo")["MemAvailable:"] * 1024]
+    for version in _CGROUPS:
+        for folder in _folders(version, root):
+            limit = folder / version.limit
+            if limit.exists() and (most := limit.read_text().strip()) != "max":
+                counts = _counts(folder / "memory.stat")
+                cached = sum(counts.get(key, 0) for key in version.file_pages)
+                used = int((folder / version.used).read_text())
+                # page cache, such as the checkpoint's, counts as used but is freed under pressure
+                free.append(int(most) - used + cached)
+    return max(min(free), 0)
 
 
 def in_units(number: int) -> str:
@@ -50,6 +55,22 @@ def in_units(number: int) -> str:
         if number >= 1024**exponent:
             return f"{number / 1024**exponent:,.1f} {unit}"
     return f"{number} bytes"
+
+
+def _folders(version: _Cgroup, root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's group and of all groups around it, outermost first.
+
+    A container may see only its own group, as the outermost one, but read its path on the host.
+    """
+    folder = root / version.folder
+    yield folder
+    file = root / "proc/self/cgroup"
+    for line in file.read_text().splitlines() if file.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if version.controller in controllers.split(","):
+            for name in Path(path).parts[1:]:
+                folder /= name
+                yield folder
 
 
 def _counts(file: Path) -> dict[str, int]:

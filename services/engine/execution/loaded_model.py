@@ -84,7 +84,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         weights = stored_weights(settings.model)
         require_room(weights, settings.weights, free, dtype.itemsize, ("fp8",))
     if settings.weights == "mapped" and rank.leads:
-        _announce_mapped(settings.model, device)
+        _announce_mapped(stored_weights(settings.model).mapped_bytes, available_memory(device))
     decoder = load_any_model(
         settings.model,
         dtype,
@@ -135,8 +135,7 @@ def load(settings: EngineSettings) -> LoadedModel:
     )
 
 
-def _announce_mapped(model: Path, device: torch.device) -> None:
-    mapped, free = stored_weights(model).mapped_bytes, available_memory(device)
+def _announce_mapped(mapped: int, free: int) -> None:
     if mapped > free:
         _LOG.warning(
             "%s of weights stay in the file, and only %s of memory are free: steps read the rest "

@@ -102,10 +102,10 @@ def test_chart_escapes_markup_in_names() -> None:
     assert "a < b & c" in [element.text for element in ET.fromstring(svg).iter()]
 
 
-def test_byte_floor_counts_weights_once_and_kv_for_each_sequence() -> None:
-    floor = ByteFloor(weight_bytes=1000, kv_bytes_per_token=10, bandwidth=500.0)
-    assert floor.seconds(batch=1, context=0) == 2.0
-    assert floor.seconds(batch=4, context=50) == pytest.approx((1000 + 4 * 50 * 10) / 500)
+def test_byte_floor_counts_weights_once_and_kv_and_states_for_each_sequence() -> None:
+    floor = ByteFloor(weight_bytes=1000, kv_bytes_per_token=10, state_bytes=5, bandwidth=500.0)
+    assert floor.seconds(batch=1, context=0) == pytest.approx((1000 + 5) / 500)
+    assert floor.seconds(batch=4, context=50) == pytest.approx((1000 + 4 * (50 * 10 + 5)) / 500)
 
 
 def test_prompts_are_equal_for_equal_seeds_and_new_for_each_request() -> None:

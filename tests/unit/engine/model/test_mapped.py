@@ -1,5 +1,6 @@
 """Models whose weights stay in the mapped file."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -10,10 +11,14 @@ from transformers import LlamaConfig
 
 from services.common.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
+from services.engine.engine import Engine
+from services.engine.execution.loaded_model import _announce_mapped
+from services.engine.host_memory import in_units
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from services.engine.settings import EngineSettings
 from services.engine.start_check import require_room, stored_weights
 from tests.unit.engine.checkpoints import (
     CONFIGS,
@@ -109,6 +114,25 @@ def test_start_needs_memory_for_the_other_weights_alone(tmp_path: Path) -> None:
     require_room(weights, "mapped", norms, 4, ())
     with pytest.raises(StartupError, match="start with --weights mapped, which reads them from"):
         require_room(weights, "full", norms, 4, ("mapped",))
+
+
+def test_start_says_how_large_the_mapped_weights_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A disk that steps have to read explains their speed."""
+    model = make_checkpoint(tmp_path / "checkpoint", LlamaConfig(**ROOMY))
+    write_gguf(tmp_path / "model.gguf", model, K.Q4_K)
+    size = stored_weights(tmp_path / "model.gguf").mapped_bytes
+    settings = EngineSettings(weights="mapped", dtype="float32", kv_memory="1MiB", device="cpu")
+    with caplog.at_level(logging.INFO), Engine(tmp_path / "model.gguf", settings):
+        pass
+    assert f"{in_units(size)} of weights stay in the file; its pages fit into memory" in caplog.text
+    _announce_mapped(size, free=size - 1)
+    warning = caplog.records[-1]
+    assert warning.levelno == logging.WARNING
+    assert warning.getMessage().startswith(
+        f"{in_units(size)} of weights stay in the file, and only"
+    )
 
 
 def test_weights_that_are_packed_anew_are_not_sent_to_the_file() -> None:
