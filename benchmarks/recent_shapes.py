@@ -23,8 +23,8 @@ RECENT_TOKENS = 32_000
 """Tokens of their tokenizer; an embedding may have more rows"""
 
 _QWEN: dict[str, Any] = {"vocab_size": 248_320, "head_dim": 256, "num_key_value_heads": 2}
-_NAMED_IN_FILES: dict[str, Any] = {"rotary_dim": 64}
-"""Beside rope_parameters; llama.cpp reads it"""
+_NAMED_IN_FILES: dict[str, Any] = {"rotary_dim": 64, "scoring_func": "sigmoid"}
+"""Values of MiniMax M2 that transformers does not read, and llama.cpp does"""
 
 
 def _kinds(layers: int, other: str, attention: tuple[int, ...]) -> list[str]:
