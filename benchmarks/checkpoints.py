@@ -9,9 +9,10 @@ the weights, so nothing has to be downloaded.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import (
     CLIPVisionConfig,
     GenerationConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -116,8 +118,19 @@ def make_recent(config: Callable[..., PreTrainedConfig], out: Path) -> None:
         )
     if is_packed:
         _write_packed(model, tokenizer, out)
-    else:
-        _write(model, tokenizer, out)
+        return
+    _write(model, tokenizer, out)
+    if isinstance(values, GraniteMoeHybridConfig):
+        _name_layers(
+            out / "config.json", {"linear_attention": "mamba", "full_attention": "attention"}
+        )
+
+
+def _name_layers(config: Path, names: Mapping[str, str]) -> None:
+    """Give kinds of layers the names that published files have, which llama.cpp reads."""
+    content = json.loads(config.read_text())
+    content["layer_types"] = [names[kind] for kind in content["layer_types"]]
+    config.write_text(json.dumps(content, indent=2))
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
