@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer import modules
@@ -225,6 +225,29 @@ def test_tokens_alone_have_vectors(family: str, dtype: str, tmp_path: Path) -> N
         unit = torch.nn.functional.normalize(expected)
         if dtype == "float32":
             torch.testing.assert_close(raw[index], expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found[index], unit, atol=1e-5, rtol=1e-4)
+        assert torch.cosine_similarity(found[index], unit, dim=1).min() > 0.98
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["modernbert", "mistral, not causal"])
+def test_tokens_attend_to_none_where_their_window_is_hidden(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    """ColBERT's masks behind a short query may be more than a window of the layers has."""
+    model = save_model(tmp_path, ENCODERS[family])
+    save_token_modules(tmp_path)
+    hidden = {3: 30, 4: 50, 5: 95}
+    with Engine(tmp_path, settings(dtype=dtype)) as engine:
+        found = engine.token_vectors(texts(), hidden)
+    projection = load_file(tmp_path / "1_Dense/model.safetensors")["linear.weight"]
+    for index, ids in enumerate(texts()):
+        mask = torch.ones(1, len(ids), dtype=torch.int64)
+        mask[0, len(ids) - hidden.get(index, 0) :] = 0
+        with torch.no_grad():
+            states = model(torch.tensor([ids]), attention_mask=mask).last_hidden_state[0]
+        unit = torch.nn.functional.normalize(states @ projection.T)
+        if dtype == "float32":
             torch.testing.assert_close(found[index], unit, atol=1e-5, rtol=1e-4)
         assert torch.cosine_similarity(found[index], unit, dim=1).min() > 0.98
 
