@@ -574,6 +574,10 @@ def _change(file: str, **values: Any) -> Callable[[Path], None]:
         ),
         (_change("config.json", vocab_size=98), "has the shape"),
         (
+            lambda path: save_token_modules(path, in_features=48),
+            "the linear layer reads 48 numbers, but what comes before it has 64",
+        ),
+        (
             lambda path: (path / "modules.json").write_text('[{"type": "a.Quant", "path": ""}]'),
             "Quant",
         ),
@@ -586,7 +590,7 @@ def _change(file: str, **values: Any) -> Callable[[Path], None]:
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
-    change: Callable[[Path], None], message: str, tmp_path: Path
+    change: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
     save_model(tmp_path, ENCODERS["bert"])
     (tmp_path / "1_Pooling").mkdir()
