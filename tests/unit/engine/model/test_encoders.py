@@ -553,6 +553,33 @@ def test_other_disentangled_attention_is_refused_by_name(
         Engine(tmp_path, settings())
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"position_biased_input": "x"}, "position_biased_input"),
+        ({"pooler_hidden_act": 5}, "pooler_hidden_act"),
+        (
+            {"max_relative_positions": 1, "position_buckets": 2},
+            "position_buckets must be 0 with max_relative_positions = 1, got 2",
+        ),
+    ],
+)
+def test_wrong_value_is_not_taken_for_an_unknown_architecture(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, ENCODERS["deberta v3"])
+    _change("config.json", **values)(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        Engine(tmp_path, settings())
+
+
+def test_unknown_architecture_is_answered_with_all_known_ones(tmp_path: Path) -> None:
+    save_model(tmp_path, ENCODERS["bert"])
+    _change("config.json", architectures=["MineModel"])(tmp_path)
+    with pytest.raises(CheckpointError, match=r"BertModel.* EuroBertModel.* HF_ColBERT"):
+        load_spec(tmp_path)
+
+
 def _change(file: str, **values: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         content = json.loads((path / file).read_text())
