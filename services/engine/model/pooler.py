@@ -190,8 +190,8 @@ def _vocabulary(
     held = next(filter(checkpoint.holds, tables), tables[0])
     weight = _read(checkpoint, held, (spec.vocab_size, spec.hidden_size), device)
     biases = (f"{name}.bias", f"{name.rpartition('.')[0]}.bias")
-    found = next(filter(checkpoint.holds, biases), None)
-    return weight, None if found is None else _read(checkpoint, found, weight.shape[:1], device)
+    bias = next(filter(checkpoint.holds, biases), None)
+    return weight, None if bias is None else _read(checkpoint, bias, weight.shape[:1], device)
 
 
 def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Pooler:

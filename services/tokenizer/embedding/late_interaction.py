@@ -96,8 +96,8 @@ class LateInteraction:
         if expansion is not None and not expansion.is_attended:
             raise StartupError(
                 f"{self._config.path.parent} expands queries by tokens to which no token attends, "
-                f"which is not supported for decoders and DeBERTa. Let queries attend to them "
-                f"(attend_to_expansion_tokens), or do not expand them (do_query_expansion)."
+                "which is not supported for decoders and DeBERTa. Let queries attend to them "
+                "(attend_to_expansion_tokens), or do not expand them (do_query_expansion)."
             )
 
     def _prefix(self, role: str) -> tuple[str, int | None]:
