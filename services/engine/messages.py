@@ -655,8 +655,8 @@ class ModelDescription:
     """Numbers of a prompt's vector; 0 = it makes none"""
     token_width: int = 0
     """Numbers of a token's vector; 0 = it makes none"""
-    most_unattended: int = 0
-    """Tokens at the end of a prompt that it can hide from all tokens; 0 = none"""
+    hides_ends: bool = False
+    """It can hide tokens at the end of a prompt from all tokens"""
     has_scores: bool = False
     """Its vectors are scores of texts, or of pairs of texts, rather than embeddings"""
     vectors_are_normalized: bool = False

@@ -90,7 +90,7 @@ class TokenizerApplication(Application):
         processors = ProcessorFactory(vocabulary, infill, self._templates, self._images)
         prompts = SentencePrompts(directory, vocabulary)
         labels = LabelNames(directory)
-        late = LateInteraction(directory, vocabulary)
+        late = self._late = LateInteraction(directory, vocabulary)
         self._embeddings = EmbeddingCalls(vocabulary, prompts, labels, late, self._pool)
         self._completion_servicer = CompletionServicer(
             self._registry,
@@ -128,13 +128,14 @@ class TokenizerApplication(Application):
         ]
 
     async def start(self) -> None:
-        """Wait until an engine serves."""
+        """Wait until an engine serves. Raises StartupError if it can't encode queries."""
         describe_build("tokenizer")
         if self._has_vllm_metrics:
             self._pool.follow_load()
             REGISTRY.register(VllmLoadMetrics(self._loads))
         self._templates.start()
         await self._pool.start(self._registry.move_from)
+        self._late.check(self._pool.limits)
 
     async def drain(self) -> None:
         """Refuse new completions; return when the running ones have ended."""

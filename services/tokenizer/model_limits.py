@@ -35,6 +35,8 @@ class ModelLimits:
     vectors_are_normalized: bool = False
     takes_pairs: bool = False
     """True if the model tells the texts of a pair apart"""
+    hides_ends: bool = False
+    """True if the model can hide tokens at the end of a prompt from all tokens"""
     only_embeds: bool = False
     """True if the model does not generate"""
     adapter: str = ""

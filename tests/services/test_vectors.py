@@ -287,6 +287,23 @@ async def test_conversation_is_classified_by_its_prompt(client: httpx.AsyncClien
     assert (await refused(client, "/v1/pooling", **asked))[0] == 400
 
 
+async def test_fields_without_effect_are_listed(client: httpx.AsyncClient) -> None:
+    """Fields of conversations without messages, and the name of a text's prompt with them."""
+    template = "{{ messages[0].content }}"
+    text = {"model": "embedder", "input": "a lock", "chat_template": template}
+    messages = [{"role": "user", "content": "a lock"}]
+    chat = {"model": "classifier", "messages": messages, "chat_template_kwargs": {"a": 1}}
+    for path, body, ignored in (
+        ("/v1/embeddings", {**text, "add_generation_prompt": True}, 2),
+        ("/v1/embeddings", {**text, "chat_template": None}, 0),
+        ("/v1/classify", chat, 0),
+    ):
+        response = await client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        listed = response.headers.get("x-tokenwire-ignored", "")
+        assert len(listed.split()) == ignored, listed
+
+
 async def test_long_texts_are_refused_or_cut(client: httpx.AsyncClient) -> None:
     """A cut keeps the special tokens at the end."""
     long = "lock " * CONTEXT

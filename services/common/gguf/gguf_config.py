@@ -5,6 +5,7 @@ its code (Gemma's scales, SmolLM 3's layers without rotation) is added here.
 """
 
 from services.common.gguf.gguf_architectures import Architecture, architecture_of
+from services.common.gguf.gguf_encoders import is_encoder
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_layers import count_layers
 from services.common.gguf.gguf_rope import read_rope_scaling
@@ -61,6 +62,7 @@ def _common(file: GgufFile, architecture: Architecture) -> dict[str, Json]:
         "attention_output_bias": _has_bias(file, "attn_output"),
         "mlp_bias": not file.tensors.keys().isdisjoint(_FEED_FORWARD_BIASES),
         "rope_scaling": read_rope_scaling(file),
+        "is_causal": not is_encoder(file),
         **_ends(file),
     }
     if key("feed_forward_length") in file.metadata:

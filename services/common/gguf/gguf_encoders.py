@@ -5,6 +5,8 @@ from services.common.json_values import Json
 
 __all__ = ["is_encoder", "modules_of", "read_encoder"]
 
+_ENCODERS = ("bert", "nomic-bert")
+_CAUSAL = "attention.causal"
 _POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
 """Poolings by llama.cpp's numbers, as sentence-transformers calls them"""
 _MODULES = "sentence_transformers.models"
@@ -12,8 +14,16 @@ _FOLDER = "1_Pooling"
 
 
 def is_encoder(file: GgufFile) -> bool:
-    """Return whether every token sees all tokens of its text."""
-    return not file.flag(file.own("attention.causal"), True)
+    """Return whether every token sees all tokens of its text.
+
+    Raises GgufError for an encoder with a causal mask.
+    """
+    key = file.own(_CAUSAL)
+    if file.architecture not in _ENCODERS:
+        return not file.flag(key, True)
+    if file.flag(key, False):
+        raise GgufError(f"{file.path}: {key} is true, which is not supported for encoders.")
+    return True
 
 
 def read_encoder(file: GgufFile) -> dict[str, Json]:

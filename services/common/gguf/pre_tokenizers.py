@@ -60,6 +60,11 @@ _DEEPSEEK_WORDS = (
 )
 _DEEPSEEK3 = rf"{_DEEPSEEK_WORDS}[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPARK = rf"{_DEEPSEEK_WORDS}|[\r\n]|\s+(?!\S)|\s+"
+# An expression that counts digits from the right reads the rest of a number at each of its digits.
+# So a longer number is cut first, and its digits are counted within each part. The length is a
+# multiple of three, so that the parts but the last one have no group of one or two digits.
+_NUMBER_PART = r"\p{N}{1,300}"
+_LONG_NUMBER_PART = r"\d{300}(?=\d)"
 _THREES_FROM_THE_RIGHT = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 _ASIAN_SCRIPTS = (
     "[一-鿿㐀-䶿豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdf"
@@ -133,12 +138,15 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
         PreTokenizer((_UP_TO_THREE_DIGITS, _HAN_AND_KANA, _DEEPSEEK3)),
     ),
     "spark2_5": PreTokenizer((_UP_TO_THREE_DIGITS, _HAN_AND_KANA, _SPARK, NUMBER)),
-    "afmoe": PreTokenizer((_THREES_FROM_THE_RIGHT, _ASIAN_SCRIPTS, _DEEPSEEK3)),
-    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "afmoe": PreTokenizer((_NUMBER_PART, _THREES_FROM_THE_RIGHT, _ASIAN_SCRIPTS, _DEEPSEEK3)),
+    "superbpe": PreTokenizer((_NUMBER_PART, r"(?=(\d{3})+(?!\d))")),
     "chameleon": PreTokenizer((*_CHAMELEON, GPT2), has_bos=True),
     "tekken": PreTokenizer((TEKKEN,), keeps_words=True, has_bos=True),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _GPT4O),
-    **dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O))),
+    **dict.fromkeys(
+        ("tiny_aya", "cohere2moe"),
+        PreTokenizer((_LONG_NUMBER_PART, r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)),
+    ),
     "youtu": PreTokenizer((_YOUTU, GPT4O.replace(r"\p{N}{1,3}", r"\p{N}")), keeps_words=True),
     "kimi-k2": PreTokenizer((_KIMI,)),
     "gemma4": replace(_SENTENCEPIECE, needs_bos=True),

@@ -20,7 +20,7 @@ from services.common.contract import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
 )
-from services.common.vector_sizes import check_token_states
+from services.common.vector_sizes import check_token_states, check_vectors
 from services.engine.messages import (
     BeamSettings,
     CheckedRequest,
@@ -145,6 +145,8 @@ class Admission:
         prompts = self._prompts(request.prompts, 1, stopping)
         if request.tokens:
             check_token_states(sum(map(len, prompts)), self.model.token_width, "prompts")
+        else:
+            check_vectors(len(prompts), self.model.vector_width, "prompts")
         return CheckedRequest.of_texts(
             prompts,
             self.model.pooled,
@@ -157,13 +159,13 @@ class Admission:
         )
 
     def _check_unattended(self, prompt: EmbeddedPrompt, field: str) -> None:
-        most = min(self.model.most_unattended, max(0, len(prompt.ids) - 1))
-        if prompt.unattended_length <= most:
+        if not prompt.unattended_length:
             return
-        if not self.model.most_unattended:
+        if not self.model.hides_ends:
             message = f"{self.model_id} can't hide the end of a prompt from its tokens."
             raise invalid(field, message)
-        raise invalid(field, f"At most {most} ids of this prompt may be unattended.")
+        if prompt.unattended_length >= len(prompt.ids):
+            raise invalid(field, "At least one id of a prompt must be attended to.")
 
     def _check_model(self, model: str, adapters: Container[str]) -> None:
         if model not in ("", self.model_id) and model not in adapters:

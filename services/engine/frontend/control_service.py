@@ -86,6 +86,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             vectors_are_scores=model.has_scores,
             vectors_are_normalized=model.vectors_are_normalized,
             takes_pairs=model.takes_pairs,
+            hides_ends=model.hides_ends,
             only_embeds=not model.generates,
             cache_groups=[engine_pb2.CacheGroup(**each._asdict()) for each in model.cache_groups],
         )

@@ -13,7 +13,6 @@ from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import ModelDescription, Pooled
 from services.engine.model.architecture.cache_groups import layer_groups
-from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.checkpoint.sentence_modules import Pooling
@@ -100,7 +99,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         has_scores=pooler is not None and pooler.scores,
         vectors_are_normalized=pooler is not None and pooler.normalizes,
         takes_pairs=spec.num_token_types > 1,
-        most_unattended=_most_unattended(spec),
+        hides_ends=spec.is_encoder and spec.disentangled is None,
     )
     runner = ModelRunner(decoder, cache, graph_capacity(settings, decoder, model.context_length))
     model.ranks.watch()  # a rank may end while the graphs are captured
@@ -121,14 +120,6 @@ def _warm_up(decoder: Model, cache: KVCache, description: ModelDescription) -> N
     elif description.generates:
         with usable_kernels():
             warm_up(description.vocabulary_size, decoder.device)
-
-
-def _most_unattended(spec: ModelSpec) -> int:
-    """Return how many tokens behind a text may attend to it alone: each must see a part of it."""
-    if not spec.is_encoder or spec.disentangled is not None:
-        return 0
-    windows = [layer.window for layer in spec.attention_layers.values() if layer.window]
-    return min([spec.context_length, *windows]) - 1
 
 
 def _pooled(model: LoadedModel) -> Pooled | None:

@@ -153,11 +153,7 @@ class EncoderReader:
                     for each in layers
                 ),
                 last_norm=None if last_norm is None else self._read_norm(last_norm),
-                pair_scores=self._read_bias(bias)
-                if bias is not None
-                else None
-                if distances is None
-                else self._read_distances(distances),
+                pair_scores=self._read_pair_scores(bias, distances),
                 step_bytes=self._step_bytes,
             )
         finally:
@@ -209,8 +205,8 @@ class EncoderReader:
         spec, names = self._spec, self._spec.family.names
         width = spec.hidden_size
         prefixes = [f"{names.layers}.{index}.attention.self." for index in range(count)]
-        found = [self._linear(prefix, (name,), (width,), width, True) for prefix in prefixes]
-        return [*found, *[None] * (spec.num_layers - count)]
+        layers = [self._linear(prefix, (name,), (width,), width, True) for prefix in prefixes]
+        return [*layers, *[None] * (spec.num_layers - count)]
 
     def _linear(
         self,
@@ -288,6 +284,13 @@ class EncoderReader:
         weight = self._table(norm.weight).clone()
         bias = torch.zeros_like(weight) if norm.bias is None else self._table(norm.bias).clone()
         return LayerNorm(weight, bias)
+
+    def _read_pair_scores(
+        self, bias: StoredTensor | None, distances: _Distances | None
+    ) -> DistanceScores | DisentangledScores | None:
+        if bias is not None:
+            return self._read_bias(bias)
+        return None if distances is None else self._read_distances(distances)
 
     def _read_bias(self, stored: StoredTensor) -> DistanceScores:
         table = self._table(stored)

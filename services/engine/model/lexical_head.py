@@ -11,7 +11,7 @@ from services.engine.model.checkpoint.sentence_modules import LexicalPooling
 
 __all__ = ["LexicalHead"]
 
-_PIECE = 128
+_TOKENS_AT_ONCE = 128
 """Tokens whose logits are in memory at a time"""
 
 
@@ -33,8 +33,8 @@ class LexicalHead:
     def pooled(self, states: Tensor) -> Tensor:
         """Return float32 [vocab_size] for the states of a text's tokens, [tokens, hidden_size]."""
         total = torch.zeros(len(self.weight), device=states.device)
-        for start in range(0, len(states), _PIECE):
-            rows = states[start : start + _PIECE]
+        for start in range(0, len(states), _TOKENS_AT_ONCE):
+            rows = states[start : start + _TOKENS_AT_ONCE]
             for stage in self.stages:
                 rows = stage(rows)
             weights = linear(rows, self.weight, self.bias).relu_()

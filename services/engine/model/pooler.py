@@ -70,7 +70,7 @@ class Pooler:
     skips_instructions: bool = False
     """Pooling leaves out the instruction at the beginning of a text"""
     lexical: LexicalHead | None = None
-    """Of Pooling.LEXICAL"""
+    """Head that makes the vectors of Pooling.LEXICAL; None for other poolings"""
     token_stages: tuple[Stage, ...] = ()
     """Layers between the states of tokens and their mean"""
 
@@ -118,8 +118,8 @@ def load_pooler(
         return _lexical(directory, spec, device, modules)
     if modules.pooling is Pooling.CLS and not spec.is_encoder:
         raise CheckpointError(f"{directory}: a decoder's first token sees no other: pooling cls.")
+    width = _width(modules, spec.hidden_size)
     stages = [_dense(module, device) for module in modules.dense]
-    width = modules.dense[-1].outputs if modules.dense else spec.hidden_size
     of_tokens = modules.pooling is Pooling.TOKENS
     return Pooler(
         modules.pooling,
@@ -131,6 +131,21 @@ def load_pooler(
         modules.normalizes,
         modules.skips_instructions,
     )
+
+
+def _width(modules: SentenceModules, width: int) -> int:
+    """Return the numbers of a vector behind all linear layers. width: numbers of a hidden state.
+
+    Raises CheckpointError for a layer that does not fit what comes before it.
+    """
+    for module in modules.dense:
+        if module.inputs != width:
+            raise CheckpointError(
+                f"{module.directory}: the linear layer reads {module.inputs} numbers, but what "
+                f"comes before it has {width}."
+            )
+        width = module.outputs
+    return width
 
 
 def _lexical(
@@ -175,8 +190,8 @@ def _vocabulary(
     held = next(filter(checkpoint.holds, tables), tables[0])
     weight = _read(checkpoint, held, (spec.vocab_size, spec.hidden_size), device)
     biases = (f"{name}.bias", f"{name.rpartition('.')[0]}.bias")
-    found = next(filter(checkpoint.holds, biases), None)
-    return weight, None if found is None else _read(checkpoint, found, weight.shape[:1], device)
+    bias = next(filter(checkpoint.holds, biases), None)
+    return weight, None if bias is None else _read(checkpoint, bias, weight.shape[:1], device)
 
 
 def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Pooler:
@@ -260,8 +275,10 @@ def _projected_tokens(directory: Path) -> SentenceModules:
         if not checkpoint.holds("linear.weight"):
             raise CheckpointError(f"{directory} lacks the tensor linear.weight.")
         shape = checkpoint.stored("linear.weight").shape
-    if len(shape) != 2:
-        raise CheckpointError(f"{directory}: linear.weight must have two dimensions.")
+    if len(shape) != 2 or 0 in shape:
+        raise CheckpointError(
+            f"{directory}: linear.weight must have two dimensions, not {list(shape)}."
+        )
     dense = DenseModule(directory, shape[1], shape[0], has_bias=False, activation="Identity")
     return SentenceModules(Pooling.TOKENS, (dense,), normalizes=True)
 

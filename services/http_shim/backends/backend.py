@@ -183,10 +183,13 @@ class Backend:
         return await self._answer(lambda link: link.tokenizer.Decode(request, **_context()))
 
     async def render(
-        self, request: tokenizer_pb2.RenderChatRequest
+        self, request: tokenizer_pb2.RenderChatRequest, timeout: float | None = None
     ) -> tokenizer_pb2.RenderChatResponse:
-        """Render messages to their prompt."""
-        return await self._answer(lambda link: link.tokenizer.RenderChat(request, **_context()))
+        """Render messages to their prompt. timeout: in seconds; None = the one of all calls."""
+        context = _context()
+        if timeout is not None:
+            context["timeout"] = min(timeout, _CALL_SECONDS)
+        return await self._answer(lambda link: link.tokenizer.RenderChat(request, **context))
 
     async def embed(
         self,

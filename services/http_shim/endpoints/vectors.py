@@ -40,6 +40,7 @@ from services.http_shim.formats.vector_formats import (
     template_body,
     to_embed_request,
     to_pooling_request,
+    unused_fields,
 )
 from services.http_shim.http.access import authorized_model, charged, reserve
 from services.http_shim.http.body import BodyReader, json_response
@@ -148,11 +149,12 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
         request.model = served.backend_name
         exchange.span.set({"gen_ai.operation.name": api.operation})
         priority = priority_of(exchange, body.priority)
+        left = _SecondsLeft(body.timeout)
         template = template_body(body) if isinstance(body, InputBody) else None
         if template is not None and not isinstance(request, completion_pb2.ScoreRequest):
             call = _Call()
             with self._gate.entered(call), served.connection.used() as backend:
-                rendering = _rendered(template, served.backend_name, backend)
+                rendering = _rendered(template, served.backend_name, backend, left())
                 ids = await call.result_of(rendering, receive)
             request.inputs.append(completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)))
         call = _Call()
@@ -162,7 +164,7 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
             served.connection.used() as backend,
             client_field_names(api.param_of),
         ):
-            asking = api.ask(backend, request, exchange.tenant, priority, body.timeout)
+            asking = api.ask(backend, request, exchange.tenant, priority, left())
             answer = await call.result_of(asking, receive)
             exchange.model = served.id or answer.model
             exchange.prompt_tokens = answer.usage.prompt_tokens
@@ -174,15 +176,31 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
 
     def _parse(self, encoded: bytes) -> tuple[Asked, Request, list[str]]:
         body, ignored = parse(self._api.decoder, encoded)
+        if isinstance(body, InputBody):
+            ignored.extend(unused_fields(body))
         return body, self._api.to_request(body), ignored
 
 
-async def _rendered(template: TemplateBody, model: str, backend: Backend) -> Sequence[int]:
-    """Return the ids of a conversation's prompt."""
+class _SecondsLeft:
+    """Seconds until the end of a request's timeout, which begins now."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._deadline = None if timeout is None else self._loop.time() + timeout
+
+    def __call__(self) -> float | None:
+        """Return the seconds that are left; None = the request has no timeout."""
+        return None if self._deadline is None else max(0.0, self._deadline - self._loop.time())
+
+
+async def _rendered(
+    template: TemplateBody, model: str, backend: Backend, timeout: float | None
+) -> Sequence[int]:
+    """Return the ids of a conversation's prompt. timeout: in seconds; None = none."""
     rendering = to_render_request(template)
     rendering.model = model
     with client_field_names(lambda path: rendered_param_of(path, template)):
-        return (await backend.render(rendering)).ids
+        return (await backend.render(rendering, timeout)).ids
 
 
 class _Call:

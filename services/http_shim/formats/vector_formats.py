@@ -44,10 +44,18 @@ __all__ = [
     "template_body",
     "to_embed_request",
     "to_pooling_request",
+    "unused_fields",
     "usage_of",
 ]
 
 MANY_TEXTS = Meta(max_length=2**20)  # the services have lower limits
+_FIELDS_OF_TEXTS = ("prompt_name",)
+_FIELDS_OF_MESSAGES = (
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 
 Inputs: TypeAlias = (
     str | Annotated[list[str | Uint32 | Annotated[list[Uint32], MANY_TEXTS]], MANY_TEXTS]
@@ -185,6 +193,12 @@ def template_body(body: InputBody) -> TemplateBody | None:
         add_generation_prompt=bool(body.add_generation_prompt),
         continue_final_message=body.continue_final_message,
     )
+
+
+def unused_fields(body: InputBody) -> list[str]:
+    """Return the fields of a body that have no effect, because it has messages or has none."""
+    names = _FIELDS_OF_TEXTS if body.messages is not None else _FIELDS_OF_MESSAGES
+    return [name for name in names if getattr(body, name, None) is not None]
 
 
 def input_param_of(path: str) -> str:

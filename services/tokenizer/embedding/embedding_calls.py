@@ -28,6 +28,7 @@ from services.tokenizer.embedding.sentence_prompts import SentencePrompt, Senten
 from services.tokenizer.embedding.text_encoding import TextEncoder
 from services.tokenizer.embedding.text_roles import PLAIN, TextRole
 from services.tokenizer.embedding.vector_request import VectorRequest, Vectors
+from services.tokenizer.embedding.vector_scores import VectorScores
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -39,6 +40,7 @@ __all__ = ["EmbeddingCalls"]
 
 _LOG = logging.getLogger("embedding")
 _INLINE_CHARACTERS = 4_096  # longer texts are encoded in a thread: the event loop must stay free
+_TEXT_CHARACTERS = 64  # characters whose encoding takes as long as the rest of a text's
 
 Answer = TypeVar("Answer")
 EncodedTexts: TypeAlias = Sequence[engine_pb2.EmbeddedPrompt]
@@ -108,7 +110,8 @@ class EmbeddingCalls:
         vectors = await engines.vectors(prompts, limits, is_raw=request.raw)
         if request.HasField("dimensions"):
             normalizes = limits.vectors_are_normalized and not request.raw
-            vectors = _shortened(vectors, request.dimensions, normalizes=normalizes)
+            shorten = partial(_shortened, vectors, request.dimensions, normalizes=normalizes)
+            vectors = await asyncio.to_thread(shorten)
         return completion_pb2.EmbedResponse(
             width=vectors.width,
             vectors=vectors.data,
@@ -124,11 +127,14 @@ class EmbeddingCalls:
         prompts: Sequence[engine_pb2.EmbeddedPrompt],
         role: TextRole | None,
     ) -> completion_pb2.EmbedResponse:
-        """Return vectors of tokens, without those that take no part in scores."""
+        """Return vectors of tokens: those of a text without the ones that scores leave out."""
         tokens = sum(len(each.ids) for each in prompts)
         check_token_states(tokens, limits.token_width, "inputs")
         vectors = await engines.vectors(prompts, limits, is_raw=request.raw, keeps_tokens=True)
-        kept = [(role or PLAIN).keeps(each.ids) for each in prompts]
+        kept = [
+            (role if role is not None and given.HasField("text") else PLAIN).keeps(prompt.ids)
+            for given, prompt in zip(request.inputs, prompts, strict=True)
+        ]
         data = vectors.data
         if not all(map(all, kept)):
             data = _selected(vectors, [keeps for each in kept for keeps in each])
@@ -165,7 +171,7 @@ class EmbeddingCalls:
         """Encode a request's inputs, each text behind `prompt`, or as its role asks."""
         encoder = TextEncoder(self._vocabulary, limits, truncation(request), prompt, role)
         added = len(role.prefix) if prompt is None else len(prompt.text)
-        size = sum(len(each.text) + added for each in request.inputs)
+        size = _size([each.text for each in request.inputs], added)
         return await _run(lambda: encoder.encode(request.inputs), size)
 
     async def _score(
@@ -180,17 +186,19 @@ class EmbeddingCalls:
             )
         encoder = TextEncoder(self._vocabulary, limits, truncation(request))
         first, second = request.first, request.second
-        size = sum(map(len, (*first, *second)))
         if limits.vectors_are_scores:
             pairs = list(zip([*first] * (len(second) // len(first)), second, strict=True))
             has_types = limits.takes_pairs
+            size = _size([text for pair in pairs for text in pair])
             prompts = await _run(lambda: encoder.encode_pairs(pairs, has_types=has_types), size)
             vectors = await engines.vectors(prompts, limits, is_raw=request.raw)
             scores = array("f", vectors.data).tolist()
         else:
+            texts, count = [*first, *second], len(first)
             fields = [*_fields_of_first(first), *_fields_of_second(second)]
-            prompts = await _run(lambda: encoder.encode_texts([*first, *second], fields), size)
-            scores = _cosines(await engines.vectors(prompts, limits), len(first))
+            prompts = await _run(lambda: encoder.encode_texts(texts, fields), _size(texts))
+            similarities = VectorScores(engines, limits, self._late.multiplies)
+            scores = await similarities.scores(prompts[:count], prompts[count:])
         return completion_pb2.ScoreResponse(scores=scores, model=limits.model, usage=engines.usage)
 
     async def _late_scores(
@@ -209,7 +217,8 @@ class EmbeddingCalls:
                 document.encode_texts(second, _fields_of_second(second)),
             )
 
-        queries, documents = await _run(encode, sum(map(len, (*first, *second))))
+        size = _size(first, len(query.role.prefix)) + _size(second, len(document.role.prefix))
+        queries, documents = await _run(encode, size)
         late = LateScores(engines, limits, query.role, document.role, self._late.averages)
         return await late.scores(queries, documents)
 
@@ -271,12 +280,6 @@ def _shortened(vectors: Vectors, dimensions: int, *, normalizes: bool) -> Vector
     return Vectors(dimensions, data)
 
 
-def _cosines(vectors: Vectors, firsts: int) -> list[float]:
-    from services.tokenizer.embedding.vector_math import cosines
-
-    return cosines(vectors.data, vectors.width, firsts)
-
-
 def _selected(vectors: Vectors, kept: Sequence[bool]) -> bytes:
     from services.tokenizer.embedding.vector_math import selected
 
@@ -291,6 +294,11 @@ def _fields_of_second(texts: Sequence[str]) -> list[str]:
     return [f"second[{place}]" for place in range(len(texts))]
 
 
+def _size(texts: Sequence[str], added: int = 0) -> int:
+    """Return the characters that take as long to encode as texts behind `added` characters."""
+    return sum(map(len, texts)) + len(texts) * (_TEXT_CHARACTERS + added)
+
+
 async def _run(encode: Callable[[], Answer], size: int) -> Answer:
-    """Encode texts of `size` characters, in a thread if it takes long."""
+    """Encode texts, in a thread if it takes long. size: as `_size` counts them."""
     return encode() if size <= _INLINE_CHARACTERS else await asyncio.to_thread(encode)

@@ -1,19 +1,23 @@
-"""How a checkpoint encodes queries and documents whose tokens have vectors, and scores them."""
+"""How a checkpoint encodes queries and documents, and scores them by their vectors."""
 
 import json
 import string
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from services.common.settings import StartupError
+from services.tokenizer.embedding.settings_file import SettingsFile
 from services.tokenizer.embedding.text_roles import Expansion, TextRole
+from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.checkpoint_files import read_json, read_text
 from services.tokenizer.text.vocabulary import Vocabulary
 
 __all__ = ["LateInteraction"]
 
 _CONFIG = "config_sentence_transformers.json"
+_METADATA = "artifact.metadata"
 _QUERY, _DOCUMENT = "query", "document"
 _PYLATE_KEYS = (
     "query_length",
@@ -26,6 +30,8 @@ _PYLATE_KEYS = (
 )
 _USUAL_LENGTH = 32
 """Tokens of an expanded query where the checkpoint does not say"""
+_STRATEGIES = ("fixed", "min")
+"""Values of query_expansion.strategy: the length is that of all queries, or of the shortest ones"""
 
 
 class LateInteraction:
@@ -34,50 +40,40 @@ class LateInteraction:
     def __init__(self, directory: Path, vocabulary: Vocabulary) -> None:
         """Read a checkpoint; one without these files has plain roles. Raises StartupError."""
         self._vocabulary = vocabulary
-        self._file = directory / _CONFIG
-        config, listed = read_json(self._file), _modules(directory)
-        if _is_colbert(directory) and not listed:
-            self._file = directory / "artifact.metadata"
-            config = {**_of_metadata(read_json(self._file)), **config}
+        modules = _modules(directory)
+        config = SettingsFile.read(directory / _CONFIG)
+        if _is_colbert(directory) and not modules:
+            metadata = _of_metadata(SettingsFile.read(directory / _METADATA))
+            config = replace(config, values={**metadata, **config.values})
         self._config = config
-        self._is_pylate = any(key in config for key in _PYLATE_KEYS)
-        self._is_pylate |= config.get("model_type") == "ColBERT"
-        transformer = read_json(
-            directory / listed.get("Transformer", "") / "sentence_bert_config.json"
-        )
+        folder = directory / modules.get("Transformer", "")
+        self._transformer = SettingsFile.read(folder / "sentence_bert_config.json")
+        self._is_pylate = any(map(config.holds, _PYLATE_KEYS))
+        self._is_pylate |= config.values.get("model_type") == "ColBERT"
+        similarity = config.values.get("similarity_fn_name")
+        self.averages = similarity == "meanmaxsim"
+        """Scores of vectors of tokens are divided by the number of the query's tokens"""
+        self.multiplies = "SpladePooling" in modules and similarity != "cosine"
+        """Scores of vectors of texts are dot products rather than cosines"""
         mask = None
-        if "MultiVectorMask" in listed:
-            mask = read_json(directory / listed["MultiVectorMask"] / "config.json")
-        self.averages = config.get("similarity_fn_name") == "meanmaxsim"
-        """Scores are divided by the number of the query's tokens"""
+        if "MultiVectorMask" in modules:
+            mask = SettingsFile.read(directory / modules["MultiVectorMask"] / "config.json")
         skipped = self._skipped(mask)
-        expansion = self._expansion(transformer)
-        length = self._integer(transformer, "query_length")
-        most = self._integer(config, "query_length") if length is None else length
-        if expansion is not None:
-            is_fixed, expanded = expansion
-            floor = expanded.length
-            most = floor if is_fixed else None if length is None else max(length, floor)
-        document_length = self._integer(transformer, "document_length")
-        if document_length is None:
-            document_length = self._integer(config, "document_length")
+        most, expansion = self._query_length()
         self._roles: Mapping[str, TextRole] = {
             _QUERY: TextRole(
-                *self._prefix(_QUERY),
-                most,
-                None if expansion is None else expansion[1],
-                skipped.get(_QUERY, frozenset()),
+                *self._prefix(_QUERY), most, expansion, skipped.get(_QUERY, frozenset())
             ),
             _DOCUMENT: TextRole(
                 *self._prefix(_DOCUMENT),
-                document_length,
+                self._length(_DOCUMENT),
                 skipped=skipped.get(_DOCUMENT, frozenset()),
             ),
         }
         for name, role in self._roles.items():
             if role.most is not None and role.most <= role.num_added + 2:
                 raise StartupError(
-                    f"{self._file}: {name}_length {role.most} leaves no room for text."
+                    f"{directory}: the length {role.most} of a {name} leaves no room for text."
                 )
 
     @property
@@ -92,87 +88,102 @@ class LateInteraction:
         """Return the role that a prompt's name chooses; None = it chooses none."""
         return None if prompt_name is None else self._roles.get(prompt_name)
 
+    def check(self, limits: ModelLimits) -> None:
+        """Raise StartupError if the model can't compute the queries of these roles."""
+        expansion = self.query.expansion
+        if not limits.only_tokens_have_vectors or limits.hides_ends:
+            return
+        if expansion is not None and not expansion.is_attended:
+            raise StartupError(
+                f"{self._config.path.parent} expands queries by tokens to which no token attends, "
+                "which is not supported for decoders and DeBERTa. Let queries attend to them "
+                "(attend_to_expansion_tokens), or do not expand them (do_query_expansion)."
+            )
+
     def _prefix(self, role: str) -> tuple[str, int | None]:
         """Return the text before a role's texts, and the id before that.
 
         A prefix of PyLate or colbert-ir is one token if the vocabulary has it, with its space or
         without.
         """
-        prompts = self._config.get("prompts") or {}
-        prompt = str(prompts.get(role) or "") if isinstance(prompts, dict) else ""
-        prefix = self._text(f"{role}_prefix")
+        prompts = self._config.section("prompts")
+        prompt = (prompts and prompts.text(role)) or ""
+        prefix = self._config.text(f"{role}_prefix") or ""
+        instruction = prompt.removeprefix(prefix)
         if not prefix.strip():
-            return prefix + prompt.removeprefix(prefix), None
-        rest = prompt.removeprefix(prefix)
+            return prefix + instruction, None
         for token in (prefix, prefix.split(None, 1)[0]):
             known = self._vocabulary.ids.get(token)
             if known is not None:
-                return prefix.removeprefix(token) + rest, known
-        return prefix + rest, None
+                return prefix.removeprefix(token) + instruction, known
+        return prefix + instruction, None
 
-    def _expansion(self, transformer: Mapping[str, Any]) -> tuple[bool, Expansion] | None:
-        """Return whether the length is that of all queries, and the expansion; None without one."""
-        if "query_expansion" in transformer or "query_expansion" in self._config:
-            found = transformer.get("query_expansion", self._config.get("query_expansion"))
-            if found is None:
-                return None
-            if not isinstance(found, dict):
-                raise StartupError(f"{self._file}: query_expansion must be an object.")
-            length = self._integer(found, "length")
-            if length is None:
-                raise StartupError(f"{self._file}: query_expansion lacks length.")
-            token = self._expanding(found.get("token"))
-            is_fixed = found.get("strategy") != "min"
-            return is_fixed, Expansion(token, length, bool(found.get("attend", False)))
-        if not self._is_pylate or self._config.get("do_query_expansion") is False:
-            return None
-        length = self._integer(self._config, "query_length") or _USUAL_LENGTH
-        attended = bool(self._config.get("attend_to_expansion_tokens", False))
-        return True, Expansion(self._expanding(None), length, attended)
+    def _length(self, role: str) -> int | None:
+        """Return the tokens to keep of a role's texts; None = the file names no length."""
+        own = self._transformer.integer(f"{role}_length")
+        return self._config.integer(f"{role}_length") if own is None else own
 
-    def _expanding(self, token: object) -> int:
+    def _query_length(self) -> tuple[int | None, Expansion | None]:
+        """Return the tokens to keep of a query, and its expansion."""
+        for settings in (self._transformer, self._config):
+            if settings.holds("query_expansion"):
+                return self._named_expansion(settings.section("query_expansion"))
+        config = self._config
+        if not self._is_pylate or not config.flag("do_query_expansion", True):
+            return self._length(_QUERY), None
+        length = config.integer("query_length") or _USUAL_LENGTH
+        attended = config.flag("attend_to_expansion_tokens", False)
+        return length, Expansion(self._expanding(config, None), length, attended)
+
+    def _named_expansion(
+        self, settings: SettingsFile | None
+    ) -> tuple[int | None, Expansion | None]:
+        """Return the same for the object `query_expansion` of sentence-transformers."""
+        if settings is None:
+            return self._length(_QUERY), None
+        if settings.text("strategy") not in _STRATEGIES:
+            raise settings.error("strategy", f"must be one of {', '.join(_STRATEGIES)}")
+        length = settings.integer("length")
+        if length is None:
+            raise settings.error("length", "is missing")
+        token = self._expanding(settings, settings.text("token"))
+        expansion = Expansion(token, length, settings.flag("attend", False))
+        if settings.text("strategy") == "fixed":
+            return length, expansion
+        most = self._transformer.integer("query_length")
+        return None if most is None else max(most, length), expansion
+
+    def _expanding(self, settings: SettingsFile, token: str | None) -> int:
         """Return the id that expands queries: by default the mask, or the end of sequence."""
         if token is not None:
-            known = self._vocabulary.ids.get(str(token))
+            known = self._vocabulary.ids.get(token)
         elif self._vocabulary.mask_id is not None:
             known = self._vocabulary.mask_id
         else:
             known = self._vocabulary.eos_id
         if known is None:
             raise StartupError(
-                f"{self._file}: queries are expanded, but the tokenizer has no token for it."
+                f"{settings.path}: queries are expanded, but the tokenizer has no token for it."
             )
         return known
 
-    def _skipped(self, mask: Mapping[str, Any] | None) -> Mapping[str, frozenset[int]]:
+    def _skipped(self, mask: SettingsFile | None) -> Mapping[str, frozenset[int]]:
         """Return by role the ids whose vectors take no part in scores."""
-        words: object = self._config.get("skiplist_words")
-        roles: object = [_DOCUMENT]
-        if mask is not None:
-            if mask.get("keep_only_token_ids"):
-                raise StartupError(f"{self._file.parent}: keep_only_token_ids is not supported.")
-            words, roles = mask.get("skiplist_words") or [], mask.get("skiplist_tasks") or roles
-        elif words is None:
-            words = list(string.punctuation) if self._is_pylate else []
-        if not isinstance(words, list) or not isinstance(roles, list | str):
-            raise StartupError(f"{self._file}: skiplist_words must be a list of texts.")
-        ids = (self._vocabulary.ids.get(str(word)) for word in words)
+        roles = [_DOCUMENT]
+        if mask is None:
+            usual = list(string.punctuation) if self._is_pylate else []
+            words = self._config.texts("skiplist_words")
+            words = usual if words is None else words
+        else:
+            if mask.values.get("keep_only_token_ids"):
+                raise mask.error("keep_only_token_ids", "is not supported")
+            words = mask.texts("skiplist_words") or []
+            named = mask.values.get("skiplist_tasks")
+            one = [named] if isinstance(named, str) else None
+            roles = one or mask.texts("skiplist_tasks") or roles
+        ids = map(self._vocabulary.ids.get, words)
         known = frozenset(token for token in ids if token is not None)
         return {role: known for role in (_QUERY, _DOCUMENT) if role in roles}
-
-    def _integer(self, config: Mapping[str, Any], key: str) -> int | None:
-        value = config.get(key)
-        if value is None:
-            return None
-        if type(value) is not int or value < 1:
-            raise StartupError(f"{self._file}: {key} must be a positive integer.")
-        return value
-
-    def _text(self, key: str) -> str:
-        value = self._config.get(key) or ""
-        if not isinstance(value, str):
-            raise StartupError(f"{self._file}: {key} must be a text.")
-        return value
 
 
 def _is_colbert(directory: Path) -> bool:
@@ -182,21 +193,27 @@ def _is_colbert(directory: Path) -> bool:
 
 def _modules(directory: Path) -> Mapping[str, str]:
     """Return the folder of each module by its class, empty without modules.json."""
+    path = directory / "modules.json"
     try:
-        listed = json.loads(read_text(directory / "modules.json") or "[]")
-        return {str(each["type"]).rsplit(".", 1)[-1]: str(each["path"]) for each in listed}
-    except (ValueError, KeyError, TypeError) as error:
-        raise StartupError(f"{directory / 'modules.json'} cannot be read: {error!r}.") from None
+        listed = json.loads(read_text(path) or "[]")
+    except ValueError as error:
+        raise StartupError(f"{path} is not JSON: {error}.") from None
+    match listed:
+        case [*modules] if all(isinstance(each, dict) for each in modules):
+            entries = [(each.get("type"), each.get("path")) for each in modules]
+            if all(isinstance(part, str) for entry in entries for part in entry):
+                return {kind.rsplit(".", 1)[-1]: folder for kind, folder in entries}
+    raise StartupError(f"{path} must be a list of objects with the texts type and path.")
 
 
-def _of_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _of_metadata(metadata: SettingsFile) -> dict[str, Any]:
     """Return what colbert-ir's artifact.metadata says, under PyLate's names."""
-    punctuation = list(string.punctuation) if metadata.get("mask_punctuation", True) else []
+    masks = metadata.flag("mask_punctuation", True)
     return {
-        "query_prefix": f"{metadata.get('query_token_id') or '[unused0]'} ",
-        "document_prefix": f"{metadata.get('doc_token_id') or '[unused1]'} ",
-        "query_length": metadata.get("query_maxlen"),
-        "document_length": metadata.get("doc_maxlen"),
-        "attend_to_expansion_tokens": bool(metadata.get("attend_to_mask_tokens")),
-        "skiplist_words": punctuation,
+        "query_prefix": f"{metadata.text('query_token_id') or '[unused0]'} ",
+        "document_prefix": f"{metadata.text('doc_token_id') or '[unused1]'} ",
+        "query_length": metadata.integer("query_maxlen"),
+        "document_length": metadata.integer("doc_maxlen"),
+        "attend_to_expansion_tokens": metadata.flag("attend_to_mask_tokens", False),
+        "skiplist_words": list(string.punctuation) if masks else [],
     }

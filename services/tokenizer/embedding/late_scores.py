@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.common.contract import MAX_TOKEN_STATES
 from services.common.vector_sizes import check_token_states
+from services.tokenizer.embedding.parts import parts
 from services.tokenizer.embedding.text_roles import TextRole
 from services.tokenizer.embedding.vector_request import VectorRequest
 from services.tokenizer.model_limits import ModelLimits
@@ -43,7 +44,7 @@ class LateScores:
             check_token_states(len(prompt.ids), self.limits.token_width, f"second[{number}]")
         scores: list[float] = []
         alone = await self._vectors(queries) if len(queries) == 1 else None
-        for part in self._parts(documents):
+        for part in self._parts(queries, documents):
             first, second = queries if alone else queries[part], documents[part]
             vectors = await self._vectors(second)
             own = alone or await self._vectors(first)
@@ -51,22 +52,21 @@ class LateScores:
         return scores
 
     async def _vectors(self, prompts: Sequence[engine_pb2.EmbeddedPrompt]) -> bytes:
-        found = await self.engines.vectors(prompts, self.limits, keeps_tokens=True)
-        return found.data
+        vectors = await self.engines.vectors(prompts, self.limits, keeps_tokens=True)
+        return vectors.data
 
-    def _parts(self, documents: Sequence[engine_pb2.EmbeddedPrompt]) -> Iterator[slice]:
-        """Yield slices of documents whose vectors fit into one answer of an engine."""
+    def _parts(
+        self,
+        queries: Sequence[engine_pb2.EmbeddedPrompt],
+        documents: Sequence[engine_pb2.EmbeddedPrompt],
+    ) -> Iterator[slice]:
+        """Yield slices of pairs: one answer of an engine holds the vectors of either side."""
+        lengths = [len(each.ids) for each in documents]
+        if len(queries) > 1:
+            own = [len(each.ids) for each in queries]
+            lengths = [max(pair) for pair in zip(own, lengths, strict=True)]
         most = MAX_TOKEN_STATES // (self.limits.token_width * _FLOAT_BYTES)
-        start = tokens = 0
-        for place, prompt in enumerate(documents):
-            length = len(prompt.ids)
-            if place > start and (
-                tokens + length > most or place - start == self.limits.max_sequences
-            ):
-                yield slice(start, place)
-                start, tokens = place, 0
-            tokens += length
-        yield slice(start, len(documents))
+        return parts(lengths, most, self.limits.max_sequences)
 
     def _maxsims(
         self,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from services.tokenizer.completion.prompt_encoding import prompt_too_long
 from services.tokenizer.completion.validation import check_ids
+from services.tokenizer.embedding.parts import parts
 from services.tokenizer.embedding.sentence_prompts import SentencePrompt
 from services.tokenizer.embedding.text_roles import PLAIN, TextRole
 from services.tokenizer.model_limits import ModelLimits
@@ -30,7 +31,7 @@ class TextEncoder:
     prompt: SentencePrompt | None = None
     """Goes before each text that is no pair"""
     role: TextRole = PLAIN
-    """Of texts that are no pairs"""
+    """Encoding of each text that is no pair"""
 
     @property
     def _most(self) -> int:
@@ -47,7 +48,7 @@ class TextEncoder:
 
     def encode(self, inputs: Sequence[completion_pb2.Prompt]) -> list[engine_pb2.EmbeddedPrompt]:
         """Encode inputs of `EmbedRequest`. Raises ServiceError that names the wrong one."""
-        found: list[engine_pb2.EmbeddedPrompt | None] = [None] * len(inputs)
+        encoded: list[engine_pb2.EmbeddedPrompt | None] = [None] * len(inputs)
         texts: dict[int, str] = {}
         for place, prompt in enumerate(inputs):
             field = f"inputs[{place}]"
@@ -56,13 +57,13 @@ class TextEncoder:
                     texts[place] = prompt.text
                 case "token_ids":
                     ids = self._checked(prompt.token_ids.ids, f"{field}.token_ids.ids")
-                    found[place] = engine_pb2.EmbeddedPrompt(ids=ids)
+                    encoded[place] = engine_pb2.EmbeddedPrompt(ids=ids)
                 case _:
                     raise invalid(field, "An input must hold text or token ids.")
         fields = [f"inputs[{place}].text" for place in texts]
         for place, made in zip(texts, self.encode_texts([*texts.values()], fields), strict=True):
-            found[place] = made
-        return [prompt for prompt in found if prompt is not None]
+            encoded[place] = made
+        return [prompt for prompt in encoded if prompt is not None]
 
     def encode_texts(
         self, texts: Sequence[str], fields: Sequence[str]
@@ -103,7 +104,7 @@ class TextEncoder:
 
     def _framed(self, texts: Sequence[str | tuple[str, str]]) -> Iterator[FramedText]:
         """Encode texts or pairs, some at a time: encodings take much memory."""
-        for part in _parts([sum(map(len, text)) for text in texts]):
+        for part in parts([sum(map(len, text)) for text in texts], _BATCH_CHARACTERS):
             yield from self.vocabulary.encode_framed(texts[part])
 
     def _prompted(self, text: str, field: str) -> str:
@@ -141,15 +142,3 @@ class TextEncoder:
             message = f"The special tokens around a text are {framed.least}: keep more tokens."
             raise invalid("truncate_prompt_tokens", message)
         return framed.cut(most)
-
-
-def _parts(sizes: Sequence[int]) -> Iterator[slice]:
-    """Yield slices of texts with these numbers of characters, whose sums are bounded."""
-    start = total = 0
-    for place, size in enumerate(sizes):
-        if total and total + size > _BATCH_CHARACTERS:
-            yield slice(start, place)
-            start, total = place, 0
-        total += size
-    if sizes:
-        yield slice(start, len(sizes))

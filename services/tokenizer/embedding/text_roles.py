@@ -25,9 +25,9 @@ class TextRole:
     """Encoding of one side of a pair of texts."""
 
     prefix: str = ""
-    """Goes before each text"""
+    """Text before each text"""
     marker: int | None = None
-    """Id that goes before the text and the prefix, behind the tokenizer's special tokens"""
+    """Id before the text and the prefix, behind the tokenizer's special tokens; None = no id"""
     most: int | None = None
     """Tokens to keep of each text; None = longer texts than the context are refused"""
     expansion: Expansion | None = None

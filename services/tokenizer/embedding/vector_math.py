@@ -1,37 +1,46 @@
 """Arithmetic on vectors. Imported on demand: numpy takes memory that other requests don't need."""
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
-__all__ = ["cosines", "maxsims", "selected", "shortened"]
+__all__ = ["cosines", "maxsims", "products", "selected", "shortened"]
 
 _TINY = 1e-12
+_ROWS = 512
+"""Tokens of a query that are multiplied at a time: the products need memory"""
+
+_Vectors: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 def shortened(vectors: bytes, width: int, dimensions: int, *, normalizes: bool) -> bytes:
     """Return the first numbers of each vector (float32), of length 1 if `normalizes`."""
-    kept = np.frombuffer(vectors, np.float32).reshape(-1, width)[:, :dimensions]
+    kept = _rows(vectors, width)[:, :dimensions]
     if normalizes:
         kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), _TINY)
     return kept.tobytes()
 
 
-def cosines(vectors: bytes, width: int, firsts: int) -> list[float]:
-    """Return the cosine of each later vector and its own of the first ones, or the only one."""
-    rows = np.frombuffer(vectors, np.float32).reshape(-1, width)
-    first, second = rows[:firsts], rows[firsts:]
+def cosines(firsts: bytes, seconds: bytes, width: int) -> list[float]:
+    """Return the cosine of each second vector (float32) and its own first one, or the only one."""
+    first, second = _rows(firsts, width), _rows(seconds, width)
     lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
-    found = (first * second).sum(axis=1) / np.maximum(lengths, _TINY)
-    values: list[float] = found.clip(-1, 1).tolist()  # rounding may exceed them
+    ratios = _products(first, second) / np.maximum(lengths, _TINY)
+    values: list[float] = ratios.clip(-1, 1).tolist()  # rounding may exceed them
+    return values
+
+
+def products(firsts: bytes, seconds: bytes, width: int) -> list[float]:
+    """Return the dot product of each pair of vectors, as `cosines` pairs them."""
+    values: list[float] = _products(_rows(firsts, width), _rows(seconds, width)).tolist()
     return values
 
 
 def selected(vectors: bytes, width: int, kept: Sequence[bool]) -> bytes:
     """Return the vectors (float32) that are kept."""
-    rows = np.frombuffer(vectors, np.float32).reshape(-1, width)
-    left: bytes = rows[np.asarray(kept, bool)].tobytes()
-    return left
+    rows: bytes = _rows(vectors, width)[np.asarray(kept, bool)].tobytes()
+    return rows
 
 
 def maxsims(
@@ -55,11 +64,22 @@ def maxsims(
         for vectors, counts in ((queries, kept_queries), (documents, kept_documents))
     )
     pairs = zip(first * len(second) if len(first) == 1 else first, second, strict=True)
-    return [float((a @ b.T).max(axis=1).sum()) if len(b) else 0.0 for a, b in pairs]
+    return [_maxsim(query, document) if len(document) else 0.0 for query, document in pairs]
 
 
-def _texts(
-    vectors: bytes, width: int, counts: Sequence[Sequence[bool]]
-) -> list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
-    rows = np.frombuffer(vectors, np.float32).reshape(-1, width)
-    return np.split(rows, np.cumsum([len(kept) for kept in counts])[:-1])
+def _maxsim(query: _Vectors, document: _Vectors) -> float:
+    parts = [query[first : first + _ROWS] for first in range(0, len(query), _ROWS)]
+    return float(sum((part @ document.T).max(axis=1).sum() for part in parts))
+
+
+def _products(first: _Vectors, second: _Vectors) -> _Vectors:
+    """Return the products of rows [n, width] and as many rows, or one: [n]."""
+    return (second[:, None] @ first[:, :, None])[:, 0, 0]
+
+
+def _texts(vectors: bytes, width: int, counts: Sequence[Sequence[bool]]) -> list[_Vectors]:
+    return np.split(_rows(vectors, width), np.cumsum([len(kept) for kept in counts])[:-1])
+
+
+def _rows(vectors: bytes, width: int) -> _Vectors:
+    return np.frombuffer(vectors, np.float32).reshape(-1, width)

@@ -39,7 +39,7 @@ class VectorRequest:
         self._pool = pool
         self._free = asyncio.Semaphore(_AT_ONCE)
         self.usage = types_pb2.Usage()
-        """Of all parts that engines have computed"""
+        """Tokens of all parts that engines have computed"""
 
     async def vectors(
         self,

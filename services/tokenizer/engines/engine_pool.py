@@ -421,6 +421,7 @@ class EnginePool:
             vectors_are_scores=model.vectors_are_scores,
             vectors_are_normalized=model.vectors_are_normalized,
             takes_pairs=model.takes_pairs,
+            hides_ends=model.hides_ends,
             only_embeds=model.only_embeds,
         )
 

@@ -68,7 +68,8 @@ inline Plan plan(const tw_attention &a, int64_t leading, int64_t part_size) {
         int64_t seen = a.window ? larger(lowest + 1 - a.window, 0) / kTileInner * kTileInner : 0;
         for (int64_t part = 0; part < parts; part++) {
           int64_t first = larger(part * kPart, seen);
-          int64_t last = parts > 1 ? smaller((part + 1) * kPart, context) : end;
+          // Rows that a window keeps from all visible keys have none: not a negative number.
+          int64_t last = parts > 1 ? smaller((part + 1) * kPart, context) : larger(end, first);
           float *state = parts > 1 ? partial : nullptr;
           *unit++ = {s, h, row, count, first, last, state, part ? 0 : parts};
           if (state) partial += part_size;

@@ -443,7 +443,8 @@ class Attention {
     int64_t width = a_.num_kv_heads * a_.group * a_.head_dim;
     auto out = static_cast<uint16_t *>(a_.out) + tiled(token, head * a_.head_dim, width);
     if (a_.sinks) total += power_of_two(a_.sinks[head] * kLog2E - base);
-    __m512 scale = _mm512_set1_ps(1.0f / total);
+    // A row that sees no key has no values to divide: its output is zero.
+    __m512 scale = _mm512_set1_ps(total == 0 ? 0.0f : 1.0f / total);
     for (int64_t i = 0; i < a_.head_dim; i += kTileInner, out += kPair * kTileInner) {
       __m512 low = _mm512_mul_ps(scale, _mm512_loadu_ps(state + i));
       __m512 high = _mm512_mul_ps(scale, _mm512_loadu_ps(state + i + kLanes));

@@ -55,10 +55,11 @@ class DisentangledSpec:
         if farthest < 1:
             farthest = config.positive("max_position_embeddings")
         buckets = max(0, config.integer("position_buckets", -1))
-        if buckets and not 1 < buckets < 2 * farthest - 1:
+        most = 2 * farthest - 2
+        if buckets and not 1 < buckets <= most:
+            bounds = f"between 2 and {most}" if most else "0 with max_relative_positions = 1"
             raise CheckpointError(
-                f"{config.file}: position_buckets must be between 2 and "
-                f"{2 * farthest - 2}, got {buckets}."
+                f"{config.file}: position_buckets must be {bounds}, got {buckets}."
             )
         norms = config.text("norm_rel_ebd", "none").lower().split("|")
         return DisentangledSpec(

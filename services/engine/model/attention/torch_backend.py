@@ -181,7 +181,9 @@ class TorchAttention(AttentionBackend):
             scores = (scores / cap).tanh() * cap
         scores = scores.masked_fill(~mask, -torch.inf)
         if sinks is None:
-            return (scores.softmax(dim=3) @ values.float()).to(queries.dtype)
+            # a row that sees no key has the weights NaN
+            weights = scores.softmax(dim=3).masked_fill(~mask, 0)
+            return (weights @ values.float()).to(queries.dtype)
         group = spec.num_heads // spec.num_kv_heads
         grouped = sinks.view(spec.num_kv_heads, group)
         grouped = grouped.repeat_interleave(scores.shape[2] // group, dim=1)

@@ -2,7 +2,7 @@
 
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.encoder_families import (
-    ENCODERS,
+    POOLING_ARCHITECTURES,
     is_bidirectional,
     pooling_family,
 )
@@ -10,11 +10,18 @@ from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.family import Family
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 
-__all__ = ["family_of"]
+__all__ = ["UnknownArchitectureError", "family_of"]
+
+
+class UnknownArchitectureError(CheckpointError):
+    """Architecture without a family of ours."""
 
 
 def family_of(config: Config) -> Family:
-    """Return the family. Raises CheckpointError for an architecture that is not served."""
+    """Return the family. Raises UnknownArchitectureError for an architecture that is not served.
+
+    Raises CheckpointError for wrong values of config.json that the family depends on.
+    """
     architectures = config.texts("architectures")
     for name in architectures:
         if name in FAMILIES and not is_bidirectional(FAMILIES[name], config):
@@ -24,7 +31,7 @@ def family_of(config: Config) -> Family:
         if (family := pooling_family(name, config)) is not None:
             return family
     named = ", ".join(architectures) or "none"
-    raise CheckpointError(
+    raise UnknownArchitectureError(
         f"{config.file}: the architecture {named} is not supported. Supported: "
-        f"{', '.join((*FAMILIES, *VISION_LANGUAGE, *ENCODERS))}."
+        f"{', '.join((*FAMILIES, *VISION_LANGUAGE, *POOLING_ARCHITECTURES))}."
     )

@@ -19,7 +19,7 @@ from services.engine.model.checkpoint.rotary_encoders import (
     ROTARY_ENCODERS,
 )
 
-__all__ = ["COLBERT", "ENCODERS", "pooling_family"]
+__all__ = ["COLBERT", "POOLING_ARCHITECTURES", "is_bidirectional", "pooling_family"]
 
 COLBERT = "HF_ColBERT"
 """Architecture of colbert-ir's checkpoints: BERT and a projection of each token"""
@@ -245,6 +245,8 @@ _DECODERS: Mapping[str, Family] = {
     )
 }
 """Encoders whose layers are a decoder's without a causal mask"""
+POOLING_ARCHITECTURES = (*ENCODERS, *(f"{stem}Model" for stem in _DECODERS), COLBERT)
+"""Architectures that only make embeddings or scores, as errors list them"""
 
 
 def is_bidirectional(family: Family, config: Config) -> bool:

@@ -32,7 +32,7 @@ _READ = (
     *(_KIND.IQ3_S, _KIND.IQ3_XXS, _KIND.IQ2_S, _KIND.IQ2_XS, _KIND.IQ2_XXS, _KIND.IQ1_M),
     *(_KIND.IQ1_S, _KIND.TQ1_0, _KIND.TQ2_0),
 )
-_LATER = {42: "Q2_0"}
+_NEWER_KINDS = {42: "Q2_0"}
 """Names of ggml's types that the package lacks"""
 _MATRIX = 2
 _EXPERTS = "_exps."
@@ -191,7 +191,7 @@ class GgufTensors(TensorFiles):
     def _add(self, tensor: GgufTensor, file_size: int) -> None:
         names = ", ".join(kind.name for kind in _READ)
         if tensor.kind not in _READ:
-            named = _LATER | {kind.value: kind.name for kind in _KIND}
+            named = _NEWER_KINDS | {kind.value: kind.name for kind in _KIND}
             kind = named.get(tensor.kind, f"the unknown type {tensor.kind}")
             raise CheckpointError(
                 f"{tensor.file}: the tensor {tensor.name} is stored as {kind}, which is not "

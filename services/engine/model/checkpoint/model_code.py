@@ -5,7 +5,7 @@ from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.engine.model.checkpoint.architectures import family_of
+from services.engine.model.checkpoint.architectures import UnknownArchitectureError, family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
 __all__ = ["ModelCode", "architecture_in_transformers", "code_of"]
@@ -32,7 +32,7 @@ def code_of(config: Config, wanted: str) -> ModelCode:
         return ModelCode.TRANSFORMERS
     try:
         family_of(config)
-    except CheckpointError:
+    except UnknownArchitectureError:
         if wanted == ModelCode.NATIVE.value or not config.texts("architectures"):
             raise
     else:

@@ -42,7 +42,7 @@ NOMIC_FIRST = replace(
     },
     defaults={"layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000.0},
 )
-"""With the keys of the checkpoint's first files"""
+"""Nomic's encoder with the keys of its first files"""
 _JINA = Family(
     "JinaEmbeddingsV3Model",
     names=TensorNames(

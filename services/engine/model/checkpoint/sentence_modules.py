@@ -73,7 +73,7 @@ class SentenceModules:
     skips_instructions: bool = False
     """Pooling leaves out the instruction at the beginning of a text"""
     lexical: LexicalPooling | None = None
-    """Of Pooling.LEXICAL"""
+    """How Pooling.LEXICAL makes weights; None for other poolings"""
 
     @staticmethod
     def read(directory: Path, wanted: Pooling | None = None) -> "SentenceModules | None":

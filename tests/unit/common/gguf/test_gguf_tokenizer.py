@@ -150,6 +150,15 @@ def test_text_survives_every_pre_tokenizer(tmp_path: Path, name: str) -> None:
     assert len(ids) == len(SAMPLE.encode())
 
 
+@pytest.mark.parametrize("name", ["afmoe", "superbpe", "tiny_aya"])
+def test_digits_of_a_long_number_are_counted_within_its_parts(name: str) -> None:
+    """A whole long number would take a time that grows with the square of its length."""
+    parts = [pre_tokenizers.Split(Regex(each), "isolated") for each in PRE_TOKENIZERS[name].splits]
+    cut = pre_tokenizers.Sequence(parts)
+    groups = [[len(word) for word, _ in cut.pre_tokenize_str("1" * n)] for n in (100, 1000)]
+    assert groups == [[1, *[3] * 33], [*[3] * 300, 1, *[3] * 33]]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_pre_tokenizers_are_refused_by_name(tmp_path: Path, name: str) -> None:
     with pytest.raises(StartupError, match=f"the pre-tokenizer {name} is not supported"):

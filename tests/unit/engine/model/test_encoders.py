@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer import modules
@@ -225,6 +225,29 @@ def test_tokens_alone_have_vectors(family: str, dtype: str, tmp_path: Path) -> N
         unit = torch.nn.functional.normalize(expected)
         if dtype == "float32":
             torch.testing.assert_close(raw[index], expected, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found[index], unit, atol=1e-5, rtol=1e-4)
+        assert torch.cosine_similarity(found[index], unit, dim=1).min() > 0.98
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["modernbert", "mistral, not causal"])
+def test_tokens_attend_to_none_where_their_window_is_hidden(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    """ColBERT's masks behind a short query may be more than a window of the layers has."""
+    model = save_model(tmp_path, ENCODERS[family])
+    save_token_modules(tmp_path)
+    hidden = {3: 30, 4: 50, 5: 95}
+    with Engine(tmp_path, settings(dtype=dtype)) as engine:
+        found = engine.token_vectors(texts(), hidden)
+    projection = load_file(tmp_path / "1_Dense/model.safetensors")["linear.weight"]
+    for index, ids in enumerate(texts()):
+        mask = torch.ones(1, len(ids), dtype=torch.int64)
+        mask[0, len(ids) - hidden.get(index, 0) :] = 0
+        with torch.no_grad():
+            states = model(torch.tensor([ids]), attention_mask=mask).last_hidden_state[0]
+        unit = torch.nn.functional.normalize(states @ projection.T)
+        if dtype == "float32":
             torch.testing.assert_close(found[index], unit, atol=1e-5, rtol=1e-4)
         assert torch.cosine_similarity(found[index], unit, dim=1).min() > 0.98
 
@@ -530,6 +553,33 @@ def test_other_disentangled_attention_is_refused_by_name(
         Engine(tmp_path, settings())
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"position_biased_input": "x"}, "position_biased_input"),
+        ({"pooler_hidden_act": 5}, "pooler_hidden_act"),
+        (
+            {"max_relative_positions": 1, "position_buckets": 2},
+            "position_buckets must be 0 with max_relative_positions = 1, got 2",
+        ),
+    ],
+)
+def test_wrong_value_is_not_taken_for_an_unknown_architecture(
+    values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_model(tmp_path, ENCODERS["deberta v3"])
+    _change("config.json", **values)(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        Engine(tmp_path, settings())
+
+
+def test_unknown_architecture_is_answered_with_all_known_ones(tmp_path: Path) -> None:
+    save_model(tmp_path, ENCODERS["bert"])
+    _change("config.json", architectures=["MineModel"])(tmp_path)
+    with pytest.raises(CheckpointError, match=r"BertModel.* EuroBertModel.* HF_ColBERT"):
+        load_spec(tmp_path)
+
+
 def _change(file: str, **values: Any) -> Callable[[Path], None]:
     def change(path: Path) -> None:
         content = json.loads((path / file).read_text())
@@ -551,6 +601,10 @@ def _change(file: str, **values: Any) -> Callable[[Path], None]:
         ),
         (_change("config.json", vocab_size=98), "has the shape"),
         (
+            lambda path: save_token_modules(path, in_features=48),
+            "the linear layer reads 48 numbers, but what comes before it has 64",
+        ),
+        (
             lambda path: (path / "modules.json").write_text('[{"type": "a.Quant", "path": ""}]'),
             "Quant",
         ),
@@ -563,7 +617,7 @@ def _change(file: str, **values: Any) -> Callable[[Path], None]:
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
-    change: Callable[[Path], None], message: str, tmp_path: Path
+    change: Callable[[Path], object], message: str, tmp_path: Path
 ) -> None:
     save_model(tmp_path, ENCODERS["bert"])
     (tmp_path / "1_Pooling").mkdir()

@@ -21,9 +21,11 @@ from safetensors.torch import load_file
 from torch.nn.functional import normalize
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     BertConfig,
     NomicBertConfig,
     PreTrainedConfig,
+    Qwen3Config,
 )
 
 from services.common.checkpoint import opened_checkpoint
@@ -31,6 +33,7 @@ from services.common.settings import StartupError
 from services.engine.engine import Engine
 from services.engine.settings import EngineSettings
 from services.tokenizer.text.vocabulary import Vocabulary
+from tests.unit.engine.gguf_checkpoints import write_gguf
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁w{i}" for i in range(85))]
 TOKENS = [*WORDS, *"abcdefg"]
@@ -99,6 +102,46 @@ def test_other_poolings_and_heads_are_refused(tmp_path: Path) -> None:
         open_and_close(tmp_path / "model.gguf")
 
 
+@pytest.mark.parametrize("causal", [None, True])
+def test_architecture_decides_that_tokens_see_their_whole_text(
+    causal: bool | None, tmp_path: Path
+) -> None:
+    """Files without the key pool as they say; a causal encoder is refused."""
+    model = write(tmp_path, *ENCODERS["bert"], pooling=PoolingType.CLS, causal=causal)
+    if causal:
+        with pytest.raises(StartupError, match=r"bert\.attention\.causal is true"):
+            open_and_close(tmp_path / "model.gguf")
+        return
+    ids = [[2, 7, 8, 9, 3]]
+    with (
+        opened_checkpoint(tmp_path / "model.gguf") as directory,
+        Engine(directory, settings()) as engine,
+    ):
+        vectors = engine.embed(ids)
+    torch.testing.assert_close(vectors, expected(model, ids, PoolingType.CLS), atol=1e-5, rtol=1e-5)
+
+
+def test_decoder_without_a_causal_mask_embeds_as_transformers_does(tmp_path: Path) -> None:
+    config = Qwen3Config(**SHAPE | {"num_key_value_heads": 1, "head_dim": 32, "is_causal": False})
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_config(config).eval()
+
+    def further(writer: GGUFWriter) -> None:
+        writer.add_causal_attention(False)
+        writer.add_pooling_type(PoolingType.MEAN)
+
+    write_gguf(tmp_path / "model.gguf", model, further=further)
+    ids = [[2, 7, 8, 9, 3]]
+    with (
+        opened_checkpoint(tmp_path / "model.gguf") as directory,
+        Engine(directory, settings()) as engine,
+    ):
+        vectors = engine.embed(ids)
+        assert not engine.model.generates
+    torch.testing.assert_close(vectors, expected(model.model, ids), atol=1e-5, rtol=1e-5)
+
+
 def open_and_close(path: Path) -> None:
     with opened_checkpoint(path):
         pass
@@ -135,6 +178,7 @@ def write(
     pooling: PoolingType = PoolingType.MEAN,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     further: str = "",
+    causal: bool | None = False,
 ) -> Any:
     """Write a random model as the converter does. Return transformers' model of its numbers."""
     torch.manual_seed(0)
@@ -151,6 +195,8 @@ def write(
     model.save_pretrained(folder / "checkpoint")
     writer = GGUFWriter(folder / "model.gguf", MODEL_ARCH_NAMES[architecture])
     _write_metadata(writer, config, pooling)
+    if causal is not None:
+        writer.add_causal_attention(causal)
     names = get_tensor_name_map(architecture, SHAPE["num_hidden_layers"])
     for name, tensor in load_file(folder / "checkpoint" / "model.safetensors").items():
         if not name.startswith("pooler."):
@@ -176,7 +222,6 @@ def _write_metadata(writer: GGUFWriter, config: Any, pooling: PoolingType) -> No
     writer.add_feed_forward_length(SHAPE["intermediate_size"])
     writer.add_head_count(SHAPE["num_attention_heads"])
     writer.add_layer_norm_eps(config.layer_norm_eps)
-    writer.add_causal_attention(False)
     writer.add_pooling_type(pooling)
     if (rope := getattr(config, "rope_parameters", None)) is not None:
         writer.add_rope_freq_base(rope["rope_theta"])

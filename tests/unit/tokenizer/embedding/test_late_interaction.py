@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +107,38 @@ def test_other_checkpoints_have_plain_roles(tmp_path: Path) -> None:
     assert (late.document.most, late.document.marker) == (None, None)
 
 
+def test_decoder_is_refused_if_no_token_may_attend_to_the_expansion(tmp_path: Path) -> None:
+    """Otherwise, it would start, and refuse each short query."""
+    limits = ModelLimits("m", "", CONTEXT, 99, (), (), 0, 0, 8, 0, False, token_width=16)
+    path = make_colbert(tmp_path / "hidden")
+    late = LateInteraction(path, Vocabulary(path))
+    late.check(replace(limits, hides_ends=True))
+    late.check(replace(limits, vector_width=16))
+    with pytest.raises(StartupError, match="to which no token attends"):
+        late.check(limits)
+    path = make_colbert(tmp_path / "attended", attend_to_expansion_tokens=True)
+    LateInteraction(path, Vocabulary(path)).check(limits)
+
+
+FIXED = {"strategy": "fixed", "length": 8}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"query_length": 0}, "query_length must be a positive integer"),
-        ({"document_length": 2}, "document_length 2 leaves no room"),
+        ({"document_length": 2}, "the length 2 of a document leaves no room"),
         ({"skiplist_words": "?"}, "skiplist_words must be a list"),
+        ({"skiplist_words": [7]}, "skiplist_words must be a list of texts"),
         ({"query_prefix": 7}, "query_prefix must be a text"),
+        ({"prompts": {"query": 7}}, "prompts.query must be a text"),
+        ({"do_query_expansion": "false"}, "do_query_expansion must be true or false"),
+        ({"attend_to_expansion_tokens": "no"}, "attend_to_expansion_tokens must be true or false"),
         ({"query_expansion": 3}, "query_expansion must be an object"),
-        ({"query_expansion": {}}, "query_expansion lacks length"),
-        ({"query_expansion": {"length": 8, "token": "[Z]"}}, "the tokenizer has no token for it"),
+        ({"query_expansion": {"strategy": "fixed"}}, "query_expansion.length is missing"),
+        ({"query_expansion": {"length": 8}}, "query_expansion.strategy must be one of fixed, min"),
+        ({"query_expansion": {**FIXED, "attend": 1}}, "query_expansion.attend must be true"),
+        ({"query_expansion": {**FIXED, "token": "[Z]"}}, "the tokenizer has no token for it"),
     ],
 )
 def test_wrong_value_is_named_at_the_start(
@@ -124,3 +147,28 @@ def test_wrong_value_is_named_at_the_start(
     path = make_colbert(tmp_path, **values)
     with pytest.raises(StartupError, match=message.replace("[", r"\[")):
         LateInteraction(path, Vocabulary(path))
+
+
+def test_error_names_the_file_and_the_key_that_it_is_about(tmp_path: Path) -> None:
+    path = make_colbert(tmp_path)
+    (path / "sentence_bert_config.json").write_text('{"query_expansion": 3}')
+    with pytest.raises(StartupError, match=r"sentence_bert_config\.json: query_expansion"):
+        LateInteraction(path, Vocabulary(path))
+    for name in ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"):
+        (path / name).unlink()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["HF_ColBERT"]}))
+    (path / "artifact.metadata").write_text('{"query_maxlen": 0}')
+    with pytest.raises(StartupError, match=r"artifact\.metadata: query_maxlen must be"):
+        LateInteraction(path, Vocabulary(path))
+
+
+def test_weights_of_a_vocabulary_are_multiplied(tmp_path: Path) -> None:
+    """As sentence-transformers' SparseEncoder does, unless its file says otherwise."""
+    path = make_embedder(tmp_path)
+    assert not LateInteraction(path, Vocabulary(path)).multiplies
+    (path / "modules.json").write_text('[{"type": "a.SpladePooling", "path": "1_Pooling"}]')
+    assert LateInteraction(path, Vocabulary(path)).multiplies
+    config = {"similarity_fn_name": "cosine"}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(config))
+    assert not LateInteraction(path, Vocabulary(path)).multiplies
