@@ -113,6 +113,7 @@ def limit_thread_spinning() -> None:
     """Let OpenMP threads spin only briefly, in this process and its children.
 
     Without spinning, each operator pays for a wake-up; without a limit, the threads take the cores
-    from the other services.
+    from the other services. A thread that waits at a barrier for one without a core spins all the
+    time that the other could have its core: libgomp's 300,000 rounds take 15 ms, these 1 ms.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")

@@ -13,6 +13,12 @@ constexpr int64_t kConvolved = 256;  // channels that a thread convolves togethe
 
 inline float silu(float x) { return x / (1.0f + exponential(-x)); }
 
+// Returns the work of a step's convolution, for parallel_for.
+template <typename Scan>
+inline int64_t convolution_work(const Scan &s, int64_t channels) {
+  return s.starts[s.runs] * channels * s.conv_width / 4;
+}
+
 // Convolves channels `first` to `last` - 1 over the tokens of runs `begin` to `end` - 1, from
 // `s.mixed` to `to` [tokens, channels]. T: of what is convolved.
 template <typename T, typename Scan, typename Out>

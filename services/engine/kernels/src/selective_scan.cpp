@@ -96,7 +96,7 @@ void convolve_all(const tw_selective &s) {
   auto first = static_cast<int64_t *>(firsts.reserve((s.runs + 1) * 8));
   const int64_t chains = find_chains(s.sources, s.targets, s.runs, first);
   const int64_t parts = (s.channels + kConvolved - 1) / kConvolved;
-  parallel_for(chains * parts, [&](int64_t item) {
+  parallel_for(chains * parts, convolution_work(s, s.channels), [&](int64_t item) {
     const int64_t chain = item / parts, at = item % parts * kConvolved;
     convolve<T>(s, memory, s.channels, static_cast<T *>(s.convolved), at,
                 minimum(at + kConvolved, s.channels), first[chain], first[chain + 1]);
@@ -109,7 +109,8 @@ void scan_all(const tw_selective &s) {
   auto first = static_cast<int64_t *>(firsts.reserve((s.runs + 1) * 8));
   const int64_t chains = find_chains(s.sources, s.targets, s.runs, first);
   const int64_t parts = (s.channels + kChannels - 1) / kChannels;
-  parallel_for(chains * parts, [&](int64_t item) {
+  const int64_t work = s.starts[s.runs] * s.channels * s.state_width;
+  parallel_for(chains * parts, work, [&](int64_t item) {
     [[maybe_unused]] const DenormalsAreZero rounding;
     const int64_t chain = item / parts, at = item % parts * kChannels;
     const int64_t width = minimum(kChannels, s.channels - at);

@@ -166,19 +166,20 @@ void run(const tw_scan &s) {
   auto first = static_cast<int64_t *>(firsts.reserve((s.runs + 1) * 8));
   const int64_t chains = find_chains(s.sources, s.targets, s.runs, first);
   const int64_t channels = channels_of(s), parts = (channels + kConvolved - 1) / kConvolved;
-  parallel_for(chains * parts, [&](int64_t item) {
+  parallel_for(chains * parts, convolution_work(s, channels), [&](int64_t item) {
     const int64_t chain = item / parts, at = item % parts * kConvolved;
     convolve<T>(s, memory, channels, s.convolved, at, minimum(at + kConvolved, channels),
                 first[chain], first[chain + 1]);
   });
-  parallel_for(chains * s.heads, [&](int64_t item) {
+  const int64_t tokens = s.starts[s.runs], outputs = outputs_of(s);
+  parallel_for(chains * s.heads, tokens * outputs * s.state_width / 4, [&](int64_t item) {
     [[maybe_unused]] const DenormalsAreZero rounding;
     const int64_t chain = item / s.heads;
     const int64_t head = item % s.heads, begin = first[chain], end = first[chain + 1];
     s.state_dtype == TW_FLOAT32 ? scan_head<T, float>(s, head, begin, end)
                                 : scan_head<T, bfloat16>(s, head, begin, end);
   });
-  if (s.out) parallel_for(s.starts[s.runs], [&](int64_t token) { finish<T>(s, token); });
+  if (s.out) parallel_for(tokens, tokens * outputs, [&](int64_t token) { finish<T>(s, token); });
 }
 
 }  // namespace
