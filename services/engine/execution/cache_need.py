@@ -64,14 +64,15 @@ class CacheNeed:
     @property
     def most_blocks(self) -> int:
         """Blocks of the first group with which all running sequences may be as long as allowed."""
-        return self._most(0, self.blocks(self.model_context))
+        return self._together(0, self.blocks(self.model_context), self.max_running)
 
     def divide(self, num_blocks: int) -> tuple[int, ...]:
         """Return the blocks of each group beside so many of the first one.
 
         Each group has enough for as many typical sequences, and for one of any length, but no more
-        than all running sequences need. Blocks without pages suffice for all sequences that have
-        states, whatever their lengths, up to a bound on the host's memory.
+        than all running sequences need. The sequences share the tokens of a step. Blocks without
+        pages suffice for all sequences that have states, whatever their lengths, up to a bound on
+        the host's memory.
         """
         typical = min(self.model_context, _TYPICAL_TOKENS)
         if not self.groups[0].block_bytes:
@@ -81,11 +82,11 @@ class CacheNeed:
         sequences = num_blocks / self.blocks(typical)
         return num_blocks, *(
             min(
-                max(round(sequences * self.blocks(typical, group)), self.blocks(longest, group)),
-                self._most(group, self.blocks(longest, group)),
+                max(self._together(group, self.blocks(typical, group), sequences), longest),
+                self._together(group, longest, self.max_running),
             )
-            for longest in (self.longest(num_blocks),)
             for group in range(1, len(self.groups))
+            for longest in (self.blocks(self.longest(num_blocks), group),)
         )
 
     @property
@@ -133,13 +134,16 @@ class CacheNeed:
                 beyond = middle
         return least
 
-    def _most(self, group: int, longest: int) -> int:
-        """Return the most blocks of a group that running sequences of `longest` blocks hold."""
-        window = self.groups[group].window
+    def _together(self, group: int, blocks: int, sequences: float) -> int:
+        """Return the most blocks of a group that sequences hold, each of which alone has `blocks`.
+
+        A window's group holds the tokens of one step beside the windows of all sequences.
+        """
+        held, window = round(blocks * sequences), self.groups[group].window
         if not window:
-            return longest * self.max_running
-        windows = min(longest, self._span(window)) * self.max_running
-        return windows + -(-self.step_tokens // self.block_size)
+            return held
+        windows = round(min(blocks, self._span(window)) * sequences)
+        return min(held, windows + -(-self.step_tokens // self.block_size))
 
     def _span(self, tokens: int) -> int:
         """Return the most blocks that consecutive tokens touch."""

@@ -241,6 +241,34 @@ def test_windows_bound_the_memory_of_their_group() -> None:
     assert full > 4 * alike.affordable(64 << 30)
 
 
+FLASH: dict[str, Json] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "vocab_size": 129_280,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 1 << 20,
+    "compress_ratios": [0, 0, *(4, 128) * 20, 4, 0],
+}
+"""Published configuration of DeepSeek V4 Flash"""
+
+
+@pytest.mark.parametrize(("gib", "tokens"), [(1, 19_000), (4, 235_000), (8, 524_000)])
+def test_most_memory_of_compressed_attention_goes_to_entries(gib: int, tokens: int) -> None:
+    """A step's tokens take more blocks than the windows do, but all sequences share them."""
+    groups = layer_groups(ModelSpec.from_config(FLASH))
+    needs = [GroupNeed(2 * each.block_width(BLOCK), each.window) for each in groups]
+    need = CacheNeed(1 << 20, BLOCK, needs, 256, 4096)
+    blocks = need.affordable(gib << 30)
+    assert need.longest(blocks) >= tokens
+    assert all(count >= need.blocks(tokens, i) for i, count in enumerate(need.divide(blocks)))
+
+
+def test_small_memory_holds_no_more_blocks_of_windows_than_of_texts() -> None:
+    need = CacheNeed(131_072, 32, [GroupNeed(1 << 20), GroupNeed(1 << 20, 4096)], 16, 2048)
+    assert need.divide(need.affordable(1 << 30)) == (512, 512)
+
+
 def test_longest_context_fits_into_every_group() -> None:
     need = CacheNeed(131_072, 32, [GroupNeed(1 << 20), GroupNeed(1 << 20, 4096)], 64, 2048)
     for memory in (1 << 28, 1 << 30, 8 << 30):
