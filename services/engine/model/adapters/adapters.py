@@ -167,8 +167,8 @@ class Adapters:
         if unknown := sorted(pairs.keys() - known):
             raise CheckpointError(
                 f"{unknown[0]} can't have an adapter. Supported are those of attention's "
-                "projections, feed-forward layers, experts and their routers, not of embeddings "
-                "and the output projection."
+                "projections, feed-forward layers, experts and their routers, not of embeddings, "
+                "the output projection, and products that several depths share."
             )
         parts = [self._parts(delta.site, pairs) for delta in self._deltas]
         return ConvertedAdapter(parts, sum(part.num_bytes for each in parts for part in each))

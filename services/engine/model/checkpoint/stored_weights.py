@@ -16,8 +16,11 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 """Types of safetensors that hold a weight per number"""
 _GGUF_FLOATS = frozenset({0, 1, 30, 16, 17, 18, 19, 21, 22, 29, 34})
 """ggml's numbers of float32, float16, bfloat16, and of the types that are decoded at loading"""
-_EMBEDDINGS = ("embed_tokens.weight", "token_embd.weight", "wte.weight", "word_embeddings.weight")
-_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight")
+_EMBEDDINGS = (
+    *("embed_tokens.weight", "token_embd.weight", "wte.weight", "word_embeddings.weight"),
+    "embed.weight",
+)
+_HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "head.weight")
 _MXFP4 = ("_blocks", "_scales")
 """Ends of the names of experts in MXFP4"""
 _BYTES_OF_FORMAT = {"int8": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4": 0.5625}

@@ -142,7 +142,7 @@ class CompressedAttention:
             best = best_places(scores, counts, spec.attended_entries)
             # rows that see fewer entries repeat their last one, or have -1 if they see none
             visible &= torch.zeros_like(visible).scatter_(1, best.clamp(min=0), True)
-            if len(visible) == 1:
+            if len(visible) == 1 and int(counts[0]) >= spec.attended_entries:
                 slots, visible = slots[best[0]], visible[:, best[0]]
         return entries.vectors[:, : self._spec.head_dim][slots].float(), visible
 

@@ -13,10 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config
 
 from services.common.json_values import Json
+from services.engine.model import hyper_connections
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint import mxfp4
+from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.model.loader import load_model
+from services.engine.model.mixers import compressed_attention, compressed_mixer
+from services.engine.model.mixers.latent_pages import PIECE
 from tests.unit.engine import fp8_checkpoints
 from tests.unit.engine.checkpoints import (
     COMPRESSED,
@@ -134,6 +138,23 @@ def test_blocks_may_end_within_an_entry(block_size: int, tmp_path: Path) -> None
     torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
 
 
+def test_pieces_of_any_size_compute_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long contexts are computed in pieces of a few rows, down to one that sees few entries."""
+    model, tokens = make_checkpoint(tmp_path, CONFIGS["deepseek v4"]), random_tokens(TOKENS, 1)
+    decoder, expected = load_model(tmp_path, torch.float32), reference_logits(model, tokens)
+    monkeypatch.setattr(hyper_connections, "HYPER_ROWS", 5)
+    for rows, piece in ((7, PIECE), (7, 1)):
+        for module in (compressed_attention, compressed_mixer):
+            monkeypatch.setattr(module, "QUERY_ROWS", rows)
+            monkeypatch.setattr(module, "PIECE", piece)
+        driver = Driver(decoder, [tokens])
+        for count in (50, 25):
+            driver.step([(0, count)])
+        torch.testing.assert_close(driver.logits[0], expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["sliding", "compressed_sparse", "heavily_compressed"])
 def test_layers_may_all_be_of_one_kind(kind: str, tmp_path: Path) -> None:
     """Layers with windows alone keep no entries, and their only group of blocks has a window."""
@@ -172,6 +193,13 @@ def test_cache_of_long_texts_is_that_of_their_entries() -> None:
     assert entries.block_width(32) == 21 * 8 * (512 + 128) + 20 * 512
     assert tokens.window == 128
     assert tokens.block_width(1) == 43 * 512 + 21 * (2048 + 512) + 20 * 1024
+
+
+def test_published_token_table_takes_no_memory(tmp_path: Path) -> None:
+    """The table stays in the mapped file, so that the KV cache may have its memory."""
+    weights = {"embed.weight": torch.ones(8, 4), "head.weight": torch.ones(8, 4)}
+    save_file(weights, tmp_path / WEIGHTS)
+    assert StoredWeights.of_directory(tmp_path).floats == 8 * 4
 
 
 def test_bfloat16_stays_close_to_float32(tmp_path: Path) -> None:
