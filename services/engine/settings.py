@@ -91,7 +91,7 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     kv_memory: str = setting(
         "auto",
         "Memory of the KV cache: an amount, such as 4GiB, or a share of what is free after the "
-        "weights, such as 25%; auto = 50% (with mapped weights 12%, on a GPU what is left).",
+        "weights, such as 25%; auto = 50% (with mapped weights 12.5%, on a GPU what is left).",
     )
     context_length: str = setting(
         "auto",

@@ -1,6 +1,7 @@
 """Check of a model and of the free memory before the engine starts. Free of torch."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from services.common.gguf.checkpoint_files import PARTS
@@ -9,8 +10,9 @@ from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.settings import StartupError
 from services.engine.host_memory import free_host_memory, in_units
 from services.engine.kernels.freshness import require_current
+from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.model_code import code_of
+from services.engine.model.checkpoint.model_code import ModelCode, code_of
 from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings, parse_bytes, parse_share
@@ -22,6 +24,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _PROCESSOR = Path("/proc/cpuinfo")
 _HALVES = frozenset({"avx512_bf16", "amx_bf16"})
 """Flags of processors that multiply bfloat16"""
+_WIDE = "avx2"
+"""Flag of processors whose kernels read mapped weights"""
 _CODED_BYTES = 12.5 / 8
 """Bytes of a number of bfloat16 in the CPU's coded form"""
 _ROUNDED = ("int8", "int4")
@@ -38,10 +42,11 @@ def check_start(settings: EngineSettings) -> None:
     try:
         gguf = _gguf(model)
         if gguf is None:
-            check_config(Config.read(model / "config.json"), settings)
+            config = Config.read(model / "config.json")
         else:
-            check_config(Config(str(gguf), config_of(GgufFile(gguf))), settings)
-        check_room(stored_weights(model), settings)
+            config = Config(str(gguf), config_of(GgufFile(gguf)))
+        check_config(config, settings)
+        check_room(stored_weights(model), config, settings)
     except (CheckpointError, GgufError) as error:
         raise StartupError(str(error)) from None
 
@@ -59,14 +64,16 @@ def stored_weights(model: Path) -> StoredWeights:
     return StoredWeights.of_directory(model)
 
 
-def check_room(weights: StoredWeights, settings: EngineSettings) -> None:
+def check_room(weights: StoredWeights, config: Config | None, settings: EngineSettings) -> None:
     """Raise StartupError for weights that can't fit into this machine's memory.
 
-    A GPU's memory is not known here.
+    config: None = it is not known yet. A GPU's memory is not known here.
     """
     if settings.device == "cpu" or not _DRIVER.exists():
         rank = Rank.from_environment()
         free = free_host_memory() * rank.count // rank.local_count
+        if not _can_map(config, settings):
+            weights = replace(weights, mapped_bytes=0)
         number_bytes = _number_bytes(settings)
         others = ("mapped",) if weights.mapped_bytes else _ROUNDED
         require_room(weights, settings.weights, free, number_bytes, others)
@@ -86,7 +93,7 @@ def require_room(
     needed = weights.num_bytes(stored_as, number_bytes)
     if needed <= free:
         return
-    if weights.coded:
+    if weights.coded or weights.is_rounded:
         others = [name for name in others if name == "mapped"]
     if stored_as == "decoded":
         others = ("full", *others)
@@ -99,6 +106,18 @@ def require_room(
         f"The weights take {in_units(needed)}; {in_units(needed - free)} of memory are missing. "
         f"Free some, or {remedy}."
     )
+
+
+def _can_map(config: Config | None, settings: EngineSettings) -> bool:
+    """Return whether --weights mapped could start, as far as the weights' types allow it."""
+    if settings.dtype == "float16" or _WIDE not in _processor_flags():
+        return False
+    if config is None:
+        return settings.model_code != ModelCode.TRANSFORMERS.value
+    if code_of(config, settings.model_code) is not ModelCode.NATIVE:
+        return False
+    family = family_of(config)
+    return family.keeps_codes and not family.sees_whole_texts
 
 
 def _require_stated_cache(kv_memory: str, free: int) -> None:

@@ -50,7 +50,8 @@ def check_before_download(checkpoint: HubCheckpoint, flags: Sequence[str]) -> No
         config = None if file is None else _config(checkpoint, file)
         if config is not None:
             check_config(config, settings)
-        check_room(StoredWeights.of_sizes(checkpoint.weight_bytes(), config), settings)
+        weights = StoredWeights.of_sizes(checkpoint.weight_bytes(), config)
+        check_room(weights, config, settings)
     except StartupError as error:
         raise ServeError(f"engine: {error}") from None
     except (HubError, CheckpointError) as error:

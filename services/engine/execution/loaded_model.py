@@ -83,8 +83,6 @@ def load(settings: EngineSettings) -> LoadedModel:
         free = available_memory(device) * rank.count
         weights = stored_weights(settings.model)
         require_room(weights, settings.weights, free, dtype.itemsize, ("fp8",))
-    if settings.weights == "mapped" and rank.leads:
-        _announce_mapped(stored_weights(settings.model).mapped_bytes, available_memory(device))
     decoder = load_any_model(
         settings.model,
         dtype,
@@ -95,6 +93,8 @@ def load(settings: EngineSettings) -> LoadedModel:
         with_xformers=settings.attention == "xformers",
         ranks=ranks,
     )
+    if settings.weights == "mapped" and rank.leads:
+        _announce_mapped(settings.model, device)
     decoder.state_dtype = resolve_dtype(settings.state_dtype)
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
     step_bytes = _reserve(settings, decoder, ranks)

@@ -31,7 +31,12 @@ from services.engine.vision.messages import (
     ImagesEncoded,
     UnreadableImage,
 )
-from services.engine.vision.support import has_vision, unserved_vision
+from services.engine.vision.support import (
+    PROCESSORS,
+    has_vision,
+    lacks_image_settings,
+    unserved_vision,
+)
 from tokenwire.errors import ServiceError
 
 __all__ = ["ClientImage", "ImageClient"]
@@ -98,6 +103,8 @@ class ImageClient:
         if not has_vision(settings.model):
             if architecture := unserved_vision(settings.model):
                 _LOG.warning("images are refused: the tower of %s is not supported", architecture)
+            elif lacks_image_settings(settings.model):
+                _LOG.warning("images are refused: the model has no %s", " or ".join(PROCESSORS))
             return None
         reason = ""
         if not Rank.from_environment().is_alone:

@@ -263,6 +263,8 @@ def _require_blocks(directory: Path, spec: ModelSpec, checkpoint: TensorFiles) -
         why = f"weights in {named}, which are decoded or packed anew"
     elif spec.scheme is not None or spec.fp8 is not None:
         why = "weights in a format that is packed anew"
+    elif not spec.family.keeps_codes:
+        why = "weights behind LayerNorms, which are decoded"
     elif not checkpoint.has_blocks:
         why = "no quantized weights"
     if why is not None:

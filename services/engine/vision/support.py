@@ -9,9 +9,10 @@ from pathlib import Path
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE, VisionLanguage
 
-__all__ = ["has_vision", "image_token_id", "unserved_vision"]
+__all__ = ["PROCESSORS", "has_vision", "image_token_id", "lacks_image_settings", "unserved_vision"]
 
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of which either holds the settings of images"""
 _MOST_HEADER_BYTES = 100_000_000
 """The limit of safetensors itself"""
 
@@ -21,9 +22,12 @@ def has_vision(directory: Path) -> bool:
 
     False also for a checkpoint that can't be read: the loop says why.
     """
-    family, names = _read(directory)
-    has_settings = any((directory / name).is_file() for name in _PROCESSORS)
-    return family is not None and has_settings and _holds(names, family.vision)
+    return _holds_tower(directory) and _has_settings(directory)
+
+
+def lacks_image_settings(directory: Path) -> bool:
+    """Return whether only the settings of images are missing, beside a tower that is served."""
+    return _holds_tower(directory) and not _has_settings(directory)
 
 
 def unserved_vision(directory: Path) -> str | None:
@@ -41,6 +45,15 @@ def image_token_id(config: Config) -> int:
     """Return the id that stands for one part of an image. Raises CheckpointError."""
     key = "image_token_id" if config.has("image_token_id") else "image_token_index"
     return config.integer(key)
+
+
+def _holds_tower(directory: Path) -> bool:
+    family, names = _read(directory)
+    return family is not None and _holds(names, family.vision)
+
+
+def _has_settings(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in PROCESSORS)
 
 
 def _read(directory: Path) -> tuple[VisionLanguage | None, Collection[str]]:

@@ -24,6 +24,8 @@ _SCRATCH = 64 << 20
 """Bytes of the float32 parts that one call may allocate"""
 _DECODE_ROWS = 64
 """Query heads that a program of a decode holds at most"""
+_WIDE_ROWS = 32
+"""The same where heads are wider than 256: 64 would exceed an L4's shared memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Tile:
 
 def decode_tile(group: int, head_dim: int) -> Tile:
     """Return the tile of few queries. group: query heads that share a key head."""
-    parts = -(-group // _DECODE_ROWS)
+    parts = -(-group // (_WIDE_ROWS if head_dim > 256 else _DECODE_ROWS))
     heads = -(-group // parts)
     rows = max(16, power_of_two(heads))
     if head_dim > 256:
@@ -64,7 +66,7 @@ def prefill_tile(group: int, head_dim: int) -> Tile:
     """Return the tile of many queries. It fits the 99 KB of shared memory that an L4 has."""
     few = decode_tile(group, head_dim)
     if head_dim > 256:
-        return Tile(max(32, few.rows), few.heads, keys=16, warps=8, stages=2)
+        return Tile(_WIDE_ROWS, few.heads, keys=16, warps=8, stages=2)
     if head_dim > 128:
         return Tile(max(64, few.rows), few.heads, keys=32, warps=8, stages=2)
     return Tile(64, few.heads, keys=64, warps=4, stages=3)

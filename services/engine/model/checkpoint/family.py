@@ -511,6 +511,11 @@ class Family:
     """Stages that turn a pooled text into scores; empty: the checkpoint has none"""
 
     @property
+    def keeps_codes(self) -> bool:
+        """False if something is folded into all weights, whose codes are then decoded."""
+        return not (self.layer_norm or self.transposed)
+
+    @property
     def sees_whole_texts(self) -> bool:
         """True if every token sees all tokens of its text."""
         return self.encoder is not None or self.is_bidirectional

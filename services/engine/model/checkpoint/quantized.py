@@ -74,10 +74,10 @@ class BlockCodes:
     def select(self, index: Tensor | slice) -> "BlockCodes":
         """Return those of some outputs, without reading them."""
         if self.order is not None:
-            return replace(self, order=self.order[index])
+            return replace(self, order=self.order[index].contiguous())
         if isinstance(index, slice):
             return replace(self, rows=self.rows[index])
-        return replace(self, order=index)
+        return replace(self, order=index.contiguous())
 
     def columns(self, number: int, count: int) -> "BlockCodes | None":
         """Return part `number` of `count` equal parts of the inputs; None if a block is cut."""
@@ -233,6 +233,11 @@ class QuantizedWeight:
     def group(self) -> int:
         """Inputs that share a scale."""
         return self.shape[1] // self.scales.count
+
+    @property
+    def is_mapped(self) -> bool:
+        """True if the weight is read from the mapped file when it is needed."""
+        return isinstance(self.scales, BlockNumbers)
 
     def decode(self) -> Tensor:
         """Return the weight, float32 [outputs, inputs]."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -16,6 +16,10 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 """Types of safetensors that hold a weight per number"""
 _GGUF_FLOATS = frozenset({0, 1, 30, 16, 17, 18, 19, 21, 22, 29, 34})
 """ggml's numbers of float32, float16, bfloat16, and of the types that are decoded at loading"""
+_PLAIN = frozenset({0, 1, 30})
+"""ggml's numbers of float32, float16 and bfloat16"""
+_MAPPABLE = frozenset({*range(2, 4), *range(6, 9), *range(10, 15), 20, 23, 35, 39})
+"""ggml's numbers of the types whose blocks products can read where they lie"""
 _EMBEDDINGS = (
     *("embed_tokens.weight", "token_embd.weight", "wte.weight", "word_embeddings.weight"),
     "embed.weight",
@@ -50,11 +54,14 @@ class StoredWeights:
     coded_bytes: int
     mapped_bytes: int = 0
     """Those of codes that products can read where they lie: in blocks, row by row"""
+    is_rounded: bool = False
+    """Weights in floating point were rounded before the file was written, so no flag rounds them"""
 
     @staticmethod
     def of_gguf(file: GgufFile) -> "StoredWeights":
         """Return the sizes of a GGUF file's weights."""
-        return _total(list(_gguf_tensors(file)))
+        weights = _total(list(_gguf_tensors(file)))
+        return replace(weights, is_rounded=not _kinds(file) <= _PLAIN)
 
     @staticmethod
     def of_directory(directory: Path) -> "StoredWeights":
@@ -104,14 +111,23 @@ def _is_named(tensor: _Tensor, names: tuple[str, ...]) -> bool:
     return f".{tensor.name}".endswith(tuple(f".{name}" for name in names))
 
 
+def _kinds(file: GgufFile) -> set[int]:
+    return {tensor.kind for tensor in file.tensors.values()}
+
+
 def _gguf_tensors(file: GgufFile) -> Iterator[_Tensor]:
-    """Yield the tensors; each ends where the next one of its file starts."""
+    """Yield the tensors; each ends where the next one of its file starts.
+
+    One weight of a type that can't be mapped keeps all from it.
+    """
+    is_mappable = _kinds(file) <= _PLAIN | _MAPPABLE
     for part, size in file.sizes.items():
         held = sorted((t for t in file.tensors.values() if t.file == part), key=lambda t: t.start)
         ends = [*(after.start for _, after in pairwise(held)), size]
         for tensor, end in zip(held, ends, strict=bool(held)):
             is_float = tensor.kind in _GGUF_FLOATS
-            yield _Tensor(tensor.name, prod(tensor.shape), end - tensor.start, is_float, True)
+            numbers = prod(tensor.shape)
+            yield _Tensor(tensor.name, numbers, end - tensor.start, is_float, is_mappable)
 
 
 def _tensors(file: Path) -> Iterator[_Tensor]:

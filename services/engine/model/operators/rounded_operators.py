@@ -18,6 +18,7 @@ from services.engine.model.operators.tiled_products import (
     PANEL_OUTPUTS,
     TILE_OUTPUTS,
     Packed,
+    epilogue_of,
     round_up,
 )
 from services.engine.model.operators.torch_operators import TorchGate, join_biases
@@ -127,11 +128,11 @@ class ByteOperators(TiledOperators):
         both = [gate] if up is None else [gate, up]
         if not all(map(_has_bytes, both)):
             return super().grouped_gate(gate, up, gate_bias, up_bias, activation)
-        if up is None or activation != SWIGLU:
+        if epilogue_of(activation) is None:
             product = self.grouped_projection(both, join_biases(gate_bias, up_bias))
             return TorchGate(product, len(both), activation, self)
         packed = self._pack_bytes([_stored_bytes(weight) for weight in both])
-        return self.packed_gate(packed, gate.shape, gate_bias, up_bias)
+        return self.packed_gate(packed, gate.shape, gate_bias, up_bias, activation)
 
     def _pack_bytes(self, weights: "Sequence[_Bytes]") -> Packed:
         """Pack weights of one shape with their tiles interleaved."""

@@ -197,11 +197,11 @@ class TiledOperators(NativeOperators):
             return super().grouped_gate(gate, up, gate_bias, up_bias, activation)
         stored = [StoredGroups.of(weight) for weight in both]
         alike = len({weight.format for weight in stored}) == 1
-        if up is None or epilogue_of(activation) is None or not alike:
+        if epilogue_of(activation) is None or not alike:
             product = self.grouped_projection(both, join_biases(gate_bias, up_bias))
             return TorchGate(product, len(both), activation, self)
-        columns = 2 * round_up(gate.shape[0], TILE_OUTPUTS)
-        packed = self._pack_groups(stored, columns, alternate=True)
+        columns = len(both) * round_up(gate.shape[0], TILE_OUTPUTS)
+        packed = self._pack_groups(stored, columns, alternate=up is not None)
         return self.packed_gate(packed, gate.shape, gate_bias, up_bias, activation)
 
     def gate(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from services.common.settings import StartupError
 from services.engine.model.architecture.spec import ModelSpec
-from services.engine.model.checkpoint.quantized import Weight, decoded, split
+from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded, split
 from services.engine.model.operators.interface import Operators, Projection
 from services.engine.model.parts.feed_forward import FeedForward
 from services.engine.ranks.all_reduce import AllReduce
@@ -55,11 +55,20 @@ class Shard:
         return split(weight, self.sizes(weight.shape[0]))[self.number]
 
     def columns(self, weight: Weight) -> Weight:
-        """View this part of the inputs of `weight` [outputs, inputs]; decoded if a group is cut."""
+        """View this part of the inputs of `weight` [outputs, inputs]; decoded if a group is cut.
+
+        Raises StartupError if a block of a mapped weight is cut.
+        """
         if not isinstance(weight, Tensor):
             part = weight.columns(self.number, self.count)
             if part is not None:
                 return part
+            if isinstance(weight, QuantizedWeight) and weight.is_mapped and weight.order is None:
+                raise StartupError(
+                    f"--weights mapped can't divide a tensor of {weight.shape[1]} inputs into "
+                    f"{self.count} parts: a block would be cut. Start with --weights full, or "
+                    "choose another number of ranks (torchrun --nproc-per-node)."
+                )
         return decoded(weight).chunk(self.count, dim=1)[self.number]
 
     def first_rank_only(self, bias: Tensor | None) -> Tensor | None:

@@ -243,8 +243,7 @@ class TensorReader:
         self, stored: StoredTensor, norm: StoredNorm | None, *, of_expert: bool = False
     ) -> QuantizedWeight | Mxfp4Weight | None:
         """Return the codes of a weight; None if it has none, or nothing may be folded into them."""
-        family = self.spec.family
-        if family.layer_norm or family.transposed or (norm is not None and norm.bias):
+        if not self.spec.family.keeps_codes or (norm is not None and norm.bias):
             return None
         if of_expert and self.operators.groups_experts:
             return self.checkpoint.mxfp4(stored, self.device)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from services.common.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
+from services.engine import start_check
 from services.engine.engine import Engine
 from services.engine.execution.loaded_model import _announce_mapped
 from services.engine.host_memory import in_units
@@ -19,7 +20,7 @@ from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.settings import EngineSettings
-from services.engine.start_check import require_room, stored_weights
+from services.engine.start_check import check_start, require_room, stored_weights
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     SHAPE,
@@ -103,6 +104,48 @@ def test_weights_that_products_cannot_read_are_refused(
     write_gguf(tmp_path / "model.gguf", model, kind)
     with pytest.raises(StartupError, match=f"^--weights mapped .*{reason}"):
         loaded(tmp_path / "model.gguf", "mapped", dtype)
+
+
+def test_weights_behind_layer_norms_are_refused(tmp_path: Path) -> None:
+    """All of them would be decoded into memory."""
+    model = make_checkpoint(tmp_path / "checkpoint", CONFIGS["starcoder2"])
+    write_gguf(tmp_path / "model.gguf", model, K.Q8_0)
+    with pytest.raises(StartupError, match="has weights behind LayerNorms, which are decoded"):
+        loaded(tmp_path / "model.gguf", "mapped")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype", "code", "is_offered"),
+    [
+        ("llama", K.Q8_0, "float32", "auto", True),
+        ("llama", K.IQ2_XS, "float32", "auto", False),
+        ("llama", K.NVFP4, "float32", "auto", False),
+        ("llama", K.Q8_0, "float16", "auto", False),
+        ("llama", K.Q8_0, "float32", "transformers", False),
+        ("starcoder2", K.Q8_0, "float32", "auto", False),
+    ],
+    ids=str,
+)
+def test_start_offers_mapped_weights_only_where_they_would_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: K,
+    dtype: str,
+    code: str,
+    is_offered: bool,
+) -> None:
+    model = make_checkpoint(
+        tmp_path / "checkpoint", LlamaConfig(**ROOMY) if name == "llama" else CONFIGS[name]
+    )
+    file = tmp_path / "model.gguf"
+    write_gguf(file, model, kind)
+    weights = stored_weights(file)
+    free = weights.num_bytes("full", 2 if dtype == "float16" else 4) - 1
+    monkeypatch.setattr(start_check, "free_host_memory", lambda: free)
+    remedy = "start with --weights mapped" if is_offered else "serve a smaller model"
+    with pytest.raises(StartupError, match=remedy):
+        check_start(EngineSettings(model=file, device="cpu", dtype=dtype, model_code=code))
 
 
 def test_start_needs_memory_for_the_other_weights_alone(tmp_path: Path) -> None:

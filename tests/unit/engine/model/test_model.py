@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import (
     ApertusConfig,
@@ -18,6 +19,7 @@ from transformers import (
 
 import services.engine.model.attention
 import services.engine.model.loader
+from services.common.checkpoint import opened_checkpoint
 from services.engine.kernels.library import InstructionSet, instruction_set, limit_instruction_set
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.native_backend import TiledAttention
@@ -37,6 +39,7 @@ from tests.unit.engine.checkpoints import (
     random_tokens,
     reference_logits,
 )
+from tests.unit.engine.gguf_checkpoints import write_gguf
 from tests.unit.engine.machines import TILED, needs_tiles, restrict_kernels
 
 TOKENS = 75
@@ -301,10 +304,14 @@ def test_replayed_pass_equals_single_kernels(
 ) -> None:
     """Otherwise output would be wrong from the second step on, or when the batch changes."""
     make_checkpoint(tmp_path, TILED_CONFIGS[name])
+    assert_replayed(tmp_path, monkeypatch)
+
+
+def assert_replayed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = {"replayed": 0, "one by one": 0}
     logits: dict[str, list[Tensor]] = {}
     for kind in passes:
-        decoder = load_model(tmp_path, torch.bfloat16)
+        decoder = load_model(directory, torch.bfloat16)
         run_layers, recording = decoder._run_layers, decoder._recording
         assert recording is not None
 
@@ -331,6 +338,17 @@ def test_replayed_pass_equals_single_kernels(
     assert passes == {"replayed": 2, "one by one": 7}
     for replayed, single in zip(logits["replayed"], logits["one by one"], strict=True):
         torch.testing.assert_close(replayed, single, atol=0, rtol=0, equal_nan=True)
+
+
+@needs_tiles
+def test_quantized_layer_inputs_are_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a step of Gemma 4 E2B in a GGUF file is one call for each kernel."""
+    model = make_checkpoint(tmp_path / "checkpoint", TILED_CONFIGS["gemma4, layer inputs"])
+    write_gguf(tmp_path / "model.gguf", model, GGMLQuantizationType.Q8_0)
+    with opened_checkpoint(tmp_path / "model.gguf") as directory:
+        assert_replayed(directory, monkeypatch)
 
 
 @needs_tiles

@@ -30,10 +30,14 @@ def test_checkpoint_without_a_tower_has_no_vision(tmp_path: Path) -> None:
     assert not has_vision(tmp_path)
 
 
-def test_checkpoint_without_an_image_processor_has_no_vision(tmp_path: Path) -> None:
+async def test_checkpoint_without_an_image_processor_has_no_vision(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_vision_checkpoint(tmp_path, "llava")
     (tmp_path / "preprocessor_config.json").unlink()
     assert not has_vision(tmp_path)
+    assert await ImageClient.start_for(EngineSettings(model=tmp_path), lambda _: None) is None
+    assert "refused: the model has no preprocessor_config.json or processor_con" in caplog.text
 
 
 def test_sharded_checkpoint_has_vision(tmp_path: Path) -> None:

@@ -35,3 +35,11 @@ def test_tiles_hold_every_group_of_heads(group: int, head_dim: int) -> None:
         assert tile.rows >= 16
         assert 1 <= tile.heads <= tile.rows
         assert 64 % tile.keys == 0
+
+
+@given(st.integers(1, 128))
+def test_tiles_of_wide_heads_fit_the_shared_memory_of_an_l4(group: int) -> None:
+    """Else the engine ends at start with Triton's "out of resource"."""
+    for tile in (decode_tile(group, 512), prefill_tile(group, 512)):
+        keys_and_values = 2 * tile.keys * tile.stages
+        assert 2 * 512 * (tile.rows + keys_and_values) <= 99 << 10
