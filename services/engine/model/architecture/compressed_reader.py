@@ -112,8 +112,7 @@ def _kinds(config: Config, num_layers: int) -> Sequence[str]:
 def _compression(config: Config, kind: str) -> CompressionSpec | None:
     if kind == _SLIDING:
         return None
-    usual = next(rate for rate, each in _KINDS.items() if each == kind)
-    rate = config.positive(_RATE_KEYS[kind], config.section("compress_rates").positive(kind, usual))
+    rate = config.positive(_RATE_KEYS[kind], _stated_rate(config, kind))
     if kind == _HEAVY:
         return CompressionSpec(rate, overlaps=False, index=None)
     index = IndexSpec(
@@ -122,10 +121,43 @@ def _compression(config: Config, kind: str) -> CompressionSpec | None:
     return CompressionSpec(rate, True, index, config.positive("index_topk"))
 
 
+def _stated_rate(config: Config, kind: str) -> int:
+    """Return the rate under `compress_rates`, or the usual one if there is no such key."""
+    if not config.has("compress_rates"):
+        return next(rate for rate, each in _KINDS.items() if each == kind)
+    rates = config.section("compress_rates")
+    if config.has(_RATE_KEYS[kind]) and not rates.has(kind):
+        return config.positive(_RATE_KEYS[kind])
+    rate = rates.values.get(kind)
+    if type(rate) is not int or rate <= 0:
+        raise CheckpointError(
+            f"{config.file}: compress_rates must have a positive integer under {kind}, got {rate}."
+        )
+    return rate
+
+
 def _rotating(config: Config, width: int) -> int:
     """Return how many numbers of a head rotate."""
-    share = config.positive_number("partial_rotary_factor", _USUAL_ROTATING)
-    rotating = config.positive("qk_rope_head_dim", max(int(width * share), 1))
+    if config.has("partial_rotary_factor"):
+        rotating = int(width * config.positive_number("partial_rotary_factor"))
+        if config.positive("qk_rope_head_dim", rotating) != rotating:
+            raise CheckpointError(
+                f"{config.file}: qk_rope_head_dim must be partial_rotary_factor times head_dim "
+                f"({rotating})."
+            )
+    else:
+        rotating = config.positive("qk_rope_head_dim", max(int(width * _USUAL_ROTATING), 1))
+    rope = config.section("rope_parameters")
+    for name in ("main", "compress"):
+        section = rope.section(name)
+        if not section.has("partial_rotary_factor"):
+            continue
+        share = section.positive_number("partial_rotary_factor")
+        if int(width * share) != rotating:
+            raise CheckpointError(
+                f"{config.file}: partial_rotary_factor of rope_parameters.{name} ({share}) must be "
+                f"the share of head_dim that rotates ({rotating} of {width})."
+            )
     narrowest = min(width, config.positive("index_head_dim"))
     if rotating % 2 or rotating > narrowest:
         raise CheckpointError(
@@ -140,7 +172,10 @@ def _rotaries(config: Config, width: int, context_length: int) -> tuple[RotarySp
     rope = config.section("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
     near: JsonObject
     far: JsonObject
-    if rope.has("main") and rope.has("compress"):
+    if rope.has("main") or rope.has("compress"):
+        for name in ("main", "compress"):
+            if not rope.section(name).has("rope_theta"):
+                raise CheckpointError(f"{config.file} lacks rope_theta of rope_parameters.{name}.")
         near, far = rope.section("main").values, rope.section("compress").values
     else:
         near = {"rope_theta": config.positive_number("rope_theta")}

@@ -86,17 +86,19 @@ def require_silu(config: Config) -> None:
 def _head_dim(config: Config, hidden_size: int, heads: int) -> int:
     """Return the width of a head, which the width of all heads may state too."""
     if config.has("mamba_d_ssm"):
-        key, width = "mamba_d_ssm", config.positive("mamba_d_ssm")
+        key, width = config.file_key("mamba_d_ssm"), config.positive("mamba_d_ssm")
     elif config.has("mamba_expand"):
-        key, width = "mamba_expand times hidden_size", config.positive("mamba_expand") * hidden_size
+        key = f"{config.file_key('mamba_expand')} times hidden_size"
+        width = config.positive("mamba_expand") * hidden_size
     else:
         return config.positive("mamba_d_head")
-    is_stated = config.has("mamba_d_head") and config.values.get("mamba_d_head") != "auto"
+    head_key = config.file_key("mamba_d_head")
+    is_stated = config.has("mamba_d_head") and config.values[head_key] != "auto"
     head_dim = config.positive("mamba_d_head") if is_stated else width // heads
     if heads * head_dim != width:
         raise CheckpointError(
-            f"{config.file}: mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) must be "
-            f"{key} ({width})."
+            f"{config.file}: {config.file_key('mamba_n_heads')} ({heads}) times {head_key} "
+            f"({head_dim}) must be {key} ({width})."
         )
     return head_dim
 

@@ -89,6 +89,8 @@ def _hybrids(config: Config, depths: int) -> list[int]:
     if config.has("layers_block_type"):
         kinds = config.kind_per_layer("layers_block_type", depths, _KINDS)
         return [depth for depth, kind in enumerate(kinds) if kind == _HYBRID]
+    if not config.has("attn_layer_period"):
+        raise CheckpointError(f"{config.file} lacks layers_block_type and attn_layer_period.")
     period, offset = config.positive("attn_layer_period"), config.integer("attn_layer_offset")
     later = [depth for depth in range(3, depths) if (depth - 3) % period == offset]
     return [2, *later]

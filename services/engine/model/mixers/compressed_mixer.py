@@ -36,11 +36,11 @@ class EntryIndexWeights:
     """Weights of one layer's indexer."""
 
     queries: Projection
-    """Of the vector that the layer's queries are made of"""
+    """Product of the vector that the layer's queries are made of"""
     head_weights: Projection
-    """To each head's factor, of the residual"""
+    """Product of the residual: each head's factor"""
     tokens: Projection
-    """To what index keys are made of, then to its scores"""
+    """Product of the residual: what index keys are made of, then its scores"""
     compressor: CompressorWeights
 
 
@@ -53,13 +53,14 @@ class CompressedWeights:
     """[query_width]"""
     queries: Projection
     keys: Projection
-    """To the vector that is key and value"""
+    """Product of the residual: the vector that is key and value"""
     key_norm: Tensor
     """[head_dim]"""
     sinks: Tensor
     """float32 [heads], one more logit in each head's softmax"""
     tokens: Projection | None
-    """To what entries are made of, then to its scores; None: there are no entries"""
+    """Product of the residual: what entries are made of, then its scores; None: there are no
+    entries"""
     compressor: CompressorWeights | None
     index: EntryIndexWeights | None
     """None: all entries are attended to"""

@@ -34,7 +34,7 @@ class Compressor:
         rotary: Rotary,
         epsilon: float,
     ) -> None:
-        """width: of an entry."""
+        """width: numbers of an entry."""
         self._spec = spec
         self._width = width
         self._weights = weights

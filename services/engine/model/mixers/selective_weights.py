@@ -99,7 +99,7 @@ class _Layer:
             step_bias=step_bias.flatten(),
             skip=reader.tensor(stored.skip).flatten(),
         )
-        """Those of all channels, which come first in each"""
+        """Constants of all channels; channels are the first dimension of each"""
         self._norms = tuple(map(reader.tensor, stored.norms))
 
     def head(self, number: int) -> SelectiveWeights:

@@ -23,9 +23,9 @@ class StoredHyper:
     mixer: StoredConnection
     feed_forward: StoredConnection
     head: StoredConnection | None
-    """Of the last layer alone"""
+    """Weights that merge the streams; None: the layer is not the last one"""
     is_first: bool
-    """These are the first layer's"""
+    """The layer is the first one, so that the streams begin before it"""
 
 
 def stored_hyper(names: LayerNames, model: LayerNames, layer: int) -> StoredHyper:

@@ -17,6 +17,7 @@ from services.engine.model import hyper_connections
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint import mxfp4
+from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.model.loader import load_model
 from services.engine.model.mixers import compressed_attention, compressed_mixer
@@ -193,6 +194,30 @@ def test_cache_of_long_texts_is_that_of_their_entries() -> None:
     assert entries.block_width(32) == 21 * 8 * (512 + 128) + 20 * 512
     assert tokens.window == 128
     assert tokens.block_width(1) == 43 * 512 + 21 * (2048 + 512) + 20 * 1024
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"compress_rates": {"compressed_sparse_attention": 4}}, "heavily_compressed_attention"),
+        ({"partial_rotary_factor": 0.125, "qk_rope_head_dim": 32}, "qk_rope_head_dim"),
+        ({"rope_parameters": {"main": {"rope_theta": 1e4}}}, "rope_parameters.compress"),
+        (
+            {
+                "rope_parameters": {
+                    "main": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                    "compress": {"rope_theta": 1.6e5},
+                }
+            },
+            "rope_parameters.main",
+        ),
+    ],
+)
+def test_contradicting_keys_are_refused(keys: dict[str, Json], named: str) -> None:
+    """The model would answer at another rotation or another rate than it was trained for."""
+    ModelSpec.from_config(SHAPE)
+    with pytest.raises(CheckpointError, match=re.escape(named)):
+        ModelSpec.from_config(SHAPE | keys)
 
 
 def test_published_token_table_takes_no_memory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -510,6 +511,7 @@ DEFAULTED = [
     *("youtu", "minicpm3", "mistral4", "opt", "falcon", "deepseek v3.2", "glm moe dsa"),
     "deepseek v4",
     *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
+    *("bailing hybrid", "zamba"),
 ]
 LEAST_KEYS = {
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -559,6 +561,22 @@ def test_a_family_has_the_defaults_of_transformers(family: str) -> None:
     written["architectures"] = [name]
     least = {key: value for key, value in written.items() if key in LEAST_KEYS}
     assert ModelSpec.from_config(least) == ModelSpec.from_config(written)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layers_block_type": None}, "layers_block_type"),
+        ({"n_mamba_heads": 7}, "n_mamba_heads (7) times"),
+    ],
+)
+def test_errors_of_zamba2_name_the_keys_of_its_file(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, CONFIGS["zamba2"])
+    set_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=re.escape(named)):
+        load_spec(tmp_path)
 
 
 @pytest.mark.parametrize(
