@@ -94,7 +94,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         ranks=ranks,
     )
     if settings.weights == "mapped" and rank.leads:
-        _announce_mapped(settings.model, device)
+        _announce_mapped(stored_weights(settings.model).mapped_bytes, available_memory(device))
     decoder.state_dtype = resolve_dtype(settings.state_dtype)
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
     step_bytes = _reserve(settings, decoder, ranks)
