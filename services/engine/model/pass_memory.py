@@ -2,7 +2,12 @@
 
 import torch
 
-from services.engine.model.architecture.layers import BesideSpec, ExpertsSpec, FeedForwardSpec
+from services.engine.model.architecture.layers import (
+    BesideSpec,
+    DenseSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+)
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.hyper_connections import HYPER_ROWS
 from services.engine.model.mixers.compressed_attention import compressed_numbers
@@ -21,8 +26,8 @@ _TEMPORARIES = 4
 
 
 def pass_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int, context: int) -> int:
-    """Return the most memory that a pass takes for experts, streams, and latent or compressed
-    attention.
+    """Return the most memory that a pass takes for experts, streams, shared blocks, and latent
+    or compressed attention.
 
     spec: this rank's part; rows: sequences of the pass, at most; context: tokens of the longest.
     """
@@ -39,8 +44,22 @@ def pass_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int, cont
         for experts in {_experts_of(layer.feed_forward) for layer in spec.layers}
         if experts is not None
     )
-    parts = (*latents, *compressed, _streams_bytes(spec, tokens))
+    blocks = _shared_blocks_bytes(spec, tokens, dtype.itemsize)
+    parts = (*latents, *compressed, _streams_bytes(spec, tokens), blocks)
     return max(parts) + max(mixtures, default=0)
+
+
+def _shared_blocks_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
+    """Return the bytes of shared blocks: gate and up, what they become, input and outputs.
+
+    A part as wide is left for attention's temporaries.
+    """
+    inner = [
+        layer.feed_forward.width
+        for layer in spec.layers
+        if layer.shared_block is not None and isinstance(layer.feed_forward, DenseSpec)
+    ]
+    return tokens * (5 * max(inner) + 4 * spec.hidden_size) * itemsize if inner else 0
 
 
 def _streams_bytes(spec: ModelSpec, tokens: int) -> int:

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV4Config, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV4Config,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+    Zamba2Config,
+)
 
 from services.engine.execution import loaded_model
 from services.engine.execution.loaded_model import load
@@ -17,6 +23,7 @@ from tests.unit.engine.checkpoints import (
     COMPRESSED,
     CONFIGS,
     SHAPE,
+    ZAMBA2,
     Driver,
     make_checkpoint,
     random_tokens,
@@ -51,6 +58,11 @@ LARGE: Mapping[str, PreTrainedConfig] = {
         | {"num_hidden_layers": 2, "max_position_embeddings": 8192, "hidden_size": 1024}
         | {"layer_types": ["sliding_attention"] * 2, "mlp_layer_types": ["hash_moe"] * 2},
     ),
+    "shared block": Zamba2Config(
+        **ZAMBA2
+        | {"num_hidden_layers": 2, "layers_block_type": ["hybrid", "linear_attention"]}
+        | {"intermediate_size": 4096, "max_position_embeddings": 8192},
+    ),
 }
 
 
@@ -79,7 +91,9 @@ def memory_of_pass(checkpoint: Path) -> tuple[int, int]:
     """Return the memory that a long prompt's passes took, and what the decoder states."""
     decoder = load_model(checkpoint, torch.bfloat16, progress=False)
     decoder.reserve(4096, 1)
-    driver = Driver(decoder, [random_tokens(8192, 1)])
+    for inner in decoder._buffers(4096).inner:
+        inner.zero_()  # memory is taken when it is written first
+    driver = Driver(decoder, [random_tokens(8192, 1)], 2048)  # few blocks have few states
     driver.step([(0, 64)], kept=[1])
     Path("/proc/self/clear_refs").write_text("5")  # the peak is then what is resident
     before = memory_peak()
