@@ -28,6 +28,7 @@ NOT_RUN = {
     'pip install "tokenwire': "tests/conformance/test_wheel.py installs a wheel",
     ".venv/bin/pip install": "needs the network",
     ".venv/bin/python -m benchmarks": "takes long",
+    "systemd-run ": "needs systemd and a model that is larger than memory",
     "tokenwire chat --image": "needs a vision-language model",
     "tokenwire keys revoke": "its key is made up",
     "smg launch": "does not end; tests/conformance/test_smg.py runs it",
