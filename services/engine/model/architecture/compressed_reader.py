@@ -140,10 +140,11 @@ def _rotating(config: Config, width: int) -> int:
     """Return how many numbers of a head rotate."""
     if config.has("partial_rotary_factor"):
         rotating = int(width * config.positive_number("partial_rotary_factor"))
-        if config.positive("qk_rope_head_dim", rotating) != rotating:
+        stated = config.positive("qk_rope_head_dim", rotating)
+        if stated != rotating:
             raise CheckpointError(
                 f"{config.file}: qk_rope_head_dim must be partial_rotary_factor times head_dim "
-                f"({rotating})."
+                f"({rotating}), got {stated}."
             )
     else:
         rotating = config.positive("qk_rope_head_dim", max(int(width * _USUAL_ROTATING), 1))

@@ -24,7 +24,7 @@ RANKS = 2
 TOKENS = 20
 WIDE = SHAPE | {"hidden_size": 256, "intermediate_size": 512}
 MODELS = {
-    "dense": (LlamaConfig(**WIDE), GGMLQuantizationType.Q4_K),
+    "dense": (LlamaConfig(**WIDE | {"head_dim": 128}), GGMLQuantizationType.Q4_K),
     "experts": (
         GraniteMoeConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2),
         GGMLQuantizationType.Q8_0,
