@@ -70,7 +70,9 @@ class CachedBlocks:
         """Take the sizes of the engine's cache. What was reported with others is dropped."""
         layout = CacheLayout(model.block_size, tuple(model.cache_groups))
         if layout != self._layout and layout.groups:
-            self.forget()
+            if self.num_reported:
+                self.forget()
+            # else a stream that has reported an empty cache goes on
             self._layout = layout
             self._reported = [set() for _ in layout.groups]
 

@@ -55,6 +55,15 @@ def test_prefix_is_one_from_which_all_groups_continue() -> None:
     assert cached.prefix([A, B, C]) == 0
 
 
+def test_first_response_may_come_before_the_sizes_of_the_cache() -> None:
+    """A busy machine describes an engine late. Its cache must not be read anew for that."""
+    cached = CachedBlocks()
+    cached.apply(whole())
+    cached.describe(GetModelResponse(block_size=SIZE, cache_groups=[CacheGroup(blocks=4)]))
+    cached.apply(response(2, stored=A))
+    assert cached.prefix([A]) == 1
+
+
 def test_block_that_moved_within_one_response_is_held() -> None:
     cached = cache_of()
     cached.apply(whole(A))
