@@ -1,4 +1,4 @@
-"""What the log says of a failed request."""
+"""Log fields of failed requests."""
 
 import logging
 import re

@@ -12,7 +12,7 @@ class _Cgroup:
     """Files in which one version of Linux's control groups reports memory."""
 
     controller: str
-    """Its name in /proc/self/cgroup; version 2 has one hierarchy without a name"""
+    """Name of the hierarchy in /proc/self/cgroup; version 2 has one, without a name"""
     folder: str
     limit: str
     used: str

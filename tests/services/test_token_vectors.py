@@ -83,7 +83,7 @@ async def test_scores_are_the_sums_of_the_best_products(served: Served) -> None:
     np.testing.assert_allclose(given, expected, rtol=1e-5)
 
 
-async def test_many_documents_are_divided_among_requests_to_the_engine(served: Served) -> None:
+async def test_score_of_a_document_does_not_depend_on_how_many_there_are(served: Served) -> None:
     few = await post(served, "/v1/score", text_1=QUERY, text_2=DOCUMENTS)
     many = await post(served, "/v1/score", text_1=QUERY, text_2=DOCUMENTS * 75)
     expected = np.tile([each["score"] for each in few["data"]], 75)
@@ -91,7 +91,7 @@ async def test_many_documents_are_divided_among_requests_to_the_engine(served: S
 
 
 async def test_text_without_a_role_is_encoded_as_it_is(served: Served) -> None:
-    """Its tokens have the vectors that the layers give, with their length or with 1."""
+    """Else a client that adds prefixes by itself would have them twice."""
     ids = (await served.client.post("/tokenize", json={"prompt": QUERY})).json()["tokens"]
     answers = [
         await post(served, "/v1/pooling", input=text, use_activation=activates)

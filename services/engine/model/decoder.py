@@ -77,7 +77,7 @@ class Activations:
     rotations: tuple[Rotation, ...]
     """One for each distinct RoPE"""
     inputs: InputRows | None
-    """What each token has for each layer alone; None: there is nothing"""
+    """Inputs that each token has for each layer alone; None: there are none"""
     streams: Tensor | None
     """[tokens, streams, hidden_size], as in `ResidualRows`; None: `hidden` is all"""
 

@@ -14,7 +14,7 @@ __all__ = ["InputRows", "LayerInput", "LayerInputs", "LayerRows"]
 
 
 class LayerRows(NamedTuple):
-    """What each token has for one layer alone, and scratch space: [n, width] each."""
+    """Inputs that each token has for one layer alone, and scratch space: [n, width] each."""
 
     inputs: Tensor
     gated: Tensor
@@ -23,7 +23,7 @@ class LayerRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InputRows:
-    """What each token has for each layer alone."""
+    """Inputs that each token has for each layer alone."""
 
     whole: Tensor
     """[n, layers, width]"""

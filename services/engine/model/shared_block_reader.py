@@ -49,7 +49,7 @@ class SharedBlockReader:
         """Reader of what depths share: an adapter changes it at one depth alone, so none can"""
         self._plain.adapters = None
         self._blocks: dict[StoredLinear, _SharedWeights] = {}
-        """By attention's output product"""
+        """Common weights of each block, by the name of its attention's output"""
 
     def read(self, stored: StoredLayer, block: StoredSharedBlock, spec: LayerSpec) -> LayerWeights:
         """Read a depth. spec: its shape in the whole model; `block` is that of `stored`."""

@@ -1,17 +1,17 @@
-"""How a checkpoint encodes queries and documents, and scores them by their vectors."""
+"""Roles of queries and documents in a checkpoint's files, and the scores of their vectors."""
 
 import json
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from services.common.settings import StartupError
-from services.tokenizer.embedding.settings_file import SettingsFile
 from services.tokenizer.embedding.text_roles import Expansion, TextRole
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.checkpoint_files import read_json, read_text
+from services.tokenizer.text.section import Section
 from services.tokenizer.text.vocabulary import Vocabulary
 
 __all__ = ["LateInteraction"]
@@ -41,14 +41,15 @@ class LateInteraction:
         """Read a checkpoint; one without these files has plain roles. Raises StartupError."""
         self._vocabulary = vocabulary
         modules = _modules(directory)
-        config = SettingsFile.read(directory / _CONFIG)
+        self._directory = directory
+        config = Section.of_file(directory / _CONFIG)
         if _is_colbert(directory) and not modules:
-            metadata = _of_metadata(SettingsFile.read(directory / _METADATA))
+            metadata = _of_metadata(Section.of_file(directory / _METADATA))
             config = replace(config, values={**metadata, **config.values})
         self._config = config
         folder = directory / modules.get("Transformer", "")
-        self._transformer = SettingsFile.read(folder / "sentence_bert_config.json")
-        self._is_pylate = any(map(config.holds, _PYLATE_KEYS))
+        self._transformer = Section.of_file(folder / "sentence_bert_config.json")
+        self._is_pylate = any(key in config.values for key in _PYLATE_KEYS)
         self._is_pylate |= config.values.get("model_type") == "ColBERT"
         similarity = config.values.get("similarity_fn_name")
         self.averages = similarity == "meanmaxsim"
@@ -57,7 +58,7 @@ class LateInteraction:
         """Scores of vectors of texts are dot products rather than cosines"""
         mask = None
         if "MultiVectorMask" in modules:
-            mask = SettingsFile.read(directory / modules["MultiVectorMask"] / "config.json")
+            mask = Section.of_file(directory / modules["MultiVectorMask"] / "config.json")
         skipped = self._skipped(mask)
         most, expansion = self._query_length()
         self._roles: Mapping[str, TextRole] = {
@@ -95,7 +96,7 @@ class LateInteraction:
             return
         if expansion is not None and not expansion.is_attended:
             raise StartupError(
-                f"{self._config.path.parent} expands queries by tokens to which no token attends, "
+                f"{self._directory} expands queries by tokens to which no token attends, "
                 "which is not supported for decoders and DeBERTa. Let queries attend to them "
                 "(attend_to_expansion_tokens), or do not expand them (do_query_expansion)."
             )
@@ -106,9 +107,8 @@ class LateInteraction:
         A prefix of PyLate or colbert-ir is one token if the vocabulary has it, with its space or
         without.
         """
-        prompts = self._config.section("prompts")
-        prompt = (prompts and prompts.text(role)) or ""
-        prefix = self._config.text(f"{role}_prefix") or ""
+        prompt = self._config.section("prompts").text(role, "")
+        prefix = self._config.text(f"{role}_prefix", "")
         instruction = prompt.removeprefix(prefix)
         if not prefix.strip():
             return prefix + instruction, None
@@ -120,42 +120,41 @@ class LateInteraction:
 
     def _length(self, role: str) -> int | None:
         """Return the tokens to keep of a role's texts; None = the file names no length."""
-        own = self._transformer.integer(f"{role}_length")
-        return self._config.integer(f"{role}_length") if own is None else own
+        own = self._transformer.count(f"{role}_length")
+        return self._config.count(f"{role}_length") if own is None else own
 
     def _query_length(self) -> tuple[int | None, Expansion | None]:
         """Return the tokens to keep of a query, and its expansion."""
         for settings in (self._transformer, self._config):
-            if settings.holds("query_expansion"):
+            if settings.has("query_expansion"):
                 return self._named_expansion(settings.section("query_expansion"))
+            if "query_expansion" in settings.values:  # null: queries are not expanded
+                return self._length(_QUERY), None
         config = self._config
         if not self._is_pylate or not config.flag("do_query_expansion", True):
             return self._length(_QUERY), None
-        length = config.integer("query_length") or _USUAL_LENGTH
+        length = config.count("query_length") or _USUAL_LENGTH
         attended = config.flag("attend_to_expansion_tokens", False)
-        return length, Expansion(self._expanding(config, None), length, attended)
+        return length, Expansion(self._expanding(config, ""), length, attended)
 
-    def _named_expansion(
-        self, settings: SettingsFile | None
-    ) -> tuple[int | None, Expansion | None]:
+    def _named_expansion(self, settings: Section) -> tuple[int | None, Expansion]:
         """Return the same for the object `query_expansion` of sentence-transformers."""
-        if settings is None:
-            return self._length(_QUERY), None
-        if settings.text("strategy") not in _STRATEGIES:
+        strategy = settings.text("strategy", "")
+        if strategy not in _STRATEGIES:
             raise settings.error("strategy", f"must be one of {', '.join(_STRATEGIES)}")
-        length = settings.integer("length")
+        length = settings.count("length")
         if length is None:
             raise settings.error("length", "is missing")
-        token = self._expanding(settings, settings.text("token"))
+        token = self._expanding(settings, settings.text("token", ""))
         expansion = Expansion(token, length, settings.flag("attend", False))
-        if settings.text("strategy") == "fixed":
+        if strategy == "fixed":
             return length, expansion
-        most = self._transformer.integer("query_length")
+        most = self._transformer.count("query_length")
         return None if most is None else max(most, length), expansion
 
-    def _expanding(self, settings: SettingsFile, token: str | None) -> int:
-        """Return the id that expands queries: by default the mask, or the end of sequence."""
-        if token is not None:
+    def _expanding(self, settings: Section, token: str) -> int:
+        """Return the id that expands queries: without `token` the mask, or the end of sequence."""
+        if token:
             known = self._vocabulary.ids.get(token)
         elif self._vocabulary.mask_id is not None:
             known = self._vocabulary.mask_id
@@ -163,24 +162,22 @@ class LateInteraction:
             known = self._vocabulary.eos_id
         if known is None:
             raise StartupError(
-                f"{settings.path}: queries are expanded, but the tokenizer has no token for it."
+                f"{settings.file}: queries are expanded, but the tokenizer has no token for it."
             )
         return known
 
-    def _skipped(self, mask: SettingsFile | None) -> Mapping[str, frozenset[int]]:
+    def _skipped(self, mask: Section | None) -> Mapping[str, frozenset[int]]:
         """Return by role the ids whose vectors take no part in scores."""
-        roles = [_DOCUMENT]
+        roles: Sequence[str] = [_DOCUMENT]
         if mask is None:
             usual = list(string.punctuation) if self._is_pylate else []
-            words = self._config.texts("skiplist_words")
-            words = usual if words is None else words
+            words = self._config.texts("skiplist_words", usual)
         else:
             if mask.values.get("keep_only_token_ids"):
                 raise mask.error("keep_only_token_ids", "is not supported")
-            words = mask.texts("skiplist_words") or []
+            words = mask.texts("skiplist_words", ())
             named = mask.values.get("skiplist_tasks")
-            one = [named] if isinstance(named, str) else None
-            roles = one or mask.texts("skiplist_tasks") or roles
+            roles = [named] if isinstance(named, str) else mask.texts("skiplist_tasks", roles)
         ids = map(self._vocabulary.ids.get, words)
         known = frozenset(token for token in ids if token is not None)
         return {role: known for role in (_QUERY, _DOCUMENT) if role in roles}
@@ -206,14 +203,14 @@ def _modules(directory: Path) -> Mapping[str, str]:
     raise StartupError(f"{path} must be a list of objects with the texts type and path.")
 
 
-def _of_metadata(metadata: SettingsFile) -> dict[str, Any]:
+def _of_metadata(metadata: Section) -> dict[str, Any]:
     """Return what colbert-ir's artifact.metadata says, under PyLate's names."""
     masks = metadata.flag("mask_punctuation", True)
     return {
-        "query_prefix": f"{metadata.text('query_token_id') or '[unused0]'} ",
-        "document_prefix": f"{metadata.text('doc_token_id') or '[unused1]'} ",
-        "query_length": metadata.integer("query_maxlen"),
-        "document_length": metadata.integer("doc_maxlen"),
+        "query_prefix": f"{metadata.text('query_token_id', '[unused0]')} ",
+        "document_prefix": f"{metadata.text('doc_token_id', '[unused1]')} ",
+        "query_length": metadata.count("query_maxlen"),
+        "document_length": metadata.count("doc_maxlen"),
         "attend_to_expansion_tokens": metadata.flag("attend_to_mask_tokens", False),
         "skiplist_words": list(string.punctuation) if masks else [],
     }

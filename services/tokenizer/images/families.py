@@ -10,8 +10,9 @@ from services.tokenizer.images.image_family import ImageFamily
 from services.tokenizer.images.image_tokens import ImageTokens
 from services.tokenizer.images.llava import read_llava
 from services.tokenizer.images.pixtral import read_pixtral
-from services.tokenizer.images.processor_settings import ProcessorSettings, SettingsError
+from services.tokenizer.images.processor_settings import ProcessorSettings
 from services.tokenizer.images.qwen_vl import read_qwen_vl
+from services.tokenizer.text.section import SettingsError
 from services.tokenizer.text.vocabulary import Vocabulary
 
 __all__ = ["image_tokens", "read_image_family"]
@@ -66,7 +67,7 @@ def read_image_family(settings: ProcessorSettings, vocabulary: Vocabulary) -> Im
         return None
     try:
         if not settings.images.values:
-            raise SettingsError("the checkpoint has no preprocessor_config.json")
+            raise SettingsError("the checkpoint has no preprocessor_config.json.")
         family = reader(settings, ImageTokens(settings.model, vocabulary.ids))
         _check_tokens(family, vocabulary)
         return family
@@ -79,6 +80,6 @@ def _check_tokens(family: ImageFamily, vocabulary: Vocabulary) -> None:
     """Raise SettingsError if messages could contain an image's tokens, or the engine lacks them."""
     for token in family.control_tokens:
         if token not in vocabulary.control_tokens:
-            raise SettingsError(f"the tokenizer's {token} is not a special token")
+            raise SettingsError(f"the tokenizer's {token} is not a special token.")
     if family.placeholder_id >= vocabulary.model_vocabulary_size > 0:
-        raise SettingsError(f"the embedding has no row for {family.placeholder}")
+        raise SettingsError(f"the embedding has no row for {family.placeholder}.")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from services.tokenizer.images.image_family import Expansion, ImageFamily, ImageSize
 from services.tokenizer.images.image_tokens import ImageTokens
-from services.tokenizer.images.processor_settings import ProcessorSettings, SettingsError
+from services.tokenizer.images.processor_settings import ProcessorSettings
+from services.tokenizer.text.section import SettingsError
 
 __all__ = ["read_gemma4"]
 
@@ -56,10 +57,10 @@ def read_gemma4(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFamily
 def _read_grid(settings: ProcessorSettings) -> _Grid:
     images = settings.images
     if not images.flag("do_resize", True):
-        raise SettingsError(f"{images.file}: do_resize is false, which is not supported")
+        raise SettingsError(f"{images.file}: do_resize is false, which is not supported.")
     most = images.count("max_soft_tokens") or 280
     if most not in _MOST_TOKENS:
         known = ", ".join(map(str, _MOST_TOKENS))
-        raise SettingsError(f"{images.file}: max_soft_tokens must be one of {known}, got {most}")
+        raise SettingsError(f"{images.file}: max_soft_tokens must be one of {known}, got {most}.")
     patch, pooled = images.count("patch_size"), images.count("pooling_kernel_size")
     return _Grid(edge=(patch or 16) * (pooled or 3), most_tokens=most)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from services.common.json_values import Json
 from services.tokenizer.images.image_family import Expansion, ImageFamily, ImageSize
 from services.tokenizer.images.image_tokens import ImageTokens
-from services.tokenizer.images.processor_settings import ProcessorSettings, SettingsError
+from services.tokenizer.images.processor_settings import ProcessorSettings
+from services.tokenizer.text.section import SettingsError
 
 __all__ = ["read_idefics3"]
 
@@ -88,7 +89,7 @@ def _read_tiling(settings: ProcessorSettings) -> _Tiling:
     height, width = size.count("height"), size.count("width")
     fixed = ImageSize(width, height) if width is not None and height is not None else None
     if edge is None or (longest is None and fixed is None):
-        raise SettingsError(f"{images.file}: size or max_image_size has no longest_edge")
+        raise SettingsError(f"{images.file}: size or max_image_size has no longest_edge.")
     return _Tiling(
         is_split=images.flag("do_image_splitting", True),
         is_resized=images.flag("do_resize", True),

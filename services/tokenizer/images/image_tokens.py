@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from services.tokenizer.images.processor_settings import Section, SettingsError
+from services.tokenizer.text.section import Section, SettingsError
 
 __all__ = ["ImageTokens"]
 
@@ -26,7 +26,7 @@ class ImageTokens:
             if token is not None and token in self._texts:
                 return self._texts[token]
         if usual not in self._ids:
-            raise SettingsError(f"the tokenizer has no token {usual}")
+            raise SettingsError(f"the tokenizer has no token {usual}.")
         return usual
 
     def id(self, text: str) -> int:

@@ -10,7 +10,8 @@ from services.common.images import ImageError
 from services.common.json_values import Json
 from services.tokenizer.images.image_family import Expansion, ImageFamily, ImageSize
 from services.tokenizer.images.image_tokens import ImageTokens
-from services.tokenizer.images.processor_settings import ProcessorSettings, Section, SettingsError
+from services.tokenizer.images.processor_settings import ProcessorSettings
+from services.tokenizer.text.section import Section, SettingsError
 
 __all__ = ["read_llava"]
 
@@ -25,10 +26,10 @@ def read_llava(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFamily:
     height, width, shortest = _output_size(settings.images)
     patch = settings.processor.count("patch_size") or settings.vision.count("patch_size")
     if patch is None:
-        raise SettingsError("neither processor_config.json nor config.json has a patch_size")
+        raise SettingsError("neither processor_config.json nor config.json has a patch_size.")
     run = (height // patch) * (width // patch) + _others(settings)
     if run < 1:
-        raise SettingsError(f"an image of {width} x {height} pixels has no patches")
+        raise SettingsError(f"an image of {width} x {height} pixels has no patches.")
     expansion = Expansion(mark, run)
 
     def expand(size: ImageSize) -> Expansion:
@@ -61,7 +62,7 @@ def _output_size(images: Section) -> tuple[int, int, int | None]:
         size = Section(size.file, {})
     height, width = size.count("height"), size.count("width")
     if height is None or width is None:
-        raise SettingsError(f"{images.file}: images have no fixed size")
+        raise SettingsError(f"{images.file}: images have no fixed size.")
     return height, width, shortest
 
 

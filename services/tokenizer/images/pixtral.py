@@ -10,7 +10,8 @@ from services.common.images import ImageError
 from services.common.json_values import Json
 from services.tokenizer.images.image_family import Expansion, ImageFamily, ImageSize
 from services.tokenizer.images.image_tokens import ImageTokens
-from services.tokenizer.images.processor_settings import ProcessorSettings, SettingsError
+from services.tokenizer.images.processor_settings import ProcessorSettings
+from services.tokenizer.text.section import SettingsError
 
 __all__ = ["read_pixtral"]
 
@@ -46,7 +47,7 @@ def _most(settings: ProcessorSettings) -> ImageSize | None:
     longest = size.count("longest_edge")
     height, width = longest or size.count("height"), longest or size.count("width")
     if height is None or width is None:
-        raise SettingsError(f"{images.file}: size has no longest_edge")
+        raise SettingsError(f"{images.file}: size has no longest_edge.")
     return ImageSize(width, height)
 
 

@@ -37,6 +37,6 @@ def test_torch_is_loaded_by_the_step_loop_alone(program: str, name: str) -> None
     "name", ["services.engine.loop.loop_process", "services.engine.vision.encoder_process"]
 )
 def test_processes_that_compute_load_no_grpc(name: str) -> None:
-    """Its threads and its start cost a restart of the engine time, and nothing there calls it."""
+    """gRPC would lengthen each restart of the engine, and nothing in these processes calls it."""
     loads = f"{ITS_START}\nsys.exit('grpc' in sys.modules)"
     subprocess.run([sys.executable, "-c", loads, name], check=True, timeout=60)

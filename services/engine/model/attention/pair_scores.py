@@ -13,7 +13,7 @@ __all__ = ["DisentangledScores", "DistanceKeys", "DistanceScores", "PairScores"]
 
 
 class PairScores(ABC):
-    """What attention adds to the scores of a text's tokens, for all layers."""
+    """Summands of attention's scores for each pair of a text's tokens, in all layers."""
 
     @abstractmethod
     def addends(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -44,7 +44,7 @@ class DistanceScores(PairScores):
 
 @dataclass(frozen=True, slots=True)
 class DistanceKeys:
-    """What one layer makes of the embeddings of distances."""
+    """Queries and keys that one layer computes from the embeddings of distances."""
 
     keys: Tensor | None
     """[heads, 2 * span, head_dim], multiplied with the queries of tokens"""

@@ -33,7 +33,7 @@ _SAVED = replace(
     compressed=CompressedNames(key_norm="attn.norm"),
     hyper=HyperNames(head="hc_head.hc"),
 )
-"""What transformers writes"""
+"""Names in files that transformers writes"""
 
 COMPRESSED_FAMILIES: tuple[Family, ...] = (
     Family(

@@ -52,11 +52,11 @@ class _Format:
     numbers: Callable[[_Array], tuple[_Numbers, _Numbers | None]]
     """Returns the scales of blocks [blocks, bytes], and the offsets if there are any"""
     form: NumberForm | None
-    """How the kernels read the numbers of a mapped block; None: they can't"""
+    """Form in which the kernels read the numbers of a mapped block; None: they can't"""
     first: int = 0
     """Byte of a block at which `form` begins"""
     lift: int = 0
-    """To add to a code's bits, modulo 256. Without offsets, the middle code means zero."""
+    """Summand of a code's bits, modulo 256. Without offsets, the middle code means zero."""
     values: tuple[int, ...] = ()
     """Number that each code stands for, before the scale; empty if the code itself is the number"""
 

@@ -51,7 +51,7 @@ class BlockLayout:
     num_codes: int
     planes: Sequence[Plane]
     lift: int = 0
-    """To add to the bits, modulo 256"""
+    """Summand of the bits, modulo 256"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class GroupNumbers:
 
 
 class NumberForm(IntEnum):
-    """How a block holds the numbers of its groups, by ggml's types; enum of TW_SCALE."""
+    """Forms in which blocks of ggml's types hold the numbers of their groups, as in kernels.h."""
 
     SCALE = 0
     SCALE_AND_OFFSET = 1

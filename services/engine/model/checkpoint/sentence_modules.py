@@ -47,7 +47,7 @@ class DenseModule:
     activation: str
     """Class name of torch: "Tanh", "Identity" …"""
     has_residual: bool = False
-    """Its input, projected if it is wider or narrower, is added to its output"""
+    """True if the module's input, projected to the output's width, is added to its output"""
     reads_tokens: bool = False
     """It is applied to tokens, whatever comes before it"""
 
@@ -73,7 +73,7 @@ class SentenceModules:
     skips_instructions: bool = False
     """Pooling leaves out the instruction at the beginning of a text"""
     lexical: LexicalPooling | None = None
-    """How Pooling.LEXICAL makes weights; None for other poolings"""
+    """Steps by which Pooling.LEXICAL makes weights; None for other poolings"""
 
     @staticmethod
     def read(directory: Path, wanted: Pooling | None = None) -> "SentenceModules | None":

@@ -53,7 +53,7 @@ class StoredWeights:
     """Numbers in codes; in safetensors, where a byte may hold two, their bytes"""
     coded_bytes: int
     mapped_bytes: int = 0
-    """Those of codes that products can read where they lie: in blocks, row by row"""
+    """Bytes of codes that products can read where they lie: in blocks, row by row"""
     is_rounded: bool = False
     """Weights in floating point were rounded before the file was written, so no flag rounds them"""
 

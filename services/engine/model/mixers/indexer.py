@@ -28,12 +28,12 @@ class IndexWeights:
     """Weights of one layer's indexer."""
 
     queries: Projection
-    """To what rotates in all heads, then to the rest"""
+    """Product that makes what rotates in all heads, then the rest"""
     keys: Projection
     key_norm: LayerNorm
     """[width]"""
     head_weights: Projection
-    """To each head's factor, of the residual"""
+    """Product that makes each head's factor from the residual"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,9 @@ class LatentWeights:
     query_norm: Tensor | None
     """[query_width]; None if `query_vectors` is"""
     queries: Projection
-    """To the queries' own parts of all heads, then to their shared parts"""
+    """Product that makes the queries' own parts of all heads, then their shared parts"""
     latents: Projection
-    """To the latent, then to the keys' shared part"""
+    """Product that makes the latent, then the keys' shared part"""
     latent_norm: Tensor
     """[latent_width]"""
     keys: Tensor
@@ -46,7 +46,7 @@ class LatentWeights:
     """Additions of adapters to keys and values, [tokens, heads * (key_width + value_width)]; None:
     adapters can't change them"""
     gate: Projection | None
-    """To a number for each head; None: outputs have no gate"""
+    """Product that makes a number for each head; None: outputs have no gate"""
     output: Projection
     index: IndexWeights | None
     """None: the layer has no indexer"""

@@ -126,12 +126,12 @@ FIXED = {"strategy": "fixed", "length": 8}
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"query_length": 0}, "query_length must be a positive integer"),
+        ({"query_length": 0}, "query_length must be an integer of at least 1"),
         ({"document_length": 2}, "the length 2 of a document leaves no room"),
         ({"skiplist_words": "?"}, "skiplist_words must be a list"),
-        ({"skiplist_words": [7]}, "skiplist_words must be a list of texts"),
-        ({"query_prefix": 7}, "query_prefix must be a text"),
-        ({"prompts": {"query": 7}}, "prompts.query must be a text"),
+        ({"skiplist_words": [7]}, "skiplist_words must be a list of strings"),
+        ({"query_prefix": 7}, "query_prefix must be a string"),
+        ({"prompts": {"query": 7}}, "prompts.query must be a string"),
         ({"do_query_expansion": "false"}, "do_query_expansion must be true or false"),
         ({"attend_to_expansion_tokens": "no"}, "attend_to_expansion_tokens must be true or false"),
         ({"query_expansion": 3}, "query_expansion must be an object"),
