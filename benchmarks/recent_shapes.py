@@ -127,6 +127,7 @@ RECENT: dict[str, Callable[..., PreTrainedConfig]] = {
         num_key_value_heads=4,
         num_local_experts=0,
         num_experts_per_tok=0,
+        intermediate_size=4096,
         shared_intermediate_size=4096,
         mamba_n_heads=48,
         mamba_d_state=128,
