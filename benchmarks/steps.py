@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, required=True, help="a Hugging Face directory, or a GGUF file"
     )
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto", help="of the engine's activations")
     parser.add_argument(
         "--weights", default="full", choices=("full", "mapped", "decoded", "int4", "int8", "w8a8")
     )
