@@ -10,9 +10,11 @@ from tokenwire.pb.engine.v1.engine_pb2 import GenerateResponse, OutputDelta, Ses
 
 __all__ = ["EventQueue"]
 
-_PACE_SECONDS = 0.008
-"""Shortest time between messages that only continue sequences. A reader does not notice it, and it
-merges the tokens of short steps: each message costs CPU time in every service up to the client."""
+_PACE_SECONDS = 0.001
+"""Shortest time between messages that only continue sequences, for each sequence in them: tokens of
+short steps are merged, because each message costs CPU time in every service up to the client"""
+_MOST_PACE_SECONDS = 0.008
+"""Longest of these times, which a reader does not notice"""
 
 
 E = TypeVar("E", bound=GenerateResponse | SessionEvent)
@@ -33,6 +35,8 @@ class EventQueue(Generic[E]):
         self._wake = asyncio.Event()
         self._taken_at = 0.0
         """Event loop time of the last `take`"""
+        self._taken_sequences = 0
+        """Sequences with tokens in the last `take`"""
         self._pace: asyncio.TimerHandle | None = None
         """Timer that sends waiting tokens if no step follows"""
         self._silent_at = 0.0
@@ -61,10 +65,12 @@ class EventQueue(Generic[E]):
             add_scores(delta.tokens, [token.score])
         if token.mirostat_mu is not None:
             delta.mirostat_mu = token.mirostat_mu
-        if token.position == 0 or self._loop.time() - self._taken_at >= _PACE_SECONDS:
+        sequences = max(len(self._deltas), self._taken_sequences)
+        pace = min(sequences * _PACE_SECONDS, _MOST_PACE_SECONDS)
+        if token.position == 0 or self._loop.time() - self._taken_at >= pace:
             self._wake.set()
         elif self._pace is None:
-            self._pace = self._loop.call_later(_PACE_SECONDS, self._wake.set)
+            self._pace = self._loop.call_later(pace, self._wake.set)
 
     async def take(self, timeout: float) -> list[E]:
         """Return all events once one is due, or what there is after `timeout` seconds."""
@@ -78,6 +84,7 @@ class EventQueue(Generic[E]):
             self._pace.cancel()
             self._pace = None
         events, self._events = self._events, []
+        self._taken_sequences = len(self._deltas)
         self._deltas.clear()
         return events
 

@@ -15,6 +15,7 @@ from tokenwire.pb.engine.v1.engine_pb2 import SequenceFinished, SessionEvent
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the pace so slow that waiting tokens leave only with another event."""
     monkeypatch.setattr(event_queue, "_PACE_SECONDS", 3600.0)
+    monkeypatch.setattr(event_queue, "_MOST_PACE_SECONDS", 3600.0)
 
 
 def put(events: EventQueue[SessionEvent], position: int, handle: int = 1) -> None:
@@ -75,3 +76,27 @@ async def test_token_is_sent_although_no_step_follows() -> None:
     await events.take(0)
     put(events, 1)
     assert await ids(events, timeout=60) == [(1, [101])]
+
+
+@pytest.mark.parametrize(("streams", "expected"), [(1, [1, 1, 1, 1]), (8, [0, 0, 0, 4])])
+async def test_few_streams_get_each_token_as_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, streams: int, expected: list[int]
+) -> None:
+    """Steps of 2 ms: one stream's tokens leave one by one, those of eight streams together."""
+    now = 0.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    events: EventQueue[SessionEvent] = EventQueue()
+    for handle in range(streams):
+        put(events, 0, handle)
+    await events.take(3600)
+    sent = []
+    for position in range(1, 5):
+        now = 0.002 * position
+        for handle in range(streams):
+            put(events, position, handle)
+        taking = asyncio.ensure_future(ids(events, timeout=3600))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        sent.append(len(taking.result()[-1][1]) if taking.done() else 0)
+        taking.cancel()
+    assert sent == expected
