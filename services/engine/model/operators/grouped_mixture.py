@@ -2,9 +2,10 @@
 
 from services.engine.kernels.library import GroupedExpertCall, MixtureCall, Native
 from services.engine.model.architecture.activation import Activation, Nonlinearity
-from services.engine.model.operators.grouped_products import GroupedGate, GroupedProjection
+from services.engine.model.operators.grouped_products import GroupedProjection
 from services.engine.model.operators.interface import Mixture
 from services.engine.model.operators.looped_mixture import Expert, LoopedMixture
+from services.engine.model.operators.native_gate import DirectGate
 from services.engine.model.operators.native_mixture import NativeMixture
 
 __all__ = ["grouped_mixture"]
@@ -28,7 +29,9 @@ def grouped_mixture(native: Native, looped: LoopedMixture, activation: Activatio
 
 def _expert_call(expert: Expert) -> GroupedExpertCall | None:
     gate, down, width = expert
-    if not isinstance(gate, GroupedGate) or not isinstance(down, GroupedProjection):
+    if not isinstance(gate, DirectGate) or not isinstance(down, GroupedProjection):
+        return None
+    if not isinstance(gate.product, GroupedProjection):
         return None
     first, second = gate.product.part(0, width), gate.product.part(width, width)
     output = down.part(0, down.outputs)
