@@ -24,6 +24,7 @@ __all__ = [
     "DrawCall",
     "Epilogue",
     "FloatCall",
+    "FloatExpertCall",
     "Format",
     "GateCall",
     "GroupedCall",
@@ -608,6 +609,12 @@ class GroupedExpertCall(ctypes.Structure):
     _fields_ = [("gate", GroupedCall), ("up", GroupedCall), ("down", GroupedCall)]
 
 
+class FloatExpertCall(ctypes.Structure):
+    """struct tw_float_expert"""
+
+    _fields_ = [("gate", FloatCall), ("up", FloatCall), ("down", FloatCall)]
+
+
 class MixtureCall(ctypes.Structure):
     """struct tw_mixture"""
 
@@ -623,6 +630,7 @@ class MixtureCall(ctypes.Structure):
         ("gates", POINTER(LinearCall)),
         ("downs", POINTER(LinearCall)),
         ("grouped", POINTER(GroupedExpertCall)),
+        ("floats", POINTER(FloatExpertCall)),
         ("num_rows", c_int64),
         ("inputs", c_int64),
         ("outputs", c_int64),

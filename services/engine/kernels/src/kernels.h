@@ -579,9 +579,14 @@ struct tw_grouped_expert {
   tw_grouped gate, up, down;
 };
 
+// The same with weights in floating point; the outputs of `gate` are whole panels (32).
+struct tw_float_expert {
+  tw_float_product gate, up, down;
+};
+
 // A mixture of experts: adds to `out` each row's sum of its experts' outputs, times their factors.
 // The sum is in the order of the experts' numbers, so that it is independent of the other rows.
-// Experts are those of `gates` and `downs`, from TW_AVX512_BF16 on, or of `grouped`.
+// Experts are those of `gates` and `downs`, from TW_AVX512_BF16 on, of `grouped`, or of `floats`.
 struct tw_mixture {
   const void *rows;       // [num_rows, inputs], in tiles for `gates`
   void *out;              // [num_rows, outputs]
@@ -594,12 +599,13 @@ struct tw_mixture {
   const tw_linear *gates;  // [experts + 1 if has_shared] with their epilogues; the shared one is last
   const tw_linear *downs;
   const tw_grouped_expert *grouped;  // [experts]
+  const tw_float_expert *floats;     // [experts]
   int64_t num_rows;
   int64_t inputs;
   int64_t outputs;
   int64_t experts;
   int64_t per_row;
-  float alpha, limit;  // of the activation of `grouped`, as in tw_gate
+  float alpha, limit;  // of the activation of `grouped` or `floats`, as in tw_gate
   int32_t is_gelu;     // likewise
   int32_t has_shared;  // whether every row has one more expert
   int32_t dtype;       // of rows

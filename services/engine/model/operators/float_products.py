@@ -9,6 +9,9 @@ from services.engine.model.operators.native_gate import GateProduct
 
 __all__ = ["FloatProjection"]
 
+_PANEL = 32
+"""Outputs that are packed together"""
+
 
 class FloatProjection(GateProduct):
     """A product with a packed weight, which the kernel widens to float32."""
@@ -17,6 +20,7 @@ class FloatProjection(GateProduct):
         """weight: [outputs, inputs] in float32, bfloat16 or float16; it is copied."""
         self._native = native
         outputs, inputs = weight.shape
+        self.outputs = outputs
         code = DTYPES[weight.dtype]
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         self._packed = arena.take(native.float_packed_elements(outputs, inputs), weight.dtype)
@@ -40,6 +44,20 @@ class FloatProjection(GateProduct):
 
     def into_gate(self, rows: Tensor) -> None:
         self._multiply(rows, None, self._call.outputs, rows.dtype, adds=False)
+
+    def part(self, first: int, outputs: int) -> FloatCall | None:
+        """Return a call for some outputs without rows and out, valid as long as this product lives.
+
+        None: they don't begin with a panel.
+        """
+        if first % _PANEL:
+            return None
+        call = FloatCall.from_buffer_copy(self._call)
+        call.packed += first * call.inputs * self._packed.itemsize
+        call.outputs = outputs
+        if self._bias is not None:
+            call.bias = self._bias[first:].data_ptr()
+        return call
 
     def _multiply(
         self, rows: Tensor, place: int | None, stride: int, dtype: torch.dtype, *, adds: bool

@@ -10,12 +10,12 @@ from services.engine.kernels.memory import Arena
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
 from services.engine.model.operators.float_products import FloatProjection
-from services.engine.model.operators.grouped_mixture import grouped_mixture
 from services.engine.model.operators.grouped_products import GroupedProjection
 from services.engine.model.operators.interface import ExpertWeights, Gate, Mixture, Projection
 from services.engine.model.operators.looped_mixture import LoopedMixture
 from services.engine.model.operators.native_gate import is_native
 from services.engine.model.operators.native_operators import NativeOperators
+from services.engine.model.operators.plain_mixture import plain_mixture
 from services.engine.model.operators.recording import Recording
 from services.engine.model.operators.stored_groups import has_kernel
 from services.engine.model.operators.torch_operators import TorchGate, join_biases
@@ -70,7 +70,7 @@ class GroupedOperators(NativeOperators):
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
         looped = LoopedMixture(experts, activation, self)
-        return grouped_mixture(self._native, looped, activation) if activation.gated else looped
+        return plain_mixture(self._native, looped, activation) if activation.gated else looped
 
     def recording(self) -> Recording:
         return Recording(self._native, only_decodes=True)

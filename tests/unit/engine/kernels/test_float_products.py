@@ -14,9 +14,12 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from services.engine.kernels.library import InstructionSet
+from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.loader import load_model
 from services.engine.model.operators.grouped_operators import GroupedOperators
-from services.engine.model.operators.interface import Delta
+from services.engine.model.operators.interface import Delta, ExpertWeights
+from services.engine.model.operators.native_mixture import NativeMixture
+from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     Driver,
@@ -143,6 +146,39 @@ def test_adapter_of_a_gate_changes_what_is_activated(operators: GroupedOperators
     delta.is_active = False
     made.into(x, out)
     torch.testing.assert_close(out, silu(first) * second, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_kernel_mixes_experts_as_torch_does(
+    operators: GroupedOperators, dtype: torch.dtype, rows: int
+) -> None:
+    """Of experts that no row has, and of some that all rows have, too."""
+    experts, width, hidden, per_row = 5, 96, 72, 2
+    torch.manual_seed(rows)
+    stored = [
+        ExpertWeights(
+            *(torch.randn(width, hidden).to(dtype) / 8 for _ in range(2)),
+            torch.randn(hidden, width).to(dtype) / 8,
+            *(torch.randn(size) for size in (width, width, hidden)),
+        )
+        for _ in range(experts)
+    ]
+    x = torch.randn(rows, hidden)
+    chosen = torch.stack([1 + torch.randperm(experts - 1)[:per_row] for _ in range(rows)])
+    chosen[:, 0] = 4
+    chosen[:, 1] = chosen[:, 1] % 4
+    factors = torch.rand(rows, per_row)
+    ours, theirs = torch.ones(2, rows, hidden)
+    mixture = operators.mixture(stored, experts, per_row, SWIGLU)
+    assert isinstance(mixture, NativeMixture)
+    mixture.add_to(x, chosen, factors, ours)
+    exact = TorchOperators(torch.float32, torch.device("cpu"))
+    exact.mixture(stored, experts, per_row, SWIGLU).add_to(x, chosen, factors, theirs)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    alone = torch.ones(1, hidden)
+    mixture.add_to(x[-1:], chosen[-1:], factors[-1:], alone)
+    assert torch.equal(alone[0], ours[-1])
 
 
 def make_rounded_checkpoint(directory: Path, family: str, dtype: torch.dtype) -> PreTrainedModel:
