@@ -148,6 +148,12 @@ def test_adapter_of_a_gate_changes_what_is_activated(operators: GroupedOperators
     torch.testing.assert_close(out, silu(first) * second, atol=1e-4, rtol=1e-4)
 
 
+def random_expert(width: int, hidden: int, dtype: torch.dtype) -> ExpertWeights:
+    gate, up, down = (torch.randn(width, hidden).to(dtype) / 8 for _ in range(3))
+    biases = torch.randn(width), torch.randn(width), torch.randn(hidden)
+    return ExpertWeights(gate, up, down.T, *biases)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_kernel_mixes_experts_as_torch_does(
@@ -156,14 +162,7 @@ def test_kernel_mixes_experts_as_torch_does(
     """Of experts that no row has, and of some that all rows have, too."""
     experts, width, hidden, per_row = 5, 96, 72, 2
     torch.manual_seed(rows)
-    stored = [
-        ExpertWeights(
-            *(torch.randn(width, hidden).to(dtype) / 8 for _ in range(2)),
-            torch.randn(hidden, width).to(dtype) / 8,
-            *(torch.randn(size) for size in (width, width, hidden)),
-        )
-        for _ in range(experts)
-    ]
+    stored = [random_expert(width, hidden, dtype) for _ in range(experts)]
     x = torch.randn(rows, hidden)
     chosen = torch.stack([1 + torch.randperm(experts - 1)[:per_row] for _ in range(rows)])
     chosen[:, 0] = 4
