@@ -50,6 +50,7 @@ PARTS = {
     Kernel.KEEP: "norm, rotation",
     Kernel.ROW_NORM: "norm, rotation",
     Kernel.GROUPED: "linear",
+    Kernel.FLOAT_LINEAR: "linear",
     Kernel.GATE: "linear",
     Kernel.DECODE: "attention",
     Kernel.DELTA_RULE: "attention",

@@ -27,7 +27,8 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     port: int = setting(50052, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
     dtype: str = setting(
         "auto",
-        "Type to compute in; auto = bfloat16 if the hardware multiplies it, else float32.",
+        "Type to compute in; auto = bfloat16 if the hardware multiplies it, else float32. "
+        "CPUs keep weights as they are stored with float32, from AVX2 on.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     weights: str = setting(

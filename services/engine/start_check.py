@@ -24,8 +24,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 _PROCESSOR = Path("/proc/cpuinfo")
 _HALVES = frozenset({"avx512_bf16", "amx_bf16"})
 """Flags of processors that multiply bfloat16"""
-_WIDE = "avx2"
-"""Flag of processors whose kernels read mapped weights"""
+_WIDE = frozenset({"avx2", "fma", "f16c"})
+"""Flags of processors whose kernels read weights as they are stored, mapped ones too"""
 _CODED_BYTES = 12.5 / 8
 """Bytes of a number of bfloat16 in the CPU's coded form"""
 _ROUNDED = ("int8", "int4")
@@ -83,12 +83,16 @@ def check_room(weights: StoredWeights, config: Config | None, settings: EngineSe
 
 
 def require_room(
-    weights: StoredWeights, stored_as: str, free: int, number_bytes: float, others: Sequence[str]
+    weights: StoredWeights,
+    stored_as: str,
+    free: int,
+    number_bytes: float | None,
+    others: Sequence[str],
 ) -> None:
     """Raise StartupError for weights that don't fit into `free` bytes.
 
-    stored_as: value of --weights. number_bytes: those of a number of --dtype. others: other values
-    of --weights that the device has; the message names the first that would fit.
+    stored_as: value of --weights. number_bytes: as of `StoredWeights.num_bytes`. others: other
+    values of --weights that the device has; the message names the first that would fit.
     """
     needed = weights.num_bytes(stored_as, number_bytes)
     if needed <= free:
@@ -110,7 +114,7 @@ def require_room(
 
 def _can_map(config: Config | None, settings: EngineSettings) -> bool:
     """Return whether --weights mapped could start, as far as the weights' types allow it."""
-    if settings.dtype == "float16" or _WIDE not in _processor_flags():
+    if settings.dtype == "float16" or not _processor_flags() >= _WIDE:
         return False
     if config is None:
         return settings.model_code != ModelCode.TRANSFORMERS.value
@@ -136,17 +140,19 @@ def _gguf(model: Path) -> Path | None:
     return min(parts.iterdir()) if parts.is_dir() else gguf_of(model)
 
 
-def _number_bytes(settings: EngineSettings) -> float:
-    """Return the least bytes of a number of --dtype on this processor."""
-    halves = not _HALVES.isdisjoint(_processor_flags())
+def _number_bytes(settings: EngineSettings) -> float | None:
+    """Return the least bytes of a number of --dtype on this processor; None = as it is stored."""
+    flags = _processor_flags()
+    halves = bool(flags & _HALVES)
     if settings.dtype == "float32" or (settings.dtype == "auto" and not halves):
-        return 4
+        return None if flags >= _WIDE and settings.weights != "decoded" else 4
     is_coded = halves and settings.dtype != "float16" and settings.weights in ("full", "mapped")
     return _CODED_BYTES if is_coded else 2
 
 
-def _processor_flags() -> list[str]:
+def _processor_flags() -> frozenset[str]:
     if not _PROCESSOR.exists():
-        return []
+        return frozenset()
     lines = _PROCESSOR.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.split() for line in lines if line.startswith("flags")), [])
+    flags = (line.split() for line in lines if line.startswith("flags"))
+    return frozenset(next(flags, ()))

@@ -23,6 +23,8 @@ __all__ = [
     "DeltaRuleCall",
     "DrawCall",
     "Epilogue",
+    "FloatCall",
+    "FloatExpertCall",
     "Format",
     "GateCall",
     "GroupedCall",
@@ -128,6 +130,7 @@ class Kernel(IntEnum):
     MIXTURE = 11
     STATE_SCAN = 12
     SCALE = 13
+    FLOAT_LINEAR = 14
 
 
 class DrawCall(ctypes.Structure):
@@ -561,6 +564,25 @@ class ArrangeCall(ctypes.Structure):
     ]
 
 
+class FloatCall(ctypes.Structure):
+    """struct tw_float_product"""
+
+    _fields_ = [
+        ("rows", c_void_p),
+        ("packed", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("num_rows", c_int64),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("out_stride", c_int64),
+        ("adds", c_int32),
+        ("weight_dtype", c_int32),
+        ("dtype", c_int32),
+        ("out_dtype", c_int32),
+    ]
+
+
 class RoutingCall(ctypes.Structure):
     """struct tw_routing"""
 
@@ -587,6 +609,12 @@ class GroupedExpertCall(ctypes.Structure):
     _fields_ = [("gate", GroupedCall), ("up", GroupedCall), ("down", GroupedCall)]
 
 
+class FloatExpertCall(ctypes.Structure):
+    """struct tw_float_expert"""
+
+    _fields_ = [("gate", FloatCall), ("up", FloatCall), ("down", FloatCall)]
+
+
 class MixtureCall(ctypes.Structure):
     """struct tw_mixture"""
 
@@ -602,6 +630,7 @@ class MixtureCall(ctypes.Structure):
         ("gates", POINTER(LinearCall)),
         ("downs", POINTER(LinearCall)),
         ("grouped", POINTER(GroupedExpertCall)),
+        ("floats", POINTER(FloatExpertCall)),
         ("num_rows", c_int64),
         ("inputs", c_int64),
         ("outputs", c_int64),
@@ -632,6 +661,7 @@ class _AnyCall(ctypes.Union):
         ("mixture", MixtureCall),
         ("state_scan", StateScanCall),
         ("scale", ScaleCall),
+        ("float_linear", FloatCall),
     ]
 
 
@@ -710,6 +740,10 @@ class Native:
         self.choose_experts = function(
             *("tw_choose_experts", None, POINTER(RoutingCall), c_void_p, size, c_void_p, c_void_p)
         )
+        self.float_packed_elements = function("tw_float_packed_elements", size, size, size)
+        self.float_pack = function(
+            "tw_float_pack", None, c_int32, c_void_p, size, c_void_p, size, size
+        )
         self.packed_elements = function("tw_tiled_packed_elements", size, size, size)
         self.pack = function(
             "tw_tiled_pack", None, c_int32, c_void_p, c_void_p, size, size, size, size
@@ -738,6 +772,7 @@ class Native:
             Kernel.MIXTURE: function("tw_mix_experts", None, POINTER(MixtureCall)),
             Kernel.STATE_SCAN: function("tw_state_scan", None, POINTER(StateScanCall)),
             Kernel.SCALE: function("tw_scale_rows", None, POINTER(ScaleCall)),
+            Kernel.FLOAT_LINEAR: function("tw_float_linear", None, POINTER(FloatCall)),
         }
         self._recorder = _Recorder()
 

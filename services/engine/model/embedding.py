@@ -22,11 +22,14 @@ class TensorEmbedding(Embedding):
     """A table in memory, or in the mapped file."""
 
     def __init__(self, table: Tensor) -> None:
-        """table: [ids, width] in the dtype and on the device of the model."""
+        """table: [ids, width] on the device of the model; its rows become of the model's dtype."""
         self._table = table
 
     def read(self, ids: Tensor, out: Tensor) -> None:
-        torch.index_select(self._table, 0, ids, out=out)
+        if self._table.dtype == out.dtype:
+            torch.index_select(self._table, 0, ids, out=out)
+        else:
+            out.copy_(self._table.index_select(0, ids))
 
 
 class StoredEmbedding(Embedding):

@@ -69,15 +69,21 @@ _DTYPES = {
 
 
 def resolve_dtype(name: str, device: torch.device = _CPU) -> torch.dtype:
-    """Return the dtype of a --dtype value on a device. Raises ValueError for an unknown name.
+    """Return the dtype of a --dtype value on a device: that of activations and sums.
 
     `auto` is bfloat16 on hardware that multiplies it (CUDA, AMX, AVX-512 BF16) and float32
     elsewhere, because emulated bfloat16 is slower than float32.
+    Raises ValueError for an unknown name, StartupError for float16 on a CPU that lacks it.
     """
     if name == "auto":
         return torch.bfloat16 if _multiplies_bfloat16(device) else torch.float32
     if name not in _DTYPES:
         raise ValueError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {name}")
+    if name == "float16" and not _multiplies_float16(device):
+        raise StartupError(
+            "--dtype float16: this CPU computes in float32 and bfloat16. Start without it; weights "
+            "in float16 stay as they are stored."
+        )
     return _DTYPES[name]
 
 
@@ -85,6 +91,10 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= _AMPERE
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def _multiplies_float16(device: torch.device) -> bool:
+    return device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def load_spec(path: str | Path) -> ModelSpec:

@@ -40,7 +40,9 @@ class WeightReader:
     def read(self, manifest: Manifest) -> DecoderWeights:
         self._reader.root = manifest.root
         layers = tuple(map(self._layer, manifest.layers, self._reader.spec.layers))
-        positions = None if manifest.positions is None else self._table(manifest.positions)
+        positions = (
+            None if manifest.positions is None else self._own(self._table(manifest.positions))
+        )
         head = self._reader.shard.outputs(self._head(manifest))
         head_bias = None
         if manifest.head_bias is not None:
@@ -153,12 +155,16 @@ class WeightReader:
         reads_rows = self._reader.operators.keeps_groups and not self._reader.spec.family.layer_norm
         if reads_rows and (rows := self._reader.stored_rows(table)) is not None:
             return StoredEmbedding(rows)
-        return TensorEmbedding(self._table(table))
+        weight = self._table(table)
+        if self._reader.device.type == "cpu" and not self._reader.spec.family.layer_norm:
+            # A view of the mapped file: a step reads few rows, and the operating system may drop
+            # the pages.
+            return TensorEmbedding(weight)
+        return TensorEmbedding(self._own(weight))
 
     def _table(self, table: StoredTensor) -> Tensor:
         weight = self._reader.tensor(table)
-        if self._reader.spec.family.layer_norm:
-            weight = without_mean(weight, 1)
-        # If file and model share the dtype, this stays a view of the mapped file: a step reads few
-        # rows, and the operating system may drop the pages.
-        return weight.to(self._reader.device, self._reader.dtype)
+        return without_mean(weight, 1) if self._reader.spec.family.layer_norm else weight
+
+    def _own(self, table: Tensor) -> Tensor:
+        return table.to(self._reader.device, self._reader.dtype)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from services.common.settings import StartupError
 from services.engine.settings import EngineSettings
@@ -32,3 +34,11 @@ def test_weights_that_cannot_fit_are_refused_with_the_format_that_would(tmp_path
         require_room(weights, "full", whole // 5, FLOAT32, ("int8", "int4"))
     with pytest.raises(StartupError, match="serve a smaller model"):
         require_room(weights, "full", whole // 20, FLOAT32, ("int8", "int4"))
+
+
+def test_weights_that_stay_as_they_are_need_the_memory_of_their_file(tmp_path: Path) -> None:
+    numbers = {"a.weight": torch.zeros(4, 8, dtype=torch.bfloat16), "b.weight": torch.zeros(3)}
+    save_file(numbers, tmp_path / "model.safetensors")
+    weights = stored_weights(tmp_path)
+    assert weights.num_bytes("full", None) == 4 * 8 * 2 + 3 * 4
+    assert weights.num_bytes("full", FLOAT32) == weights.num_bytes("decoded", None) == 35 * 4

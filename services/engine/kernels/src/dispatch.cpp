@@ -3,6 +3,7 @@
 #include "delta_rule.h"
 #include "draw.h"
 #include "experts.h"
+#include "float_linear.h"
 #include "grouped.h"
 #include "mapped.h"
 #include "portable.h"
@@ -53,7 +54,9 @@ tw_instructions detect() {
       return TW_AVX512;
     return has_amx() ? TW_AMX : TW_AVX512_BF16;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return TW_AVX2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
+    return TW_AVX2;
 #endif
   return TW_BASELINE;
 }
@@ -172,6 +175,17 @@ void tw_grouped_linear(const tw_grouped *grouped) {
   if (in_use >= TW_AVX2) return grouped_avx2(&call);
 #endif
   grouped_baseline(&call);
+}
+
+void tw_float_linear(const tw_float_product *product) {
+  tw_float_product call = *product;
+  const int64_t element = call.out_dtype == TW_FLOAT32 ? 4 : 2;
+  if (!call.out) call.out = ungated.reserve(call.num_rows * call.out_stride * element);
+#if defined(TW_X86_64)
+  if (in_use >= TW_AVX512) return float_linear_avx512(&call);
+  if (in_use == TW_AVX2) return float_linear_avx2(&call);
+#endif
+  float_linear_baseline(&call);
 }
 
 void tw_gate_rows(const tw_gate *gate) {

@@ -12,7 +12,7 @@ enum tw_dtype : int32_t { TW_FLOAT32 = 0, TW_BFLOAT16 = 1, TW_FLOAT16 = 2 };
 // Instruction sets, each with all before it.
 enum tw_instructions : int32_t {
   TW_BASELINE = 0,
-  TW_AVX2 = 1,         // and FMA
+  TW_AVX2 = 1,         // and FMA, and F16C
   TW_AVX512 = 2,       // F, BW, VL, DQ
   TW_AVX512_BF16 = 3,  // and VBMI and VNNI
   TW_AMX = 4,          // bf16 and int8, and AVX-512 FP16
@@ -74,7 +74,7 @@ void tw_rotate(const tw_rotation *rotation);
 
 // SiLU of a row's first half times its second half, or GELU with tanh, or the TW_GATE_CLAMPED of both.
 struct tw_gate {
-  const void *both;  // [num_rows, 2 * width]; null = what tw_grouped_linear wrote last in this thread
+  const void *both;  // [num_rows, 2 * width]; null = what a product wrote last to null in this thread
   void *out;         // [num_rows, width]
   int64_t num_rows;
   int64_t width;
@@ -446,6 +446,33 @@ void tw_grouped_pack(const tw_grouped *grouped, const tw_codes *codes, const tw_
                      const tw_numbers *offsets, uint8_t *packed, int64_t first_tile,
                      int64_t tile_step);
 
+// ---- float32 and bfloat16 rows, weights in floating point, any instruction set ----
+
+// Product with weights [outputs, inputs] as they are stored. They are widened to float32, in which
+// products are summed in the order of the inputs.
+struct tw_float_product {
+  const void *rows;    // [num_rows, inputs]
+  const void *packed;  // by tw_float_pack
+  const float *bias;   // [outputs] or null
+  void *out;           // [num_rows, out_stride]; null = memory that tw_gate_rows reads
+  int64_t num_rows;
+  int64_t inputs;
+  int64_t outputs;
+  int64_t out_stride;    // elements between two rows of out
+  int32_t adds;          // whether out += product, else out = product
+  int32_t weight_dtype;  // any
+  int32_t dtype;         // of rows: TW_FLOAT32 or TW_BFLOAT16
+  int32_t out_dtype;     // likewise
+};
+void tw_float_linear(const tw_float_product *product);
+
+// Numbers of a packed weight.
+int64_t tw_float_packed_elements(int64_t outputs, int64_t inputs);
+
+// Packs a weight of any dtype. row_stride: elements between two outputs.
+void tw_float_pack(int32_t dtype, const void *weight, int64_t row_stride, void *packed,
+                   int64_t outputs, int64_t inputs);
+
 // ---- bfloat16 in tiles, from TW_AVX512_BF16 on ----
 
 // Inputs of products are in tiles: [rows / 32][width / 32] blocks of [32][32] elements. The width
@@ -552,9 +579,14 @@ struct tw_grouped_expert {
   tw_grouped gate, up, down;
 };
 
+// The same with weights in floating point; the outputs of `gate` are whole panels (32).
+struct tw_float_expert {
+  tw_float_product gate, up, down;
+};
+
 // A mixture of experts: adds to `out` each row's sum of its experts' outputs, times their factors.
 // The sum is in the order of the experts' numbers, so that it is independent of the other rows.
-// Experts are those of `gates` and `downs`, from TW_AVX512_BF16 on, or of `grouped`.
+// Experts are those of `gates` and `downs`, from TW_AVX512_BF16 on, of `grouped`, or of `floats`.
 struct tw_mixture {
   const void *rows;       // [num_rows, inputs], in tiles for `gates`
   void *out;              // [num_rows, outputs]
@@ -567,12 +599,13 @@ struct tw_mixture {
   const tw_linear *gates;  // [experts + 1 if has_shared] with their epilogues; the shared one is last
   const tw_linear *downs;
   const tw_grouped_expert *grouped;  // [experts]
+  const tw_float_expert *floats;     // [experts]
   int64_t num_rows;
   int64_t inputs;
   int64_t outputs;
   int64_t experts;
   int64_t per_row;
-  float alpha, limit;  // of the activation of `grouped`, as in tw_gate
+  float alpha, limit;  // of the activation of `grouped` or `floats`, as in tw_gate
   int32_t is_gelu;     // likewise
   int32_t has_shared;  // whether every row has one more expert
   int32_t dtype;       // of rows
@@ -597,6 +630,7 @@ enum tw_kernel : int32_t {
   TW_MIXTURE = 11,
   TW_STATE_SCAN = 12,
   TW_SCALE = 13,
+  TW_FLOAT_LINEAR = 14,
 };
 
 struct tw_operation {
@@ -616,6 +650,7 @@ struct tw_operation {
     tw_mixture mixture;
     tw_scan state_scan;
     tw_scale scale;
+    tw_float_product float_linear;
   };
 };
 

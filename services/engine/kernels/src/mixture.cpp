@@ -8,6 +8,7 @@
 #include "buffer.h"
 #include "experts.h"
 #include "exponential.h"
+#include "float_layout.h"
 #include "grouped_layout.h"
 #include "kernels.h"
 #include "threads.h"
@@ -132,17 +133,18 @@ void for_outputs(const Grouping &rows, const Units &units, const Body &body) {
   parallel_for(count, [=](int64_t i) { body(items[i]); });
 }
 
-// Weights in groups, and rows that lie row by row.
-class GroupedProducts {
+// Rows that lie row by row, and weights whose products Weights computes.
+template <typename Weights>
+class PlainProducts {
  public:
-  static constexpr int64_t kRows = 1;      // that lie together
-  static constexpr int64_t kOutputs = 16;  // of a unit
+  static constexpr int64_t kRows = 1;  // that lie together
 
-  explicit GroupedProducts(const tw_mixture &m) : m_(m), size_(m.dtype == TW_FLOAT32 ? 4 : 2) {}
+  explicit PlainProducts(const tw_mixture &m)
+      : m_(m), weights_(Weights::of(m)), size_(m.dtype == TW_FLOAT32 ? 4 : 2) {}
 
-  int64_t width(int64_t expert) const { return m_.grouped[expert].down.inputs; }
-  int64_t gate_units(int64_t expert) const { return (width(expert) + kOutputs - 1) / kOutputs; }
-  int64_t down_units(int64_t) const { return (m_.outputs + kOutputs - 1) / kOutputs; }
+  int64_t width(int64_t expert) const { return weights_[expert].down.inputs; }
+  int64_t gate_units(int64_t expert) const { return units(width(expert)); }
+  int64_t down_units(int64_t) const { return units(m_.outputs); }
   int64_t element() const { return size_; }
 
   void gather(const int64_t *rows, int64_t count, char *to) const {
@@ -152,18 +154,13 @@ class GroupedProducts {
              static_cast<size_t>(bytes));
   }
 
-  void prefetch(int64_t expert) const {
-    const tw_grouped_expert &weights = m_.grouped[expert];
-    tw_prefetch_mapped(&weights.gate);
-    if (weights.up.mapped != weights.gate.mapped) tw_prefetch_mapped(&weights.up);
-    tw_prefetch_mapped(&weights.down);
-  }
+  void prefetch(int64_t expert) const { Weights::prefetch(weights_[expert]); }
 
   void gate(const Group &group, const Item &item, const void *rows, char *inner) const {
     static thread_local Buffer memory;
-    const tw_grouped_expert &expert = m_.grouped[group.expert];
-    const int64_t all = width(group.expert), first = item.first * kOutputs;
-    const int64_t count = minimum(item.last * kOutputs, all) - first;
+    const auto &expert = weights_[group.expert];
+    const int64_t all = width(group.expert), first = item.first * Weights::kOutputs;
+    const int64_t count = minimum(item.last * Weights::kOutputs, all) - first;
     char *both = reserve<char>(memory, group.count * 2 * count * size_);
     multiply(expert.gate, group.count, rows, first, count, both, 2 * count);
     multiply(expert.up, group.count, rows, first, count, both + count * size_, 2 * count);
@@ -173,31 +170,69 @@ class GroupedProducts {
   }
 
   void down(const Group &group, const Item &item, const void *inner, char *out) const {
-    const int64_t first = item.first * kOutputs;
-    const int64_t count = minimum(item.last * kOutputs, m_.outputs) - first;
-    multiply(m_.grouped[group.expert].down, group.count, inner, first, count, out + first * size_,
+    const int64_t first = item.first * Weights::kOutputs;
+    const int64_t count = minimum(item.last * Weights::kOutputs, m_.outputs) - first;
+    multiply(weights_[group.expert].down, group.count, inner, first, count, out + first * size_,
              m_.outputs);
   }
 
  private:
-  // Computes `count` outputs from `first` on, a multiple of a strip.
-  void multiply(tw_grouped call, int64_t num_rows, const void *rows, int64_t first, int64_t count,
+  static int64_t units(int64_t outputs) {
+    return (outputs + Weights::kOutputs - 1) / Weights::kOutputs;
+  }
+
+  // Computes `count` outputs from `first` on, a multiple of a unit.
+  template <typename Call>
+  void multiply(Call call, int64_t num_rows, const void *rows, int64_t first, int64_t count,
                 void *out, int64_t stride) const {
     call.rows = rows;
-    call.first_strip += first / kStrip;
     if (call.bias) call.bias += first;
     call.out = out;
     call.num_rows = num_rows;
     call.outputs = count;
-    call.first_output = 0;
     call.out_stride = stride;
     call.adds = 0;
     call.dtype = call.out_dtype = m_.dtype;
-    tw_grouped_linear(&call);
+    Weights::multiply(call, first);
   }
 
   const tw_mixture &m_;
+  const typename Weights::Expert *weights_;
   int64_t size_;
+};
+
+struct InGroups {
+  using Expert = tw_grouped_expert;
+  static constexpr int64_t kOutputs = 16;  // of a unit
+
+  static const Expert *of(const tw_mixture &m) { return m.grouped; }
+
+  static void prefetch(const Expert &weights) {
+    tw_prefetch_mapped(&weights.gate);
+    if (weights.up.mapped != weights.gate.mapped) tw_prefetch_mapped(&weights.up);
+    tw_prefetch_mapped(&weights.down);
+  }
+
+  static void multiply(tw_grouped call, int64_t first) {
+    call.first_strip += first / kStrip;
+    call.first_output = 0;
+    tw_grouped_linear(&call);
+  }
+};
+
+struct InFloats {
+  using Expert = tw_float_expert;
+  static constexpr int64_t kOutputs = kPanel;
+
+  static const Expert *of(const tw_mixture &m) { return m.floats; }
+
+  static void prefetch(const Expert &) {}
+
+  static void multiply(tw_float_product call, int64_t first) {
+    call.packed = static_cast<const uint8_t *>(call.packed) +
+                  first * call.inputs * bytes_of(call.weight_dtype);
+    tw_float_linear(&call);
+  }
 };
 
 template <typename Products>
@@ -328,5 +363,7 @@ void tw_mix_experts(const tw_mixture *mixture) {
 #if defined(TW_X86_64)
   if (m.gates) return mix_tiled(m);
 #endif
-  mix(m, {m.chosen, m.factors}, GroupedProducts(m), nullptr);
+  const Choice choice{m.chosen, m.factors};
+  if (m.floats) return mix(m, choice, PlainProducts<InFloats>(m), nullptr);
+  mix(m, choice, PlainProducts<InGroups>(m), nullptr);
 }

@@ -55,6 +55,9 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
     case TW_GROUPED_LINEAR:
       operation.grouped.num_rows = rows.count;
       return tw_grouped_linear(&operation.grouped);
+    case TW_FLOAT_LINEAR:
+      operation.float_linear.num_rows = rows.count;
+      return tw_float_linear(&operation.float_linear);
     case TW_GATE_ROWS:
       operation.gate.num_rows = rows.count;
       return tw_gate_rows(&operation.gate);

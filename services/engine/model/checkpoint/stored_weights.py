@@ -12,10 +12,12 @@ from services.engine.model.checkpoint.config import CheckpointError, Config
 
 __all__ = ["StoredWeights"]
 
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
-"""Types of safetensors that hold a weight per number"""
-_GGUF_FLOATS = frozenset({0, 1, 30, 16, 17, 18, 19, 21, 22, 29, 34})
-"""ggml's numbers of float32, float16, bfloat16, and of the types that are decoded at loading"""
+_FLOATS = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 4, "F8_E5M2": 4}
+"""Types of safetensors that hold a weight per number, and the bytes of each where it is kept as it
+is or decoded"""
+_GGUF_FLOATS = {0: 4, 1: 2, 30: 2, **dict.fromkeys((16, 17, 18, 19, 21, 22, 29, 34), 4)}
+"""The same for ggml's numbers of float32, float16, bfloat16, and of the types that are decoded at
+loading"""
 _PLAIN = frozenset({0, 1, 30})
 """ggml's numbers of float32, float16 and bfloat16"""
 _MAPPABLE = frozenset({*range(2, 4), *range(6, 9), *range(10, 15), 20, 23, 35, 39})
@@ -29,6 +31,7 @@ _MXFP4 = ("_blocks", "_scales")
 """Ends of the names of experts in MXFP4"""
 _BYTES_OF_FORMAT = {"int8": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4": 0.5625}
 """Bytes of a number in a format that rounds it; int4 with a scale of 16 bits for 32 of them"""
+_FLOAT32_BYTES = 4
 _LENGTH_BYTES = 8
 _NUMBER_BYTES = {"bfloat16": 2, "float16": 2}
 """Bytes of a number by the dtype in config.json"""
@@ -39,7 +42,8 @@ class _Tensor:
     name: str
     numbers: int
     num_bytes: int
-    is_float: bool
+    float_bytes: int
+    """Bytes of a number in floating point that stays as it is; 0: the tensor has codes"""
     is_mappable: bool
 
 
@@ -52,6 +56,8 @@ class StoredWeights:
     coded: int
     """Numbers in codes; in safetensors, where a byte may hold two, their bytes"""
     coded_bytes: int
+    float_bytes: int = 0
+    """Bytes of the numbers in floating point that stay as they are"""
     mapped_bytes: int = 0
     """Bytes of codes that products can read where they lie: in blocks, row by row"""
     is_rounded: bool = False
@@ -76,33 +82,36 @@ class StoredWeights:
         config: their config.json; None = they are GGUF files.
         """
         if config is None:
-            return StoredWeights(0, num_bytes, num_bytes, num_bytes)
+            return StoredWeights(0, num_bytes, num_bytes, mapped_bytes=num_bytes)
         if config.has("quantization_config"):
             method = config.values["quantization_config"]
             is_mxfp4 = isinstance(method, dict) and method.get("quant_method") == "mxfp4"
-            return StoredWeights(0, num_bytes, num_bytes, num_bytes if is_mxfp4 else 0)
+            return StoredWeights(0, num_bytes, num_bytes, mapped_bytes=num_bytes if is_mxfp4 else 0)
         dtype = config.values.get("dtype") or config.values.get("torch_dtype")
-        return StoredWeights(num_bytes // _NUMBER_BYTES.get(str(dtype), 4), 0, 0)
+        return StoredWeights(num_bytes // _NUMBER_BYTES.get(str(dtype), 4), 0, 0, num_bytes)
 
-    def num_bytes(self, weights: str, number_bytes: float) -> int:
+    def num_bytes(self, weights: str, number_bytes: float | None) -> int:
         """Return the least bytes that the weights take in memory.
 
-        weights: value of --weights. number_bytes: those of a number of --dtype.
+        weights: value of --weights. number_bytes: those of a number of --dtype; None = numbers stay
+        as they are, which are float32 if they are decoded.
         """
         if weights == "decoded":
-            return int((self.floats + self.coded) * number_bytes)
+            return int((self.floats + self.coded) * (number_bytes or _FLOAT32_BYTES))
         coded_bytes = self.coded_bytes - (self.mapped_bytes if weights == "mapped" else 0)
-        return int(self.floats * _BYTES_OF_FORMAT.get(weights, number_bytes)) + coded_bytes
+        each = _BYTES_OF_FORMAT.get(weights, number_bytes)
+        return coded_bytes + (self.float_bytes if each is None else int(self.floats * each))
 
 
 def _total(tensors: list[_Tensor]) -> StoredWeights:
     if any(_is_named(tensor, _HEADS) for tensor in tensors):
         tensors = [tensor for tensor in tensors if not _is_named(tensor, _EMBEDDINGS)]
-    coded = [tensor for tensor in tensors if not tensor.is_float]
+    coded = [tensor for tensor in tensors if not tensor.float_bytes]
     return StoredWeights(
-        sum(tensor.numbers for tensor in tensors if tensor.is_float),
+        sum(tensor.numbers for tensor in tensors if tensor.float_bytes),
         sum(tensor.numbers for tensor in coded),
         sum(tensor.num_bytes for tensor in coded),
+        sum(tensor.numbers * tensor.float_bytes for tensor in tensors),
         sum(tensor.num_bytes for tensor in coded if tensor.is_mappable),
     )
 
@@ -125,9 +134,9 @@ def _gguf_tensors(file: GgufFile) -> Iterator[_Tensor]:
         held = sorted((t for t in file.tensors.values() if t.file == part), key=lambda t: t.start)
         ends = [*(after.start for _, after in pairwise(held)), size]
         for tensor, end in zip(held, ends, strict=bool(held)):
-            is_float = tensor.kind in _GGUF_FLOATS
+            float_bytes = _GGUF_FLOATS.get(tensor.kind, 0)
             numbers = prod(tensor.shape)
-            yield _Tensor(tensor.name, numbers, end - tensor.start, is_float, is_mappable)
+            yield _Tensor(tensor.name, numbers, end - tensor.start, float_bytes, is_mappable)
 
 
 def _tensors(file: Path) -> Iterator[_Tensor]:
@@ -138,9 +147,9 @@ def _tensors(file: Path) -> Iterator[_Tensor]:
         for name, tensor in header.items():
             if name != "__metadata__":
                 begin, end = tensor["data_offsets"]
-                is_float = tensor["dtype"] in _FLOATS
-                numbers = prod(tensor["shape"]) if is_float else end - begin
+                float_bytes = _FLOATS.get(tensor["dtype"], 0)
+                numbers = prod(tensor["shape"]) if float_bytes else end - begin
                 is_mappable = name.endswith(_MXFP4)
-                yield _Tensor(name, numbers, end - begin, is_float, is_mappable)
+                yield _Tensor(name, numbers, end - begin, float_bytes, is_mappable)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is damaged or truncated: {error}.") from None

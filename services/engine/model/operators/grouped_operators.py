@@ -1,4 +1,4 @@
-"""Operators on CPUs without the tiled kernels, with weights in groups of codes."""
+"""Operators on CPUs without the tiled kernels, with weights as they are stored."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,12 +9,13 @@ from services.engine.kernels.library import Native
 from services.engine.kernels.memory import Arena
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
-from services.engine.model.operators.grouped_mixture import grouped_mixture
-from services.engine.model.operators.grouped_products import GroupedGate, GroupedProjection
+from services.engine.model.operators.float_products import FloatProjection
+from services.engine.model.operators.grouped_products import GroupedProjection
 from services.engine.model.operators.interface import ExpertWeights, Gate, Mixture, Projection
 from services.engine.model.operators.looped_mixture import LoopedMixture
-from services.engine.model.operators.native_gate import NativeGate, is_native
+from services.engine.model.operators.native_gate import is_native
 from services.engine.model.operators.native_operators import NativeOperators
+from services.engine.model.operators.plain_mixture import plain_mixture
 from services.engine.model.operators.recording import Recording
 from services.engine.model.operators.stored_groups import has_kernel
 from services.engine.model.operators.torch_operators import TorchGate, join_biases
@@ -23,10 +24,11 @@ __all__ = ["GroupedOperators"]
 
 
 class GroupedOperators(NativeOperators):
-    """NativeOperators that keep a quantized checkpoint's codes in memory.
+    """NativeOperators that keep a checkpoint's weights as they are.
 
-    Products round their rows to 8 bits, with a scale for each 32 inputs. Other weights are those of
-    NativeOperators.
+    Products with codes round their rows to 8 bits, with a scale for each 32 inputs. Those with
+    weights in floating point are in float32, whatever the weights' type. Where oneDNN multiplies
+    bfloat16 by instructions for it, these products are its own.
     """
 
     keeps_groups = True
@@ -34,6 +36,12 @@ class GroupedOperators(NativeOperators):
     def __init__(self, native: Native, dtype: torch.dtype) -> None:
         super().__init__(native, dtype)
         self._arena = Arena()
+
+    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        if self._dtype == torch.bfloat16 and self._prepacks:
+            return super().projection(weight, bias)
+        self._native.use_pool(torch.get_num_threads())
+        return FloatProjection(self._native, weight, bias, self._arena)
 
     def grouped_projection(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None
@@ -56,15 +64,13 @@ class GroupedOperators(NativeOperators):
         product = self.grouped_projection([gate] if up is None else [gate, up], bias)
         if not is_native(activation):
             return TorchGate(product, 1 if up is None else 2, activation, self)
-        if isinstance(product, GroupedProjection):
-            return GroupedGate(self._native, product, activation, self._code)
-        return NativeGate(self._native, product, activation, self._code)
+        return self._activated(product, activation)
 
     def mixture(
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
         looped = LoopedMixture(experts, activation, self)
-        return grouped_mixture(self._native, looped, activation) if activation.gated else looped
+        return plain_mixture(self._native, looped, activation) if activation.gated else looped
 
     def recording(self) -> Recording:
         return Recording(self._native, only_decodes=True)

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from services.engine.kernels.library import DTYPES, GroupedCall, Kernel, Native
 from services.engine.kernels.memory import Arena
-from services.engine.model.architecture.activation import Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
-from services.engine.model.operators.interface import Projection
-from services.engine.model.operators.native_gate import NativeGate
+from services.engine.model.operators.native_gate import GateProduct
 from services.engine.model.operators.stored_groups import (
     STRIP,
     StoredGroups,
@@ -19,10 +17,10 @@ from services.engine.model.operators.stored_groups import (
     mapped_call,
 )
 
-__all__ = ["GroupedGate", "GroupedProjection"]
+__all__ = ["GroupedProjection"]
 
 
-class GroupedProjection(Projection):
+class GroupedProjection(GateProduct):
     """A product with packed weights: a call for each run of outputs that are stored alike."""
 
     def __init__(
@@ -60,27 +58,9 @@ class GroupedProjection(Projection):
         return None
 
     def into_gate(self, rows: Tensor) -> None:
-        """Write the product where `Kernel.GATE` reads it."""
         target = _Target(None, self.outputs, DTYPES[rows.dtype])
         for first, run in self._runs:
             run.multiply(rows, target, first, adds=False)
-
-
-class GroupedGate(NativeGate):
-    """A gate of one grouped product, which needs no tensor of its own without an adapter."""
-
-    def __init__(
-        self, native: Native, product: GroupedProjection, activation: Activation, code: int
-    ) -> None:
-        super().__init__(native, product, activation, code)
-        self.product = product
-
-    def into(self, rows: Tensor, out: Tensor) -> None:
-        if self.is_adapted:
-            super().into(rows, out)
-            return
-        self.product.into_gate(rows)
-        self._run(None, out)
 
 
 class _Target(NamedTuple):

@@ -1,12 +1,14 @@
 """Gates whose activation is a kernel."""
 
+from abc import abstractmethod
+
 from torch import Tensor
 
 from services.engine.kernels.library import GateCall, Kernel, Native
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
 from services.engine.model.operators.interface import AdaptedProjection, Delta, Gate, Projection
 
-__all__ = ["NativeGate", "is_native"]
+__all__ = ["DirectGate", "GateProduct", "NativeGate", "is_native"]
 
 
 _GELU = Activation(Nonlinearity.GELU_TANH)
@@ -16,6 +18,14 @@ _PLAIN = (SWIGLU, _GELU)
 def is_native(activation: Activation) -> bool:
     """Return whether `Kernel.GATE` computes an activation."""
     return activation in _PLAIN or activation.nonlinearity is Nonlinearity.CLAMPED_SWIGLU
+
+
+class GateProduct(Projection):
+    """A product that can be written where `Kernel.GATE` reads it."""
+
+    @abstractmethod
+    def into_gate(self, rows: Tensor) -> None:
+        """Write the product of `rows` [n, inputs] there."""
 
 
 class NativeGate(Gate):
@@ -44,8 +54,25 @@ class NativeGate(Gate):
         self._run(both.data_ptr(), out)
 
     def _run(self, both: int | None, out: Tensor) -> None:
-        """Activate a product at this address; None = the last grouped product into no tensor."""
+        """Activate a product at this address; None = the last product by `into_gate`."""
         activation = self._activation
         constants = (activation.alpha, activation.limit, activation == _GELU)
         call = GateCall(both, out.data_ptr(), *out.shape, out.stride(0), *constants, self._code)
         self._native.run(Kernel.GATE, call)
+
+
+class DirectGate(NativeGate):
+    """A gate that needs no tensor for its product, unless an adapter adds to it."""
+
+    def __init__(
+        self, native: Native, product: GateProduct, activation: Activation, code: int
+    ) -> None:
+        super().__init__(native, product, activation, code)
+        self.product = product
+
+    def into(self, rows: Tensor, out: Tensor) -> None:
+        if self.is_adapted:
+            super().into(rows, out)
+            return
+        self.product.into_gate(rows)
+        self._run(None, out)

@@ -22,9 +22,14 @@ from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
-from services.engine.model.operators.interface import Gate, HeadNorms
+from services.engine.model.operators.interface import Gate, HeadNorms, Projection
 from services.engine.model.operators.low_rank import LowRank, LowRankProduct
-from services.engine.model.operators.native_gate import NativeGate, is_native
+from services.engine.model.operators.native_gate import (
+    DirectGate,
+    GateProduct,
+    NativeGate,
+    is_native,
+)
 from services.engine.model.operators.native_low_rank import NativeLowRankProduct
 from services.engine.model.operators.native_mixture import routing_call
 from services.engine.model.operators.torch_operators import TorchOperators, join
@@ -78,6 +83,12 @@ class NativeOperators(TorchOperators):
         if not is_native(activation):
             return super().gate(gate, up, gate_bias, up_bias, activation)
         product = self.projection(*join(gate, up, gate_bias, up_bias))
+        return self._activated(product, activation)
+
+    def _activated(self, product: Projection, activation: Activation) -> Gate:
+        """Make a gate of a product with both factors. activation: one that `is_native`."""
+        if isinstance(product, GateProduct):
+            return DirectGate(self._native, product, activation, self._code)
         return NativeGate(self._native, product, activation, self._code)
 
     def choose(

@@ -19,6 +19,7 @@ from transformers import AutoConfig, GlmMoeDsaConfig, Mistral4Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.json_values import Json
+from services.common.settings import StartupError
 from services.engine.messages import GenerationDefaults
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError
@@ -726,10 +727,16 @@ def test_long_load_is_logged_without_a_terminal(
 
 
 def test_dtypes_resolve_by_name() -> None:
-    assert resolve_dtype("float16") == torch.float16
+    assert resolve_dtype("float16", torch.device("cuda")) == torch.float16
     assert resolve_dtype("auto") in (torch.float32, torch.bfloat16)
     with pytest.raises(ValueError, match="int4"):
         resolve_dtype("int4")
+
+
+def test_float16_is_refused_where_a_processor_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.engine.model.loader._multiplies_float16", lambda device: False)
+    with pytest.raises(StartupError, match="computes in float32 and bfloat16"):
+        resolve_dtype("float16")
 
 
 def test_experts_are_read_stacked_as_apart(tmp_path: Path) -> None:
