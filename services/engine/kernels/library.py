@@ -30,6 +30,7 @@ __all__ = [
     "InstructionSet",
     "KeepCall",
     "Kernel",
+    "LatentCall",
     "LayerNormCall",
     "LinearCall",
     "LowRankCall",
@@ -128,6 +129,7 @@ class Kernel(IntEnum):
     MIXTURE = 11
     STATE_SCAN = 12
     SCALE = 13
+    LATENT_DECODE = 14
 
 
 class DrawCall(ctypes.Structure):
@@ -264,6 +266,35 @@ class AttentionCall(ctypes.Structure):
         ("cache_group", c_int64),
         ("scale", c_float),
         ("cap", c_float),
+        ("dtype", c_int32),
+    ]
+
+
+class LatentCall(ctypes.Structure):
+    """struct tw_latent"""
+
+    _fields_ = [
+        ("queries", c_void_p),
+        ("latents", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("out", c_void_p),
+        ("pages", c_void_p),
+        ("slots", c_void_p),
+        ("context_lengths", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("heads", c_int64),
+        ("latent_width", c_int64),
+        ("key_width", c_int64),
+        ("shared_width", c_int64),
+        ("value_width", c_int64),
+        ("page_width", c_int64),
+        ("block_size", c_int64),
+        ("cache_group", c_int64),
+        ("scale", c_float),
         ("dtype", c_int32),
     ]
 
@@ -632,6 +663,7 @@ class _AnyCall(ctypes.Union):
         ("mixture", MixtureCall),
         ("state_scan", StateScanCall),
         ("scale", ScaleCall),
+        ("latent_decode", LatentCall),
     ]
 
 
@@ -738,6 +770,7 @@ class Native:
             Kernel.MIXTURE: function("tw_mix_experts", None, POINTER(MixtureCall)),
             Kernel.STATE_SCAN: function("tw_state_scan", None, POINTER(StateScanCall)),
             Kernel.SCALE: function("tw_scale_rows", None, POINTER(ScaleCall)),
+            Kernel.LATENT_DECODE: function("tw_latent_decode", None, POINTER(LatentCall)),
         }
         self._recorder = _Recorder()
 
