@@ -58,6 +58,7 @@ PARTS = {
     Kernel.STATE_SCAN: "attention",
     Kernel.MIXTURE: "linear",
     Kernel.SCALE: "norm, rotation",
+    Kernel.LATENT_DECODE: "attention",
 }
 """Part of a step that each kernel counts to"""
 

@@ -32,6 +32,7 @@ __all__ = [
     "InstructionSet",
     "KeepCall",
     "Kernel",
+    "LatentCall",
     "LayerNormCall",
     "LinearCall",
     "LowRankCall",
@@ -131,6 +132,7 @@ class Kernel(IntEnum):
     STATE_SCAN = 12
     SCALE = 13
     FLOAT_LINEAR = 14
+    LATENT_DECODE = 15
 
 
 class DrawCall(ctypes.Structure):
@@ -267,6 +269,35 @@ class AttentionCall(ctypes.Structure):
         ("cache_group", c_int64),
         ("scale", c_float),
         ("cap", c_float),
+        ("dtype", c_int32),
+    ]
+
+
+class LatentCall(ctypes.Structure):
+    """struct tw_latent"""
+
+    _fields_ = [
+        ("queries", c_void_p),
+        ("latents", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("out", c_void_p),
+        ("pages", c_void_p),
+        ("slots", c_void_p),
+        ("context_lengths", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("tokens", c_int64),
+        ("sequences", c_int64),
+        ("heads", c_int64),
+        ("latent_width", c_int64),
+        ("key_width", c_int64),
+        ("shared_width", c_int64),
+        ("value_width", c_int64),
+        ("page_width", c_int64),
+        ("block_size", c_int64),
+        ("cache_group", c_int64),
+        ("scale", c_float),
         ("dtype", c_int32),
     ]
 
@@ -662,6 +693,7 @@ class _AnyCall(ctypes.Union):
         ("state_scan", StateScanCall),
         ("scale", ScaleCall),
         ("float_linear", FloatCall),
+        ("latent_decode", LatentCall),
     ]
 
 
@@ -773,6 +805,7 @@ class Native:
             Kernel.STATE_SCAN: function("tw_state_scan", None, POINTER(StateScanCall)),
             Kernel.SCALE: function("tw_scale_rows", None, POINTER(ScaleCall)),
             Kernel.FLOAT_LINEAR: function("tw_float_linear", None, POINTER(FloatCall)),
+            Kernel.LATENT_DECODE: function("tw_latent_decode", None, POINTER(LatentCall)),
         }
         self._recorder = _Recorder()
 

@@ -177,7 +177,7 @@ class Decoder(Model):
         ]
         self._activations = self._step_activations = self._allocate(64)
         self._logits = torch.empty((0, spec.vocab_size), device=self.device)
-        self._recording = operators.recording()
+        self._recording = operators.recording(only_decodes=bool(spec.latent_layers))
 
     @property
     def is_capturable(self) -> bool:

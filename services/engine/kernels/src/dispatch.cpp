@@ -5,6 +5,7 @@
 #include "experts.h"
 #include "float_linear.h"
 #include "grouped.h"
+#include "latent_attention.h"
 #include "mapped.h"
 #include "portable.h"
 #include "selective_scan.h"
@@ -101,6 +102,14 @@ void tw_delta_rule(const tw_delta *delta) {
   if (in_use == TW_AVX2) return delta_avx2(delta);
 #endif
   delta_baseline(delta);
+}
+
+void tw_latent_decode(const tw_latent *latent) {
+#if defined(TW_X86_64)
+  if (in_use >= TW_AVX512) return latent_avx512(latent);
+  if (in_use == TW_AVX2) return latent_avx2(latent);
+#endif
+  latent_baseline(latent);
 }
 
 void tw_state_scan(const tw_scan *scan) {

@@ -195,6 +195,36 @@ struct tw_attention {
 // Cache layout: [blocks, num_kv_heads, block_size, head_dim].
 void tw_paged_decode(const tw_attention *attention);
 
+// One layer's latent attention, for decodes. A token's latent and its key's shared part are side by
+// side.
+struct tw_latent {
+  const void *queries;  // [sequences, heads * (key_width + shared_width)]: own parts, shared parts
+  const void *latents;  // [tokens, latent_width + shared_width]; null: `pages` have them already
+  const void *keys;     // [heads, key_width, latent_width]
+  const void *values;   // [heads, value_width, latent_width]
+  void *out;            // [sequences, heads * value_width]
+  void *pages;          // [blocks, block_size, page_width], the latents of each token first
+  const int64_t *slots;            // [tokens]
+  const int32_t *context_lengths;  // [sequences]
+  const int32_t *block_tables;     // [sequences, table_stride]
+  int64_t table_stride;
+  int64_t tokens;
+  int64_t sequences;  // to attend for: the first ones; latents of all tokens are written
+  int64_t heads;
+  int64_t latent_width;
+  int64_t key_width;
+  int64_t shared_width;
+  int64_t value_width;
+  int64_t page_width;
+  int64_t block_size;
+  int64_t cache_group;  // as in tw_attention
+  float scale;
+  int32_t dtype;
+};
+
+// Writes latents, then attends for `sequences` sequences of one query token each.
+void tw_latent_decode(const tw_latent *latent);
+
 // One layer's gated delta rule, with its convolution before and its gated norm behind it. Strides
 // are those between tokens.
 struct tw_delta {
@@ -631,6 +661,7 @@ enum tw_kernel : int32_t {
   TW_STATE_SCAN = 12,
   TW_SCALE = 13,
   TW_FLOAT_LINEAR = 14,
+  TW_LATENT_DECODE = 15,
 };
 
 struct tw_operation {
@@ -651,6 +682,7 @@ struct tw_operation {
     tw_scan state_scan;
     tw_scale scale;
     tw_float_product float_linear;
+    tw_latent latent_decode;
   };
 };
 

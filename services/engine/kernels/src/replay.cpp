@@ -32,6 +32,17 @@ tw_attention &of_pass(tw_attention &call, const tw_pass &pass, const Rows &rows)
   return call;
 }
 
+tw_latent &of_pass(tw_latent &call, const tw_pass &pass) {
+  const tw_tables &tables = pass.tables[call.cache_group];
+  call.slots = tables.slots;
+  call.context_lengths = pass.context_lengths;
+  call.block_tables = tables.block_tables;
+  call.table_stride = tables.table_stride;
+  call.tokens = pass.tokens;
+  call.sequences = pass.sequences;
+  return call;
+}
+
 // Runs a copy of a recorded operation with this pass's arguments.
 void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
   switch (operation.kernel) {
@@ -69,6 +80,8 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
       return tw_mix_experts(&operation.mixture);
     case TW_DECODE:
       return tw_paged_decode(&of_pass(operation.decode, pass, rows));
+    case TW_LATENT_DECODE:
+      return tw_latent_decode(&of_pass(operation.latent_decode, pass));
     case TW_DELTA_RULE:
       operation.delta_rule.starts = pass.state_starts;
       operation.delta_rule.sources = pass.state_sources;

@@ -1,4 +1,4 @@
-"""Attention over pages of latents, in torch."""
+"""Attention over pages of latents: decodes by a kernel on CPUs, all else in torch."""
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from services.engine.model.mixers.latent_pages import (
     pieces,
     sequence_pages,
 )
+from services.engine.model.mixers.native_latent_attention import choose_latent_decodes
 from services.engine.model.operators.interface import Operators, SequenceDelta
 
 __all__ = ["LatentAttention"]
@@ -38,29 +39,53 @@ class LatentAttention:
         expansion: SequenceDelta | None,
         operators: Operators,
         buffer: LatentBuffer,
+        group: int = 0,
     ) -> None:
-        """keys, values, expansion: as in `LatentWeights`; buffer: that of all layers."""
+        """keys, values, expansion: as in `LatentWeights`; buffer: that of all layers.
+
+        group: number of the layer's cache group.
+        """
         self._spec = spec
         self._keys = keys
         self._values = values
         self._expansion = expansion
         self._operators = operators
         self._buffer = buffer
+        self._decodes = choose_latent_decodes(spec, keys, values, group)
+
+    def write(self, latents: Tensor, pages: Tensor, batch: StepBatch) -> None:
+        """Write the latents of the step's tokens, [tokens, absorbed_width], to their slots."""
+        vectors = pages.flatten(0, 1)[:, : self._spec.absorbed_width]
+        vectors[batch.slots] = latents[: len(batch.slots)]
 
     def attend(
         self,
         queries: Tensor,
+        latents: Tensor | None,
         pages: Tensor,
         batch: StepBatch,
         out: Tensor,
         chosen: Tensor | None = None,
     ) -> None:
-        """Fill `out` [rows, heads * value_width].
+        """Write the step's latents, then fill `out` [rows, heads * value_width].
 
         queries: [rows, heads * head_width], the own parts of all heads, then their shared parts;
-        pages: [blocks, block_size, page_width], which hold the step's latents; chosen: places of
-        the tokens that each row attends to, as `TokenChoice` has them.
+        latents: [tokens, absorbed_width], or None if the pages hold them; pages: [blocks,
+        block_size, page_width]; chosen: places of the tokens that each row attends to, as
+        `TokenChoice` has them.
         """
+        if self._decodes is not None and chosen is None:
+            self._decodes.attend(queries, latents, pages, batch, out)
+            if batch.is_decode and not self._has_adapted(batch):
+                return
+        elif latents is not None:
+            self.write(latents, pages, batch)
+        self._attend(queries, pages, batch, out, chosen)
+
+    def _attend(
+        self, queries: Tensor, pages: Tensor, batch: StepBatch, out: Tensor, chosen: Tensor | None
+    ) -> None:
+        """Fill the rows of `out` that no kernel has filled."""
         spec, decodes = self._spec, batch.num_decodes
         pages = pages[..., : spec.absorbed_width]
         own, shared = queries.split_with_sizes(
@@ -68,7 +93,8 @@ class LatentAttention:
         )
         own, shared, heads = (self._by_head(rows) for rows in (own, shared, out))
         if chosen is None:
-            self._decode(own[:decodes], shared[:decodes], pages, batch, heads)
+            if self._decodes is None:
+                self._decode(own[:decodes], shared[:decodes], pages, batch, heads)
         else:
             heads[:decodes] = self._gathered(
                 self._on_latents(own[:decodes], shared[:decodes]),
@@ -108,6 +134,9 @@ class LatentAttention:
         if self._expansion is None or not batch.adapters_host:
             return False
         return self._expansion.changes_for(batch.adapters_host[sequence])
+
+    def _has_adapted(self, batch: StepBatch) -> bool:
+        return any(self._is_adapted(batch, each) for each in range(len(batch.adapters_host)))
 
     def _decode(
         self, own: Tensor, shared: Tensor, pages: Tensor, batch: StepBatch, out: Tensor

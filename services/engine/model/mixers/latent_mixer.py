@@ -70,8 +70,14 @@ class LatentScratch(Scratch):
     """[tokens, query_width], norms of the query vectors in the layout that products read"""
     queries: Tensor
     """[tokens, heads * head_width], the own parts of all heads, then their shared parts"""
+    shared_queries: Tensor
+    """[tokens, heads, shared_width], a view of `queries`"""
     latents: Tensor
     """[tokens, absorbed_width], what the cache holds"""
+    vectors: Tensor
+    """[tokens, 1, latent_width], a view of `latents`"""
+    shared_keys: Tensor
+    """[tokens, 1, shared_width], a view of `latents`"""
     out: Tensor
     """[tokens, heads * value_width], row by row"""
     arranged: Tensor
@@ -92,7 +98,10 @@ class LatentScratch(Scratch):
             query_vectors=self.query_vectors[:tokens],
             normed=self.normed[:tokens],
             queries=self.queries[:tokens],
+            shared_queries=self.shared_queries[:tokens],
             latents=self.latents[:tokens],
+            vectors=self.vectors[:tokens],
+            shared_keys=self.shared_keys[:tokens],
             out=self.out[:tokens],
             arranged=self.arranged[:tokens],
             gates=self.gates[:tokens],
@@ -129,7 +138,8 @@ class LatentMixer(Mixer[LatentScratch]):
         norm = weights.latent_norm
         self._norms = HeadNorms(norm, norm, centers=False)
         self._attention = LatentAttention(
-            spec, weights.keys, weights.values, weights.expansion, operators, shared.latents
+            *(spec, weights.keys, weights.values, weights.expansion, operators),
+            *(shared.latents, group),
         )
         self._choice = shared.choice
         self._indexer = None
@@ -142,9 +152,20 @@ class LatentMixer(Mixer[LatentScratch]):
         out, arranged = (empty(tokens, spec.num_heads * spec.value_width) for _ in range(2))
         queries = empty(tokens, spec.num_heads * spec.head_width)
         latents = empty(tokens, spec.absorbed_width)
-        gates = empty(tokens, spec.num_heads if spec.has_output_gate else 0)
-        index = None if self._indexer is None else self._indexer.allocate(tokens)
-        return LatentScratch(vectors, normed, queries, latents, out, arranged, gates, index)
+        shared = queries[:, spec.num_heads * spec.key_width :]
+        return LatentScratch(
+            query_vectors=vectors,
+            normed=normed,
+            queries=queries,
+            shared_queries=shared.view(tokens, -1, spec.shared_width),
+            latents=latents,
+            vectors=latents[:, None, : spec.latent_width],
+            shared_keys=latents[:, None, spec.latent_width :],
+            out=out,
+            arranged=arranged,
+            gates=empty(tokens, spec.num_heads if spec.has_output_gate else 0),
+            index=None if self._indexer is None else self._indexer.allocate(tokens),
+        )
 
     def allocate_latents(self, num_blocks: int, block_size: int) -> Tensor:
         keys = self._weights.keys
@@ -162,13 +183,10 @@ class LatentMixer(Mixer[LatentScratch]):
             self._operators.rms_norm(scratch.query_vectors, norm, epsilon, scratch.normed)
             rows = scratch.normed
         weights.queries.into(rows, scratch.queries)
-        latents = scratch.latents[:, None, : spec.latent_width]
-        self._operators.norm_heads(latents, 1, self._norms, spec.norm_epsilon)
+        self._operators.norm_heads(scratch.vectors, 1, self._norms, spec.norm_epsilon)
         if rotation is not None:
-            own = spec.num_heads * spec.key_width
-            shared = scratch.queries[:, own:].view(len(rows), -1, spec.shared_width)
-            self._rotate(shared, rotation)
-            self._rotate(scratch.latents[:, None, spec.latent_width :], rotation)
+            self._rotate(scratch.shared_queries, rotation)
+            self._rotate(scratch.shared_keys, rotation)
             if rotation.query_scales is not None:
                 scratch.queries.mul_(rotation.query_scales[:, None])
         if self._indexer is not None and scratch.index is not None:
@@ -182,11 +200,11 @@ class LatentMixer(Mixer[LatentScratch]):
         return True
 
     def write(self, batch: StepBatch, cache: KVCache, scratch: LatentScratch) -> None:
-        slots = batch.of_group(self._group).slots
-        pages, width = cache.latents[self._layer].flatten(0, 1), self._spec.absorbed_width
-        pages[:, :width][slots] = scratch.latents[: len(slots)]
+        batch, pages = batch.of_group(self._group), cache.latents[self._layer]
+        self._attention.write(scratch.latents, pages, batch)
         if scratch.index is not None:
-            pages[:, width:][slots] = scratch.index.keys[: len(slots)]
+            keys = pages.flatten(0, 1)[:, self._spec.absorbed_width :]
+            keys[batch.slots] = scratch.index.keys[: len(batch.slots)]
 
     def mix(
         self,
@@ -197,8 +215,10 @@ class LatentMixer(Mixer[LatentScratch]):
         *,
         is_written: bool = False,
     ) -> None:
-        if not is_written:
-            self.write(batch, cache, scratch)
+        if not is_written and scratch.index is not None:
+            self.write(batch, cache, scratch)  # the indexer reads its keys before attention
+            is_written = True
+        latents = None if is_written else scratch.latents
         attending, batch, rows = scratch, batch.of_group(self._group), None
         if kept is not None:
             attending, outputs = kept, batch.output_rows
@@ -211,7 +231,7 @@ class LatentMixer(Mixer[LatentScratch]):
             batch = batch.narrowed
         pages = cache.latents[self._layer]
         chosen = self._chosen(attending.index, pages, batch, rows)
-        self._attention.attend(attending.queries, pages, batch, attending.out, chosen)
+        self._attention.attend(attending.queries, latents, pages, batch, attending.out, chosen)
         if self._spec.has_output_gate:
             heads = attending.out.view(*attending.gates.shape, -1)
             heads *= attending.gates.sigmoid()[..., None]

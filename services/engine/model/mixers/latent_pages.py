@@ -13,6 +13,9 @@ __all__ = ["PIECE", "LatentBuffer", "decode_groups", "latent_numbers", "pieces",
 PIECE = 1 << 24
 """Numbers of gathered latents, scores, or keys and values that are in memory at once"""
 
+_PARTS = 32
+"""Parts of a context in the kernel of decodes, at most (kMostParts of latent_attention.cpp)"""
+
 
 class LatentBuffer:
     """Memory for the latents that a layer reads. Memory of its own for each layer costs more time
@@ -44,9 +47,12 @@ def latent_numbers(spec: LatentSpec, tokens: int, sequences: int, context: int) 
     expanded = 2 * min(max(PIECE, context * pair), heads * context * pair)
     # a mask of bytes, which torch makes numbers
     masks = 2 * min(max(PIECE, heads * context), tokens * heads * context)
+    # in float32, by the kernel of decodes: queries, and a state for each part of a context
+    own = 2 * heads * (spec.absorbed_width + _PARTS * (spec.latent_width + 2))
+    decoded = min(max(PIECE, own), sequences * own)
     absorbed = sum(not spec.expands(length) for length in range(1, tokens + 1))
     queries = 3 * max(sequences, absorbed) * heads * page + 4 * tokens * heads * spec.head_width
-    return gathered + expanded + masks + queries
+    return gathered + expanded + masks + queries + decoded
 
 
 def pieces(count: int, numbers: int) -> Iterator[slice]:

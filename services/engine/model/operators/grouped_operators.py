@@ -72,5 +72,5 @@ class GroupedOperators(NativeOperators):
         looped = LoopedMixture(experts, activation, self)
         return plain_mixture(self._native, looped, activation) if activation.gated else looped
 
-    def recording(self) -> Recording:
-        return Recording(self._native, only_decodes=True)
+    def recording(self, *, only_decodes: bool) -> Recording:
+        return Recording(self._native, only_decodes=True)  # torch attends for all prompt chunks

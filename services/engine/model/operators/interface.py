@@ -335,8 +335,11 @@ class Operators(ABC):
         """Return each row's experts and their factors, as `Routing.choose` does."""
         return routing.choose(scores, bias)
 
-    def recording(self) -> Recording | None:
-        """Return a recording for a decoder's layers; None: these operators can't be recorded."""
+    def recording(self, *, only_decodes: bool) -> Recording | None:
+        """Return a recording for a decoder's layers; None: these operators can't be recorded.
+
+        only_decodes: torch attends for prompt chunks, so that steps with them can't be recorded.
+        """
         return None
 
     @abstractmethod

@@ -18,7 +18,7 @@ class Recording:
     """Runs a decoder's layers: the first pass kernel by kernel, later ones by a single replay.
 
     Passes differ only in their rows and cache slots while the decoder's buffers and the cache stay
-    in place. A pass in which torch computes anything, such as latent attention, is never
+    in place. A pass in which torch computes anything, such as the choice of an indexer, is never
     recorded.
     """
 

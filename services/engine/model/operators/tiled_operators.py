@@ -129,8 +129,8 @@ class TiledOperators(NativeOperators):
         )
         self.native.run(Kernel.KEEP, call)
 
-    def recording(self) -> Recording:
-        return Recording(self.native)
+    def recording(self, *, only_decodes: bool) -> Recording:
+        return Recording(self.native, only_decodes=only_decodes)
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         return self.packed_projection(self.pack((weight,)), weight.shape, bias)

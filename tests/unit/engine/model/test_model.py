@@ -1,9 +1,10 @@
 """The forward pass equals that of transformers for any chunking and batching."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import (
     ApertusConfig,
+    DeepseekV3Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
     PreTrainedModel,
@@ -24,11 +26,14 @@ from services.engine.kernels.library import InstructionSet, instruction_set, lim
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.native_backend import TiledAttention
 from services.engine.model.loader import load_model, load_spec
+from services.engine.model.mixers import native_latent_attention
 from services.engine.model.mixers.attention import AttentionMixer
 from tests.unit.engine.checkpoints import (
     CONFIGS,
     GEMMA3N,
     GEMMA4,
+    LATENT,
+    ROUTED,
     SHAPE,
     VOCABULARY,
     WIDE,
@@ -75,6 +80,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "torch":
         monkeypatch.setattr(services.engine.model.loader, "native", None)
         monkeypatch.setattr(services.engine.model.attention, "native", None)
+        monkeypatch.setattr(native_latent_attention, "native", None)
     elif instruction_set() is None:
         pytest.skip("the kernels were not built")
 
@@ -291,6 +297,20 @@ TILED_CONFIGS = CONFIGS | {
 }
 
 
+Step: TypeAlias = tuple[list[tuple[int, int]], tuple[int, ...] | None]
+"""Chunks of sequences, and how many rows of each are kept"""
+MIXED_STEPS: Sequence[Step] = (
+    ([(0, 1)], None),
+    ([(0, 20), (1, 20)], None),
+    ([(0, 1), (1, 4)], (1, 1)),
+    # Needs larger buffers.
+    ([(0, 1), (1, 40), (2, 40)], (1, 2, 1)),
+    ([(0, 1), (1, 1), (2, 1)], None),
+    ([(0, 1), (1, 1), (2, 30)], (1, 1, 4)),
+    ([(0, 1), (2, 2), (1, 3)], None),
+)
+
+
 @needs_tiles
 @pytest.mark.parametrize(
     "name",
@@ -307,7 +327,35 @@ def test_replayed_pass_equals_single_kernels(
     assert_replayed(tmp_path, monkeypatch)
 
 
-def assert_replayed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_tiles
+def test_replayed_decodes_of_latents_equal_single_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch attends for their prompt chunks, so only steps of decodes are recorded."""
+    config = DeepseekV3Config(
+        **LATENT
+        | ROUTED
+        | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32}
+        | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    )
+    make_checkpoint(tmp_path, config)
+    steps: Sequence[Step] = (
+        ([(0, 20), (1, 33), (2, 1)], None),
+        ([(0, 1), (1, 1)], None),
+        ([(0, 1), (1, 1), (2, 1)], None),
+        ([(0, 1), (2, 1), (1, 4)], (1, 1, 1)),
+        ([(2, 1)], None),
+    )
+    assert_replayed(tmp_path, monkeypatch, steps, replayed=2)
+
+
+def assert_replayed(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: Sequence[Step] = MIXED_STEPS,
+    replayed: int = 5,
+) -> None:
+    """Compare steps, so many of which are replayed, with the same ones run kernel by kernel."""
     passes = {"replayed": 0, "one by one": 0}
     logits: dict[str, list[Tensor]] = {}
     for kind in passes:
@@ -321,23 +369,14 @@ def assert_replayed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(decoder, "_run_layers", counted)
         driver = Driver(decoder, [random_tokens(TOKENS, seed) for seed in range(3)])
-        for chunks, kept in (
-            ([(0, 1)], None),
-            ([(0, 20), (1, 20)], None),
-            ([(0, 1), (1, 4)], (1, 1)),
-            # Needs larger buffers.
-            ([(0, 1), (1, 40), (2, 40)], (1, 2, 1)),
-            ([(0, 1), (1, 1), (2, 1)], None),
-            ([(0, 1), (1, 1), (2, 30)], (1, 1, 4)),
-            ([(0, 1), (2, 2), (1, 3)], None),
-        ):
+        for chunks, kept in steps:
             if kind == "one by one":
                 recording.discard()
             driver.step(chunks, kept)
         logits[kind] = driver.logits
-    assert passes == {"replayed": 2, "one by one": 7}
-    for replayed, single in zip(logits["replayed"], logits["one by one"], strict=True):
-        torch.testing.assert_close(replayed, single, atol=0, rtol=0, equal_nan=True)
+    assert passes == {"replayed": len(steps) - replayed, "one by one": len(steps)}
+    for ours, single in zip(logits["replayed"], logits["one by one"], strict=True):
+        torch.testing.assert_close(ours, single, atol=0, rtol=0, equal_nan=True)
 
 
 @needs_tiles

@@ -55,7 +55,7 @@ def test_decodes_and_short_chunks_read_the_chosen_tokens_alone() -> None:
         kept[chosen.flatten()] = True
         pages.flatten(0, 1)[~kept] = unread
         out = torch.empty(3, 8)
-        attention.attend(queries, pages, batch_of([18, 19]), out, chosen)
+        attention.attend(queries, None, pages, batch_of([18, 19]), out, chosen)
         outputs.append(out)
     assert torch.equal(*outputs)
     assert outputs[0].isfinite().all()
