@@ -45,10 +45,6 @@ def load_any_model(
             with_xformers=with_xformers,
             ranks=ranks,
         )
-    if not ranks.rank.is_alone:
-        raise StartupError(
-            "A model on transformers' code can't be shared by several ranks. Start without them."
-        )
     if weights == "mapped":
         raise StartupError(
             "--weights mapped needs native code, and this model runs on transformers'. Start "
@@ -65,4 +61,5 @@ def load_any_model(
         weights,
         progress=progress,
         with_xformers=with_xformers,
+        ranks=ranks,
     )

@@ -4,6 +4,7 @@ An announcement is a plan between hosts: an order of a few integers and, on the 
 a GPU, tensors travel from device to device, so that no device waits for a host.
 """
 
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from enum import IntEnum
@@ -24,7 +25,7 @@ from services.engine.model.model import Model
 from services.engine.model.operators.interface import Operators
 from services.engine.ranks.group import RankGroup
 
-__all__ = ["Follower", "LeadingDecoder"]
+__all__ = ["Announcements", "Follower", "LeadingDecoder"]
 
 _ALIGNMENT = 4
 """Multiple, in int32, at which each tensor of a batch begins: Triton compiles kernels for pointers
@@ -53,21 +54,18 @@ class _Task(IntEnum):
     """An AdapterChange and the adapter's number; its directory travels along if it is read"""
 
 
-class LeadingDecoder(Decoder):
-    """Decoder of rank 0, which has the other ranks compute each call along with it."""
+class Announcements(Model):
+    """Part of a model on rank 0: it has the other ranks compute each call along with it."""
 
-    def __init__(
-        self,
-        ranks: RankGroup,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        weights: DecoderWeights,
-        operators: Operators,
-        attention: AttentionBackend,
-    ) -> None:
-        super().__init__(spec, dtype, weights, operators, attention)
+    def lead(self, ranks: RankGroup) -> None:
+        """Announce to these ranks from now on."""
         self._ranks = ranks
         self._padding = torch.zeros(_ALIGNMENT, dtype=torch.int32, device=self.device)
+
+    @property
+    @abstractmethod
+    def shared_rows(self) -> Tensor:
+        """Hidden states [rows, hidden_size] of the last pass, which all ranks have."""
 
     @torch.inference_mode()
     def announce(self, batch: StepBatch, *, as_graph: bool = False, captures: bool = False) -> None:
@@ -87,7 +85,7 @@ class LeadingDecoder(Decoder):
 
     @torch.inference_mode()
     def announce_logits(self, hidden: Tensor) -> None:
-        rows = _rows_within(hidden, self._activations.hidden)
+        rows = _rows_within(hidden, self.shared_rows)
         if rows is None:
             order = array("q", (_Task.LOGITS_OF, len(hidden)))
             self._send(order, hidden.contiguous())
@@ -133,6 +131,26 @@ class LeadingDecoder(Decoder):
             part = tensor.reshape(-1).view(torch.int32)
             parts += [part, self._padding[: -len(part) % _ALIGNMENT]]
         return torch.cat(parts)
+
+
+class LeadingDecoder(Announcements, Decoder):
+    """Decoder of rank 0."""
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        weights: DecoderWeights,
+        operators: Operators,
+        attention: AttentionBackend,
+    ) -> None:
+        super().__init__(spec, dtype, weights, operators, attention)
+        self.lead(ranks)
+
+    @property
+    def shared_rows(self) -> Tensor:
+        return self._activations.hidden
 
 
 class Follower:

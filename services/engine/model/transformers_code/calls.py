@@ -4,7 +4,7 @@ transformers' modules call the function that is registered under the name of the
 their config. Ours finds what it needs as an attribute of the module that calls it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.attention import AttentionBackend, AttentionStep, KVCache
+from services.engine.model.mixers.attention import AttentionMixer, AttentionScratch
 from services.engine.model.operators.interface import Operators
 
 __all__ = ["IMPLEMENTATION", "TRIAL", "AttentionCalls", "PagedCalls", "attend", "connect"]
@@ -92,10 +93,7 @@ class PagedCalls(AttentionCalls):
         mask: Tensor | None,
         arguments: Mapping[str, Any],
     ) -> Tensor:
-        assert self._step is not None
-        assert module is self._modules[self._layer], "a pass calls attention in another order"
-        (batch, cache), index = self._step, self._layer
-        self._layer += 1
+        index, (batch, cache) = self._next(module), self.present
         layer, width = self._layers[index], values.shape[3]
         count = queries.shape[2]
         counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
@@ -118,6 +116,33 @@ class PagedCalls(AttentionCalls):
         self._backend.attend(index, step)
         attended = self._operators.plain(out).view(1, count, layer.num_heads, layer.head_dim)
         return attended if width == layer.head_dim else attended[..., :width]
+
+    @property
+    def present(self) -> tuple[StepBatch, KVCache]:
+        """The batch of the pass that runs, and its cache."""
+        assert self._step is not None
+        return self._step
+
+    @property
+    def count(self) -> int:
+        """Calls of a pass."""
+        return len(self._layers)
+
+    def layers(self) -> Iterator[tuple[nn.Module, AttentionSpec, int]]:
+        """Yield the module, the shape and the cache group of each call."""
+        for index, (module, layer) in enumerate(zip(self._modules, self._layers, strict=True)):
+            yield module, layer, self._groups[index]
+
+    def mix(self, module: nn.Module, mixer: AttentionMixer, scratch: AttentionScratch) -> None:
+        """Attend in a call whose queries, keys and values are in the scratch of its mixer."""
+        self._next(module)
+        mixer.mix(*self.present, scratch)
+
+    def _next(self, module: nn.Module) -> int:
+        """Return the layer of a call."""
+        assert module is self._modules[self._layer], "a pass calls attention in another order"
+        self._layer += 1
+        return self._layer - 1
 
     def _sinks_of(self, layer: int, sinks: Tensor | None) -> Tensor | None:
         if sinks is None:

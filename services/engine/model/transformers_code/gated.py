@@ -1,25 +1,25 @@
 """Gated feed-forward layers of a model, computed as two of our products."""
 
-import ast
-import inspect
-import textwrap
-
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.operators.interface import Gate, Operators, Projection
-from services.engine.model.transformers_code.linear import ProjectedLinear
+from services.engine.model.transformers_code.linear import ProjectedLinear, arranged
+from services.engine.model.transformers_code.source import body, forward_body
 
 __all__ = ["PARTS", "GatedLayer", "replace_gated"]
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 """Linear layers of such a layer"""
-_FORWARD = """
-def forward(self, x):
-    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+_FORWARDS = [
+    body(f"""
+def forward(self, {rows}):
+    down_proj = self.down_proj(self.act_fn(self.gate_proj({rows})) * self.up_proj({rows}))
     return down_proj
-"""
+""")
+    for rows in ("x", "hidden_state", "hidden_states")
+]
 """Forward pass of Llama's layer, which most models repeat"""
 _NONLINEARITIES = {
     type(ACT2FN[kind.value]): kind
@@ -30,16 +30,18 @@ _NONLINEARITIES = {
 class GatedLayer(nn.Module):
     """A gated linear unit (https://arxiv.org/abs/2002.05202) and the product behind it."""
 
-    def __init__(self, width: int, outputs: int, activation: Activation) -> None:
+    def __init__(self, outputs: int, activation: Activation) -> None:
         super().__init__()
         self.activation = activation
-        self._width = width
+        self.width = 0
+        """Outputs of the gate, of this rank"""
         self._outputs = outputs
         self._products: tuple[Gate, Projection] | None = None
         self._operators: Operators | None = None
 
-    def hold(self, gate: Gate, down: Projection, operators: Operators) -> None:
-        """Compute with these products from now on."""
+    def hold(self, gate: Gate, down: Projection, width: int, operators: Operators) -> None:
+        """Compute with these products from now on. width: outputs of the gate."""
+        self.width = width
         self._products = (gate, down)
         self._operators = operators
 
@@ -48,15 +50,23 @@ class GatedLayer(nn.Module):
         shape = (*x.shape[:-1], self._outputs)
         if self._products is None or self._operators is None:
             return x.new_empty(shape)  # a trial pass
-        (gate, down), operators = self._products, self._operators
-        flat = x.reshape(-1, x.shape[-1])
-        arranged = operators.temporary(*flat.shape)
-        operators.arrange(flat.to(arranged.dtype), arranged)
-        inner = operators.temporary(len(flat), self._width)
-        gate.into(arranged, inner)
-        out = arranged.new_empty(len(flat), self._outputs)
+        rows = arranged(x, self._operators)
+        out = rows.new_empty(len(rows), self._outputs)
+        gate, down = self._products
+        inner = self._operators.temporary(len(rows), self.width)
+        gate.into(rows, inner)
         down.into(inner, out)
         return out.view(shape)
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
+        """Add to `out` [n, outputs] the result for `rows` [n, inputs], as products read them.
+
+        inner: [n, width], which is overwritten.
+        """
+        assert self._products is not None
+        gate, down = self._products
+        gate.into(rows, inner)
+        down.add_to(inner, out)
 
 
 def replace_gated(model: nn.Module) -> dict[str, GatedLayer]:
@@ -73,23 +83,10 @@ def replace_gated(model: nn.Module) -> dict[str, GatedLayer]:
             or not isinstance(gate, ProjectedLinear)
             or not isinstance(up, ProjectedLinear)
             or not isinstance(down, ProjectedLinear)
-            or _body(inspect.getsource(type(module).forward)) != _body(_FORWARD)
+            or forward_body(module) not in _FORWARDS
         ):
             continue
-        layer = GatedLayer(gate.out_features, down.out_features, Activation(kind))
+        layer = GatedLayer(down.out_features, Activation(kind))
         model.set_submodule(name, layer)
         replaced[name] = layer
     return replaced
-
-
-def _body(source: str) -> str:
-    """Return the statements of a function, whose argument is called x."""
-    [function] = ast.parse(textwrap.dedent(source)).body
-    assert isinstance(function, ast.FunctionDef)
-    if len(function.args.args) != 2:
-        return ""
-    argument = function.args.args[1].arg
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and node.id == argument:
-            node.id = "x"
-    return "\n".join(map(ast.dump, function.body))

@@ -2,36 +2,85 @@
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum, auto
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from services.engine.model.operators.interface import Operators, Projection
 
-__all__ = ["JointProduct", "ProjectedLinear", "joined", "replace_linears"]
+__all__ = [
+    "Division",
+    "JointProduct",
+    "ProjectedLinear",
+    "arrange_beside",
+    "arranged",
+    "joined",
+    "product_of",
+    "replace_linears",
+]
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"))
 """Names of linear layers that read the same rows, in the order in which modules call them"""
+_ARRANGED = "tokenwire_arranged"
+
+
+def arrange_beside(rows: Tensor, copy: Tensor) -> Tensor:
+    """Return `rows` with their copy in the layout of products, which `arranged` finds."""
+    setattr(rows, _ARRANGED, copy)
+    return rows
+
+
+def arranged(rows: Tensor, operators: Operators) -> Tensor:
+    """Return rows [..., inputs] in the layout of products, [n, inputs]."""
+    copy: Tensor | None = getattr(rows, _ARRANGED, None)
+    if copy is None:
+        flat = rows.reshape(-1, rows.shape[-1])
+        copy = operators.temporary(*flat.shape)
+        operators.arrange(flat.to(copy.dtype), copy)
+    return copy
+
+
+class Division(Enum):
+    """Part of a linear layer that each rank has."""
+
+    NONE = auto()
+    OUTPUTS = auto()
+    INPUTS = auto()
+    """The ranks' products are summed"""
+    GATHERED = auto()
+    """Of the outputs, which rank 0 gathers"""
 
 
 class JointProduct:
     """One product for linear layers of a module that read the same rows."""
 
-    def __init__(self, projection: Projection, widths: Sequence[int], operators: Operators) -> None:
-        """widths: outputs of each layer, which `projection` has one after the other."""
-        self._projection = projection
-        self._widths = widths
+    def __init__(
+        self,
+        projection: Projection,
+        widths: Sequence[int],
+        operators: Operators,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """widths: outputs of each layer, which `projection` has one after the other.
+
+        dtype: of the outputs; None = the model's.
+        """
+        self.projection = projection
+        self.widths = widths
         self._operators = operators
+        self._dtype = dtype
         self._rows: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
         """Outputs for `_rows` that their layers have not asked for"""
 
     def part(self, number: int, rows: Tensor) -> Tensor:
         """Return a layer's outputs [..., width] for [..., inputs]."""
-        if len(self._widths) == 1:
+        if len(self.widths) == 1:
             return self._multiply(rows)
         if rows is not self._rows or number not in self._waiting:
-            parts = self._multiply(rows).split_with_sizes(list(self._widths), dim=-1)
+            parts = self._multiply(rows).split_with_sizes(list(self.widths), dim=-1)
             self._rows, self._waiting = rows, dict(enumerate(parts))
         part = self._waiting.pop(number)
         if not self._waiting:
@@ -39,11 +88,9 @@ class JointProduct:
         return part
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        flat = rows.reshape(-1, rows.shape[-1])
-        arranged = self._operators.temporary(*flat.shape)
-        out = arranged.new_empty(len(flat), sum(self._widths))
-        self._operators.arrange(flat.to(arranged.dtype), arranged)
-        self._projection.into(arranged, out)
+        copy = arranged(rows, self._operators)
+        out = copy.new_empty(len(copy), sum(self.widths), dtype=self._dtype)
+        self.projection.into(copy, out)
         return out.view(*rows.shape[:-1], -1)
 
 
@@ -52,8 +99,9 @@ class ProjectedLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, has_bias: bool, is_transposed: bool) -> None:
         super().__init__()
-        self.in_features = inputs
-        self.out_features = outputs
+        self.inputs = self.in_features = inputs
+        self.outputs = self.out_features = outputs
+        self.division = Division.NONE
         self.has_bias = has_bias
         self.is_transposed = is_transposed
         """The stored weight is [inputs, outputs]"""
@@ -63,8 +111,16 @@ class ProjectedLinear(nn.Module):
     @property
     def stored_shape(self) -> tuple[int, int]:
         """Shape of the weight in files."""
-        shape = (self.out_features, self.in_features)
+        shape = (self.outputs, self.inputs)
         return shape[::-1] if self.is_transposed else shape
+
+    def divide(self, division: Division, count: int) -> None:
+        """Have one of `count` ranks' part from now on; `inputs` and `outputs` stay those of all."""
+        self.division = division
+        if division is Division.OUTPUTS:
+            self.out_features = self.outputs // count
+        elif division is Division.INPUTS:
+            self.in_features = self.inputs // count
 
     def hold(self, product: JointProduct, number: int) -> None:
         """Return part `number` of a product from now on."""
@@ -74,8 +130,15 @@ class ProjectedLinear(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Return [..., outputs] for [..., inputs]."""
         if self._product is None:  # a trial pass
+            if rows.shape[-1] != self.in_features:
+                raise ValueError(f"{rows.shape[-1]} inputs for a layer of {self.in_features}")
             return rows.new_empty((*rows.shape[:-1], self.out_features))
         return self._product.part(self._number, rows)
+
+    @property
+    def product(self) -> JointProduct | None:
+        """The product that it returns a part of."""
+        return self._product
 
 
 def replace_linears(model: nn.Module) -> dict[str, ProjectedLinear]:
@@ -109,6 +172,14 @@ def replace_linears(model: nn.Module) -> dict[str, ProjectedLinear]:
     return replaced
 
 
+def product_of(*linears: ProjectedLinear) -> Projection | None:
+    """Return the product of linear layers, one after the other; None if they have no such one."""
+    product = linears[0].product
+    if product is None or product.widths != [each.out_features for each in linears]:
+        return None
+    return product.projection if all(each.product is product for each in linears) else None
+
+
 def _source(kind: type) -> str:
     """Return the code of a class, empty if only its bytecode is installed."""
     try:
@@ -125,7 +196,7 @@ def joined(linears: Mapping[str, ProjectedLinear]) -> Iterable[Sequence[str]]:
         siblings = next((each for each in _JOINED if last in each), (last,))
         names = [f"{parent}.{each}" if parent else each for each in siblings]
         found = [linears[each] for each in names if each in linears]
-        kinds = {(each.in_features, each.has_bias, each.is_transposed) for each in found}
+        kinds = {(each.inputs, each.has_bias, each.is_transposed, each.division) for each in found}
         if len(found) < len(names) or len(kinds) > 1:
             names = [name]
         if name not in done:

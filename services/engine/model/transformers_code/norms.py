@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-__all__ = ["replace_norms"]
+from services.engine.model.operators.interface import Operators
+from services.engine.model.transformers_code.linear import arrange_beside
+
+__all__ = ["FusedNorm", "replace_norms"]
 
 _TOLERANCE = 1e-5
 
@@ -18,21 +21,40 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.variance_epsilon = epsilon
+        self._operators: Operators | None = None
+
+    def hold(self, operators: Operators) -> None:
+        """Compute rows as wide as the model's with these operators from now on."""
+        self._operators = operators
+
+    def into(self, rows: Tensor, out: Tensor, operators: Operators) -> None:
+        """Write the norms of `rows` [n, width] in the layout that products read."""
+        operators.rms_norm(rows, self.weight, self.variance_epsilon, out)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return [..., width] for [..., width]."""
+        operators = self._operators
+        if operators is not None and hidden_states.dtype == self.weight.dtype:
+            flat = hidden_states.reshape(-1, len(self.weight)).contiguous()
+            normed = operators.temporary(*flat.shape)
+            self.into(flat, normed, operators)
+            plain = operators.plain(normed).view(hidden_states.shape)
+            return arrange_beside(plain, normed)
         return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 @torch.no_grad()
-def replace_norms(model: nn.Module) -> None:
+def replace_norms(model: nn.Module, operators: Operators, width: int) -> None:
     """Replace the modules that compute an RMSNorm, or one whose weight is stored minus one.
 
     A module is taken for what it computes, because names and attributes differ among models.
+    width: of the rows that `operators` norm; others are those of heads.
     """
     for name, module in list(model.named_modules()):
         if "RMSNorm" in type(module).__name__ and (fused := _fused(module)) is not None:
             model.set_submodule(name, fused)
+            if len(fused.weight) == width:
+                fused.hold(operators)
 
 
 def _fused(module: nn.Module) -> FusedNorm | None:

@@ -15,6 +15,7 @@ from services.engine.model.checkpoint.model_code import ModelCode
 from services.engine.model.model import Model
 from services.engine.model.operators.interface import Operators
 from services.engine.model.transformers_code.calls import PagedCalls, connect
+from services.engine.model.transformers_code.fused import fuse_layers
 from services.engine.model.transformers_code.plan import ModelPlan
 
 __all__ = ["TransformersModel"]
@@ -59,10 +60,18 @@ class TransformersModel(Model):
         inner = (each.out_features for each in plan.linears.values() if each is not head)
         self._widest = max((spec.hidden_size, *inner))
         self._layers = plan.model.base_model
+        self._workspace = fuse_layers(self._layers, self._calls, attention, operators)
         self._positions = plan.positions
         self._head = plan.model
         self._final = _Final()
+        self._hidden = torch.empty((0, spec.hidden_size), dtype=dtype, device=device)
+        """Result of the last pass"""
         setattr(plan.model, plan.model.base_model_prefix, self._final)
+
+    @property
+    def num_fused(self) -> int:
+        """Layers that our operators compute, because their code is known."""
+        return self._workspace.num_layers
 
     @property
     def is_capturable(self) -> bool:
@@ -108,9 +117,18 @@ class TransformersModel(Model):
             hidden: Tensor = made.last_hidden_state[0]
             return hidden
 
-        hidden = self._calls.run(batch, cache, forward)
+        self._workspace.begin(ids.shape[1])
+        if self.adapters is not None and batch.adapters_host:
+            self.adapters.begin(batch)
+            try:
+                hidden = self._calls.run(batch, cache, forward)
+            finally:
+                self.adapters.end()
+        else:
+            hidden = self._calls.run(batch, cache, forward)
         outputs = batch.output_rows
-        return hidden if outputs is None else hidden[outputs.indices]
+        self._hidden = hidden if outputs is None else hidden[outputs.indices]
+        return self._hidden
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:

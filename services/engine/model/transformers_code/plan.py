@@ -14,6 +14,7 @@ from services.engine.model.checkpoint.config import Config
 from services.engine.model.checkpoint.family import Family
 from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.schemes import Scheme
+from services.engine.model.transformers_code.division import divide, require_divided_heads
 from services.engine.model.transformers_code.experts import experts_of
 from services.engine.model.transformers_code.gated import GatedLayer, replace_gated
 from services.engine.model.transformers_code.inline_attention import has_biases, lead_to_interface
@@ -21,7 +22,7 @@ from services.engine.model.transformers_code.linear import ProjectedLinear, repl
 from services.engine.model.transformers_code.positions import Positions
 from services.engine.model.transformers_code.refusal import UnsupportedError, refusal
 from services.engine.model.transformers_code.skeleton import build_skeleton, text_config
-from services.engine.model.transformers_code.trial import try_pass
+from services.engine.model.transformers_code.trial import Trial, try_pass
 
 __all__ = ["ModelPlan"]
 
@@ -54,8 +55,11 @@ class ModelPlan:
     positions: Positions
 
     @staticmethod
-    def of(config: Config, dtype: torch.dtype) -> "ModelPlan":
-        """Plan the model of a config.json. Raises CheckpointError if it can't be served."""
+    def of(config: Config, dtype: torch.dtype, ranks: int = 1) -> "ModelPlan":
+        """Plan a rank's part of the model of a config.json.
+
+        Raises CheckpointError if it can't be served.
+        """
         model = build_skeleton(config, dtype)
         architecture = type(model).__name__
         linears = replace_linears(model)
@@ -66,6 +70,8 @@ class ModelPlan:
             positions = Positions(model, has_biases=has_biases(model))
             lead_to_interface(model, positions)
             trial = try_pass(model, positions)
+            if ranks > 1:
+                trial = _divided(model, linears, positions, trial, ranks)
             text, offset = text_config(model), _position_offset(model)
             family = Family(architecture)
             stored_as = quantization_of(config, family)
@@ -99,6 +105,25 @@ class ModelPlan:
         return ModelPlan(spec, model, linears, gated, experts_of(model), modules, positions)
 
 
+def _divided(
+    model: PreTrainedModel,
+    linears: dict[str, ProjectedLinear],
+    positions: Positions,
+    whole: Trial,
+    ranks: int,
+) -> Trial:
+    """Divide a model among ranks. Return what a pass of one passes to attention."""
+    if has_biases(model):
+        raise UnsupportedError(f"its biases of attention can't be divided among {ranks} ranks")
+    divide(model, linears, ranks)
+    try:
+        part = try_pass(model, positions)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"its tp_plan fails for {ranks} ranks: {error}") from error
+    require_divided_heads(whole.layers, part.layers, ranks)
+    return part
+
+
 def _width(linears: dict[str, ProjectedLinear], hidden_size: int) -> int:
     """Return the inputs of a linear layer; of one that does not fit tiles, if there is one."""
     odd = (each.in_features for each in linears.values() if each.in_features % TILE)
@@ -107,7 +132,7 @@ def _width(linears: dict[str, ProjectedLinear], hidden_size: int) -> int:
 
 def _vocab_size(model: PreTrainedModel, text: PreTrainedConfig) -> int:
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return head.out_features if isinstance(head, ProjectedLinear) else int(text.vocab_size)
+    return head.outputs if isinstance(head, ProjectedLinear) else int(text.vocab_size)
 
 
 def _context_length(text: PreTrainedConfig) -> int:

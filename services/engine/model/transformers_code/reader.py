@@ -1,24 +1,29 @@
 """Loading of a checkpoint's tensors into a planned model."""
 
-import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.adapters.adapters import Adapters, Site, SiteModule
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
-from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
-from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.checkpoint.tensors import TensorFiles
+from services.engine.model.operators.interface import AdaptedProjection, Operators, Projection
+from services.engine.model.parts.shard import Shard
 from services.engine.model.transformers_code.experts import ProjectedExperts, hold
 from services.engine.model.transformers_code.gated import PARTS, GatedLayer
-from services.engine.model.transformers_code.linear import JointProduct, joined
+from services.engine.model.transformers_code.linear import (
+    Division,
+    JointProduct,
+    joined,
+    product_of,
+)
 from services.engine.model.transformers_code.norms import replace_norms
 from services.engine.model.transformers_code.plan import ModelPlan
-from services.engine.model.transformers_code.stored_names import StoredNames
+from services.engine.model.transformers_code.tensor_source import TensorSource
 
 __all__ = ["CheckpointReader"]
 
@@ -30,49 +35,28 @@ class CheckpointReader:
     """Reader of one checkpoint into one planned model, on the device "meta" until then."""
 
     def __init__(
-        self, plan: ModelPlan, checkpoint: TensorFiles, operators: Operators, device: torch.device
+        self,
+        plan: ModelPlan,
+        checkpoint: TensorFiles,
+        operators: Operators,
+        device: torch.device,
+        shard: Shard,
+        adapters: Adapters,
     ) -> None:
+        """shard: this rank's part; adapters: those that may change the products."""
         self.step_bytes = 0
         """Bytes of the weights read so far that every step reads"""
         self._plan = plan
         self._model = plan.model
-        self._checkpoint = checkpoint
         self._operators = operators
         self._device = device
-        self._plain = {**dict(self._model.named_parameters()), **_stored_buffers(self._model)}
-        """Parameters and stored buffers, but those of linear layers"""
-        self._shapes = {name: tuple(each.shape) for name, each in self._plain.items()}
-        for name, linear in plan.linears.items():
-            self._shapes[f"{name}.weight"] = linear.stored_shape
-            if linear.has_bias:
-                self._shapes[f"{name}.bias"] = (linear.out_features,)
-        self._names = StoredNames(self._model, self._shapes, _weights(checkpoint))
-        self._converted: dict[str, Tensor] = {}
-        """Converted tensors that are not in the model yet"""
+        self._shard = shard
+        self._adapters = adapters
+        self._source = TensorSource(plan, checkpoint)
 
     def require(self) -> int:
-        """Return the bytes to read.
-
-        Raises CheckpointError if a tensor is missing, of another shape, or unknown.
-        """
-        names, checkpoint = self._names, self._checkpoint
-        sources = [name for each in names.conversions.values() for name, _ in each.sources]
-        if any(not checkpoint.holds(name) for name in sources):
-            raise CheckpointError(
-                f"{self._plan.spec.architecture}: quantized tensors that transformers converts "
-                f"are not read, such as {sources[0]}."
-            )
-        wanted = [self._stored(name) for name in names.direct]
-        wanted += map(checkpoint.stored, sources)
-        converted = {path for each in names.conversions.values() for path in each.targets}
-        for name in self._shapes:
-            if self._source(name) not in names.direct and not _ends(name, converted):
-                wanted.append(StoredTensor(name, self._shapes[name]))  # refused as missing
-        patterns = self._model._keys_to_ignore_on_load_unexpected or ()
-        ignored = [
-            name for name in names.unknown if any(re.search(each, name) for each in patterns)
-        ]
-        return checkpoint.require(wanted, ("*.rotary_emb.inv_freq", *ignored))
+        """Return the bytes to read. Raises CheckpointError as `TensorSource.require`."""
+        return self._source.require()
 
     @torch.no_grad()
     def read(self, bar: LoadProgress) -> None:
@@ -86,15 +70,15 @@ class CheckpointReader:
                 continue
             is_head = self._plan.linears[names[0]] is head
             operators = self._operators.for_logits() if is_head else self._operators
-            self._read_linears(names, operators, bar)
+            self._read_linears(names, operators, bar, takes_adapters=not is_head)
         for name, module in self._plan.experts.items():
             self._read_experts(name, module, bar)
-        for name, empty in self._plain.items():
+        for name, empty in self._source.plain.items():
             parent, _, last = name.rpartition(".")
             module = self._model.get_submodule(parent)
             if last not in module._parameters and last not in module._buffers:
                 continue  # a product of experts
-            tensor = self._tensor(name, bar)
+            tensor = self._source.tensor(name, bar)
             # The table stays a view of the mapped file if the dtypes are equal: a step reads few
             # rows, and the operating system may drop the pages.
             tensor = tensor.to(self._device, empty.dtype, copy=module is not embedding)
@@ -108,17 +92,32 @@ class CheckpointReader:
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
                 module._parameters[last] = parameter
         self._compute_buffers()
-        replace_norms(self._model)
+        replace_norms(self._model, self._operators, self._plan.spec.hidden_size)
 
-    def _read_linears(self, names: Sequence[str], operators: Operators, bar: LoadProgress) -> None:
+    def _read_linears(
+        self,
+        names: Sequence[str],
+        operators: Operators,
+        bar: LoadProgress,
+        *,
+        takes_adapters: bool = True,
+    ) -> None:
         """Make one product of linear layers that read the same rows."""
         linears = [self._plan.linears[name] for name in names]
         biases = [each for name in names if (each := self._bias(name, bar)) is not None]
         weights = [self._weight(name, operators, bar) for name in names]
         is_router = names[0].rpartition(".")[2] in _ROUTERS
         projection = _projection(weights, biases, operators, is_router=is_router)
+        division, dtype = linears[0].division, None
+        if takes_adapters:
+            projection = AdaptedProjection(projection, self._adapters.delta(self._site(names)))
+        if division is Division.INPUTS:
+            projection = self._shard.summed(projection, operators)
+        elif division is Division.GATHERED:
+            projection, dtype = self._shard.gathered(projection, operators), torch.float32
         self.step_bytes += projection.weight_bytes
-        product = JointProduct(projection, [each.out_features for each in linears], operators)
+        widths = [each.out_features for each in linears]
+        product = JointProduct(projection, widths, operators, dtype)
         for number, linear in enumerate(linears):
             linear.hold(product, number)
 
@@ -131,19 +130,21 @@ class CheckpointReader:
             unit = operators.grouped_gate(gate, up, *biases, layer.activation)
         else:
             unit = operators.gate(decoded(gate), decoded(up), *biases, layer.activation)
-        bias = self._bias(down_name, bar)
-        weights = [self._weight(down_name, operators, bar)]
-        down = _projection(weights, [] if bias is None else [bias], operators)
-        self.step_bytes += unit.weight_bytes + down.weight_bytes
-        layer.hold(unit, down, operators)
+        unit.adapt(self._adapters.delta(self._site([gate_name, up_name])))
+        self._read_linears([down_name], operators, bar)
+        down = self._plan.linears[down_name]
+        product = product_of(down)
+        assert product is not None
+        self.step_bytes += unit.weight_bytes
+        layer.hold(unit, product, self._plan.linears[gate_name].out_features, operators)
 
     def _read_experts(self, name: str, module: Any, bar: LoadProgress) -> None:
         """Make products of a module's stacked experts, and drop its parameters."""
         first, down = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
         products: list[list[Projection]] = []
         for part in (first, down):
-            stack = self._tensor(f"{name}.{part}", bar)
-            biases = self._tensor(f"{name}.{part}_bias", bar) if module.has_bias else None
+            stack = self._source.tensor(f"{name}.{part}", bar)
+            biases = self._source.tensor(f"{name}.{part}_bias", bar) if module.has_bias else None
             products.append(
                 [
                     self._operators.projection(
@@ -156,62 +157,50 @@ class CheckpointReader:
             module._parameters.pop(part)
             if module.has_bias:
                 module._parameters.pop(f"{part}_bias")
-        width = self._shapes[f"{name}.{first}"][2 if module.is_transposed else 1]
+        width = self._source.shape(f"{name}.{first}")[2 if module.is_transposed else 1]
         experts = ProjectedExperts(products[0], products[1], width, self._operators)
         self.step_bytes += experts.weight_bytes
         hold(module, experts)
 
+    def _site(self, names: Sequence[str]) -> Site:
+        """Describe a product of linear layers for adapters."""
+        linears = [self._plan.linears[name] for name in names]
+        modules = zip(names, linears, strict=True)
+        site = Site(
+            tuple(SiteModule(name, each.outputs) for name, each in modules), linears[0].inputs
+        )
+        if linears[0].division is Division.INPUTS:
+            width = linears[0].in_features
+            return replace(
+                site, columns=slice(width * self._shard.number, width * (self._shard.number + 1))
+            )
+        if linears[0].division is Division.OUTPUTS:
+            places = torch.arange(sum(each.outputs for each in linears))
+            parts = places.split_with_sizes([each.outputs for each in linears])
+            return replace(site, order=torch.cat([self._shard.rows(part) for part in parts]))
+        return site
+
     def _bias(self, name: str, bar: LoadProgress) -> Tensor | None:
-        """Read the bias of a linear layer."""
-        has_bias = self._plan.linears[name].has_bias
-        return self._tensor(f"{name}.bias", bar) if has_bias else None
+        """Read this rank's part of the bias of a linear layer."""
+        linear = self._plan.linears[name]
+        if not linear.has_bias:
+            return None
+        bias = self._source.tensor(f"{name}.bias", bar)
+        if linear.division is Division.NONE:
+            return bias
+        is_summed = linear.division is Division.INPUTS
+        return self._shard.first_rank_only(bias) if is_summed else self._shard.rows(bias)
 
     def _weight(self, name: str, operators: Operators, bar: LoadProgress) -> Weight:
-        """Read a weight [outputs, inputs] of a linear layer."""
-        linear = self._plan.linears[name]
-        source = self._source(f"{name}.weight")
-        if operators.keeps_groups and not linear.is_transposed and source in self._names.direct:
-            stored = self._stored(source)
-            if (quantized := self._checkpoint.quantized(stored)) is not None:
-                bar.add(self._checkpoint.num_bytes(stored))
-                return quantized
-        weight = self._tensor(f"{name}.weight", bar)
-        return weight.T if linear.is_transposed else weight
-
-    def _tensor(self, name: str, bar: LoadProgress) -> Tensor:
-        """Read a tensor of the model."""
-        source = self._source(name)
-        if source in self._names.direct:
-            return self._read(self._stored(source), bar)
-        if source not in self._converted:
-            conversion = self._names.making(source)
-            tensors = [
-                self._read(self._checkpoint.stored(stored), bar) for stored, _ in conversion.sources
-            ]
-            self._converted.update(conversion.convert(tensors, self._model))
-        tensor = self._converted.pop(source)
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise CheckpointError(
-                f"{self._plan.spec.architecture}: the tensor {name} is made of tensors in the "
-                f"shape {list(tensor.shape)}, but config.json asks for {list(self._shapes[name])}."
-            )
-        return tensor
-
-    def _read(self, stored: StoredTensor, bar: LoadProgress) -> Tensor:
-        tensor = self._checkpoint.tensor(stored)
-        bar.add(self._checkpoint.num_bytes(stored))
-        return tensor
-
-    def _stored(self, name: str) -> StoredTensor:
-        """Return where the files hold a tensor of the model as it is."""
-        return StoredTensor(self._names.direct[name], self._shapes[name])
-
-    def _source(self, name: str) -> str:
-        """Return the tensor that a tensor of the model is tied to, or itself."""
-        tied: dict[str, str] = self._model.all_tied_weights_keys
-        while name not in self._names.direct and name in tied:
-            name = tied[name]
-        return name
+        """Read this rank's part of a weight [outputs, inputs] of a linear layer."""
+        weight = self._source.weight(name, bar, keeps_groups=operators.keeps_groups)
+        match self._plan.linears[name].division:
+            case Division.NONE:
+                return weight
+            case Division.INPUTS:
+                return self._shard.columns(weight)
+            case Division.OUTPUTS | Division.GATHERED:
+                return self._shard.outputs(weight)
 
     def _compute_buffers(self) -> None:
         """Compute the buffers that no file holds, such as frequencies, as transformers does."""
@@ -244,22 +233,3 @@ def _projection(
     if is_router:
         return operators.exact_projection(whole, bias)
     return operators.projection(whole, bias)
-
-
-def _stored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the buffers that files hold."""
-    computed = {name for name, _ in model.named_non_persistent_buffers()}
-    return {name: each for name, each in model.named_buffers() if name not in computed}
-
-
-def _weights(checkpoint: TensorFiles) -> Sequence[str]:
-    """Return the names of tensors in the files, with those of quantized weights."""
-    names = checkpoint.names
-    if not checkpoint.is_quantized:
-        return names
-    weights = (f"{name.rpartition('.')[0]}.weight" for name in names)
-    return tuple(dict.fromkeys((*names, *weights)))
-
-
-def _ends(name: str, endings: set[str]) -> bool:
-    return any(name.endswith(each) for each in endings)

@@ -99,6 +99,7 @@ def try_pass(model: PreTrainedModel, positions: Positions) -> Trial:
     """
     trial = Trial()
     connect(model, trial)
+    model.set_attn_implementation(TRIAL)
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
     try:
         with _NothingFound():

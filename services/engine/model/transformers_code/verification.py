@@ -62,7 +62,7 @@ def _run(model: Model, sequences: Sequence[Tensor], steps: Sequence[Sequence[int
             context_lengths_host=tuple(done),
         )
         batch = batch.with_groups([batch.slots] * (groups - 1), [tables] * (groups - 1))
-        hidden = model.states(model.forward(batch, cache))
+        hidden = model.states(model.compute(batch, cache))  # all ranks do
         for number, part in enumerate(hidden.split_with_sizes(list(counts))):
             states[number].append(part)
     return [torch.cat(parts) for parts in states]

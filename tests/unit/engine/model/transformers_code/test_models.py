@@ -10,10 +10,12 @@ from transformers import (
     BloomConfig,
     DbrxConfig,
     HeliumConfig,
+    LlamaConfig,
     LongcatFlashConfig,
     MptConfig,
     OpenAIGPTConfig,
     PreTrainedModel,
+    Qwen3Config,
     RoFormerConfig,
     XGLMConfig,
 )
@@ -23,6 +25,7 @@ from services.engine.execution.model_loader import load_any_model
 from services.engine.messages import RequestDone, Token
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.model_code import ModelCode
+from services.engine.model.transformers_code.paged_model import TransformersModel
 from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints import (
     CONFIGS,
@@ -32,6 +35,8 @@ from tests.unit.engine.checkpoints import (
     random_tokens,
     reference_logits,
 )
+from tests.unit.engine.machines import needs_tiles
+from tests.unit.engine.quantized_checkpoints import FORMATS, quantize
 
 TOKENS = 60
 HELIUM = HeliumConfig(**SHAPE, head_dim=16)
@@ -116,6 +121,9 @@ FAMILIES = {
     "xglm, whose attention is its own": XGLM,
     "longcat, whose router multiplies a weight": LONGCAT,
 }
+_WIDE = SHAPE | {"intermediate_size": 128, "head_dim": 32}
+WIDE = {"llama": LlamaConfig(**_WIDE, attention_bias=True), "qwen3": Qwen3Config(**_WIDE)}
+"""Models whose widths are multiples of 32"""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -146,6 +154,43 @@ def test_logits_equal_those_of_transformers(checkpoint: tuple[Path, PreTrainedMo
         driver.step([(1, 1), (2, 1), (3, 2)])
     for ours, tokens in zip(driver.logits, sequences, strict=True):
         assert_equal(ours, reference_logits(model, tokens)[: len(ours)])
+
+
+@needs_tiles
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize("packed", [None, "awq"])
+def test_packed_products_give_the_logits_of_native_code(
+    name: str, packed: str | None, tmp_path: Path
+) -> None:
+    """Steps of prompts, chunks and decodes, of which the later ones replay the first."""
+    model = make_checkpoint(tmp_path, WIDE[name])
+    if packed is not None:
+        quantize(tmp_path, model, FORMATS[packed])
+    computed = []
+    for code in ("transformers", "native"):
+        sequences = [random_tokens(TOKENS, seed) for seed in range(3)]
+        driver = Driver(load_any_model(tmp_path, torch.bfloat16, code=code), sequences)
+        driver.step([(0, TOKENS - 9), (1, 20)])
+        driver.step([(1, 10), (2, 40)], kept=[1, 5])
+        for _ in range(9):
+            driver.step([(0, 1), (1, 1), (2, 1)])
+        computed.append([each[~each.isnan().any(dim=1)] for each in driver.logits])
+    for ours, theirs in zip(*computed, strict=True):
+        assert (ours - theirs).abs().mean() < 0.05 * theirs.std()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("llama", 3), ("qwen3", 3), ("qwen2, tied", 3), ("mistral, window", 3), ("olmo2", 0)],
+)
+def test_layers_with_code_of_llama_or_qwen3_run_on_our_operators(
+    name: str, count: int, tmp_path: Path
+) -> None:
+    """They would run at half the speed; others, whose norms lie elsewhere, stay as they are."""
+    make_checkpoint(tmp_path, CONFIGS[name])
+    model = load_any_model(tmp_path, torch.float32, code="transformers")
+    assert isinstance(model, TransformersModel)
+    assert model.num_fused == count
 
 
 def test_only_output_rows_get_logits(checkpoint: tuple[Path, PreTrainedModel]) -> None:

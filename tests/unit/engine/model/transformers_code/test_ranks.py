@@ -1,0 +1,141 @@
+"""Two ranks that share a model on transformers' modules agree with a single process."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import HeliumConfig, PreTrainedConfig
+
+from services.engine.execution.adapter_files import convert_adapter
+from services.engine.execution.model_loader import load_any_model
+from services.engine.execution.model_runner import ModelRunner
+from services.engine.model.checkpoint.config import CheckpointError
+from services.engine.model.checkpoint.tensors import Checkpoint
+from services.engine.model.lockstep import Follower
+from services.engine.model.transformers_code.plan import ModelPlan
+from services.engine.ranks.group import SINGLE_RANK, RankGroup
+from services.engine.ranks.rank import Rank
+from tests.stack import free_ports
+from tests.unit.engine.checkpoints import CONFIGS, SHAPE, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.machines import needs_tiles
+from tests.unit.engine.model.adapters.adapter_folders import make_adapter
+
+RANKS = 2
+TOKENS = 60
+_WIDE = {"num_attention_heads": 4, "hidden_size": 128, "intermediate_size": 128}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "helium": HeliumConfig(**SHAPE, head_dim=16),
+    "llama, biases": CONFIGS["llama, biases"],
+    "qwen3": CONFIGS["qwen3"],
+    "gemma2": CONFIGS["gemma2"],
+    "gpt-neox": CONFIGS["gpt-neox"],
+}
+ADAPTED = ("helium", "gpt-neox")
+WIDE = "helium, in tiles"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, config in {**FAMILIES, WIDE: HeliumConfig(**SHAPE | _WIDE, head_dim=32)}.items():
+        made[name] = tmp_path_factory.mktemp("checkpoint")
+        model = make_checkpoint(made[name], config)
+        for number in (1, 2) if name in ADAPTED else ():
+            make_adapter(model, made[name] / str(number), seed=number)
+    return made
+
+
+@pytest.fixture(scope="module")
+def by_two(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Tensor]]:
+    """Rank 0's logits of each checkpoint."""
+    out = tmp_path_factory.mktemp("outputs") / "logits"
+    [port] = free_ports(1)
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_run_rank, args=(Rank(n, RANKS, n, RANKS), port, checkpoints, out))
+        for n in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    computed: dict[str, list[Tensor]] = torch.load(out)
+    return computed
+
+
+def _run_rank(rank: Rank, port: int, checkpoints: dict[str, Path], out: Path) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    ranks = RankGroup.join(rank, torch.device("cpu"))
+    computed = {name: _compute(name, path, ranks) for name, path in checkpoints.items()}
+    if rank.leads:
+        torch.save(computed, out)
+
+
+def _compute(name: str, path: Path, ranks: RankGroup = SINGLE_RANK) -> list[Tensor]:
+    """Return rank 0's logits at most positions: prefilled at once, in chunks, and decoded."""
+    dtype = torch.bfloat16 if name == WIDE else torch.float32
+    model = load_any_model(path, dtype, "transformers", ranks=ranks)
+    adapters = [2, 0, 1] if name in ADAPTED else []
+    driver = Driver(model, [random_tokens(TOKENS, seed) for seed in range(3)], adapters=adapters)
+    if not ranks.rank.leads:
+        Follower(
+            model, driver.cache, ranks, read_adapter=lambda folder: convert_adapter(model, folder)
+        ).run()
+        return []
+    runner = ModelRunner(model, driver.cache)
+    for number in sorted(set(adapters) - {0}):
+        runner.read_adapter(number, path / str(number))
+        runner.insert_adapter(number)
+    driver.step([(0, TOKENS)])
+    driver.step([(1, 40), (2, 17)], kept=[1, 9])
+    for _ in range(8):
+        driver.step([(1, 1), (2, 1)])
+    if ranks.leads_others:
+        ranks.dissolve()
+    return [logits[~logits.isnan().any(dim=1)] for logits in driver.logits]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_two_ranks_equal_those_of_one(
+    name: str, checkpoints: dict[str, Path], by_two: dict[str, list[Tensor]]
+) -> None:
+    """With adapters for some sequences where the family has them here."""
+    expected = _compute(name, checkpoints[name])
+    for ours, theirs in zip(by_two[name], expected, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max().clamp(min=1)
+
+
+@needs_tiles
+def test_ranks_share_packed_products(
+    checkpoints: dict[str, Path], by_two: dict[str, list[Tensor]]
+) -> None:
+    expected = _compute(WIDE, checkpoints[WIDE])
+    for ours, theirs in zip(by_two[WIDE], expected, strict=True):
+        assert (ours - theirs).abs().mean() < 0.02 * theirs.std()
+
+
+REFUSED = {
+    "phi3": (2, "has no tp_plan that divides its layers among 2 ranks"),
+    "gpt2": (2, "has no tp_plan that divides its layers among 2 ranks"),
+    "mixtral": (2, "its experts can't be divided among 2 ranks"),
+    "qwen3": (3, "wide, which 3 ranks can't divide"),
+    "llama": (4, "its tp_plan fails for 4 ranks"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_ranks_cannot_share_are_refused_before_their_weights_are_read(
+    name: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, CONFIGS[name])
+    (tmp_path / "model.safetensors").unlink()
+    ranks, reason = REFUSED[name]
+    with pytest.raises(CheckpointError, match=reason):
+        ModelPlan.of(Checkpoint.config(tmp_path), torch.float32, ranks)
