@@ -12,7 +12,7 @@ namespace {
 
 constexpr int32_t kWidened = -1;       // type of a half that is float32 already
 constexpr int64_t kLine = 64;          // bytes of a cache line
-constexpr int64_t kAhead = 2048;       // bytes between weights multiplied and prefetched
+constexpr int64_t kAhead = 4096;       // bytes between weights multiplied and prefetched
 constexpr int64_t kPart = 128;         // inputs whose weights stay in the L1 cache while rows pass
 constexpr int64_t kMostBlocks = 192 / kMostRows;  // whose sums stay in the L2 cache
 constexpr int64_t kMostPanels = 8;     // likewise, where their blocks' inputs don't
