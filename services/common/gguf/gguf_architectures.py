@@ -14,6 +14,7 @@ from services.common.gguf.gguf_gemma import (
 )
 from services.common.gguf.gguf_latent import (
     choose_latent_model,
+    read_block_indexes,
     read_indexed,
     read_kimi_linear,
     read_latent,
@@ -60,6 +61,8 @@ def architecture_of(file: GgufFile) -> Architecture:
             f"{file.path}: the architecture {name} is not supported. Supported: "
             f"{', '.join(_ARCHITECTURES)}."
         )
+    if name == "granitemoe" and file.own("expert_shared_feed_forward_length") in file.metadata:
+        return replace(_ARCHITECTURES[name], name="GraniteMoeSharedForCausalLM")
     if name == "llama" and "llama.expert_count" in file.metadata:
         return _MIXTRAL
     if name == "olmo2" and file.integer("olmo2.attention.sliding_window", 0) > 0:
@@ -69,6 +72,15 @@ def architecture_of(file: GgufFile) -> Architecture:
     if name == "deepseek2":
         return replace(_ARCHITECTURES[name], name=choose_latent_model(file))
     return _ARCHITECTURES[name]
+
+
+def _read_mellum(file: GgufFile) -> dict[str, Json]:
+    base = file.positive(file.own("rope.freq_base"), 10000.0)
+    return {
+        **read_windows(file, 4),
+        "norm_topk_prob": True,
+        "rope_local_base_freq": file.positive(file.own("rope.freq_base_swa"), base),
+    }
 
 
 def _read_granite(file: GgufFile, attention: float = 1.0) -> dict[str, Json]:
@@ -242,6 +254,8 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
         ("qwen3moe", "qwen3vlmoe"),
         Architecture("Qwen3MoeForCausalLM", extra_keys=lambda _: {"norm_topk_prob": True}),
     ),
+    "gemma": Architecture("GemmaForCausalLM"),
+    "jais2": Architecture("Jais2ForCausalLM", {"rms_norm_eps": "layer_norm_eps"}),
     "gemma2": Architecture("Gemma2ForCausalLM", extra_keys=read_gemma2),
     "gemma3": Architecture("Gemma3ForCausalLM", extra_keys=read_gemma3),
     "gemma3n": Architecture("Gemma3nForCausalLM", extra_keys=read_gemma3n),
@@ -362,6 +376,15 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "minimax-m2": Architecture(
         "MiniMaxM2ForCausalLM",
         extra_keys=lambda file: {**read_sigmoid_routing(file), "norm_topk_prob": True},
+    ),
+    "mellum": Architecture("MellumForCausalLM", extra_keys=_read_mellum),
+    "minimax-m3": Architecture(
+        "MiniMaxM3VLForCausalLM",
+        {
+            "intermediate_size": "dense_intermediate_size",
+            "moe_intermediate_size": "intermediate_size",
+        },
+        read_block_indexes,
     ),
     "mistral4": Architecture("Mistral4ForCausalLM", _DEEPSEEK_KEYS, read_latent),
     "afmoe": Architecture(

@@ -1,4 +1,4 @@
-"""Latent attention of a GGUF file: the model that has it, and its keys of config.json."""
+"""Latent and indexed attention of a GGUF file: its model, and its keys of config.json."""
 
 from services.common.gguf.gguf_experts import SIGMOIDS, read_routing, read_sigmoid_routing
 from services.common.gguf.gguf_file import GgufError, GgufFile
@@ -9,6 +9,7 @@ from services.common.json_values import Json
 
 __all__ = [
     "choose_latent_model",
+    "read_block_indexes",
     "read_indexed",
     "read_kimi_linear",
     "read_latent",
@@ -92,6 +93,25 @@ def read_indexed(file: GgufFile) -> dict[str, Json]:
     elif file.architecture == "glm-dsa" and file.count(own("context_length")) >= _GLM52_CONTEXT:
         values |= _GLM52_INDEXERS
     return values
+
+
+def read_block_indexes(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of MiniMax M3, whose layers with an indexer attend to chosen blocks."""
+    own, layers = file.own, range(count_layers(file))
+    have_indexers = (f"blk.{layer}.indexer.k_proj.weight" in file.tensors for layer in layers)
+    return {
+        **read_sigmoid_routing(file),
+        "index_block_size": file.count(own("attention.indexer.block_size")),
+        "index_head_dim": file.count(own("attention.indexer.key_length")),
+        "index_local_blocks": file.count(own("attention.indexer.local_blocks"), least=0),
+        "index_n_heads": file.count(own("attention.indexer.head_count")),
+        "index_topk_blocks": file.count(own("attention.indexer.top_k")),
+        "layer_types": [
+            "minimax_m3_sparse" if has_indexer else "full_attention"
+            for has_indexer in have_indexers
+        ],
+        "norm_topk_prob": True,
+    }
 
 
 def read_unsplit_latent(file: GgufFile) -> dict[str, Json]:

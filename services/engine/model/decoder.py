@@ -206,7 +206,7 @@ class Decoder(Model):
         mixers = [layer.mixer for layer in self._layers]
         latents = {
             index: mixers[index].allocate_latents(counts[index], size)
-            for index in (*self.spec.latent_layers, *self.spec.compressed_layers)
+            for index in (*self.spec.joint_layers, *self.spec.compressed_layers)
         }
         first = num_blocks if isinstance(num_blocks, int) else num_blocks[0]
         entries = {

@@ -18,6 +18,7 @@ from transformers import (
     BambaConfig,
     Cohere2Config,
     CohereConfig,
+    CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV4Config,
@@ -29,11 +30,13 @@ from transformers import (
     FalconConfig,
     FalconH1Config,
     FalconMambaConfig,
+    FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -48,11 +51,13 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     HYV3Config,
     Idefics3Config,
     InternLM3Config,
+    Jais2Config,
     JambaConfig,
     KimiLinearConfig,
     LaraMiniConfig,
@@ -64,9 +69,12 @@ from transformers import (
     LlavaConfig,
     Mamba2Config,
     MambaConfig,
+    MellumConfig,
     MiniCPM3Config,
     MiniMaxConfig,
     MiniMaxM2Config,
+    MiniMaxM3VLConfig,
+    MiniMaxM3VLTextConfig,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
@@ -102,6 +110,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeTextConfig,
     Qwen3VLTextConfig,
+    RecurrentGemmaConfig,
     SeedOssConfig,
     SmolLM3Config,
     SmolVLMConfig,
@@ -341,6 +350,21 @@ _QWEN_VISION: dict[str, Any] = {
     "out_hidden_size": 64,
 }
 
+MINIMAX_M3: dict[str, Any] = WIDE | {
+    "intermediate_size": 32,
+    "dense_intermediate_size": 96,
+    "shared_intermediate_size": 64,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "rotary_dim": 16,
+    "rope_parameters": _PLAIN | {"partial_rotary_factor": 0.5},
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 0.8,
+    "index_n_heads": 2,
+    "index_head_dim": 32,
+    "pad_token_id": None,
+}
 GPT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "n_embd": 64,
@@ -379,6 +403,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen2, tied": Qwen2Config(**SHAPE | {"tie_word_embeddings": True}),
     "qwen2, some windows": Qwen2Config(
         **SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "gemma": GemmaConfig(**WIDE | {"tie_word_embeddings": True, "hidden_act": "gelu"}),
+    "recurrent gemma": RecurrentGemmaConfig(  # widths of the tiled kernels
+        **{key: SHAPE[key] for key in SHAPE if key != "initializer_range"}
+        | {"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+        | {"tie_word_embeddings": True, "intermediate_size": 192},
+        attention_window_size=9,
+        w_init_variance_scale=1.0,
     ),
     "gemma2": Gemma2Config(**WIDE, query_pre_attn_scalar=24, sliding_window=9),
     "gemma2, no caps": Gemma2Config(
@@ -540,6 +572,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         **WIDE, rope_parameters=_PLAIN | {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}
     ),
     "apertus": ApertusConfig(**SHAPE | {"num_attention_heads": 2}),
+    "cwm": CwmConfig(
+        **SHAPE | {"num_hidden_layers": 5}, head_dim=16, sliding_window=9, rope_parameters=_LLAMA3
+    ),
+    "jais2": Jais2Config(**WIDE),
     "ernie": Ernie4_5Config(**SHAPE, head_dim=24, use_bias=True),
     "ministral3": Ministral3Config(
         **SHAPE,
@@ -657,6 +693,28 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         residual_multiplier=0.3,
         attention_multiplier=0.2,
         logits_scaling=5.0,
+    ),
+    "granite moe, shared": GraniteMoeSharedConfig(
+        **SHAPE,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=40,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=5.0,
+    ),
+    "flex olmo": FlexOlmoConfig(**SHAPE, num_experts=5, num_experts_per_tok=2),
+    "mellum": MellumConfig(
+        **WIDE,
+        **EXPERTS,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
     ),
     "ernie moe": Ernie4_5_MoeConfig(
         **SHAPE, moe_num_experts=5, moe_k=2, moe_intermediate_size=24, use_bias=True
@@ -963,6 +1021,15 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         mlp_beta_factor=0.7,
         block_size=16,
     ),
+    "minimax m3": MiniMaxM3VLTextConfig(  # widths of the tiled kernels
+        **MINIMAX_M3, index_topk_blocks=2, index_block_size=7
+    ),
+    "minimax m3, with images": MiniMaxM3VLConfig(
+        text_config=MiniMaxM3VLTextConfig(
+            **MINIMAX_M3, index_topk_blocks=3, index_block_size=4, index_local_blocks=2
+        ),
+        vision_config=_VISION,
+    ),
     "mistral4": Mistral4Config(
         **LATENT | ROUTED,
         rope_parameters=_YARN | {"mscale": 0.8, "mscale_all_dim": 0.8, "llama_4_scaling_beta": 0.4},
@@ -986,9 +1053,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 
 
 _WITH_OFFSETS = (
+    RecurrentGemmaConfig,
+    GemmaConfig,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma3Config,
+    MiniMaxM3VLConfig,
+    MiniMaxM3VLTextConfig,
     Qwen3NextConfig,
     Qwen3_5Config,
     Qwen3_5TextConfig,

@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "gemma": MODEL_ARCH.GEMMA,
+    "jais2": MODEL_ARCH.JAIS2,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "gemma3n_text": MODEL_ARCH.GEMMA3N,
@@ -46,6 +48,7 @@ ARCHITECTURES = {
     "cohere2": MODEL_ARCH.COHERE2,
     "arcee": MODEL_ARCH.ARCEE,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
+    "granitemoeshared": MODEL_ARCH.GRANITE_MOE,
     "ernie4_5": MODEL_ARCH.ERNIE4_5,
     "phi3": MODEL_ARCH.PHI3,
     "olmo2": MODEL_ARCH.OLMO2,
@@ -64,6 +67,8 @@ ARCHITECTURES = {
     "minicpm3": MODEL_ARCH.MINICPM3,
     "kimi_linear": MODEL_ARCH.KIMI_LINEAR,
     "hy_v3": MODEL_ARCH.DOTS1,
+    "minimax_m3_vl_text": MODEL_ARCH.DOTS1,
+    "mellum": MODEL_ARCH.QWEN3MOE,
     "falcon": MODEL_ARCH.FALCON,
     "gpt_bigcode": MODEL_ARCH.STARCODER,
     "afmoe": MODEL_ARCH.AFMOE,
@@ -103,22 +108,37 @@ ARCHITECTURES = {
     "olmo3": MODEL_ARCH.OLMO2,
 }
 """Architectures of llama.cpp by transformers' model_type"""
-_LATER = {"deepseek_v32": "deepseek32", "hy_v3": "hy_v3"}
+_LATER = {
+    "deepseek_v32": "deepseek32",
+    "hy_v3": "hy_v3",
+    "mellum": "mellum",
+    "minimax_m3_vl_text": "minimax-m3",
+}
 """Names of architectures that this version of the package lacks; their tensors have the names of
 another one"""
 _INTERLEAVED = {
     "granitemoehybrid",
-    *("granitemoe", "arcee", "llama", "mistral", "mixtral", "granite", "smollm3"),
+    *(
+        "granitemoe",
+        "granitemoeshared",
+        "arcee",
+        "llama",
+        "mistral",
+        "mixtral",
+        "granite",
+        "smollm3",
+    ),
     *("internlm3", "ministral3"),
 }
 _SIGMOIDS = {
     "afmoe",
     *("deepseek_v32", "glm_moe_dsa", "hy_v3", "kimi_linear"),
     *("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open"),
+    "minimax_m3_vl_text",
 }
 """Families whose experts are weighed by sigmoids"""
 _WITHOUT_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
-_WITHOUT_OFFSET = ("gemma2", "gemma3_", "qwen3_5", "qwen3_next", "nemotron")
+_WITHOUT_OFFSET = ("gemma2", "gemma3_", "minimax_m3", "qwen3_5", "qwen3_next", "nemotron")
 """Families to whose norms the converter adds 1"""
 _KIND = GGMLQuantizationType
 Numbers = npt.NDArray[np.float32]
@@ -270,6 +290,9 @@ def _name(names: Any, name: str) -> str:
     layer = name.removeprefix("model.layers.").partition(".")[0]
     if name.endswith("mlp.exp_probs_b"):
         return f"blk.{layer}.exp_probs_b"
+    block, _, part = name.rpartition(".self_attn.indexer.")
+    if block and re.match("[qk]_(proj|norm)", part) and ".bias" not in part:
+        return f"blk.{layer}.indexer.{part}"
     if name.endswith("router.scale"):
         return f"blk.{layer}.ffn_gate_inp.scale"
     if name.endswith("per_expert_scale"):
@@ -337,7 +360,7 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         yield name.replace("qkvz", "qkv"), qkv
         yield name.replace("in_proj_qkvz", "in_proj_z"), gate
         return
-    if config.model_type == "granitemoehybrid" and "shared_mlp" in name:
+    if config.model_type.startswith("granitemoe") and "shared_mlp" in name:
         yield from _shared_layer(name, tensor, config)
         return
     if name.endswith("expert_bias"):
@@ -353,6 +376,9 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
             parts = {"gate_proj": whole[:, ::2], "up_proj": whole[:, 1::2]}
         for part, content in parts.items():
             yield f"{stem}.{part}.{suffix}", content
+    elif config.model_type.startswith("minimax_m3") and name.endswith("gate_up_proj.weight"):
+        for part, content in zip(("gate", "up"), tensor.chunk(2), strict=True):
+            yield name.replace("gate_up_proj", f"{part}_proj"), content
     elif last in ("gate_up_proj", "down_proj") and stem.endswith("experts"):
         if last == "gate_up_proj":
             half = tensor.shape[1] // 2
@@ -376,7 +402,8 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
         tensor = _multiplied(name, tensor, config)
     if ".mamba." in name or (kind in (*_WITHOUT_ATTENTION, "nemotron_h") and "layers" in name):
         return _mamba(name, tensor, config)
-    if kind.startswith(_WITHOUT_OFFSET) and name.endswith("norm.weight"):
+    has_offset = kind == "gemma" or kind.startswith(_WITHOUT_OFFSET)
+    if has_offset and name.endswith("norm.weight"):
         return tensor + 1
     if kind == "gpt_neox" and "query_key_value" in name:
         by_head = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
@@ -484,6 +511,7 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     if config.model_type != "qwen3_5_moe_text":  # none of its layers is dense
         inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         inner = getattr(config, "intermediate_size_mlp", inner)
+        inner = getattr(config, "dense_intermediate_size", inner)
         writer.add_feed_forward_length(inner)
     writer.add_head_count(heads)
     writer.add_head_count_kv(_key_heads(config))
@@ -504,9 +532,11 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         _write_gemma3n(writer, config)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-        if config.model_type in ("exaone4", "olmo3"):
+        if config.model_type in ("exaone4", "mellum", "olmo3"):
             has_window = [kind == "sliding_attention" for kind in config.layer_types]
             writer.add_sliding_window_pattern(has_window)
+        if config.model_type == "mellum":
+            writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
     if hasattr(config, "use_parallel_residual"):
         writer.add_parallel_residual(config.use_parallel_residual or writer.arch == "stablelm")
     if config.model_type == "gemma2":
@@ -534,6 +564,17 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if getattr(config, "shared_expert_intermediate_size", None):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if config.model_type == "minimax_m3_vl_text":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_count(config.shared_intermediate_size // config.intermediate_size)
+        writer.add_indexer_head_count(config.index_n_heads)
+        writer.add_indexer_key_length(config.index_head_dim)
+        writer.add_indexer_top_k(config.index_topk_blocks)
+        writer.add_uint32(f"{writer.arch}.attention.indexer.block_size", config.index_block_size)
+        local = config.index_local_blocks
+        writer.add_uint32(f"{writer.arch}.attention.indexer.local_blocks", local)
+    if config.model_type == "granitemoeshared":
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if config.model_type == "llama4_text":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)

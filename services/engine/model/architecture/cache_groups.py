@@ -38,19 +38,16 @@ def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
     if spec.compressed_layers:
         return _compressed_groups(spec)
     layers: dict[int, list[int]] = {}
-    if not spec.paged_layers and not spec.latent_layers:
+    joint = spec.joint_layers
+    if not spec.paged_layers and not joint:
         return (LayerGroup(0, (), 0),)
-    latents = spec.latent_layers
     for index, layer in spec.paged_layers.items():
         layers.setdefault(0 if spec.is_encoder else layer.window, []).append(index)
-    if latents:
-        layers[0] = sorted([*layers.get(0, ()), *latents])
+    if joint:
+        layers[0] = sorted([*layers.get(0, ()), *joint])
 
     def width(index: int) -> int:
-        if index in latents:
-            return latents[index].page_width
-        layer = spec.attention(index)
-        return 2 * layer.num_kv_heads * layer.head_dim
+        return (joint[index] if index in joint else spec.attention(index)).page_width
 
     return tuple(
         LayerGroup(window, tuple(layers[window]), sum(map(width, layers[window])))

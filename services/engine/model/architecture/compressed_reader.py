@@ -74,7 +74,8 @@ def with_hyper_connections(config: Config, layers: Sequence[LayerSpec]) -> tuple
         config.positive_number("hc_eps"),
     )
     if config.has("mlp_layer_types"):
-        kinds = config.kind_per_layer("mlp_layer_types", len(layers), (_BY_TOKEN, _BY_SCORE))
+        known = (_BY_TOKEN, _BY_SCORE)
+        kinds = config.kind_per_layer("mlp_layer_types", len(layers), known, cuts=True)
         are_by_token = [kind == _BY_TOKEN for kind in kinds]
     else:
         count = config.integer("num_hash_layers", _USUAL_BY_TOKEN)
@@ -96,7 +97,7 @@ def _by_token(config: Config, layer: LayerSpec) -> LayerSpec:
 
 def _kinds(config: Config, num_layers: int) -> Sequence[str]:
     if config.has("layer_types"):
-        return config.kind_per_layer("layer_types", num_layers, tuple(_KINDS.values()))
+        return config.kind_per_layer("layer_types", num_layers, tuple(_KINDS.values()), cuts=True)
     if not config.has("compress_ratios"):
         further = [(_HEAVY, _SPARSE)[layer % 2] for layer in range(max(num_layers - 2, 0))]
         return [_HEAVY, _HEAVY, *further][:num_layers]

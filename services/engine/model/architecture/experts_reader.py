@@ -30,6 +30,14 @@ def expert_layers(config: Config, family: Family, num_layers: int) -> set[int]:
         return {layer for layer in range(num_layers) if layer % period == offset}
     if config.has("moe_layers"):
         return set(config.ids("moe_layers"))
+    if isinstance(config.values.get("moe_layer_freq"), list):
+        marks = config.integers("moe_layer_freq")
+        if len(marks) != num_layers:
+            raise CheckpointError(
+                f"{config.file}: moe_layer_freq names {len(marks)} layers, num_hidden_layers "
+                f"{num_layers}."
+            )
+        return {layer for layer, mark in enumerate(marks) if mark}
     if (every := config.integer("moe_layer_freq", 1)) != 1:
         raise CheckpointError(f"{config.file}: moe_layer_freq {every} is not supported.")
     plain, step = config.ids("mlp_only_layers"), config.positive("decoder_sparse_step", 1)

@@ -3,6 +3,7 @@
 import math
 
 from services.engine.model.architecture.activation import Activation, Nonlinearity
+from services.engine.model.architecture.block_reader import with_block_indexes
 from services.engine.model.architecture.compressed_reader import (
     read_compressed_layers,
     with_hyper_connections,
@@ -69,7 +70,9 @@ def read_layers(
     if family.names.compressed is not None:
         mixers += read_compressed_layers(config, context_length, num_layers)
     elif family.names.latent is None:
-        mixers += _attention_layers(config, family, hidden_size, context_length, num_layers)
+        attention = _attention_layers(config, family, hidden_size, context_length, num_layers)
+        has_indexes = family.names.block_index is not None
+        mixers += with_block_indexes(config, attention) if has_indexes else attention
     else:
         mixers += read_latent_layers(config, family, hidden_size, context_length, num_layers)
     if family.names.shared_block is not None:
@@ -234,7 +237,7 @@ def _activation(config: Config, family: Family) -> Activation:
         return Activation(Nonlinearity.CLAMPED_SILU, limit=config.positive_number("swiglu_limit"))
     known = {
         "silu": Nonlinearity.SILU,
-        "gelu": Nonlinearity.GELU,
+        "gelu": Nonlinearity.GELU_TANH if family.gelu_is_tanh else Nonlinearity.GELU,
         "gelu_new": Nonlinearity.GELU_TANH,
         "gelu_pytorch_tanh": Nonlinearity.GELU_TANH,
         "relu": Nonlinearity.RELU,
@@ -290,6 +293,7 @@ def _local_layers(config: Config, family: Family, num_layers: int) -> tuple[bool
         known = [local, "full_attention"]
         known += ["conv"] * (family.names.convolution is not None)
         known += ["linear_attention"] * (family.names.delta_net is not None)
+        known += ["linear_attention"] * (family.names.gated_unit is not None)
         kinds = config.kind_per_layer("layer_types", num_layers, tuple(known))
         return tuple(kind == local for kind in kinds)
     if rule is WindowRule.CHUNKED:

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from services.engine.model.architecture.activation import Activation
+from services.engine.model.architecture.block_index import BlockIndex
 from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.gated_unit_shape import GatedUnitShape
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.lightning_shape import LightningShape
 from services.engine.model.architecture.mamba_shape import MambaShape
@@ -66,6 +68,14 @@ class AttentionSpec:
     """Layer whose keys and values this one reads; None: it has its own"""
     input_width: int = 0
     """Width of what it reads; 0: that of the residual"""
+    index: BlockIndex | None = None
+    """Indexer that chooses the blocks of tokens that are seen; None: all are"""
+
+    @property
+    def page_width(self) -> int:
+        """Numbers that the cache holds of a token: keys, values, and an index key if there is an
+        indexer."""
+        return 2 * self.num_kv_heads * self.head_dim + (self.index.width if self.index else 0)
 
     @property
     def is_plain(self) -> bool:
@@ -75,7 +85,7 @@ class AttentionSpec:
     @property
     def widths(self) -> Set[int]:
         """Widths of the activations."""
-        return {self.head_dim}
+        return {self.head_dim, *(() if self.index is None else (self.index.width,))}
 
     def part(self, count: int) -> "AttentionSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
@@ -85,6 +95,8 @@ class AttentionSpec:
             raise ValueError(
                 f"num_key_value_heads ({heads}) is neither a multiple nor a divisor of {count}"
             )
+        if self.index is not None and heads % count:
+            raise ValueError(f"index_n_heads ({heads}) is not a multiple of {count}")
         return replace(self, num_heads=num_heads, num_kv_heads=max(1, heads // count))
 
 
@@ -207,6 +219,7 @@ MixerSpec: TypeAlias = (
     | CompressedSpec
     | ConvolutionShape
     | DeltaShape
+    | GatedUnitShape
     | LatentSpec
     | LightningShape
     | MambaShape

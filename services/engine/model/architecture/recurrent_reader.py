@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_reader import read_delta_layers
+from services.engine.model.architecture.griffin_layers import read_gated_units
 from services.engine.model.architecture.layers import MixerSpec
 from services.engine.model.architecture.lightning_reader import read_lightning_layers
 from services.engine.model.architecture.mamba_reader import read_mamba_layers
@@ -26,6 +27,8 @@ def read_recurrent_layers(
         return read_lightning_layers(config, hidden_size, num_layers)
     if family.names.selective is not None:
         return read_selective_layers(config, family.names.selective, hidden_size, num_layers)
+    if family.names.gated_unit is not None:
+        return read_gated_units(config, hidden_size, num_layers)
     if family.names.convolution is not None:
         return _read_convolutions(config, family, hidden_size, num_layers)
     return {}

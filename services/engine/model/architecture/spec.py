@@ -8,6 +8,7 @@ from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
 from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.disentangled import DisentangledSpec
+from services.engine.model.architecture.griffin_layers import with_griffin_keys
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layer_reader import read_layers
 from services.engine.model.architecture.layers import (
@@ -155,7 +156,22 @@ class ModelSpec:
     def paged_layers(self) -> Mapping[int, AttentionSpec]:
         """The layers that have pages of keys and values, by number."""
         layers = self.attention_layers.items()
-        return {index: layer for index, layer in layers if layer.reads_layer is None}
+        return {
+            index: layer
+            for index, layer in layers
+            if layer.reads_layer is None and layer.index is None
+        }
+
+    @property
+    def indexed_layers(self) -> Mapping[int, AttentionSpec]:
+        """The layers whose pages hold keys, values and index keys together, by number."""
+        layers = self.attention_layers.items()
+        return {index: layer for index, layer in layers if layer.index is not None}
+
+    @property
+    def joint_layers(self) -> Mapping[int, LatentSpec | AttentionSpec]:
+        """The layers whose pages hold all of a token in one row, by number."""
+        return {**self.latent_layers, **self.indexed_layers}
 
     @property
     def input_width(self) -> int:
@@ -200,6 +216,8 @@ class ModelSpec:
             config = with_parts(config)
         if family.names.shared_block is not None:
             config = with_zamba_keys(config)
+        if family.names.gated_unit is not None:
+            config = with_griffin_keys(config)
         stored_as = quantization_of(config, family)
         hidden_size = config.positive("hidden_size")
         context_length = config.positive("max_position_embeddings")

@@ -22,6 +22,9 @@ _HYBRID = "hybrid"
 _KINDS = ("linear_attention", "mamba", _HYBRID)
 """Kinds of depths: Mamba alone by two names, and Mamba behind a shared block"""
 _LONG_CONTEXT = 16_384
+_USUAL_DEPTHS = 54
+_USUAL_HYBRIDS = (6, 12, 18, 24, 30, 36, 42, 47, 51)
+"""Hybrid depths of a Zamba2 file that does not list them, which then has `_USUAL_DEPTHS`"""
 
 
 def with_zamba_keys(config: Config) -> Config:
@@ -90,7 +93,12 @@ def _hybrids(config: Config, depths: int) -> list[int]:
         kinds = config.kind_per_layer("layers_block_type", depths, _KINDS)
         return [depth for depth, kind in enumerate(kinds) if kind == _HYBRID]
     if not config.has("attn_layer_period"):
-        raise CheckpointError(f"{config.file} lacks layers_block_type and attn_layer_period.")
+        if depths != _USUAL_DEPTHS:
+            raise CheckpointError(
+                f"{config.file} lacks layers_block_type, without which num_hidden_layers must be "
+                f"{_USUAL_DEPTHS}, got {depths}."
+            )
+        return [*_USUAL_HYBRIDS]
     period, offset = config.positive("attn_layer_period"), config.integer("attn_layer_offset")
     later = [depth for depth in range(3, depths) if (depth - 3) % period == offset]
     return [2, *later]

@@ -27,8 +27,8 @@ class KVCache:
     values: Mapping[int, Tensor]
     block_size: int
     latents: Mapping[int, Tensor] = field(default_factory=dict)
-    """Latents of each layer that is latent or compressed attention, by number, [blocks,
-    block_size, width]: it has neither keys nor values"""
+    """Pages [blocks, block_size, width] of each layer that has neither keys nor values, by number:
+    latents, or all of a token in one row"""
     entries: Mapping[int, Tensor] = field(default_factory=dict)
     """Entries of each layer that compresses tokens, by number, [blocks, entries of a block, width].
     Their blocks are those of the first group"""

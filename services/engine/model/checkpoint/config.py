@@ -145,9 +145,14 @@ class Config:
             raise self._wrong(key, f"a positive integer or {num_layers} of them")
         return tuple(numbers)
 
-    def kind_per_layer(self, key: str, num_layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the kind of each layer under `key`, a list of names among `known`."""
-        kinds = self.texts(key)
+    def kind_per_layer(
+        self, key: str, num_layers: int, known: tuple[str, ...], *, cuts: bool = False
+    ) -> tuple[str, ...]:
+        """Return the kind of each layer under `key`, a list of names among `known`.
+
+        cuts: leave out those of layers behind the last one, which predict further tokens.
+        """
+        kinds = self.texts(key)[: num_layers if cuts else None]
         if len(kinds) != num_layers:
             raise CheckpointError(
                 f"{self.file}: {key} names {len(kinds)} layers, num_hidden_layers {num_layers}."

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from services.engine.model.checkpoint.attention_names import LatentNames
 from services.engine.model.checkpoint.config import JsonObject
 from services.engine.model.checkpoint.family import (
     DeltaNetNames,
     Family,
-    LatentNames,
     QkNorm,
     TensorNames,
     WindowRule,

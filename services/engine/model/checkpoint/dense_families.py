@@ -66,6 +66,26 @@ DENSE_FAMILIES: tuple[Family, ...] = (
         windows=WindowRule.PATTERN,
         local_rotary=True,
     ),
+    Family(
+        "CwmForCausalLM",
+        defaults={
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "sliding_window": 8192,
+            "sliding_window_pattern": 4,
+        },
+        reads_mlp_bias=True,
+        windows=WindowRule.SPACED,
+    ),
     _GLM,
     replace(
         _GLM,

@@ -14,6 +14,7 @@ from services.engine.model.checkpoint.shared_names import (
     EXPERTS,
     HUNYUAN,
     MIXTRAL_EXPERTS,
+    OLMO2,
     QWEN_EXPERTS,
     QWEN_WINDOWS,
     USE_BIAS,
@@ -39,6 +40,22 @@ _PHIMOE = Family(
     mixes_sparsely=True,
 )
 
+_GRANITE_EXPERTS = ExpertTensorNames(
+    router="block_sparse_moe.router.layer",
+    gate=("block_sparse_moe.input_linear",),
+    down="block_sparse_moe.output_linear",
+    stack=ExpertStack(suffix=".weight"),
+    module="block_sparse_moe",
+    router_name="router",
+)
+_GRANITE = Family(
+    "GraniteMoeForCausalLM",
+    names=TensorNames(experts=_GRANITE_EXPERTS),
+    defaults={"norm_topk_prob": True, "num_experts_per_tok": 2, "num_local_experts": 8},
+    reads_attention_bias=True,
+    reads_multipliers=True,
+)
+
 EXPERT_FAMILIES: tuple[Family, ...] = (
     Family(
         "MixtralForCausalLM",
@@ -48,21 +65,19 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
     ),
     _PHIMOE,
     replace(_PHIMOE, architecture="PhiMoEForCausalLM"),
-    Family(
-        "GraniteMoeForCausalLM",
-        names=TensorNames(
-            experts=ExpertTensorNames(
-                router="block_sparse_moe.router.layer",
-                gate=("block_sparse_moe.input_linear",),
-                down="block_sparse_moe.output_linear",
-                stack=ExpertStack(suffix=".weight"),
-                module="block_sparse_moe",
-                router_name="router",
-            )
+    _GRANITE,
+    replace(
+        _GRANITE,
+        architecture="GraniteMoeSharedForCausalLM",
+        names=replace(
+            _GRANITE.names,
+            experts=replace(
+                _GRANITE_EXPERTS,
+                shared_gate=("shared_mlp.input_linear",),
+                shared_down="shared_mlp.output_linear",
+            ),
         ),
-        defaults={"norm_topk_prob": True, "num_experts_per_tok": 2, "num_local_experts": 8},
-        reads_attention_bias=True,
-        reads_multipliers=True,
+        keys={"shared_expert_intermediate_size": "shared_intermediate_size"},
     ),
     Family(
         "Ernie4_5_MoeForCausalLM",
@@ -150,6 +165,32 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
         reads_attention_bias=True,
         qk_norm=QkNorm.ALL_HEADS,
         refused=("clip_qkv",),
+    ),
+    Family(
+        "FlexOlmoForCausalLM",
+        names=replace(OLMO2, experts=EXPERTS),
+        defaults={"num_local_experts": 7, "num_experts_per_tok": 5, "rope_theta": 500_000.0},
+        reads_attention_bias=True,
+        qk_norm=QkNorm.ALL_HEADS,
+    ),
+    Family(
+        "MellumForCausalLM",
+        names=TensorNames(experts=EXPERTS, ignored=("*.rotary_emb.inv_freq", "mtp.*")),
+        defaults={
+            "head_dim": 128,
+            "moe_intermediate_size": 896,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 4,
+            "num_local_experts": 64,
+            "rope_theta": 500_000.0,
+            "sliding_window": 1024,
+            "sliding_window_pattern": 1,
+        },
+        reads_attention_bias=True,
+        qk_norm=QkNorm.HEAD,
+        windows=WindowRule.PATTERN,
+        local_rotary=True,
     ),
     Family(
         "Qwen3MoeForCausalLM",

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from services.engine.model.checkpoint.attention_names import BlockIndexNames, LatentNames
 from services.engine.model.checkpoint.compressed_names import CompressedNames, HyperNames
 from services.engine.model.checkpoint.config import JsonObject
 from services.engine.model.checkpoint.recurrent_names import (
     ConvolutionNames,
+    GatedUnitNames,
     LightningNames,
     MambaNames,
     SelectiveNames,
@@ -23,8 +25,6 @@ __all__ = [
     "Family",
     "HeadStage",
     "ImageSight",
-    "IndexNames",
-    "LatentNames",
     "LayerInputNames",
     "MultimodalAxes",
     "QkNorm",
@@ -142,34 +142,6 @@ class DeltaNetNames:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexNames:
-    """Tensor names of the indexer of sparse attention, without .weight and .bias."""
-
-    queries: str = "self_attn.indexer.wq_b"
-    keys: str = "self_attn.indexer.wk"
-    key_norm: str = "self_attn.indexer.k_norm"
-    head_weights: str = "self_attn.indexer.weights_proj"
-
-
-@dataclass(frozen=True, slots=True)
-class LatentNames:
-    """Tensor names of multi-head latent attention, without .weight and .bias."""
-
-    query_down: str = "self_attn.q_a_proj"
-    query_norm: str = "self_attn.q_a_layernorm"
-    query_up: str = "self_attn.q_b_proj"
-    queries: str = "self_attn.q_proj"
-    """Queries that are made of the residual in one product"""
-    latents: str = "self_attn.kv_a_proj_with_mqa"
-    latent_norm: str = "self_attn.kv_a_layernorm"
-    expansion: tuple[str, ...] = ("self_attn.kv_b_proj",)
-    """Keys and values of latents, head by head; or one tensor [heads, latent, key] and one [heads,
-    value, latent]"""
-    index: IndexNames | None = None
-    """None: layers attend to all tokens"""
-
-
-@dataclass(frozen=True, slots=True)
 class LayerInputNames:
     """Tensor names of the inputs that each layer adds for itself."""
 
@@ -278,6 +250,8 @@ class TensorNames:
     """Tensors of the layers that are short convolutions"""
     mamba: MambaNames | None = None
     """Tensors of the layers that are Mamba-2"""
+    gated_unit: GatedUnitNames | None = None
+    """Tensors of the layers that are gated linear recurrent units"""
     lightning: LightningNames | None = None
     """Tensors of the layers that are lightning attention"""
     selective: SelectiveNames | None = None
@@ -286,6 +260,8 @@ class TensorNames:
     """Blocks whose weights several depths share; None: each layer has its own"""
     latent: LatentNames | None = None
     """Tensors of latent attention; None: layers have queries, keys and values"""
+    block_index: BlockIndexNames | None = None
+    """Tensors of indexers that choose blocks of tokens; None: there are none"""
     compressed: CompressedNames | None = None
     """Tensors of compressed attention; None: layers have queries, keys and values"""
     hyper: HyperNames | None = None
@@ -493,6 +469,8 @@ class Family:
     routes_by_token: bool = False
     """All layers have experts, and tokens' ids choose them in the layers that mlp_layer_types calls
     hash_moe"""
+    gelu_is_tanh: bool = False
+    """Files call GELU's approximation by tanh "gelu" """
     clamped_silu: bool = False
     """The activation is SiLU, with factors bounded by swiglu_limit"""
     clamped_swiglu: bool = False

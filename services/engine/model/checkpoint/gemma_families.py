@@ -10,6 +10,7 @@ from services.engine.model.checkpoint.family import (
     TensorNames,
     WindowRule,
 )
+from services.engine.model.checkpoint.recurrent_names import GatedUnitNames
 
 __all__ = ["GEMMA_FAMILIES"]
 
@@ -22,6 +23,57 @@ _SHARED_KEYS = tuple(f"*.self_attn.{name}.weight" for name in ("k_proj", "v_proj
 """Tensors that files may hold for layers that share the keys of earlier ones"""
 
 GEMMA_FAMILIES: tuple[Family, ...] = (
+    Family(
+        "GemmaForCausalLM",
+        defaults={
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 16,
+            "tie_word_embeddings": True,
+        },
+        reads_attention_bias=True,
+        norm_offset=True,
+        gelu_is_tanh=True,
+        scaled_embedding=True,
+        refused=("use_bidirectional_attention",),
+    ),
+    Family(
+        "RecurrentGemmaForCausalLM",
+        names=TensorNames(
+            final_norm="final_norm",
+            attention_norm="temporal_pre_norm",
+            qkv=tuple(f"temporal_block.{part}_proj" for part in "qkv"),
+            output="temporal_block.o_proj",
+            feed_forward_norm="channel_pre_norm",
+            gate=("mlp_block.gate_proj", "mlp_block.up_proj"),
+            down="mlp_block.down_proj",
+            gated_unit=GatedUnitNames(),
+        ),
+        keys={
+            "final_logit_softcapping": "logits_soft_cap",
+            "hidden_act": "hidden_activation",
+            "sliding_window": "attention_window_size",
+        },
+        defaults={
+            "attention_output_bias": True,
+            "attention_window_size": 2048,
+            "block_types": ["recurrent", "recurrent", "attention"],
+            "conv1d_width": 4,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "logits_soft_cap": 30.0,
+            "max_position_embeddings": 1_048_576,
+            "mlp_bias": True,
+            "partial_rotary_factor": 0.5,
+            "tie_word_embeddings": True,
+        },
+        reads_attention_bias=True,
+        output_bias_key="attention_output_bias",
+        reads_mlp_bias=True,
+        norm_offset=True,
+        windows=WindowRule.PATTERN,
+        reads_multipliers=True,
+        reads_soft_caps=True,
+    ),
     Family(
         "Gemma2ForCausalLM",
         names=_GEMMA,

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+from services.engine.model.checkpoint.attention_names import (
+    BlockIndexNames,
+    IndexNames,
+    LatentNames,
+)
 from services.engine.model.checkpoint.family import (
     AltUpNames,
     BesideNames,
     DeltaNetNames,
     ExpertTensorNames,
     Family,
-    IndexNames,
-    LatentNames,
     LayerInputNames,
     TensorNames,
 )
@@ -28,12 +31,15 @@ _INTERLEAVED = {
     "GraniteForCausalLM",
     "GraniteMoeForCausalLM",
     "GraniteMoeHybridForCausalLM",
+    "GraniteMoeSharedForCausalLM",
     "Ministral3ForCausalLM",
     "SmolLM3ForCausalLM",
 }
 """Families whose queries and keys llama.cpp reorders for its own RoPE"""
 _POST_ATTENTION_NORM = {"Glm4MoeForCausalLM", "SeedOssForCausalLM"}
 """Families whose feed-forward layers' norm has the name of one behind attention"""
+_UNFUSED_GATES = {"GraniteMoeHybridForCausalLM", "MiniMaxM3VLForCausalLM"}
+"""Families whose dense layers' two products are apart, while transformers stores them as one"""
 _IGNORED = ("rope_freqs.weight", "rope_factors_*.weight", "*.attn_rot_embd")
 _KEYS = ("blk.*.attn_k.weight", "blk.*.attn_k_norm.weight", "blk.*.attn_v.weight")
 """Tensors that files may hold for layers that share the keys of earlier ones"""
@@ -58,6 +64,12 @@ _INDEX = IndexNames(
     keys="indexer.attn_k",
     key_norm="indexer.k_norm",
     head_weights="indexer.proj",
+)
+_BLOCK_INDEX = BlockIndexNames(
+    queries="indexer.q_proj",
+    keys="indexer.k_proj",
+    query_norm="indexer.q_norm",
+    key_norm="indexer.k_norm",
 )
 _CHANNEL_DELTA_NET = DeltaNetNames(
     inputs=("attn_q", "attn_k", "attn_v"),
@@ -133,7 +145,7 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
         names = replace(names, feed_forward_norm="attn_norm")
     if family.architecture in _POST_ATTENTION_NORM:
         names = replace(names, feed_forward_norm="post_attention_norm")
-    if family.architecture == "GraniteMoeHybridForCausalLM":
+    if family.architecture in _UNFUSED_GATES:
         names = replace(names, gate=("ffn_gate", "ffn_up"))
     if family.architecture == "MiniCPM3ForCausalLM":
         names = replace(names, latent=replace(_LATENT, expansion=("attn_kv_b",)))
@@ -198,6 +210,7 @@ def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
         feed_forward_post_norm=None if names.feed_forward_post_norm is None else "post_ffw_norm",
         experts=experts,
         latent=None if names.latent is None else _latent(names.latent),
+        block_index=None if names.block_index is None else _BLOCK_INDEX,
         delta_net=None if names.delta_net is None else _delta_net(names.delta_net),
         convolution=None if names.convolution is None else _CONVOLUTION,
         mamba=None if names.mamba is None else _MAMBA,

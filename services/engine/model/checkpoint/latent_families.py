@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from services.engine.model.checkpoint.family import Family, IndexNames, LatentNames, TensorNames
+from services.engine.model.checkpoint.attention_names import IndexNames, LatentNames
+from services.engine.model.checkpoint.family import Family, TensorNames
 from services.engine.model.checkpoint.shared_names import (
     BIASED_EXPERTS,
     DEEPSEEK_EXPERTS,

@@ -101,6 +101,21 @@ LAYER_NORM_FAMILIES: tuple[Family, ...] = (
         gated=False,
     ),
     Family(
+        "Jais2ForCausalLM",
+        names=TensorNames(gate=("mlp.up_proj",)),
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        defaults={
+            "attention_bias": True,
+            "hidden_act": "relu2",
+            "layer_norm_eps": 1e-5,
+            "mlp_bias": True,
+        },
+        reads_attention_bias=True,
+        reads_mlp_bias=True,
+        layer_norm=True,
+        gated=False,
+    ),
+    Family(
         "Starcoder2ForCausalLM",
         names=TensorNames(gate=("mlp.c_fc",), down="mlp.c_proj"),
         keys={

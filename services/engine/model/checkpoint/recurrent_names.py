@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass
 
-__all__ = ["ConvolutionNames", "LightningNames", "MambaNames", "SelectiveNames"]
+__all__ = [
+    "ConvolutionNames",
+    "GatedUnitNames",
+    "LightningNames",
+    "MambaNames",
+    "SelectiveNames",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +19,22 @@ class ConvolutionNames:
     """Input gate, output gate, and what is convolved"""
     convolution: str = "conv.conv"
     output: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class GatedUnitNames:
+    """Tensor names of an RG-LRU; of products and the convolution without .weight and .bias."""
+
+    inputs: tuple[str, str] = ("temporal_block.linear_x", "temporal_block.linear_y")
+    """What is convolved, and the output gate"""
+    convolution: str = "temporal_block.conv_1d"
+    gates: tuple[str, str] = (
+        "temporal_block.rg_lru.input_gate",
+        "temporal_block.rg_lru.recurrent_gate",
+    )
+    """Gates of inputs, and of decays, without _weight and _bias"""
+    decay: str = "temporal_block.rg_lru.recurrent_param"
+    output: str = "temporal_block.linear_out"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from services.engine.model.checkpoint.attention_names import BlockIndexNames
 from services.engine.model.checkpoint.family import (
     ExpertStack,
     ExpertTensorNames,
@@ -80,6 +81,48 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         },
         qk_norm=QkNorm.ALL_HEADS,
         scores_by_sigmoid=True,
+    ),
+    Family(
+        "MiniMaxM3VLForCausalLM",
+        names=TensorNames(
+            gate=("mlp.gate_up_proj",),
+            block_index=BlockIndexNames(),
+            experts=replace(
+                BIASED_EXPERTS,
+                gate=("mlp.experts.gate_up_proj",),
+                down="mlp.experts.down_proj",
+                shared_gate=("mlp.shared_experts.gate_up_proj",),
+            ),
+        ),
+        keys={
+            "intermediate_size": "dense_intermediate_size",
+            "moe_intermediate_size": "intermediate_size",
+            "shared_expert_intermediate_size": "shared_intermediate_size",
+        },
+        defaults={
+            "dense_intermediate_size": 12288,
+            "head_dim": 128,
+            "index_block_size": 128,
+            "index_head_dim": 128,
+            "index_local_blocks": 1,
+            "index_n_heads": 4,
+            "index_topk_blocks": 16,
+            "intermediate_size": 3072,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 4,
+            "num_local_experts": 128,
+            "rope_theta": 5e6,
+            "rotary_dim": 64,
+            "routed_scaling_factor": 2.0,
+            "shared_intermediate_size": 3072,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        qk_norm=QkNorm.HEAD,
+        norm_offset=True,
+        scores_by_sigmoid=True,
+        clamped_swiglu=True,
     ),
     Family(
         "Dots1ForCausalLM",

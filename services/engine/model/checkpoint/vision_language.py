@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from services.engine.model.checkpoint.attention_names import BlockIndexNames
 from services.engine.model.checkpoint.config import CheckpointError, Config, JsonObject
 from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.family import (
@@ -13,6 +14,7 @@ from services.engine.model.checkpoint.family import (
     MultimodalAxes,
     WindowRule,
 )
+from services.engine.model.checkpoint.shared_names import MIXTRAL_EXPERTS
 
 __all__ = ["VISION_LANGUAGE", "VisionLanguage"]
 
@@ -243,6 +245,38 @@ _LLAMA4 = VisionLanguage(
     unserved_vision=("vision_model.*", "multi_modal_projector.*"),
 )
 
+_MINIMAX_M3 = FAMILIES["MiniMaxM3VLForCausalLM"]
+_PUBLISHED_MINIMAX_M3 = VisionLanguage(
+    "MiniMaxM3SparseForConditionalGeneration",
+    decoder=replace(
+        _MINIMAX_M3,
+        names=replace(
+            _MINIMAX_M3.names,
+            gate=("mlp.gate_proj", "mlp.up_proj"),
+            block_index=BlockIndexNames(
+                queries="self_attn.index_q_proj",
+                keys="self_attn.index_k_proj",
+                query_norm="self_attn.index_q_norm",
+                key_norm="self_attn.index_k_norm",
+            ),
+            experts=replace(
+                MIXTRAL_EXPERTS,
+                shared_gate=(
+                    "block_sparse_moe.shared_experts.gate_proj",
+                    "block_sparse_moe.shared_experts.up_proj",
+                ),
+                shared_down="block_sparse_moe.shared_experts.down_proj",
+                choice_bias="block_sparse_moe.e_score_correction_bias",
+                choice_bias_is_row=False,
+            ),
+        ),
+    ),
+    roots={"language_model.model.": "language_model.lm_head"},
+    vision=(),
+    unserved_vision=("vision_tower.*", "multi_modal_projector.*", "patch_merge_mlp.*"),
+    others=("mtp.*", "*.mtp.*"),
+)
+
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
     model.architecture: model
     for model in (
@@ -274,6 +308,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
         _GEMMA3N,
         _GEMMA4,
         _KIMI_K25,
+        _PUBLISHED_MINIMAX_M3,
         _QWEN3_5,
         replace(
             _QWEN3_5,

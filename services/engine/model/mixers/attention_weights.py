@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.layers import AttentionSpec
+from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.checkpoint.family import QkNorm, TensorNames
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.attention import AttentionWeights
@@ -24,7 +25,7 @@ from services.engine.model.parts.tensor_reader import (
     take_rows,
 )
 
-__all__ = ["StoredAttention", "read_attention", "stored_attention"]
+__all__ = ["StoredAttention", "read_attention", "stored_attention", "to_half_split"]
 
 _VALUES = 2
 """Place of values behind queries and keys"""
@@ -173,9 +174,9 @@ def _rows_in_order(
         pairs = queries.view(-1, 2, spec.head_dim)
         queries = pairs[:, 0].flatten()
         yield 0, pairs[:, 1].flatten()
-    yield 0, _to_half_split(reader, queries, spec)
+    yield 0, to_half_split(reader, queries, spec.head_dim, spec.rotary)
     if cached:
-        yield 1, _to_half_split(reader, cached[0], spec)
+        yield 1, to_half_split(reader, cached[0], spec.head_dim, spec.rotary)
         yield len(cached), cached[-1]
 
 
@@ -198,7 +199,7 @@ def _qk_norms(
         if not norm:
             return None
         weights = torch.cat([reader.tensor(each).flatten() for each in norm])
-        rows = _to_half_split(reader, weights, spec).view(shape)
+        rows = to_half_split(reader, weights, spec.head_dim, spec.rotary).view(shape)
         return reader.norm_weight(shard.rows(rows))
 
     return read(stored.query_norm, queries), read(stored.key_norm, keys)
@@ -215,9 +216,10 @@ def _sinks(reader: TensorReader, sinks: StoredTensor) -> Tensor:
     return reader.shard.rows(reader.tensor(sinks)).to(reader.device, torch.float32, copy=True)
 
 
-def _to_half_split(reader: TensorReader, rows: Tensor, spec: AttentionSpec) -> Tensor:
-    """Reorder each head's rows so that the two of a RoPE pair lie half a head apart."""
-    size, rotary = spec.head_dim, spec.rotary
+def to_half_split(
+    reader: TensorReader, rows: Tensor, size: int, rotary: RotarySpec | None
+) -> Tensor:
+    """Reorder the rows of heads of `size` so that the two of a RoPE pair lie half a head apart."""
     width = size if rotary is None else rotary.width
     is_interleaved = reader.spec.family.interleaved_rotary
     if width == size and not is_interleaved:

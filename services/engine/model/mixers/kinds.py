@@ -10,6 +10,7 @@ from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.gated_unit_shape import GatedUnitShape
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layers import AttentionSpec, MixerSpec, ParallelSpec
 from services.engine.model.architecture.lightning_shape import LightningShape
@@ -19,11 +20,13 @@ from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.mixers.attention import AttentionMixer, AttentionWeights
+from services.engine.model.mixers.block_mixer import BlockMixer, BlockWeights
 from services.engine.model.mixers.compressed_mixer import CompressedMixer, CompressedWeights
 from services.engine.model.mixers.convolution import ConvolutionMixer, ConvolutionWeights
 from services.engine.model.mixers.delta_net import DeltaNetMixer, DeltaNetWeights
 from services.engine.model.mixers.delta_rule_choice import choose_delta_rule
 from services.engine.model.mixers.empty import EmptyMixer
+from services.engine.model.mixers.gated_unit import GatedUnitMixer, GatedUnitWeights
 from services.engine.model.mixers.interface import Mixer
 from services.engine.model.mixers.latent_mixer import LatentMixer, LatentShared, LatentWeights
 from services.engine.model.mixers.lightning import LightningMixer, LightningWeights
@@ -49,9 +52,11 @@ class ParallelWeights:
 
 MixerWeights: TypeAlias = (
     AttentionWeights
+    | BlockWeights
     | CompressedWeights
     | ConvolutionWeights
     | DeltaNetWeights
+    | GatedUnitWeights
     | LatentWeights
     | LightningWeights
     | MambaWeights
@@ -75,6 +80,11 @@ class MixerMaker:
             *((each.rotary, each.head_dim) for each in spec.attention_layers.values()),
             *((each.rotary, each.shared_width) for each in spec.latent_layers.values()),
             *((each.rotary, each.rotary_width) for each in spec.compressed_layers.values()),
+            *(
+                (each.rotary, each.index.width)
+                for each in spec.indexed_layers.values()
+                if each.index is not None
+            ),
         ]
         self.rotaries = Rotaries(
             ((rotary, width) for rotary, width in rotated if rotary is not None), device
@@ -108,6 +118,10 @@ class MixerMaker:
             assert isinstance(spec, ConvolutionShape)
             operators, runs = self._operators, self._runs
             return ConvolutionMixer(layer, spec, weights, operators, runs, self._dtype)
+        if isinstance(weights, GatedUnitWeights):
+            assert isinstance(spec, GatedUnitShape)
+            operators, runs = self._operators, self._runs
+            return GatedUnitMixer(layer, spec, weights, operators, runs, self._dtype)
         if isinstance(weights, ParallelWeights):
             assert isinstance(spec, ParallelSpec)
             attention = self.make(layer, spec.attention, weights.attention)
@@ -129,15 +143,31 @@ class MixerMaker:
             rotary = Rotary(spec.rotary, spec.rotary_width, self._device)
             group = self._groups[layer]
             return CompressedMixer(layer, spec, weights, place, rotary, self._operators, group)
-        rotation = None
         if isinstance(weights, LatentWeights):
             assert isinstance(spec, LatentSpec)
+            rotation = None
             if spec.rotary is not None:
                 rotation = self.rotaries.index(spec.rotary, spec.shared_width)
             group = self._groups[layer]
             operators, latents = self._operators, self._latents
             return LatentMixer(layer, spec, weights, rotation, operators, latents, group)
         assert isinstance(spec, AttentionSpec)
+        if isinstance(weights, BlockWeights):
+            assert spec.index is not None
+            assert spec.rotary is not None
+            attention = self._attention(layer, spec, weights.attention)
+            rotation = self.rotaries.index(spec.rotary, spec.index.width)
+            group, buffer = self._groups[layer], self._latents.latents
+            operators, epsilon = self._operators, self._epsilon
+            return BlockMixer(
+                layer, spec, weights, attention, rotation, operators, buffer, group, epsilon
+            )
+        return self._attention(layer, spec, weights)
+
+    def _attention(
+        self, layer: int, spec: AttentionSpec, weights: AttentionWeights
+    ) -> AttentionMixer:
+        rotation = None
         if spec.rotary is not None:
             rotation = self.rotaries.index(spec.rotary, spec.head_dim)
         return AttentionMixer(

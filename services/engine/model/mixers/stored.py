@@ -6,6 +6,7 @@ from typing import TypeAlias
 from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.delta_shape import DeltaShape
+from services.engine.model.architecture.gated_unit_shape import GatedUnitShape
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layers import (
     AttentionSpec,
@@ -21,6 +22,11 @@ from services.engine.model.mixers.attention_weights import (
     read_attention,
     stored_attention,
 )
+from services.engine.model.mixers.block_weights import (
+    StoredBlocks,
+    read_blocks,
+    stored_blocks,
+)
 from services.engine.model.mixers.compressed_weights import (
     StoredCompressed,
     read_compressed,
@@ -35,6 +41,11 @@ from services.engine.model.mixers.delta_net_weights import (
     StoredDeltaNet,
     read_delta_net,
     stored_delta_net,
+)
+from services.engine.model.mixers.gated_unit_weights import (
+    StoredGatedUnit,
+    read_gated_unit,
+    stored_gated_unit,
 )
 from services.engine.model.mixers.kinds import MixerWeights, ParallelWeights
 from services.engine.model.mixers.latent_weights import (
@@ -67,9 +78,11 @@ class StoredParallel:
 
 StoredMixer: TypeAlias = (
     StoredAttention
+    | StoredBlocks
     | StoredCompressed
     | StoredConvolution
     | StoredDeltaNet
+    | StoredGatedUnit
     | StoredLatent
     | StoredLightning
     | StoredMamba
@@ -94,13 +107,15 @@ def stored_mixer(names: LayerNames, spec: MixerSpec) -> StoredMixer | None:
         return stored_lightning(names, spec)
     if isinstance(spec, SelectiveShape):
         return stored_selective(names, spec)
+    if isinstance(spec, GatedUnitShape):
+        return stored_gated_unit(names, spec)
     if isinstance(spec, ConvolutionShape):
         return stored_convolution(names, spec)
     if isinstance(spec, LatentSpec):
         return stored_latent(names, spec)
     if isinstance(spec, CompressedSpec):
         return stored_compressed(names, spec)
-    return stored_attention(names, spec)
+    return stored_attention(names, spec) if spec.index is None else stored_blocks(names, spec)
 
 
 def read_mixer(
@@ -133,6 +148,9 @@ def read_mixer(
     if isinstance(stored, StoredSelective):
         assert isinstance(spec, SelectiveShape)
         return read_selective(reader, stored, spec, norm)
+    if isinstance(stored, StoredGatedUnit):
+        assert isinstance(spec, GatedUnitShape)
+        return read_gated_unit(reader, stored, spec, norm)
     if isinstance(stored, StoredConvolution):
         assert isinstance(spec, ConvolutionShape)
         return read_convolution(reader, stored, spec, norm)
@@ -143,4 +161,6 @@ def read_mixer(
         assert isinstance(spec, CompressedSpec)
         return read_compressed(reader, stored, spec, norm)
     assert isinstance(spec, AttentionSpec)
+    if isinstance(stored, StoredBlocks):
+        return read_blocks(reader, stored, spec, norm)
     return read_attention(reader, stored, spec, norm)

@@ -37,11 +37,22 @@ FAMILIES = (
         "gpt-oss",
         "bailing hybrid",
         "kimi linear",
+        "minimax m3",
         "mistral, window",
         "olmo hybrid",
     ),
     *("qwen3 next", "qwen3.5", "lfm2 moe", "lfm3", "granite hybrid"),
-    *("falcon h1", "nemotron h", "mamba2", "mamba", "jamba", "minimax", "zamba", "zamba2"),
+    *(
+        "falcon h1",
+        "nemotron h",
+        "mamba2",
+        "mamba",
+        "jamba",
+        "recurrent gemma",
+        "minimax",
+        "zamba",
+        "zamba2",
+    ),
 )
 
 

@@ -33,15 +33,19 @@ from transformers import (
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    GemmaConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
     HunYuanMoEV1Config,
     HYV3Config,
+    Jais2Config,
     KimiLinearConfig,
     Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MellumConfig,
     MiniCPM3Config,
+    MiniMaxM3VLTextConfig,
     Ministral3Config,
     MixtralConfig,
     NemotronConfig,
@@ -74,6 +78,7 @@ from tests.unit.engine.checkpoints import (
     LATENT,
     MAMBA,
     MAMBA1,
+    MINIMAX_M3,
     ROUTED,
     SHAPE,
     VOCABULARY,
@@ -92,6 +97,7 @@ QUANTIZED = (
     *("phimoe", "ernie moe", "hunyuan moe", "ministral3"),
     *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
+    "minimax m3",
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
     *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
     *("mamba", "falcon mamba", "jamba", "glm moe dsa", "kimi linear"),
@@ -123,8 +129,16 @@ FAMILIES = {
         *("mistral", "qwen2, tied", "phi3", "phi3, long", "phi3, short", "olmo2", "granite"),
         *("gemma4, shared keys", "gemma4, experts", "gpt2", "qwen3", "qwen3, tied"),
         *("qwen3.5", "qwen3.5 moe", "qwen3 next"),
-        "falcon h1, gated norms",
-        *("olmoe", "arcee", "ernie", "granite moe", "deepseek v2", "glm4 moe lite"),
+        *("falcon h1, gated norms", "granite moe, shared"),
+        *(
+            "olmoe",
+            "arcee",
+            "ernie",
+            "granite moe",
+            "granite moe, shared",
+            "deepseek v2",
+            "glm4 moe lite",
+        ),
         *("glm4 moe, groups", "solar open"),
         *QUANTIZED[4:],
         "exaone4, no windows",
@@ -139,6 +153,8 @@ FAMILIES = {
         **SHAPE, moe_num_experts=5, moe_k=2, moe_intermediate_size=24, moe_layer_interval=2
     ),
     "hunyuan moe": HunYuanMoEV1Config(**WIDE, num_experts=5, moe_topk=2),
+    "gemma": GemmaConfig(**WIDE_TIED),
+    "jais2": Jais2Config(**WIDE),
     "gemma2": Gemma2Config(**WIDE_TIED, query_pre_attn_scalar=32, sliding_window=9),
     "gemma3": Gemma3TextConfig(
         **WIDE_TIED | {"sliding_window_pattern": 6, "num_hidden_layers": 7},
@@ -214,6 +230,9 @@ FAMILIES = {
     ),
     "youtu": YoutuConfig(**LATENT),
     "minicpm3": MiniCPM3Config(**LATENT | {"v_head_dim": 16}),
+    "minimax m3": MiniMaxM3VLTextConfig(
+        **MINIMAX_M3 | {"swiglu_limit": 7.0}, index_topk_blocks=2, index_block_size=7
+    ),
     "hy v3": HYV3Config(**WIDE | {"num_shared_experts": 2}, **EXPERTS),
     "dots1": Dots1Config(**SHAPE | ROUTED, norm_topk_prob=True, sliding_window=None),
     "afmoe": AfmoeConfig(
@@ -241,6 +260,16 @@ FAMILIES = {
     ),
     "mixtral": MixtralConfig(
         **WIDE, num_local_experts=5, num_experts_per_tok=2, sliding_window=None
+    ),
+    "mellum": MellumConfig(
+        **WIDE,
+        **EXPERTS,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
     ),
     "qwen3 moe": Qwen3MoeConfig(
         **WIDE,

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, GlmMoeDsaConfig, Mistral4Config
+from transformers import AutoConfig, GlmMoeDsaConfig, Mistral4Config, Zamba2Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.json_values import Json
@@ -53,6 +53,7 @@ ARCHITECTURES = {
     "deepseek v4": "DeepseekV4ForCausalLM",
     "glm4 moe": "Glm4MoeForCausalLM",
     "minimax m2": "MiniMaxM2ForCausalLM",
+    "minimax m3": "MiniMaxM3VLForCausalLM",
     "llama4": "Llama4ForCausalLM",
     "falcon": "FalconForCausalLM",
     "gpt-neo": "GPTNeoForCausalLM",
@@ -72,6 +73,7 @@ ARCHITECTURES = {
     "mamba": "MambaForCausalLM",
     "falcon mamba": "FalconMambaForCausalLM",
     "jamba": "JambaForCausalLM",
+    "recurrent gemma": "RecurrentGemmaForCausalLM",
     "zamba": "ZambaForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
     "minimax": "MiniMaxForCausalLM",
@@ -252,6 +254,14 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
         lambda p: set_config(p, indexer_types=None, index_topk_pattern="FSX"),
         ["index_topk_pattern", "FSX"],
     ),
+    ("recurrent gemma", lambda p: set_config(p, block_types=["rnn"]), ["block_types", "rnn"]),
+    ("recurrent gemma", lambda p: set_config(p, block_types=[]), ["block_types", "no layer"]),
+    ("recurrent gemma", lambda p: set_config(p, hidden_activation="silu"), ["silu", "gelu"]),
+    ("recurrent gemma", lambda p: set_config(p, lru_width=65), ["lru_width", "65", "2"]),
+    ("recurrent gemma", lambda p: set_config(p, conv1d_width=1), ["conv1d_width", "2"]),
+    ("minimax m3", lambda p: set_config(p, index_n_heads=4), ["index_n_heads", "4", "2"]),
+    ("minimax m3", lambda p: set_config(p, index_head_dim=8), ["index_head_dim", "8", "16"]),
+    ("minimax m3", lambda p: set_config(p, index_local_blocks=3), ["index_local_blocks", "3"]),
     ("deepseek v4", lambda p: set_config(p, hc_mult=0), ["hc_mult", "positive"]),
     ("deepseek v4", lambda p: set_config(p, o_groups=3), ["o_groups", "3", "4"]),
     ("deepseek v4", lambda p: set_config(p, num_key_value_heads=2), ["num_key_value_heads", "2"]),
@@ -510,9 +520,10 @@ DEFAULTED = [
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
     *("deepseek v3", "solar open", "minimax m2", "hy v3", "glm4 moe lite", "llama4", "afmoe"),
     *("youtu", "minicpm3", "mistral4", "opt", "falcon", "deepseek v3.2", "glm moe dsa"),
-    "deepseek v4",
+    *("deepseek v4", "minimax m3"),
     *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
     *("bailing hybrid", "zamba"),
+    *("gemma", "recurrent gemma", "cwm", "jais2", "flex olmo", "mellum"),
 ]
 LEAST_KEYS = {
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -564,10 +575,54 @@ def test_a_family_has_the_defaults_of_transformers(family: str) -> None:
     assert ModelSpec.from_config(least) == ModelSpec.from_config(written)
 
 
+def test_zamba2_without_a_list_of_blocks_has_those_of_the_first_release() -> None:
+    """Files of Zamba2 2.7B leave the list out."""
+    values: dict[str, Json] = json.loads(Zamba2Config().to_json_string(use_diff=False))
+    values["architectures"] = ["Zamba2ForCausalLM"]
+    unlisted = values | {"layers_block_type": None}
+    assert ModelSpec.from_config(unlisted) == ModelSpec.from_config(values)
+
+
+def test_gelu_of_the_first_gemma_is_its_approximation() -> None:
+    """Its published files say gelu, with which they were not trained."""
+    values: dict[str, Json] = json.loads(CONFIGS["gemma"].to_json_string(use_diff=False))
+    values["architectures"] = ["GemmaForCausalLM"]
+    assert values["hidden_act"] == "gelu_pytorch_tanh"
+    assert ModelSpec.from_config(values | {"hidden_act": "gelu"}) == ModelSpec.from_config(values)
+
+
+def test_kinds_of_layers_that_predict_further_tokens_are_left_out() -> None:
+    """Published files of DeepSeek V4 list those behind the layers of config.json, too."""
+    values: dict[str, Json] = json.loads(CONFIGS["deepseek v4"].to_json_string(use_diff=False))
+    values["architectures"] = ["DeepseekV4ForCausalLM"]
+    longer: dict[str, Json] = {
+        key: [*values[key], values[key][-1]]  # type: ignore[misc, index]
+        for key in ("layer_types", "mlp_layer_types")
+    }
+    assert ModelSpec.from_config(values | longer) == ModelSpec.from_config(values)
+
+
+def test_published_keys_of_minimax_m3_say_the_same_as_those_of_transformers() -> None:
+    values: dict[str, Json] = json.loads(CONFIGS["minimax m3"].to_json_string(use_diff=False))
+    values["architectures"] = ["MiniMaxM3VLForCausalLM"]
+    changed = ("index_block_size", "index_topk_blocks", "layer_types", "mlp_layer_types")
+    published = {key: value for key, value in values.items() if key not in changed} | {
+        "index_n_heads": 8,
+        "moe_layer_freq": [0, 1, 1],
+        "sparse_attention_config": {
+            "sparse_attention_freq": [0, 1, 1],
+            "sparse_num_index_heads": 2,
+            "sparse_block_size": 7,
+            "sparse_topk_blocks": 2,
+        },
+    }
+    assert ModelSpec.from_config(published) == ModelSpec.from_config(values)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"layers_block_type": None}, "layers_block_type"),
+        ({"layers_block_type": None}, "num_hidden_layers must be 54, got 6"),
         ({"n_mamba_heads": 7}, "n_mamba_heads (7) times"),
     ],
 )

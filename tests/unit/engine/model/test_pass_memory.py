@@ -10,6 +10,7 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV4Config,
+    MiniMaxM3VLTextConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
     Zamba2Config,
@@ -22,6 +23,7 @@ from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints import (
     COMPRESSED,
     CONFIGS,
+    MINIMAX_M3,
     SHAPE,
     ZAMBA2,
     Driver,
@@ -52,6 +54,11 @@ LARGE: Mapping[str, PreTrainedConfig] = {
         | {"num_hidden_layers": 1, "max_position_embeddings": 8192, "head_dim": 96}
         | {"layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["hash_moe"]}
         | {"index_head_dim": 32, "index_topk": 256, "sliding_window": 128},
+    ),
+    "chosen blocks": MiniMaxM3VLTextConfig(
+        **MINIMAX_M3
+        | {"num_hidden_layers": 2, "max_position_embeddings": 8192}
+        | {"layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 2},
     ),
     "streams": DeepseekV4Config(
         **COMPRESSED

@@ -117,6 +117,8 @@ FAMILIES = (
     "zamba",
     "zamba2, adapters",
     "minimax",
+    "minimax m3",
+    "recurrent gemma",
 )
 _WIDE: dict[str, Any] = {
     "vocab_size": 97,
@@ -156,6 +158,8 @@ ADAPTED = (
     "bailing hybrid",
     "kimi linear",
     "minicpm3",
+    "minimax m3",
+    "recurrent gemma",
     "lfm2",
     "lfm3",
     "granite hybrid, dense",
