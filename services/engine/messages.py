@@ -225,7 +225,9 @@ class CheckedRequest:
     is_raw: bool = False
     """The last stage of the vectors is left out"""
     keeps_tokens: bool = False
-    """Each token has a vector instead of each prompt"""
+    """Each token has a vector, or a weight, instead of each prompt"""
+    weighs_tokens: bool = False
+    """Tokens have weights instead of vectors"""
     second_texts: Mapping[int, int] = field(default_factory=dict)
     """By prompt index, where the second text of a pair begins"""
     unattended: Mapping[int, int] = field(default_factory=dict)
@@ -244,8 +246,10 @@ class CheckedRequest:
         *,
         is_raw: bool = False,
         keeps_tokens: bool = False,
+        weighs_tokens: bool = False,
     ) -> "CheckedRequest":
-        """Return a request for the vectors of prompts, or of their tokens."""
+        """Return a request for vectors of prompts, or for vectors or weights of their tokens."""
+        keeps_tokens |= weighs_tokens
         return CheckedRequest(
             prompts=prompts,
             n=1,
@@ -258,6 +262,7 @@ class CheckedRequest:
             pooled=Pooled.ALL if keeps_tokens else pooled,
             is_raw=is_raw,
             keeps_tokens=keeps_tokens,
+            weighs_tokens=weighs_tokens,
             second_texts=second_texts or {},
             instructions=instructions or {},
             unattended=unattended or {},
@@ -646,7 +651,9 @@ class ModelDescription:
     model_code: str = "native"
     """Code that computes the model: "native" or "transformers" """
     takes_adapters: bool = True
-    """False if the model is an encoder, or in a GGUF file"""
+    """False if the model is an encoder without adapters of its own, or in a GGUF file"""
+    tasks: Sequence[str] = ()
+    """Tasks whose adapters are loaded with the model, under the numbers from 1 on"""
     generates: bool = True
     """False if it only makes vectors"""
     pooled: Pooled | None = None
@@ -655,6 +662,8 @@ class ModelDescription:
     """Numbers of a prompt's vector; 0 = it makes none"""
     token_width: int = 0
     """Numbers of a token's vector; 0 = it makes none"""
+    weighs_tokens: bool = False
+    """It gives each token a weight"""
     hides_ends: bool = False
     """It can hide tokens at the end of a prompt from all tokens"""
     has_scores: bool = False

@@ -21,7 +21,9 @@ from services.tokenizer.completion_service import CompletionServicer
 from services.tokenizer.embedding.embedding_calls import EmbeddingCalls
 from services.tokenizer.embedding.label_names import LabelNames
 from services.tokenizer.embedding.late_interaction import LateInteraction
+from services.tokenizer.embedding.pair_template import PairTemplate
 from services.tokenizer.embedding.sentence_prompts import SentencePrompts
+from services.tokenizer.embedding.task_prompts import TaskPrompts
 from services.tokenizer.engines.engine_pool import EnginePool, PoolSettings
 from services.tokenizer.images.families import image_tokens, read_image_family
 from services.tokenizer.images.image_reader import ImageReader
@@ -91,7 +93,16 @@ class TokenizerApplication(Application):
         prompts = SentencePrompts(directory, vocabulary)
         labels = LabelNames(directory)
         late = self._late = LateInteraction(directory, vocabulary)
-        self._embeddings = EmbeddingCalls(vocabulary, prompts, labels, late, self._pool)
+        pair_template = PairTemplate.among(vocabulary.chat_templates)
+        self._embeddings = EmbeddingCalls(
+            vocabulary,
+            prompts,
+            labels,
+            late,
+            pair_template,
+            TaskPrompts(directory, vocabulary),
+            self._pool,
+        )
         self._completion_servicer = CompletionServicer(
             self._registry,
             processors,

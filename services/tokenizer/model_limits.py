@@ -35,6 +35,9 @@ class ModelLimits:
     vectors_are_normalized: bool = False
     takes_pairs: bool = False
     """True if the model tells the texts of a pair apart"""
+    weighs_tokens: bool = False
+    """True if the model gives each token a weight, and has token vectors of its own beside those of
+    texts"""
     hides_ends: bool = False
     """True if the model can hide tokens at the end of a prompt from all tokens"""
     only_embeds: bool = False

@@ -22,11 +22,13 @@ _PART = re.compile(r"-\d{5}-of-(\d{5}\.gguf)$")
 _NEEDED = (
     *("*.safetensors", "*.json", "*.jinja"),
     *("tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"),
+    *("colbert_linear.pt", "sparse_linear.pt"),
 )
-"""Files that the services read; a pickle is none of them"""
+"""Files that the services read; of pickles, only the heads of BGE-M3"""
 _WEIGHTS = (".safetensors", ".gguf")
 _LEFT_OUT = (
-    *("*/*.safetensors", "*/*.json"),  # the same weights for other programs
+    # the same weights for other programs; 1_Pooling and adapters are the services' own
+    *("[!0-9a]*/*.safetensors", "[!0-9a]*/*.json", "a[!d]*/*.safetensors", "a[!d]*/*.json"),
     "consolidated*",  # the same weights once more, beside Mistral's own
 )
 

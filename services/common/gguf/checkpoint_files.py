@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 from services.common.gguf.gguf_config import config_of
-from services.common.gguf.gguf_encoders import is_encoder, modules_of
+from services.common.gguf.gguf_encoders import is_encoder
 from services.common.gguf.gguf_file import GgufFile
+from services.common.gguf.gguf_pooling import modules_of
 from services.common.gguf.gguf_tokenizer import (
     chat_templates_of,
     tokenizer_config_of,

@@ -3,10 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from services.common.gguf.gguf_encoders import read_encoder
+from services.common.gguf.gguf_encoders import (
+    read_encoder,
+    read_modern_bert,
+    read_nomic_experts,
+)
 from services.common.gguf.gguf_experts import read_hunyuan_routing, read_sigmoid_routing
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_gemma import (
+    read_embedding_gemma,
     read_gemma2,
     read_gemma3,
     read_gemma3n,
@@ -409,6 +414,28 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "glm4moe": Architecture("Glm4MoeForCausalLM", _DEEPSEEK_KEYS, _read_glm_experts),
     "bert": Architecture("BertModel", {"rms_norm_eps": "layer_norm_eps"}, read_encoder),
     "nomic-bert": Architecture("NomicBertModel", {"rms_norm_eps": "layer_norm_eps"}, read_encoder),
+    "nomic-bert-moe": Architecture(
+        "NomicBertModel",
+        {
+            **_GPT2_KEYS,
+            "attention_bias": "qkv_proj_bias",
+            "mlp_bias": "mlp_fc1_bias",
+            "num_experts_per_tok": "moe_top_k",
+            "rope_theta": "rotary_emb_base",
+        },
+        read_nomic_experts,
+    ),
+    "jina-bert-v2": Architecture("JinaBertModel", {"rms_norm_eps": "layer_norm_eps"}, read_encoder),
+    "jina-bert-v3": Architecture(
+        "JinaEmbeddingsV3Model", {"rms_norm_eps": "layer_norm_eps"}, read_encoder
+    ),
+    "modern-bert": Architecture(
+        "ModernBertModel",
+        {"rms_norm_eps": "norm_eps", "sliding_window": "local_attention"},
+        read_modern_bert,
+    ),
+    "eurobert": Architecture("EuroBertModel"),
+    "gemma-embedding": Architecture("Gemma3TextModel", extra_keys=read_embedding_gemma),
     "lfm2": Architecture(
         "Lfm2ForCausalLM", {"rms_norm_eps": "norm_eps"}, extra_keys=read_convolutions
     ),

@@ -8,6 +8,7 @@ from services.common.gguf.gguf_architectures import Architecture, architecture_o
 from services.common.gguf.gguf_encoders import is_encoder
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_layers import count_layers
+from services.common.gguf.gguf_pooling import answers_yes_or_no, head_of, read_head
 from services.common.gguf.gguf_rope import read_rope_scaling
 from services.common.json_values import Json
 
@@ -16,8 +17,10 @@ __all__ = ["MARK", "config_of"]
 MARK = "tokenwire_gguf"
 """Key of config.json that marks weights with the names and formats of a GGUF file
 
-Its value is an object. `fused_qkv` in it is true if queries, keys and values are one tensor; `file`
-is the GGUF file, which errors name."""
+Its value is an object. `fused_qkv` in it is true if queries, keys and values are one tensor, and
+`fused_gate` if both products of a gated layer are; `head` lists the modules of a head that scores
+texts, and `answers` is true if its two outputs are the logits of yes and no; `file` is the GGUF
+file, which errors name."""
 
 _MATRIX = 2  # dimensions
 _FEED_FORWARD_BIASES = ("blk.0.ffn_up.bias", "blk.0.ffn_up_exps.bias")
@@ -26,13 +29,22 @@ _FEED_FORWARD_BIASES = ("blk.0.ffn_up.bias", "blk.0.ffn_up_exps.bias")
 def config_of(file: GgufFile) -> dict[str, Json]:
     """Return the values of config.json. Raises GgufError for an unsupported architecture."""
     architecture = architecture_of(file)
-    values = {**_common(file, architecture), **architecture.extra_keys(file)}
+    values = {**_common(file, architecture), **architecture.extra_keys(file), **read_head(file)}
     renamed = {architecture.names.get(key, key): value for key, value in values.items()}
-    fused = not any(tensor.endswith(".attn_q.weight") for tensor in file.tensors)
+    name, head = architecture.name, head_of(file)
+    if head:
+        stem = name.removesuffix("Model").removesuffix("ForCausalLM")
+        name = f"{stem}ForSequenceClassification"
     return {
-        "architectures": [architecture.name],
+        "architectures": [name],
         **renamed,
-        MARK: {"fused_qkv": fused, "file": str(file.path)},
+        MARK: {
+            "fused_qkv": not _has_weight(file, "attn_q"),
+            "fused_gate": not _has_weight(file, "ffn_gate"),
+            "head": [*head],
+            "answers": answers_yes_or_no(file),
+            "file": str(file.path),
+        },
     }
 
 
@@ -102,6 +114,11 @@ def _table_shape(file: GgufFile) -> tuple[int, int]:
 def _has_bias(file: GgufFile, *names: str) -> bool:
     """Return whether a layer's tensors of these names have a bias."""
     return any(name.endswith(tuple(f".{each}.bias" for each in names)) for name in file.tensors)
+
+
+def _has_weight(file: GgufFile, name: str) -> bool:
+    """Return whether a layer has a tensor of this name."""
+    return any(tensor.endswith(f".{name}.weight") for tensor in file.tensors)
 
 
 def _ends(file: GgufFile) -> dict[str, Json]:

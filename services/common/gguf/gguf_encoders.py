@@ -1,16 +1,15 @@
-"""Encoders of GGUF files: their keys of config.json, and the modules behind them."""
+"""Encoders of GGUF files: their keys of config.json."""
 
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.json_values import Json
 
-__all__ = ["is_encoder", "modules_of", "read_encoder"]
+__all__ = ["is_encoder", "read_encoder", "read_modern_bert", "read_nomic_experts"]
 
-_ENCODERS = ("bert", "nomic-bert")
+_ENCODERS = (
+    *("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "modern-bert"),
+    *("nomic-bert", "nomic-bert-moe"),
+)
 _CAUSAL = "attention.causal"
-_POOLINGS = {1: "mean", 2: "cls", 3: "lasttoken"}
-"""Poolings by llama.cpp's numbers, as sentence-transformers calls them"""
-_MODULES = "sentence_transformers.models"
-_FOLDER = "1_Pooling"
 
 
 def is_encoder(file: GgufFile) -> bool:
@@ -27,30 +26,29 @@ def is_encoder(file: GgufFile) -> bool:
 
 
 def read_encoder(file: GgufFile) -> dict[str, Json]:
-    """Return the keys of BERT. Raises GgufError for heads that score texts."""
-    if any(name.startswith("cls.") for name in file.tensors):
-        raise GgufError(f"{file.path} has a head that scores texts (cls), which is not supported.")
+    """Return the keys of BERT and its relatives."""
+    types = file.tensors.get("token_types.weight")
     return {
         "pad_token_id": file.count("tokenizer.ggml.padding_token_id", 0, least=0),
-        "type_vocab_size": file.count("tokenizer.ggml.token_type_count", 1),
+        "type_vocab_size": 0 if types is None else types.shape[0],
     }
 
 
-def modules_of(file: GgufFile) -> dict[str, Json]:
-    """Return the files that name the pooling, by their paths; none if the file names none.
-
-    Vectors have length 1, as llama.cpp's server makes them. Raises GgufError for another pooling.
-    """
-    key = file.own("pooling_type")
-    if not file.integer(key, 0):
-        return {}
-    if (number := file.integer(key)) not in _POOLINGS:
-        raise GgufError(f"{file.path}: {key} must be mean (1), cls (2) or last (3), got {number}.")
-    paths = {"Transformer": "", "Pooling": _FOLDER, "Normalize": "2_Normalize"}
+def read_nomic_experts(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Nomic's encoder with experts, by the names of its first files."""
     return {
-        "modules.json": [
-            {"idx": index, "name": str(index), "path": path, "type": f"{_MODULES}.{kind}"}
-            for index, (kind, path) in enumerate(paths.items())
-        ],
-        f"{_FOLDER}/config.json": {"pooling_mode": _POOLINGS[number]},
+        **read_encoder(file),
+        "activation_function": "gelu",
+        "moe_every_n_layers": file.count(file.own("moe_every_n_layers")),
+    }
+
+
+def read_modern_bert(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of ModernBERT, whose layers differ in their windows and rotations."""
+    base = file.positive(file.own("rope.freq_base"), 160000.0)
+    return {
+        "global_rope_theta": base,
+        "local_rope_theta": file.positive(file.own("rope.freq_base_swa"), base),
+        "global_attn_every_n_layers": file.count(file.own("attention.sliding_window_pattern"), 3),
+        "hidden_activation": file.text(file.own("hidden_activation"), "gelu"),
     }

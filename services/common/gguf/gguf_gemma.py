@@ -6,7 +6,7 @@ from services.common.gguf.gguf_file import GgufFile
 from services.common.gguf.gguf_layers import count_layers, read_windows
 from services.common.json_values import Json
 
-__all__ = ["read_gemma2", "read_gemma3", "read_gemma3n", "read_gemma4"]
+__all__ = ["read_embedding_gemma", "read_gemma2", "read_gemma3", "read_gemma3n", "read_gemma4"]
 
 
 def read_gemma2(file: GgufFile) -> dict[str, Json]:
@@ -19,6 +19,11 @@ def read_gemma3(file: GgufFile) -> dict[str, Json]:
     values = _read_gemma(file, pattern=6, layers_of_large=62)
     local = file.positive(file.own("rope.freq_base_swa"), 10000.0)
     return {**values, "rope_local_base_freq": local}
+
+
+def read_embedding_gemma(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of EmbeddingGemma."""
+    return {**read_gemma3(file), "use_bidirectional_attention": True}
 
 
 def _read_gemma(file: GgufFile, pattern: int, layers_of_large: int) -> dict[str, Json]:

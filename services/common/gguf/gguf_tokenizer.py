@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from services.common.gguf.gguf_encoders import is_encoder
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from services.common.json_values import Json
@@ -14,6 +15,7 @@ from services.common.tokenizer_files.definition import (
     byte_level,
     sentencepiece_bpe,
 )
+from services.common.tokenizer_files.frame import frame
 from services.common.tokenizer_files.unigram import Normalization, sentencepiece_unigram
 from services.common.tokenizer_files.word_piece import CONTINUATION, word_piece
 
@@ -23,6 +25,8 @@ _PREFIX = "tokenizer.ggml"
 _GEMMA4 = "gemma4"
 """Name of a tokenizer, and of the pre-tokenizer that it implies"""
 _BERT = "bert"
+_MODERN_BERT = "modern-bert"
+"""Pre-tokenizer of ModernBERT"""
 _BERT_UNKNOWN, _BERT_FIRST, _BERT_LAST = 100, 101, 102
 """Ids of llama.cpp for special tokens that a file does not name"""
 _ROLES = {
@@ -45,7 +49,8 @@ def tokenizer_of(file: GgufFile) -> dict[str, Json]:
             f"{file.path}: the tokenizer {kind} is not supported. Supported: {', '.join(_KINDS)}."
         )
     try:
-        return _KINDS[kind](file)
+        made = _KINDS[kind](file)
+        return made if kind == _BERT or not is_encoder(file) else {**made, **_frame(file)}
     except TokenizerError as error:
         raise GgufError(f"{file.path} has a tokenizer that is not read: {error}.") from None
 
@@ -58,16 +63,58 @@ def tokenizer_config_of(file: GgufFile) -> dict[str, Json]:
         key = f"{_PREFIX}.{name}_token_id"
         if key in file.metadata and 0 <= (token := file.integer(key)) < len(tokens):
             values[f"{role}_token"] = tokens[token]
-    kind = file.text(f"{_PREFIX}.model")
-    if kind == _BERT:  # whose tokenizer.json frames texts
+    if file.text(f"{_PREFIX}.model") == _BERT or is_encoder(file):  # tokenizer.json frames texts
         return values
+    return {**values, "add_bos_token": _adds_bos(file), "add_eos_token": _adds_eos(file)}
+
+
+def _adds_bos(file: GgufFile) -> bool:
+    """Return whether a text begins with BOS."""
+    kind = file.text(f"{_PREFIX}.model")
     pre_tokenizer = _pre_tokenizer(file) if _KINDS[kind] is _merged else None
     has_bos = kind == "llama" if pre_tokenizer is None else pre_tokenizer.has_bos
     says_bos = file.flag(f"{_PREFIX}.add_bos_token", has_bos)
-    needs_bos = pre_tokenizer is not None and pre_tokenizer.needs_bos
-    values["add_bos_token"] = says_bos or needs_bos
-    values["add_eos_token"] = file.flag(f"{_PREFIX}.add_eos_token", kind == "t5")
-    return values
+    return says_bos or (pre_tokenizer is not None and pre_tokenizer.needs_bos)
+
+
+def _adds_eos(file: GgufFile) -> bool:
+    """Return whether a text ends with EOS."""
+    return file.flag(f"{_PREFIX}.add_eos_token", file.text(f"{_PREFIX}.model") == "t5")
+
+
+def _frame(file: GgufFile) -> dict[str, Json]:
+    """Return what puts an encoder's special tokens around texts and pairs.
+
+    Raises TokenizerError if the file names none of the tokens that it asks for.
+    """
+    ends = [_special(file, "eos")] if _adds_eos(file) else []
+    between = []
+    if _separates(file):
+        separator = f"{_PREFIX}.{_ROLES['sep']}_token_id"
+        between = [_special(file, "sep" if separator in file.metadata else "eos")]
+    first = [_special(file, "bos")] if _adds_bos(file) else []
+    return {"post_processor": frame(_tokens(file), first, ends, between=between)}
+
+
+def _separates(file: GgufFile) -> bool:
+    """Return whether SEP goes before the second text of a pair, beside the EOS of the first."""
+    pre_tokenizer = None
+    if _KINDS[file.text(f"{_PREFIX}.model")] is _merged:
+        pre_tokenizer = file.text(f"{_PREFIX}.pre", "default")
+    if (
+        pre_tokenizer == _MODERN_BERT
+    ):  # its converter always says so, and its own tokenizer does not
+        return False
+    separates = pre_tokenizer is not None and PRE_TOKENIZERS[pre_tokenizer].separates
+    return file.flag(f"{_PREFIX}.add_sep_token", separates)
+
+
+def _special(file: GgufFile, role: str) -> int:
+    key = f"{_PREFIX}.{_ROLES[role]}_token_id"
+    token = file.integer(key, -1)
+    if not 0 <= token < len(_tokens(file)):
+        raise TokenizerError(f"it needs a token under {key}")
+    return token
 
 
 def chat_templates_of(file: GgufFile) -> dict[str, str]:
@@ -165,7 +212,9 @@ def _bert_text(text: str) -> str:
 
 def _unknown(file: GgufFile) -> int:
     """Return the id of the unknown token, -1 if there is none."""
-    return file.integer(f"{_PREFIX}.unknown_token_id", -1)
+    kinds = file.numbers(f"{_PREFIX}.token_type")
+    default = kinds.index(PieceKind.UNKNOWN) if PieceKind.UNKNOWN in kinds else -1
+    return file.integer(f"{_PREFIX}.unknown_token_id", default)
 
 
 def _unknown_text(file: GgufFile) -> str | None:

@@ -35,6 +35,8 @@ class PreTokenizer:
     """Prompts begin with BOS, unless the file says otherwise"""
     needs_bos: bool = False
     """Prompts begin with BOS, whatever the file says: early files of Gemma 4 deny it"""
+    separates: bool = False
+    """SEP goes before the second text of a pair, unless the file says otherwise"""
     composes: bool = False
     """It follows a normalisation to NFC"""
     spells_bytes: bool = True
@@ -102,6 +104,10 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", _THREE_DIGITS)),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _GPT2),
     **dict.fromkeys(("gigachat", "a.x-4.0", "mellum", "exaone4", "granite-docling"), _GPT2),
+    **dict.fromkeys(("jina-es", "jina-de", "jina-v2-es", "jina-v2-de"), _GPT2),
+    **dict.fromkeys(("jina-v1-en", "jina-v2-code", "roberta-bpe"), replace(_GPT2, separates=True)),
+    "modern-bert": replace(_GPT2, composes=True),
+    "jina-v5-nano": _LLAMA3,
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1"), _LLAMA3),
     **dict.fromkeys(("pixtral", "midm-2.0", "lfm2"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((LLAMA3,))),

@@ -51,8 +51,9 @@ def sentencepiece_unigram(
 
     Raises TokenizerError for one that would give other ids than in sentencepiece.
     """
-    if PieceKind.UNUSED in pieces.kinds:
-        raise TokenizerError("it has unused pieces, which are not read in Unigram models")
+    unused = (t for t, k in zip(pieces.texts, pieces.kinds, strict=True) if k == PieceKind.UNUSED)
+    if any(len(text) == 1 for text in unused):
+        raise TokenizerError("it has an unused piece of one character, which is not read")
     if not 0 <= unknown < len(pieces.texts):
         raise TokenizerError("it names no unknown token")
     if len(set(pieces.texts)) < len(pieces.texts):
@@ -177,7 +178,7 @@ def _spaces(pieces: Pieces) -> Iterator[Json]:
 
 def _guard(pieces: Pieces) -> Json:
     """Return a cut inside each text that no segmentation makes, such as "<0x0A>"."""
-    whole = (PieceKind.CONTROL, PieceKind.UNKNOWN, PieceKind.BYTE)
+    whole = (PieceKind.CONTROL, PieceKind.UNKNOWN, PieceKind.BYTE, PieceKind.UNUSED)
     texts = [
         text
         for text, kind in zip(pieces.texts, pieces.kinds, strict=True)

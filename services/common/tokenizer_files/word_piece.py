@@ -8,6 +8,7 @@ from services.common.tokenizer_files.definition import (
     TokenizerError,
     tokenizer_definition,
 )
+from services.common.tokenizer_files.frame import frame
 
 __all__ = ["CONTINUATION", "word_piece"]
 
@@ -59,29 +60,4 @@ def word_piece(
             "vocab": vocabulary,
         },
     )
-    return {**made, "post_processor": _frame(tokens, first, last)}
-
-
-def _frame(tokens: Sequence[str], first: int, last: int) -> Json:
-    """Return what puts a token before a text and one behind it, or behind both of a pair."""
-    special: dict[str, Json] = {
-        tokens[token]: {"id": tokens[token], "ids": [token], "tokens": [tokens[token]]}
-        for token in (first, last)
-    }
-    return {
-        "type": "TemplateProcessing",
-        "single": [_token(tokens[first], 0), _text("A", 0), _token(tokens[last], 0)],
-        "pair": [
-            *(_token(tokens[first], 0), _text("A", 0), _token(tokens[last], 0)),
-            *(_text("B", 1), _token(tokens[last], 1)),
-        ],
-        "special_tokens": special,
-    }
-
-
-def _token(text: str, side: int) -> Json:
-    return {"SpecialToken": {"id": text, "type_id": side}}
-
-
-def _text(name: str, side: int) -> Json:
-    return {"Sequence": {"id": name, "type_id": side}}
+    return {**made, "post_processor": frame(tokens, [first], [last], has_types=True)}

@@ -70,6 +70,13 @@ class AdapterRegistry:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def add_tasks(self, names: Sequence[str], path: str, fingerprint: str) -> None:
+        """Add the adapters that the loop has loaded with the model, under the numbers from 1 on."""
+        self.most += len(names)
+        for number, name in enumerate(names, 1):
+            adapter = Adapter(name, path, f"{fingerprint}:{name}", number)
+            self._used[number] = self._named[name] = adapter
+
     async def load(self, name: str, path: str) -> Adapter:
         """Load an adapter, unless it is there already. Raises ServiceError.
 

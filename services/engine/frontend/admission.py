@@ -119,6 +119,8 @@ class Admission:
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION, "NO_EMBEDDINGS", message, field="model"
             )
+        if request.token_weights and not self.model.weighs_tokens:
+            raise invalid("token_weights", f"{self.model_id} gives tokens no weights.")
         if not self.model.vector_width and not request.tokens:
             message = f"{self.model_id} makes vectors of tokens alone: ask for tokens."
             raise ServiceError(
@@ -143,8 +145,9 @@ class Admission:
         instructions = {i: each.instruction_length for i, each in enumerate(request.prompts)}
         unattended = {i: each.unattended_length for i, each in enumerate(request.prompts)}
         prompts = self._prompts(request.prompts, 1, stopping)
-        if request.tokens:
-            check_token_states(sum(map(len, prompts)), self.model.token_width, "prompts")
+        if request.tokens or request.token_weights:
+            width = 1 if request.token_weights else self.model.token_width
+            check_token_states(sum(map(len, prompts)), width, "prompts")
         else:
             check_vectors(len(prompts), self.model.vector_width, "prompts")
         return CheckedRequest.of_texts(
@@ -156,6 +159,7 @@ class Admission:
             unattended,
             is_raw=request.raw,
             keeps_tokens=request.tokens,
+            weighs_tokens=request.token_weights,
         )
 
     def _check_unattended(self, prompt: EmbeddedPrompt, field: str) -> None:

@@ -87,6 +87,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             vectors_are_normalized=model.vectors_are_normalized,
             takes_pairs=model.takes_pairs,
             hides_ends=model.hides_ends,
+            weighs_tokens=model.weighs_tokens,
             only_embeds=not model.generates,
             cache_groups=[engine_pb2.CacheGroup(**each._asdict()) for each in model.cache_groups],
         )

@@ -72,7 +72,8 @@ class EngineServicer(EngineServiceServicer):
             self._frontend.drop(handle)
 
     async def Embed(self, request: EmbedRequest, context: Context) -> EmbedResponse:
-        call = _EmbedCall([len(each.ids) if request.tokens else 1 for each in request.prompts])
+        of_tokens = request.tokens or request.token_weights
+        call = _EmbedCall([len(each.ids) if of_tokens else 1 for each in request.prompts])
         try:
             handle = await self._frontend.submit(request, _caller(context), None, call)
         except asyncio.CancelledError:

@@ -152,6 +152,7 @@ class Frontend:
         self.load = LoadSnapshot(free_blocks=model.total_blocks, total_blocks=model.total_blocks)
         self._load_metrics.observe(self.load)
         self.notify()  # who has watched the load since before must learn of the blocks
+        self.adapters.add_tasks(model.tasks, str(settings.model), model.weights_fingerprint)
         await self._load_adapters()
         if settings.grammar:
             targets = parse_targets(settings.grammar, "--grammar")
@@ -329,7 +330,7 @@ class Frontend:
         """Load an adapter. Raises ServiceError."""
         takes_some = self.model.takes_adapters
         if not (takes_some and self.adapters.most):
-            others = "its model is an encoder, DeepSeek V4 or in a GGUF file"
+            others = "its model is an encoder without adapters, DeepSeek V4 or in a GGUF file"
             why = "--max-adapters is 0" if takes_some else others
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION,

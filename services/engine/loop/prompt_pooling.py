@@ -62,8 +62,12 @@ class PromptPooling:
     def _kept(self, span: _Span, hidden: Tensor) -> PendingVectors | None:
         """Return the vectors of all tokens of a prompt that ends; keep those of another."""
         vectors = self._runner.states(hidden, range(span.start, span.end)).clone()
+        heads, is_raw = self._pooler.token_heads, span.sequence.is_raw
         if self._pooler.pooling is Pooling.TOKENS:
-            vectors = self._pooler.finish(vectors, [span.sequence.is_raw] * len(vectors))
+            vectors = self._pooler.finish(vectors, [is_raw] * len(vectors))
+        elif heads is not None:
+            make = heads.weights if span.sequence.weighs_tokens else heads.vectors
+            vectors = make(vectors, is_raw=is_raw)
         before = [] if span.is_first else span.sequence.token_vectors
         span.sequence.token_vectors = [*before, vectors]
         if not span.is_last:

@@ -11,7 +11,7 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.attention.pair_scores import PairScores
 from services.engine.model.decoder import Activations, DecoderWeights
-from services.engine.model.operators.interface import LayerNorm, Operators
+from services.engine.model.operators.interface import LayerNorm, Operators, TableDelta
 from services.engine.model.whole_text_decoder import WholeTextDecoder
 
 __all__ = ["Encoder", "EncoderWeights"]
@@ -27,6 +27,8 @@ class EncoderWeights(DecoderWeights):
     norms: tuple[tuple[LayerNorm | None, LayerNorm], ...]
     """For each layer, the norms of its attention and of its feed-forward layer: after what they add
     to the residual, or before them if the family norms first; None: the layer has none"""
+    table_deltas: tuple[TableDelta | None, ...]
+    """What adapters add to the embeddings of tokens and of token types; None: nothing"""
     last_norm: LayerNorm | None
     pair_scores: PairScores | None
     """Addends to the scores of two tokens; None: there are none"""
@@ -64,9 +66,13 @@ class Encoder(WholeTextDecoder):
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
         super()._begin(batch, buffers)
         weights, hidden = self._encoder_weights, buffers.hidden
+        types = batch.token_types
         if weights.token_types is not None:
-            types = batch.token_types
             hidden += weights.token_types[0] if types is None else weights.token_types[types]
+        for delta, index in zip(weights.table_deltas, (batch.token_ids, types), strict=True):
+            if delta is not None:
+                rows = torch.zeros_like(batch.token_ids) if index is None else index
+                delta.add_rows(rows, hidden)
         self._operators.layer_norm(
             hidden, weights.embedding_norm, self.spec.norm_epsilon, buffers.normed, replaces=True
         )

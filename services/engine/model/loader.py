@@ -12,6 +12,8 @@ from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.kernels.memory import give_back_freed
 from services.engine.model.adapters.adapters import Adapters
+from services.engine.model.adapters.peft_files import PeftAdapter
+from services.engine.model.adapters.task_tensors import TaskTensors
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
@@ -55,6 +57,8 @@ __all__ = [
 
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
+_TASKS = "adapters"
+"""Directory of the adapters of a decoder's tasks (Jina v5)"""
 _ADA = (8, 9)
 """Compute capability that multiplies FP8"""
 _AMPERE = (8, 0)
@@ -212,6 +216,9 @@ def load_model(
     )
     decoder.runs_in_pieces = ranks.rank.is_alone  # rank 0 announces whole passes
     decoder.adapters = adapters
+    if adapters is not None:
+        for number, task in enumerate(spec.tasks, 1):
+            adapters.load(number, PeftAdapter.read(directory / _TASKS / task))
     return decoder
 
 
@@ -257,12 +264,22 @@ def _load_encoder(
         raise StartupError(f"{directory}: quantized encoders are not supported.")
     operators = choose_operators(spec, dtype, device, weights)
     tiled = isinstance(operators, TiledOperators)
+    adapters = Adapters(operators, dtype, device, spec.family.names.roots) if spec.tasks else None
     with open_tensors(directory, spec) as checkpoint:
-        reader = EncoderReader(checkpoint, spec, dtype, device, operators, shows_progress=progress)
+        reader = EncoderReader(
+            checkpoint, spec, dtype, device, operators, adapters, shows_progress=progress
+        )
         loaded = reader.read()
+        if adapters is not None:
+            assert isinstance(checkpoint, TaskTensors)
+            config = Checkpoint.config(directory)
+            for number in range(len(spec.tasks)):
+                adapters.load(number + 1, checkpoint.adapter(config, number))
     give_back_freed()
     attention = choose_backend(spec, dtype, device, pair_scores=loaded.pair_scores, tiled=tiled)
-    return Encoder(spec, dtype, loaded, operators, attention)
+    encoder = Encoder(spec, dtype, loaded, operators, attention)
+    encoder.adapters = adapters
+    return encoder
 
 
 def _require_blocks(directory: Path, spec: ModelSpec, checkpoint: TensorFiles) -> None:
@@ -294,6 +311,8 @@ def open_tensors(directory: Path, spec: ModelSpec, *, maps: bool = False) -> Ten
         from services.engine.model.checkpoint.gguf_tensors import GgufTensors
 
         return GgufTensors(directory, maps=maps)
+    if spec.tasks and not spec.family.has_task_adapters:
+        return TaskTensors(directory)
     if maps:
         return Checkpoint(directory, maps=True)
     if spec.scheme is not None:

@@ -1,6 +1,5 @@
 """Tensors that a checkpoint must hold, by name, shape and role."""
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,13 @@ from services.engine.model.architecture.layers import (
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.stored import StoredMixer, stored_mixer
-from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm, stored_norm
+from services.engine.model.parts.stored import (
+    LayerNames,
+    StoredLinear,
+    StoredNorm,
+    stored_norm,
+    stored_tensors,
+)
 from services.engine.model.parts.stored_altup import StoredAltUp, stored_altup
 from services.engine.model.parts.stored_feed_forward import StoredFeedForward, stored_feed_forward
 from services.engine.model.parts.stored_hyper import StoredHyper, stored_hyper
@@ -96,7 +101,7 @@ class Manifest:
 
     def tensors(self) -> Iterator[StoredTensor]:
         """Yield each tensor once, also those that several layers share."""
-        yield from dict.fromkeys(_tensors(self))
+        yield from dict.fromkeys(stored_tensors(self))
 
 
 def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
@@ -155,14 +160,3 @@ def _layer_inputs(spec: ModelSpec, root: str) -> StoredLayerInputs:
         projection=names.linear((own.projection,), (width,), spec.hidden_size, False),
         norm=names.tensor(f"{own.norm}.weight", spec.input_width),
     )
-
-
-def _tensors(part: object) -> Iterator[StoredTensor]:
-    if isinstance(part, StoredTensor):
-        yield part
-    elif isinstance(part, tuple):
-        for item in part:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(part):
-        for field in dataclasses.fields(part):
-            yield from _tensors(getattr(part, field.name))

@@ -13,15 +13,17 @@ from torch.nn.functional import gelu, layer_norm, linear, normalize, softmax
 from services.engine.batch.transfer import to_device
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError, Config
-from services.engine.model.checkpoint.encoder_families import COLBERT
+from services.engine.model.checkpoint.encoder_families import COLBERT, JINA_V5
 from services.engine.model.checkpoint.family import HeadStage
 from services.engine.model.checkpoint.sentence_modules import (
     DenseModule,
     Pooling,
     SentenceModules,
 )
-from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor
+from services.engine.model.checkpoint.tensors import Checkpoint, StoredTensor, TensorFiles
 from services.engine.model.lexical_head import LexicalHead
+from services.engine.model.loader import open_tensors
+from services.engine.model.token_heads import TokenHeads
 
 __all__ = ["Pooler", "load_pooler"]
 
@@ -73,6 +75,8 @@ class Pooler:
     """Head that makes the vectors of Pooling.LEXICAL; None for other poolings"""
     token_stages: tuple[Stage, ...] = ()
     """Layers between the states of tokens and their mean"""
+    token_heads: TokenHeads | None = None
+    """Heads of single tokens beside the vectors of texts; None: there are none"""
 
     def of_tokens(self, states: Tensor) -> Tensor:
         """Return what is pooled, float32 [tokens, n], for the states of tokens."""
@@ -107,7 +111,10 @@ def load_pooler(
     """
     if spec.num_labels:
         return _classifier(directory, spec, device)
-    modules = SentenceModules.read(directory, None if wanted == "auto" else Pooling(wanted))
+    if spec.architecture == JINA_V5:  # whose modules.json names code of its own
+        modules: SentenceModules | None = SentenceModules(Pooling.LAST, normalizes=True)
+    else:
+        modules = SentenceModules.read(directory, None if wanted == "auto" else Pooling(wanted))
     if modules is None and spec.architecture == COLBERT:
         modules = _projected_tokens(directory)
     if modules is None and spec.is_encoder:
@@ -119,17 +126,20 @@ def load_pooler(
     if modules.pooling is Pooling.CLS and not spec.is_encoder:
         raise CheckpointError(f"{directory}: a decoder's first token sees no other: pooling cls.")
     width = _width(modules, spec.hidden_size)
-    stages = [_dense(module, device) for module in modules.dense]
+    stages = [_dense(module, spec, device) for module in modules.dense]
     of_tokens = modules.pooling is Pooling.TOKENS
+    heads = None if of_tokens else TokenHeads.read(directory, spec, device)
+    state_width = spec.hidden_size if heads is None else heads.width
     return Pooler(
         modules.pooling,
         tuple(stages),
         normalize if modules.normalizes else _ACTIVATIONS["identity"],
         0 if of_tokens else width,
-        width if of_tokens else spec.hidden_size,
+        width if of_tokens else state_width,
         False,
         modules.normalizes,
         modules.skips_instructions,
+        token_heads=heads,
     )
 
 
@@ -198,7 +208,7 @@ def _classifier(directory: Path, spec: ModelSpec, device: torch.device) -> Poole
     """Read the head of a checkpoint that scores texts, or pairs of texts."""
     config = Config.read(directory / "config.json")
     pooling, is_late = _classifier_pooling(config, spec)
-    with Checkpoint(directory) as checkpoint:
+    with open_tensors(directory, spec) as checkpoint:
         stages = [_stage(checkpoint, each, spec, device, config) for each in spec.family.head]
     last = _last_activation(config, spec.num_labels)
     return Pooler(
@@ -254,14 +264,17 @@ def _activation(name: str, file: object) -> Stage:
 
 
 def _stage(
-    checkpoint: Checkpoint, stage: HeadStage, spec: ModelSpec, device: torch.device, config: Config
+    checkpoint: TensorFiles, stage: HeadStage, spec: ModelSpec, device: torch.device, config: Config
 ) -> Stage:
     width, name = spec.hidden_size, stage.name
-    shape = (width,) if stage.is_norm else (spec.num_labels if stage.narrows else width, width)
+    outputs = (spec.num_labels + stage.is_difference) if stage.narrows else width
+    shape = (width,) if stage.is_norm else (outputs, width)
     weight = _read(checkpoint, f"{name}.weight", shape, device)
     bias = None
     if checkpoint.holds(f"{name}.bias"):
         bias = _read(checkpoint, f"{name}.bias", shape[:1], device)
+    if stage.is_difference:
+        weight, bias = weight[:1] - weight[1:], None if bias is None else bias[:1] - bias[1:]
     if stage.is_norm:
         epsilon = spec.norm_epsilon
         return lambda rows: layer_norm(rows, rows.shape[1:], weight, bias, epsilon)
@@ -283,9 +296,13 @@ def _projected_tokens(directory: Path) -> SentenceModules:
     return SentenceModules(Pooling.TOKENS, (dense,), normalizes=True)
 
 
-def _dense(module: DenseModule, device: torch.device) -> Stage:
+def _dense(module: DenseModule, spec: ModelSpec, device: torch.device) -> Stage:
+    shape = (module.outputs, module.inputs)
+    if module.in_gguf:
+        with open_tensors(module.directory.parent, spec) as checkpoint:
+            inner = _read(checkpoint, f"{module.directory.name}.weight", shape, device)
+        return lambda rows: linear(rows, inner)
     with Checkpoint(module.directory) as checkpoint:
-        shape = (module.outputs, module.inputs)
         weight = _read(checkpoint, "linear.weight", shape, device)
         bias = None
         if module.has_bias:
@@ -302,7 +319,7 @@ def _dense(module: DenseModule, device: torch.device) -> Stage:
 
 
 def _read(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], device: torch.device
+    checkpoint: TensorFiles, name: str, shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
     stored = StoredTensor(name, shape)
     checkpoint.require([stored], ("*",))

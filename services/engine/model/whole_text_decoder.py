@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from services.engine.batch.transfer import to_device
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
-from services.engine.model.decoder import Decoder, DecoderWeights
+from services.engine.model.decoder import Activations, Decoder, DecoderWeights
 from services.engine.model.operators.interface import Operators
 
 __all__ = ["WholeTextDecoder", "has_one_attention"]
@@ -58,6 +59,16 @@ class WholeTextDecoder(Decoder):
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
         buffers = self._buffers(len(batch.token_ids))
+        run = partial(self._run, batch, cache, buffers)
+        if batch.adapters_host:
+            self._run_adapted(batch, run)
+        else:
+            run()
+        self._keep(batch, buffers)
+        return self._kept(batch, buffers).hidden
+
+    def _run(self, batch: StepBatch, cache: KVCache, buffers: Activations) -> None:
+        """Run everything before the final norm, for all rows."""
         self._begin(batch, buffers)
         layers = self.spec.attention_layers
         seen = _seen(batch, {layer.window for layer in layers.values()})
@@ -66,8 +77,6 @@ class WholeTextDecoder(Decoder):
             mixer, scratch = self._mixing(index, buffers)
             mixer.mix(seen[layer.window], cache, scratch)
             self._after_mixing(index, buffers)
-        self._keep(batch, buffers)
-        return self._kept(batch, buffers).hidden
 
 
 def has_one_attention(spec: ModelSpec) -> bool:

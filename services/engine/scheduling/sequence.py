@@ -91,7 +91,9 @@ class Sequence:
         self.is_raw = checked.is_raw
         """The last stage of the prompt's vector is left out"""
         self.keeps_tokens = checked.keeps_tokens
-        """Each token of the prompt has a vector"""
+        """Each token of the prompt has a vector, or a weight"""
+        self.weighs_tokens = checked.weighs_tokens
+        """Each token of the prompt has a weight instead of a vector"""
         self.token_vectors: list[object] = []
         """Vectors of its tokens so far"""
         self.second_text = checked.second_texts.get(self.prompt_index)

@@ -38,6 +38,7 @@ from services.http_shim.formats.tool_fields import (
     ToolReference,
     Typed,
 )
+from services.http_shim.formats.vector_formats import EmbeddingBody
 from tokenwire.batch_run import BATCH_PATHS
 
 __all__ = ["FIELDS", "LIMITS", "OWN_FIELDS", "REQUIRED", "TYPED"]
@@ -107,8 +108,9 @@ FIELDS: Mapping[str, Field] = {
     "softmax": _OLDER_ACTIVATION,
     "normalize": _OLDER_ACTIVATION,
     "task": (
-        "What has a vector: embed = each text, token_embed = each token, by its last state; absent "
-        "= each text, or each token if the model makes vectors of tokens alone.",
+        "What has a vector: embed = each text, token_embed = each token, by its last state or a "
+        "head of the model; token_classify = each token has a weight (BGE-M3). Absent = each text, "
+        "or each token if the model makes vectors of tokens alone.",
         {},
     ),
     "prompt_name": (
@@ -312,6 +314,13 @@ _MESSAGE_PROMPT: Mapping[str, Field] = {
 }
 OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
     CountTokensBody: _MESSAGE_PROMPT,
+    EmbeddingBody: {
+        "task": (
+            "Task whose adapter computes the vectors, and whose instruction goes before each text, "
+            "of a checkpoint with such adapters (Jina v3); absent = the model alone.",
+            {},
+        )
+    },
     MessagesBody: {
         **_MESSAGE_PROMPT,
         "max_tokens": ("Most tokens of the answer, with its reasoning.", {"minimum": 1}),

@@ -30,6 +30,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 __all__ = [
     "MANY_TEXTS",
     "ActivatedBody",
+    "CodedBody",
     "EmbeddingBody",
     "EmbeddingList",
     "InputBody",
@@ -56,6 +57,9 @@ _FIELDS_OF_MESSAGES = (
     "add_generation_prompt",
     "continue_final_message",
 )
+
+_PARAMS = {"tokens": "task", "token_weights": "task"}
+"""Clients' names of fields"""
 
 Inputs: TypeAlias = (
     str | Annotated[list[str | Uint32 | Annotated[list[Uint32], MANY_TEXTS]], MANY_TEXTS]
@@ -107,18 +111,24 @@ class InputBody(ActivatedBody):
         return []
 
 
-class EmbeddingBody(InputBody):
-    """The body of POST /v1/embeddings."""
+class CodedBody(InputBody):
+    """Fields of bodies whose answers hold vectors."""
 
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Uint32 | None = None
     prompt_name: str | None = None
 
 
-class PoolingBody(EmbeddingBody):
+class EmbeddingBody(CodedBody):
+    """The body of POST /v1/embeddings."""
+
+    task: str | None = None
+
+
+class PoolingBody(CodedBody):
     """The body of POST /v1/pooling."""
 
-    task: Literal["embed", "token_embed"] | None = None
+    task: Literal["embed", "token_embed", "token_classify"] | None = None
 
 
 class VectorUsage(Struct):
@@ -166,6 +176,13 @@ class PoolingList(Struct):
 
 def to_embed_request(body: EmbeddingBody) -> completion_pb2.EmbedRequest:
     """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
+    request = _vector_request(body)
+    request.tokens = False
+    request.task = body.task or ""
+    return request
+
+
+def _vector_request(body: CodedBody) -> completion_pb2.EmbedRequest:
     return completion_pb2.EmbedRequest(
         inputs=body.prompts,
         dimensions=body.dimensions,
@@ -173,7 +190,6 @@ def to_embed_request(body: EmbeddingBody) -> completion_pb2.EmbedRequest:
         user=body.user or "",
         prompt_name=body.prompt_name,
         raw=body.is_raw,
-        tokens=False,
     )
 
 
@@ -203,11 +219,11 @@ def unused_fields(body: InputBody) -> list[str]:
 
 def input_param_of(path: str) -> str:
     """Return the client's name of a field of EmbedRequest or ClassifyRequest."""
-    return "input" if path.startswith("inputs") else path
+    return "input" if path.startswith("inputs") else _PARAMS.get(path, path)
 
 
 def embedding_list(
-    body: EmbeddingBody, answer: completion_pb2.EmbedResponse, model: str
+    body: CodedBody, answer: completion_pb2.EmbedResponse, model: str
 ) -> EmbeddingList:
     """Return the answer under the model's name."""
     parts = rows_of(answer.vectors, answer.width)
@@ -225,9 +241,10 @@ def embedding_list(
 
 def to_pooling_request(body: PoolingBody) -> completion_pb2.EmbedRequest:
     """Convert a body. Raises INVALID_ARGUMENT with the client's name of a field."""
-    request = to_embed_request(body)
-    request.ClearField("tokens")
-    if body.task is not None:
+    request = _vector_request(body)
+    if body.task == "token_classify":
+        request.token_weights = True
+    elif body.task is not None:
         request.tokens = body.task == "token_embed"
     return request
 

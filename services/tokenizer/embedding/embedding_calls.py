@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -17,6 +17,7 @@ from services.tokenizer.completion.validation import check_model
 from services.tokenizer.embedding.label_names import LabelNames
 from services.tokenizer.embedding.late_interaction import LateInteraction
 from services.tokenizer.embedding.late_scores import LateScores
+from services.tokenizer.embedding.pair_template import PairTemplate
 from services.tokenizer.embedding.request_checks import (
     Request,
     check_classify,
@@ -25,6 +26,7 @@ from services.tokenizer.embedding.request_checks import (
     truncation,
 )
 from services.tokenizer.embedding.sentence_prompts import SentencePrompt, SentencePrompts
+from services.tokenizer.embedding.task_prompts import TaskPrompts
 from services.tokenizer.embedding.text_encoding import TextEncoder
 from services.tokenizer.embedding.text_roles import PLAIN, TextRole
 from services.tokenizer.embedding.vector_request import VectorRequest, Vectors
@@ -32,7 +34,7 @@ from services.tokenizer.embedding.vector_scores import VectorScores
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
-from tokenwire.errors import ServiceError
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 
@@ -56,12 +58,16 @@ class EmbeddingCalls:
         prompts: SentencePrompts,
         labels: LabelNames,
         late: LateInteraction,
+        pair_template: PairTemplate | None,
+        tasks: TaskPrompts,
         pool: EnginePool,
     ) -> None:
         self._vocabulary = vocabulary
         self._prompts = prompts
         self._labels = labels
         self._late = late
+        self._pair_template = pair_template
+        self._tasks = tasks
         self._pool = pool
         self._running = 0
         self._idle = asyncio.Event()
@@ -102,10 +108,15 @@ class EmbeddingCalls:
         check_embed(request, limits)
         of_tokens = limits.only_tokens_have_vectors
         role = self._late.role(_prompt_name(request)) if of_tokens else None
-        prompt = self._prompts.named(_prompt_name(request)) if role is None else None
+        prompt = self._prompt(request) if role is None else None
+        model = limits.model
+        if request.task:
+            limits = self._limits_of_task(request.task)
         prompts = await self._prompts_of(request, limits, prompt, role or PLAIN)
-        if request.tokens or of_tokens:
-            return await self._embed_tokens(request, engines, limits, prompts, role)
+        if request.tokens or request.token_weights or of_tokens:
+            answer = await self._embed_tokens(request, engines, limits, prompts, role)
+            answer.model = model
+            return answer
         check_vectors(len(prompts), limits.vector_width, "inputs")
         vectors = await engines.vectors(prompts, limits, is_raw=request.raw)
         if request.HasField("dimensions"):
@@ -115,9 +126,24 @@ class EmbeddingCalls:
         return completion_pb2.EmbedResponse(
             width=vectors.width,
             vectors=vectors.data,
-            model=limits.model,
+            model=model,
             usage=engines.usage,
         )
+
+    def _limits_of_task(self, task: str) -> ModelLimits:
+        """Return the limits of the adapter of a task. Raises INVALID_ARGUMENT if there is none."""
+        limits = self._pool.limits_of(task)
+        if not limits.adapter:
+            raise invalid("task", f"No engine holds the adapter of the task {task}.")
+        return limits
+
+    def _prompt(self, request: completion_pb2.EmbedRequest) -> SentencePrompt | None:
+        """Return what goes before the texts. Raises INVALID_ARGUMENT for unknown names."""
+        task = request.task or (request.model if request.model in self._tasks else "")
+        instruction = self._tasks.named(task) if task else None
+        if instruction is not None and not request.HasField("prompt_name"):
+            return instruction
+        return self._prompts.named(_prompt_name(request))
 
     async def _embed_tokens(
         self,
@@ -127,14 +153,21 @@ class EmbeddingCalls:
         prompts: Sequence[engine_pb2.EmbeddedPrompt],
         role: TextRole | None,
     ) -> completion_pb2.EmbedResponse:
-        """Return vectors of tokens: those of a text without the ones that scores leave out."""
-        tokens = sum(len(each.ids) for each in prompts)
-        check_token_states(tokens, limits.token_width, "inputs")
-        vectors = await engines.vectors(prompts, limits, is_raw=request.raw, keeps_tokens=True)
+        """Return vectors or weights of tokens: those of a text without the ones that scores leave
+        out."""
+        tokens, weighs = sum(len(each.ids) for each in prompts), request.token_weights
+        check_token_states(tokens, 1 if weighs else limits.token_width, "inputs")
+        vectors = await engines.vectors(
+            prompts, limits, is_raw=request.raw, keeps_tokens=not weighs, weighs_tokens=weighs
+        )
         kept = [
             (role if role is not None and given.HasField("text") else PLAIN).keeps(prompt.ids)
             for given, prompt in zip(request.inputs, prompts, strict=True)
         ]
+        if limits.weighs_tokens:
+            first = self._vocabulary.bos_id
+            ends = limits.eos_ids if weighs else ()
+            kept = [_within(prompt.ids, first, ends) for prompt in prompts]
         data = vectors.data
         if not all(map(all, kept)):
             data = _selected(vectors, [keeps for each in kept for keeps in each])
@@ -184,7 +217,9 @@ class EmbeddingCalls:
             return completion_pb2.ScoreResponse(
                 scores=scores, model=limits.model, usage=engines.usage
             )
-        encoder = TextEncoder(self._vocabulary, limits, truncation(request))
+        encoder = TextEncoder(
+            self._vocabulary, limits, truncation(request), pair_template=self._pair_template
+        )
         first, second = request.first, request.second
         if limits.vectors_are_scores:
             pairs = list(zip([*first] * (len(second) // len(first)), second, strict=True))
@@ -278,6 +313,17 @@ def _shortened(vectors: Vectors, dimensions: int, *, normalizes: bool) -> Vector
 
     data = shortened(vectors.data, vectors.width, dimensions, normalizes=normalizes)
     return Vectors(dimensions, data)
+
+
+def _within(ids: Sequence[int], first: int | None, ends: Collection[int]) -> list[bool]:
+    """Return for each id whether it neither begins a text as `first` nor ends it as one of `ends`.
+
+    FlagEmbedding leaves these out, too.
+    """
+    kept = [True] * len(ids)
+    kept[0] = ids[0] != first
+    kept[-1] &= ids[-1] not in ends
+    return kept
 
 
 def _selected(vectors: Vectors, kept: Sequence[bool]) -> bytes:

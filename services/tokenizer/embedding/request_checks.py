@@ -33,7 +33,12 @@ def check_embed(request: completion_pb2.EmbedRequest, limits: ModelLimits) -> No
             f"The model {limits.model} makes no embeddings: {why}.",
             field="model",
         )
-    if request.HasField("dimensions") and (request.tokens or makes_tokens):
+    weighs = request.token_weights
+    if weighs and not limits.weighs_tokens:
+        raise invalid("token_weights", f"The model {limits.model} gives tokens no weights.")
+    if weighs and needs_texts:
+        raise invalid("token_weights", "token_weights excludes tokens = false.")
+    if request.HasField("dimensions") and (request.tokens or weighs or makes_tokens):
         raise invalid("dimensions", "States of tokens can't be shortened.")
     if request.HasField("dimensions") and not 1 <= request.dimensions <= limits.vector_width:
         message = f"dimensions must be between 1 and {limits.vector_width}."

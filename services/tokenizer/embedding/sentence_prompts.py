@@ -23,6 +23,11 @@ class SentencePrompt:
     length: int
     """Number of its tokens, with the special ones before it"""
 
+    @staticmethod
+    def of(text: str, vocabulary: Vocabulary) -> "SentencePrompt | None":
+        """Return the prompt of a text; None if it is empty."""
+        return SentencePrompt(text, _length(text, vocabulary)) if text else None
+
 
 class SentencePrompts:
     """The prompts of a checkpoint, by name."""
@@ -43,8 +48,7 @@ class SentencePrompts:
                 f"({', '.join(texts)})."
             )
         self._prompts = {
-            name: SentencePrompt(text, _length(text, vocabulary)) if text else None
-            for name, text in texts.items()
+            name: SentencePrompt.of(text or "", vocabulary) for name, text in texts.items()
         }
         self._default = None if default is None else self._prompts[default]
 

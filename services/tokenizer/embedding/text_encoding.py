@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from services.tokenizer.completion.prompt_encoding import prompt_too_long
 from services.tokenizer.completion.validation import check_ids
+from services.tokenizer.embedding.pair_template import PairTemplate
 from services.tokenizer.embedding.parts import parts
 from services.tokenizer.embedding.sentence_prompts import SentencePrompt
 from services.tokenizer.embedding.text_roles import PLAIN, TextRole
@@ -32,6 +33,8 @@ class TextEncoder:
     """Goes before each text that is no pair"""
     role: TextRole = PLAIN
     """Encoding of each text that is no pair"""
+    pair_template: PairTemplate | None = None
+    """Prompt around pairs; None: the tokenizer's special tokens are"""
 
     @property
     def _most(self) -> int:
@@ -95,11 +98,31 @@ class TextEncoder:
         if sum(len(first) + len(second) for first, second in bounded) > _MOST_CHARACTERS:
             message = f"The pairs together have more than {_MOST_CHARACTERS:,} characters."
             raise invalid("second", message)
+        if self.pair_template is not None:
+            return self._prompted_pairs(self.pair_template, bounded)
         prompts = []
         for place, framed in enumerate(self._framed(bounded)):
             ids = self._cut(framed, f"second[{place}]", most, cuts=cuts)
             second = framed.second_text(most) if has_types else None
             prompts.append(engine_pb2.EmbeddedPrompt(ids=ids, second_text=second))
+        return prompts
+
+    def _prompted_pairs(
+        self, template: PairTemplate, pairs: Sequence[tuple[str, str]]
+    ) -> list[engine_pb2.EmbeddedPrompt]:
+        """Encode pairs by a template, whose end stays when they are cut."""
+        most, cuts = self._most, self.truncate is not None
+        if (least := template.least(self.vocabulary)) >= most:
+            message = f"The prompt around a pair has {least} tokens: keep more tokens."
+            raise invalid("truncate_prompt_tokens" if cuts else "second[0]", message)
+        prompts = []
+        for place, (first, second) in enumerate(pairs):
+            # one more than fits shows that a pair is too long
+            ids = template.encode(self.vocabulary, first, second, most if cuts else most + 1)
+            if len(ids) > most:
+                field = f"second[{place}]"
+                raise prompt_too_long(field, f"{len(ids):,}", self.limits.context_length, 0)
+            prompts.append(engine_pb2.EmbeddedPrompt(ids=ids))
         return prompts
 
     def _framed(self, texts: Sequence[str | tuple[str, str]]) -> Iterator[FramedText]:

@@ -48,13 +48,15 @@ class VectorRequest:
         *,
         is_raw: bool = False,
         keeps_tokens: bool = False,
+        weighs_tokens: bool = False,
     ) -> Vectors:
         """Return the vectors of prompts, which go to the engines in parts. Raises ServiceError.
 
         is_raw: without the last stage of the model. keeps_tokens: the states of all tokens instead.
+        weighs_tokens: the weights of all tokens instead.
         """
         self._limits, most = limits, limits.max_sequences
-        self._is_raw, self._keeps_tokens = is_raw, keeps_tokens
+        self._is_raw, self._keeps_tokens, self._weighs_tokens = is_raw, keeps_tokens, weighs_tokens
         firsts = range(0, len(prompts), most)
         try:
             async with asyncio.TaskGroup() as group:
@@ -78,7 +80,11 @@ class VectorRequest:
         """Ask the engine that costs least; ask others if it was lost, stops or is full."""
         model = self._limits.model if self._limits.adapter else ""
         request = engine_pb2.EmbedRequest(
-            model=model, prompts=prompts, raw=self._is_raw, tokens=self._keeps_tokens
+            model=model,
+            prompts=prompts,
+            raw=self._is_raw,
+            tokens=self._keeps_tokens,
+            token_weights=self._weighs_tokens,
         )
         avoided: set[EngineLink] = set()
         for tries in range(1, _MOST_TRIES + 1):

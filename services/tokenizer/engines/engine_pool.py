@@ -422,6 +422,7 @@ class EnginePool:
             vectors_are_normalized=model.vectors_are_normalized,
             takes_pairs=model.takes_pairs,
             hides_ends=model.hides_ends,
+            weighs_tokens=model.weighs_tokens,
             only_embeds=model.only_embeds,
         )
 

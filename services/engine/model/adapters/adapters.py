@@ -17,6 +17,7 @@ from services.engine.model.operators.interface import (
     ExpertDeltas,
     Operators,
     SequenceDelta,
+    TableDelta,
 )
 from services.engine.model.operators.low_rank import (
     LowRank,
@@ -139,6 +140,10 @@ class Adapters:
 
     def of_sequences(self, site: Site) -> SequenceDelta:
         """Make what adapters add to a product whose rows are not those of the step."""
+        return self._delta(site)
+
+    def of_table(self, site: Site) -> TableDelta:
+        """Make what adapters add to an embedding, a product of one-hot rows."""
         return self._delta(site)
 
     def _delta(self, site: Site) -> "_SiteDelta":
@@ -279,7 +284,7 @@ class Adapters:
         return tensor.to(self._device, self._dtype, copy=True, memory_format=layout)
 
 
-class _SiteDelta(Delta, SequenceDelta):
+class _SiteDelta(Delta, SequenceDelta, TableDelta):
     """Additions of the adapters to one product."""
 
     def __init__(self, adapters: Adapters, site: Site, operators: Operators) -> None:
@@ -320,6 +325,13 @@ class _SiteDelta(Delta, SequenceDelta):
     def add_for(self, number: int, rows: Tensor, out: Tensor) -> None:
         owners = torch.full((len(rows),), number, dtype=torch.int32)
         self._add(rows, out, RowGroups((RowGroup(number, None),), owners))
+
+    def add_rows(self, index: Tensor, out: Tensor) -> None:
+        groups = self._adapters.rows
+        for group in () if groups is None else groups.groups:
+            places = slice(None) if group.index is None else group.index
+            for part in self._parts.get(group.number, ()):
+                out[places] += part.down[:, index[places]].T @ part.up
 
     def _add(self, rows: Tensor, out: Tensor, groups: RowGroups) -> None:
         if self._product is None:

@@ -28,6 +28,9 @@ def expert_layers(config: Config, family: Family, num_layers: int) -> set[int]:
         if num_experts(config) == 1:
             return set()
         return {layer for layer in range(num_layers) if layer % period == offset}
+    if config.has("moe_every_n_layers"):
+        every = config.positive("moe_every_n_layers")
+        return {layer for layer in range(num_layers) if layer % every == 1}
     if config.has("moe_layers"):
         return set(config.ids("moe_layers"))
     if isinstance(config.values.get("moe_layer_freq"), list):

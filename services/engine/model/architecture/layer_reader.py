@@ -318,7 +318,8 @@ def _rotaries(
     has_base = not rope.values or rope.has("rope_theta") or config.has("rope_theta")
     if family.names.positions is not None or (family.rotates_with_base and not has_base):
         return (None,) * num_layers
-    if family.encoder is not None and family.encoder.is_disentangled:
+    encoder = family.encoder
+    if encoder is not None and (encoder.is_disentangled or encoder.has_alibi):
         return (None,) * num_layers
     if family.reads_position_type and (
         not config.has("position_embedding_type")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from services.common.gguf.gguf_config import MARK
@@ -82,6 +83,8 @@ class ModelSpec:
     """Factors of weights, by which they are multiplied at loading"""
     num_labels: int = 0
     """Scores of a text; 0: the checkpoint has no head that scores texts"""
+    tasks: tuple[str, ...] = ()
+    """Tasks whose adapters the checkpoint holds"""
     disentangled: DisentangledSpec | None = None
     """Products of tokens with their distance, in all layers; None: there are none"""
 
@@ -94,7 +97,7 @@ class ModelSpec:
     def has_pair_scores(self) -> bool:
         """True if scores have an addend that depends on the distance of two tokens."""
         encoder = self.family.encoder
-        has_bias = encoder is not None and encoder.attention_bias is not None
+        has_bias = encoder is not None and (encoder.attention_bias is not None or encoder.has_alibi)
         return has_bias or self.disentangled is not None
 
     @property
@@ -208,7 +211,7 @@ class ModelSpec:
         whole = Config(file, dict(values))
         family = family_of(whole)
         if whole.has(MARK):
-            family = gguf_family(family, fused_qkv=whole.section(MARK).flag("fused_qkv", False))
+            family = gguf_family(family, whole.section(MARK))
         nested = {} if family.section is None else whole.section(family.section).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
         family = _with_parallel_norms(family, config)
@@ -269,10 +272,23 @@ class ModelSpec:
             else config.integer("type_vocab_size", 2),
             weight_factors=_weight_factors(config, family, layers[0]),
             num_labels=_num_labels(config) if family.head else 0,
+            tasks=_tasks(config, family),
             disentangled=DisentangledSpec.from_config(config)
             if encoder is not None and encoder.is_disentangled
             else None,
         )
+
+
+def _tasks(config: Config, family: Family) -> tuple[str, ...]:
+    """Return the tasks whose adapters a checkpoint holds. Raises CheckpointError for odd names."""
+    key = "task_names" if family.has_task_adapters else "lora_adaptations"
+    has_tasks = family.encoder is not None and family.encoder.has_tasks
+    if not (has_tasks or family.has_task_adapters) or not config.has(key):
+        return ()
+    tasks = config.texts(key)
+    if any(Path(task).name != task for task in tasks):
+        raise CheckpointError(f"{config.file}: {key} must hold names of directories.")
+    return tasks
 
 
 def _attention(layer: LayerSpec) -> AttentionSpec | None:

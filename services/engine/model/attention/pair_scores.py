@@ -9,7 +9,7 @@ from torch import Tensor
 
 from services.engine.model.architecture.disentangled import DisentangledSpec
 
-__all__ = ["DisentangledScores", "DistanceKeys", "DistanceScores", "PairScores"]
+__all__ = ["AlibiScores", "DisentangledScores", "DistanceKeys", "DistanceScores", "PairScores"]
 
 
 class PairScores(ABC):
@@ -40,6 +40,22 @@ class DistanceScores(PairScores):
             index = torch.arange(length, device=queries.device)
             self._longest = self._bias[:, index - index[:, None] + self._bias.shape[1] // 2]
         return self._longest[:, :length, : keys.shape[1]]
+
+
+class AlibiScores(PairScores):
+    """The distance times a negative factor of each head (https://arxiv.org/abs/2108.12409)."""
+
+    def __init__(self, num_heads: int, device: torch.device) -> None:
+        whole = 2 ** (num_heads.bit_length() - 1)
+        exponents = [-8 * (head + 1) / whole for head in range(whole)]
+        # further heads have the odd exponents of twice as many
+        exponents += [-4 * (2 * head + 1) / whole for head in range(num_heads - whole)]
+        self._slopes = 2.0 ** torch.tensor(exponents, device=device)
+
+    def addends(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+        index = torch.arange(queries.shape[1], device=queries.device)
+        distances = (index[:, None] - index[: keys.shape[1]]).abs()
+        return (-self._slopes[:, None, None] * distances).to(queries.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from services.engine.model.checkpoint.config import Config, JsonObject
+from services.engine.model.checkpoint.alibi_encoders import JINA_V2
+from services.engine.model.checkpoint.config import CheckpointError, Config, JsonObject
 from services.engine.model.checkpoint.encoder_heads import ROBERTA_HEAD, language_head
 from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.family import (
@@ -13,16 +14,14 @@ from services.engine.model.checkpoint.family import (
     TensorNames,
     WindowRule,
 )
-from services.engine.model.checkpoint.rotary_encoders import (
-    NOMIC,
-    NOMIC_FIRST,
-    ROTARY_ENCODERS,
-)
+from services.engine.model.checkpoint.rotary_encoders import ROTARY_ENCODERS, rotary_encoder
 
-__all__ = ["COLBERT", "POOLING_ARCHITECTURES", "is_bidirectional", "pooling_family"]
+__all__ = ["COLBERT", "JINA_V5", "POOLING_ARCHITECTURES", "is_bidirectional", "pooling_family"]
 
 COLBERT = "HF_ColBERT"
 """Architecture of colbert-ir's checkpoints: BERT and a projection of each token"""
+JINA_V5 = "JinaEmbeddingsV5Model"
+"""Architecture of Jina v5: Qwen 3 or EuroBERT, and an adapter for each task"""
 _CLASSIFIER = "ForSequenceClassification"
 
 
@@ -230,6 +229,7 @@ ENCODERS: Mapping[str, Family] = {
             has_logits=False,
         ),
         *ROTARY_ENCODERS,
+        JINA_V2,
         _MPNET,
         _DISTILBERT,
         _DEBERTA,
@@ -245,7 +245,7 @@ _DECODERS: Mapping[str, Family] = {
     )
 }
 """Encoders whose layers are a decoder's without a causal mask"""
-POOLING_ARCHITECTURES = (*ENCODERS, *(f"{stem}Model" for stem in _DECODERS), COLBERT)
+POOLING_ARCHITECTURES = (*ENCODERS, *(f"{stem}Model" for stem in _DECODERS), COLBERT, JINA_V5)
 """Architectures that only make embeddings or scores, as errors list them"""
 
 
@@ -261,13 +261,12 @@ def pooling_family(name: str, config: Config) -> Family | None:
     """
     if name == COLBERT and config.text("model_type", "bert") == "bert":
         return replace(ENCODERS["BertModel"], architecture=name)
+    if name == JINA_V5:
+        return _jina_v5(config)
     classifies = name.endswith(_CLASSIFIER)
     stem = name.removesuffix(_CLASSIFIER).removesuffix("ForMaskedLM").removesuffix("Model")
     if (encoder := ENCODERS.get(f"{stem}Model")) is not None:
-        if encoder is NOMIC and config.has("n_embd"):
-            encoder = NOMIC_FIRST
-        if encoder is _DEBERTA:
-            encoder = _deberta(config)
+        encoder = _deberta(config) if encoder is _DEBERTA else rotary_encoder(encoder, config)
         if config.text("layer_norm_type", "layer_norm") != "layer_norm":
             return None
         assert encoder.encoder is not None
@@ -289,6 +288,18 @@ def pooling_family(name: str, config: Config) -> Family | None:
         head=head,
         is_bidirectional=is_bidirectional(causal, config),
         halves_windows=_halves_windows(causal, config),
+    )
+
+
+def _jina_v5(config: Config) -> Family:
+    """Return the family of Jina v5. Raises CheckpointError for the one on EuroBERT."""
+    if config.has("mask_token_id"):
+        raise CheckpointError(
+            f"{config.file}: {JINA_V5} on EuroBERT is not supported, because its adapters are not "
+            "read. Serve a checkpoint whose weights contain a task's adapter, as EuroBertModel."
+        )
+    return replace(
+        FAMILIES["Qwen3ForCausalLM"], architecture=JINA_V5, has_logits=False, has_task_adapters=True
     )
 
 

@@ -99,6 +99,8 @@ class ExpertTensorNames:
     """Full name of the table with the experts of each token id; empty: there is none"""
     router_name: str = ""
     """The router's name in that module; empty: the last part of `router`"""
+    output_bias: str = ""
+    """Whole name of a bias of the sum of a token's experts, if a file has it; empty: none has"""
 
     @property
     def are_stacked(self) -> bool:
@@ -301,6 +303,8 @@ class HeadStage:
     is_norm: bool = False
     narrows: bool = False
     """Its outputs are the labels"""
+    is_difference: bool = False
+    """Its only output is the difference of the two stored ones"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +322,10 @@ class EncoderTraits:
     """Embedding of the distance of two tokens, a number for each head: their score's addend"""
     is_disentangled: bool = False
     """Scores add up products of tokens with the embedding of their distance"""
+    has_alibi: bool = False
+    """Scores fall with the distance of two tokens (ALiBi)"""
+    has_tasks: bool = False
+    """Files may hold the adapters of the tasks in lora_adaptations"""
     up_comes_first: bool = False
     """The single tensor of both products holds that without the activation first"""
     head: tuple[HeadStage, ...] = ()
@@ -479,6 +487,8 @@ class Family:
     """None: its layers are a decoder's"""
     bidirectional_key: str | None = None
     """Key in config.json by which a checkpoint is bidirectional, with halved windows"""
+    has_task_adapters: bool = False
+    """Adapters of the tasks in task_names lie in directories of the checkpoint"""
     is_bidirectional: bool = False
     """Tokens of a decoder see all tokens of their text"""
     halves_windows: bool = False

@@ -7,12 +7,14 @@ from services.engine.model.checkpoint.attention_names import (
     IndexNames,
     LatentNames,
 )
+from services.engine.model.checkpoint.config import Config
 from services.engine.model.checkpoint.family import (
     AltUpNames,
     BesideNames,
     DeltaNetNames,
     ExpertTensorNames,
     Family,
+    HeadStage,
     LayerInputNames,
     TensorNames,
 )
@@ -40,7 +42,9 @@ _POST_ATTENTION_NORM = {"Glm4MoeForCausalLM", "SeedOssForCausalLM"}
 """Families whose feed-forward layers' norm has the name of one behind attention"""
 _UNFUSED_GATES = {"GraniteMoeHybridForCausalLM", "MiniMaxM3VLForCausalLM"}
 """Families whose dense layers' two products are apart, while transformers stores them as one"""
-_IGNORED = ("rope_freqs.weight", "rope_factors_*.weight", "*.attn_rot_embd")
+_IGNORED = ("rope_freqs.weight", "rope_factors_*.weight", "*.attn_rot_embd", "dense_*.weight")
+_FIRST_STAGE, _HEAD_NORM = "cls", "cls.norm"
+"""Modules of a head with an activation, and with a LayerNorm"""
 _KEYS = ("blk.*.attn_k.weight", "blk.*.attn_k_norm.weight", "blk.*.attn_v.weight")
 """Tensors that files may hold for layers that share the keys of earlier ones"""
 _BESIDE = BesideNames(
@@ -133,14 +137,14 @@ _ALTUP = AltUpNames(
 )
 
 
-def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
+def gguf_family(family: Family, mark: Config) -> Family:
     """Return a family with the names and conventions of GGUF.
 
     The converter of llama.cpp has added the 1 to the norms of Gemma and Nemotron, transposed
     GPT-2's weights, sorted GPT-NeoX's queries, keys and values, and taken gpt-oss's experts apart.
-    fused_qkv: queries, keys and values are one tensor.
+    mark: what config.json says of the file.
     """
-    names = _names(family.names, fused_qkv, family.gated)
+    names = _names(family.names, mark.flag("fused_qkv", False), family.gated)
     if family.has_single_parts:
         names = replace(names, feed_forward_norm="attn_norm")
     if family.architecture in _POST_ATTENTION_NORM:
@@ -154,9 +158,10 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
         names = replace(names, experts=replace(names.experts, choice_bias="exp_probs_b"))
     encoder = family.encoder
     if encoder is not None:
-        names = replace(
-            names, attention_norm="attn_output_norm", feed_forward_norm="layer_output_norm"
-        )
+        if not encoder.norms_first:
+            names = names.with_norms("attn_output_norm", "layer_output_norm")
+        if family.gated and not mark.flag("fused_gate", False):
+            names = replace(names, gate=("ffn_gate", "ffn_up"))
         types = None if encoder.token_types is None else "token_types"
         encoder = replace(encoder, embedding_norm="token_embd_norm", token_types=types)
     shares_keys = family.is_gemma4 or family.names.altup is not None
@@ -164,6 +169,7 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
         family,
         names=replace(names, ignored=(*_IGNORED, *(_KEYS if shares_keys else ()))),
         encoder=encoder,
+        head=_head(family, mark),
         output_bias_key="attention_output_bias",
         qkv_by_head=False,
         parallel_norms=("attn_norm_2", "attn_norm"),
@@ -171,6 +177,19 @@ def gguf_family(family: Family, *, fused_qkv: bool) -> Family:
         transposed=False,
         interleaved_rotary=family.interleaved_rotary or family.architecture in _INTERLEAVED,
     )
+
+
+def _head(family: Family, mark: Config) -> tuple[HeadStage, ...]:
+    """Return the stages of the head that scores texts."""
+    activation = "tanh" if family.encoder is None or not family.encoder.norms_first else "gelu"
+    listed = mark.texts("head") if mark.has("head") else ()
+    stages = [
+        HeadStage(name, activation if name == _FIRST_STAGE else "identity", name == _HEAD_NORM)
+        for name in listed
+    ]
+    if stages:
+        stages[-1] = replace(stages[-1], narrows=True, is_difference=mark.flag("answers", False))
+    return tuple(stages)
 
 
 def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:

@@ -2,11 +2,19 @@
 
 from dataclasses import replace
 
+from services.engine.model.checkpoint.config import Config
 from services.engine.model.checkpoint.encoder_heads import ROBERTA_HEAD, language_head
-from services.engine.model.checkpoint.family import EncoderTraits, Family, HeadStage, TensorNames
+from services.engine.model.checkpoint.family import (
+    EncoderTraits,
+    ExpertTensorNames,
+    Family,
+    HeadStage,
+    TensorNames,
+)
 
-__all__ = ["NOMIC", "NOMIC_FIRST", "ROTARY_ENCODERS"]
+__all__ = ["ROTARY_ENCODERS", "rotary_encoder"]
 
+_XLM = "XLMRobertaModel"
 NOMIC = Family(
     "NomicBertModel",
     names=TensorNames(
@@ -22,7 +30,6 @@ NOMIC = Family(
     ),
     keys={"rms_norm_eps": "layer_norm_eps"},
     defaults={"layer_norm_eps": 1e-12, "rope_theta": 1000.0},
-    refused=("moe_every_n_layers",),
     layer_norm=True,
     encoder=EncoderTraits("emb_ln", token_types="embeddings.token_type_embeddings"),
     has_logits=False,
@@ -43,6 +50,33 @@ NOMIC_FIRST = replace(
     defaults={"layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000.0},
 )
 """Nomic's encoder with the keys of its first files"""
+NOMIC_EXPERTS = replace(
+    NOMIC_FIRST,
+    names=replace(
+        NOMIC.names,
+        gate=("mlp.fc1",),
+        experts=ExpertTensorNames(
+            router="mlp.router.layer",
+            gate=("mlp.experts.mlp.w1",),
+            down="mlp.experts.mlp.w2",
+            output_bias="mlp.experts.bias",
+        ),
+    ),
+    keys={
+        **NOMIC_FIRST.keys,
+        "attention_bias": "qkv_proj_bias",
+        "hidden_act": "activation_function",
+        "mlp_bias": "mlp_fc1_bias",
+        "norm_topk_prob": "moe_normalize_expert_weights",
+        "num_experts_per_tok": "moe_top_k",
+    },
+    defaults={**NOMIC_FIRST.defaults, "moe_top_k": 1},
+    refused=("expert_choice_router", "num_shared_experts", "rotary_emb_interleaved"),
+    reads_attention_bias=True,
+    reads_mlp_bias=True,
+    gated=False,
+)
+"""Nomic's encoder with experts in some layers (v2), whose files have the same keys"""
 _JINA = Family(
     "JinaEmbeddingsV3Model",
     names=TensorNames(
@@ -77,6 +111,19 @@ _JINA = Family(
     ),
     has_logits=False,
 )
+_JINA_FIRST = replace(
+    _JINA,
+    keys={
+        "rms_norm_eps": "layer_norm_eps",
+        "rope_theta": "rotary_emb_base",
+    },
+    defaults={
+        **{key: value for key, value in _JINA.defaults.items() if key != "rope_theta"},
+        "rotary_emb_base": 20000.0,
+    },
+    encoder=replace(_JINA.encoder, has_tasks=True) if _JINA.encoder is not None else None,
+)
+"""Jina v3 with the keys of its first files, which call it XLM-R and hold adapters"""
 
 
 def _gte(architecture: str, root: str, rope_theta: float) -> Family:
@@ -127,3 +174,13 @@ ROTARY_ENCODERS = (
     _gte("GteModel", "gte.", 160000.0),
     _gte("NewModel", "new.", 10000.0),
 )
+"""Rotary encoders by transformers' keys"""
+
+
+def rotary_encoder(family: Family, config: Config) -> Family:
+    """Return the family of a checkpoint, whose file may have other keys or layers than `family`."""
+    if family is NOMIC and config.integer("moe_every_n_layers", 0) > 0:
+        return NOMIC_EXPERTS
+    if family.architecture == _XLM and config.text("position_embedding_type", "") == "rotary":
+        return _JINA_FIRST
+    return NOMIC_FIRST if family is NOMIC and config.has("n_embd") else family

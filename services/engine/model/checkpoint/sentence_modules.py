@@ -48,6 +48,8 @@ class DenseModule:
     """Class name of torch: "Tanh", "Identity" …"""
     has_residual: bool = False
     """True if the module's input, projected to the output's width, is added to its output"""
+    in_gguf: bool = False
+    """Its weight lies in the GGUF file of the checkpoint, under the name of the directory"""
     reads_tokens: bool = False
     """It is applied to tokens, whatever comes before it"""
 
@@ -173,7 +175,8 @@ def _activation_of(package: str) -> str:
 
 def _dense(directory: Path, default: str) -> DenseModule:
     config = Config.read(directory / "config.json")
-    if not (directory / "model.safetensors").is_file():
+    in_gguf = config.flag("in_gguf", False)
+    if not (in_gguf or (directory / "model.safetensors").is_file()):
         raise CheckpointError(f"{directory / 'model.safetensors'} does not exist.")
     activation = config.text("activation_function", default)
     return DenseModule(
@@ -183,5 +186,6 @@ def _dense(directory: Path, default: str) -> DenseModule:
         config.flag("bias", True),
         activation.rsplit(".", 1)[-1],
         config.flag("use_residual", False),
+        in_gguf,
         config.text("module_input_name", "sentence_embedding") == "token_embeddings",
     )

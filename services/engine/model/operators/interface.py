@@ -37,6 +37,7 @@ __all__ = [
     "RoutedMixture",
     "SequenceDelta",
     "SharedParts",
+    "TableDelta",
 ]
 
 
@@ -83,6 +84,14 @@ class Delta(ABC):
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor) -> None:
         """Add to the product `out` [n, outputs] of `rows` [n, inputs], in the products' layout."""
+
+
+class TableDelta(ABC):
+    """Additions of adapters to the rows of an embedding, for some rows of a step."""
+
+    @abstractmethod
+    def add_rows(self, index: Tensor, out: Tensor) -> None:
+        """Add to `out` [n, width] what adapters add to the rows int64 [n] of the table."""
 
 
 class SequenceDelta(ABC):

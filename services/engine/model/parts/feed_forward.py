@@ -21,6 +21,7 @@ from services.engine.model.operators.interface import (
 
 __all__ = [
     "Beside",
+    "BiasedOutput",
     "Dense",
     "EmptyFeedForward",
     "Experts",
@@ -223,6 +224,23 @@ class NormedOutput(FeedForward):
         self.operators.clear(total)
         self.content.add_to(rows, total, inner, others)
         self.norm.add(total, out)
+
+
+@dataclass(frozen=True, slots=True)
+class BiasedOutput(FeedForward):
+    """A layer and a bias of its output."""
+
+    content: FeedForward
+    bias: Tensor
+    """[hidden_size]"""
+
+    @property
+    def num_spares(self) -> int:
+        return self.content.num_spares
+
+    def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
+        self.content.add_to(rows, out, inner, spares)
+        out += self.bias
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
 """Stored tensors of a layer's parts: their names and shapes."""
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.tensors import StoredTensor
 
-__all__ = ["LayerNames", "StoredLinear", "StoredNorm", "stored_norm"]
+__all__ = ["LayerNames", "StoredLinear", "StoredNorm", "stored_norm", "stored_tensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +65,15 @@ def stored_norm(spec: ModelSpec, name: str) -> StoredNorm:
     has_bias = spec.family.layer_norm and spec.family.norm_bias
     bias = StoredTensor(f"{name}.bias", shape) if has_bias else None
     return StoredNorm(StoredTensor(f"{name}.weight", shape), bias)
+
+
+def stored_tensors(part: object) -> Iterator[StoredTensor]:
+    """Yield the tensors in a description: a tensor, a tuple of parts, or a dataclass of them."""
+    if isinstance(part, StoredTensor):
+        yield part
+    elif isinstance(part, tuple):
+        for item in part:
+            yield from stored_tensors(item)
+    elif dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            yield from stored_tensors(getattr(part, field.name))

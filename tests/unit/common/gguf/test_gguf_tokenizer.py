@@ -36,6 +36,7 @@ from transformers.models.qwen3_5 import tokenization_qwen3_5
 from services.common.checkpoint import opened_checkpoint
 from services.common.gguf.pre_tokenizers import PRE_TOKENIZERS
 from services.common.settings import StartupError
+from services.tokenizer.embedding.pair_template import PairTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
 
 ARCHITECTURE = "llama"
@@ -130,12 +131,7 @@ def test_byte_level_ids_equal_those_of_the_original(
     assert "".join(decoded) == sample
 
 
-REFUSED = (
-    # the encoders'
-    *("whitespace", "granite-embed-multi-311m", "granite-embed-multi-97m", "modern-bert"),
-    *("jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code"),
-    *("jina-v5-nano", "roberta-bpe"),
-)
+REFUSED = ("whitespace", "granite-embed-multi-311m", "granite-embed-multi-97m")
 """With PRE_TOKENIZERS, all names of llama.cpp"""
 BYTE_LEVEL = [name for name, each in PRE_TOKENIZERS.items() if each.spells_bytes]
 SAMPLE = "It's 12345 naïve  words,\r\n\n\t中文、かな 한국어 ΑΒγ! don't x²+y³ = ½…   \n"
@@ -157,6 +153,35 @@ def test_digits_of_a_long_number_are_counted_within_its_parts(name: str) -> None
     cut = pre_tokenizers.Sequence(parts)
     groups = [[len(word) for word, _ in cut.pre_tokenize_str("1" * n)] for n in (100, 1000)]
     assert groups == [[1, *[3] * 33], [*[3] * 300, 1, *[3] * 33]]
+
+
+@pytest.mark.parametrize(
+    ("pre_tokenizer", "says_separator", "between"),
+    [
+        ("roberta-bpe", None, [1, 1]),
+        ("roberta-bpe", False, [1]),
+        ("modern-bert", True, [1]),  # whose converter always says so
+        ("jina-v2-de", True, [1, 1]),
+        ("jina-v2-de", None, [1]),
+    ],
+)
+def test_special_tokens_of_an_encoder_go_around_texts_and_pairs(
+    tmp_path: Path, pre_tokenizer: str, says_separator: bool | None, between: list[int]
+) -> None:
+    def write(writer: GGUFWriter) -> None:
+        write_bytes(writer, pre_tokenizer)
+        for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_sep_token_id):
+            add(int(add != writer.add_bos_token_id))
+        writer.add_add_bos_token(True)
+        writer.add_add_eos_token(True)
+        if says_separator is not None:
+            writer.add_add_sep_token(says_separator)
+
+    vocabulary = vocabulary_of(tmp_path, BYTES, write, "bert")
+    inner = [vocabulary.encode(text, add_special_tokens=False) for text in "ab"]
+    [text, pair] = vocabulary.encode_framed(["a", ("a", "b")])
+    assert text.ids == [0, *inner[0], 1]
+    assert pair.ids == [0, *inner[0], *between, *inner[1], 1]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -309,6 +334,7 @@ def test_words_of_each_pre_tokenizer_are_known() -> None:
 
 
 LLAMA3 = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"}
+LLAMA3 |= {"jina-v5-nano"}
 HAS_BOS = LLAMA3 | {"tekken", "chameleon"}
 KEEPS_WORDS = LLAMA3 | {"tekken", "minicpm5", "youtu", "glm4", "glm5"}
 
@@ -451,21 +477,21 @@ def test_unigram_ids_equal_those_of_the_original(tmp_path: Path, corpus: Sequenc
 
     def write(writer: GGUFWriter) -> None:
         writer.add_tokenizer_model("t5")
-        writer.add_token_list([original.id_to_piece(i) for i in range(size)])
-        writer.add_token_scores([original.get_score(i) for i in range(size)])
-        writer.add_token_types([kind_of(original, i) for i in range(size)])
-        writer.add_unk_token_id(original.unk_id())
+        writer.add_token_list([*(original.id_to_piece(i) for i in range(size)), "[PAD2000]"])
+        writer.add_token_scores([*(original.get_score(i) for i in range(size)), -10000.0])
+        writer.add_token_types([*(kind_of(original, i) for i in range(size)), TokenType.UNUSED])
         writer.add_eos_token_id(original.eos_id())
         writer.add_add_space_prefix(True)
         writer.add_remove_extra_whitespaces(True)
         writer.add_precompiled_charsmap(proto.normalizer_spec.precompiled_charsmap)
 
-    vocabulary = vocabulary_of(tmp_path, size, write)
-    texts = corpus[::10]
+    vocabulary = vocabulary_of(tmp_path, size + 1, write)
+    texts = [*corpus[::10], "[PAD2000]"]  # as XLM-R's converter fills the vocabulary
     expected = [[*ids, original.eos_id()] for ids in original.encode(texts)]
     ours = [vocabulary.encode(text) for text in texts]
     same = sum(a == b for a, b in zip(ours, expected, strict=True))
     assert same > 0.99 * len(texts)  # equal scores round in another way
+    assert ours[-1] == expected[-1]
 
 
 def kind_of(original: SentencePieceProcessor, token: int) -> TokenType:
@@ -486,17 +512,23 @@ def test_chat_templates_come_from_the_file(tmp_path: Path) -> None:
             [
                 {"name": "default", "template": "{{ messages }}"},
                 {"name": "tool_use", "template": "{{ tools }}"},
+                {"name": "rerank", "template": "{query}|{document}"},
             ]
         )
 
     vocabulary = vocabulary_of(tmp_path, BYTES, write)
-    assert vocabulary.chat_templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    pairs = {"rerank": "{query}|{document}"}
+    others = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    assert vocabulary.chat_templates == others | pairs
+    assert PairTemplate.among(vocabulary.chat_templates) == PairTemplate("", "|", "")
 
 
-def vocabulary_of(folder: Path, size: int, write: Callable[[GGUFWriter], Any]) -> Vocabulary:
+def vocabulary_of(
+    folder: Path, size: int, write: Callable[[GGUFWriter], Any], architecture: str = ARCHITECTURE
+) -> Vocabulary:
     """Return the vocabulary of a GGUF file without layers."""
     path = folder / "model.gguf"
-    writer = GGUFWriter(path, ARCHITECTURE)
+    writer = GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(2)
     writer.add_block_count(1)

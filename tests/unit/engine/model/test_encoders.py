@@ -504,7 +504,6 @@ def test_first_files_of_gte_stretch_their_rotation(tmp_path: Path) -> None:
     [
         ("gte", {"layer_norm_type": "rms_norm"}, "GteModel can.t be served"),
         ("gte", {"logn_attention_scale": True}, "logn_attention_scale is set"),
-        ("nomic", {"moe_every_n_layers": 2}, "moe_every_n_layers is set"),
         ("gte", {"rope_parameters": {"rope_type": "ntk", "mixed_b": 0.3}}, "rope_type ntk"),
     ],
 )
@@ -626,3 +625,19 @@ def test_what_is_not_read_is_refused_by_name(
     change(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         Engine(tmp_path, settings())
+
+
+def test_jina_v5_on_eurobert_is_refused_for_its_adapters(tmp_path: Path) -> None:
+    save_model(tmp_path, ENCODERS["eurobert"])
+    names = {"architectures": ["JinaEmbeddingsV5Model"], "task_names": ["retrieval"]}
+    _change("config.json", **names, mask_token_id=128002)(tmp_path)
+    with pytest.raises(CheckpointError, match="JinaEmbeddingsV5Model on EuroBERT"):
+        load_spec(tmp_path)
+
+
+def test_task_names_are_no_paths(tmp_path: Path) -> None:
+    save_model(tmp_path, DECODERS["qwen3"])
+    names = {"architectures": ["JinaEmbeddingsV5Model"], "task_names": ["../other"]}
+    _change("config.json", **names)(tmp_path)
+    with pytest.raises(CheckpointError, match="task_names must hold names of directories"):
+        load_spec(tmp_path)

@@ -14,6 +14,10 @@ from tests.unit.tokenwire.serving.test_stack_layout import assert_refused
 from tokenwire.serving.stack_layout import ServeOptions, plan, plan_catalog
 
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]})
+EMBEDDERS = [
+    *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
+    "adapters/retrieval/adapter_model.safetensors",
+]
 NEEDED = ["config.json", "model.safetensors", "tokenizer.json"]
 
 
@@ -43,6 +47,11 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
             *("pytorch_model.bin", "consolidated.safetensors", "onnx/model.onnx", "README.md"),
             *("original/consolidated.safetensors", "original/params.json", "image.png"),
         ),
+        "a/embedder": make(
+            "embedder",
+            *(*NEEDED, *EMBEDDERS, "colbert_linear.pt", "pytorch_model.bin", "onnx/config.json"),
+            *("assets/notes.json", "openvino/model.safetensors"),
+        ),
         "a/pickle": make("pickle", "config.json", "pytorch_model.bin"),
         "a/quantised": make("quantised", "m-Q4_0.gguf", "m-Q8_0.gguf", "README.md"),
         "a/split": make("split", *(f"s-0000{i}-of-00002.gguf" for i in (1, 2)), "s-Q8_0.gguf"),
@@ -71,6 +80,12 @@ def test_only_the_files_that_are_read_are_downloaded(hub: Hub, cache: Path) -> N
     assert sorted(os.listdir(folder)) == sorted(hub.downloaded) == NEEDED
     assert (folder / "model.safetensors").read_text() == "model model.safetensors"
     assert folder.is_relative_to(cache)
+
+
+def test_modules_and_adapters_of_an_embedder_are_downloaded(hub: Hub) -> None:
+    """Without the one that names the pooling, an engine would not start."""
+    pulled("hf:a/embedder")
+    assert sorted(hub.downloaded) == sorted([*NEEDED, *EMBEDDERS, "colbert_linear.pt"])
 
 
 def test_download_says_how_large_it_is_and_is_not_repeated(hub: Hub) -> None:

@@ -1,0 +1,82 @@
+"""Heads of single tokens beside the vectors of texts (BGE-M3)."""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, normalize
+
+from services.engine.model.architecture.spec import ModelSpec
+from services.engine.model.checkpoint.config import CheckpointError
+
+__all__ = ["TokenHeads"]
+
+_VECTORS, _WEIGHTS = "colbert_linear.pt", "sparse_linear.pt"
+_ARCHITECTURE = "XLMRobertaModel"
+_MATRIX = 2  # dimensions
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHeads:
+    """A vector and a weight of each token, from its state, in float32.
+
+    Source: Chen et al., "M3-Embedding: Multi-Linguality, Multi-Functionality, Multi-Granularity
+    Text Embeddings Through Self-Knowledge Distillation", 2024.
+    """
+
+    width: int
+    """Numbers of a token's vector"""
+    _vectors: Callable[[Tensor], Tensor]
+    _weights: Callable[[Tensor], Tensor]
+
+    def vectors(self, states: Tensor, *, is_raw: bool) -> Tensor:
+        """Return float32 [tokens, width], of length 1 unless `is_raw`."""
+        vectors = self._vectors(states)
+        return vectors if is_raw else normalize(vectors)
+
+    def weights(self, states: Tensor, *, is_raw: bool) -> Tensor:
+        """Return float32 [tokens, 1], at least 0 unless `is_raw`."""
+        weights = self._weights(states)
+        return weights if is_raw else weights.relu()
+
+    @staticmethod
+    def read(directory: Path, spec: ModelSpec, device: torch.device) -> "TokenHeads | None":
+        """Read both heads; None if a checkpoint has none. Raises CheckpointError."""
+        files = [directory / name for name in (_VECTORS, _WEIGHTS)]
+        held = [file for file in files if file.is_file()]
+        if spec.architecture != _ARCHITECTURE or not held:
+            return None
+        if len(held) < len(files):
+            raise CheckpointError(f"{directory} has {held[0].name}, but not both heads of BGE-M3.")
+        width, vectors = _linear(files[0], spec.hidden_size, device)
+        count, weights = _linear(files[1], spec.hidden_size, device)
+        if count != 1:
+            raise CheckpointError(f"{files[1]}: a token has {count} weights, and must have one.")
+        return TokenHeads(width, vectors, weights)
+
+
+def _linear(
+    file: Path, inputs: int, device: torch.device
+) -> tuple[int, Callable[[Tensor], Tensor]]:
+    """Return the outputs of a linear layer, and the layer. Raises CheckpointError.
+
+    The file is a pickle. Its reader takes tensors and plain containers, and runs no code.
+    """
+    try:
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{file} can't be read: {error}") from None
+    named = stored if isinstance(stored, dict) else {}
+    tensors = {name: part for name, part in named.items() if isinstance(part, Tensor)}
+    if named.keys() != {"weight", "bias"} or tensors.keys() != named.keys():
+        raise CheckpointError(f"{file} must hold a weight and a bias alone.")
+    weight, bias = (tensors[name].to(device, torch.float32) for name in ("weight", "bias"))
+    if weight.dim() != _MATRIX or weight.shape[1] != inputs or bias.shape != weight.shape[:1]:
+        raise CheckpointError(
+            f"{file}: weight and bias have the shapes {list(weight.shape)} and {list(bias.shape)}, "
+            f"but the model's states have {inputs} numbers."
+        )
+    return len(weight), lambda states: linear(states, weight, bias)
