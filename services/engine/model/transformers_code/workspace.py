@@ -20,7 +20,7 @@ class Workspace:
 
     def __init__(self, operators: Operators) -> None:
         self.operators = operators
-        self.recording = operators.recording()
+        self.recording = operators.recording(only_decodes=False)
         """Recording of a pass through all layers; None: they can't be recorded"""
         self.num_layers = 0
         """Fused layers"""
