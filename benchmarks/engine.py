@@ -51,7 +51,7 @@ PARTS = {
     Kernel.ROW_NORM: "norm, rotation",
     Kernel.GROUPED: "linear",
     Kernel.GATE: "linear",
-    Kernel.DECODE: "attention",
+    Kernel.PAGED_ATTENTION: "attention",
     Kernel.DELTA_RULE: "attention",
     Kernel.ARRANGE: "norm, rotation",
     Kernel.STATE_SCAN: "attention",
@@ -77,6 +77,7 @@ class MeasuredEngine(Engine):
         device: str = "cpu",
         streams: int = 1,
         model_code: str = "auto",
+        kv_dtype: str = "auto",
     ) -> None:
         """tokens: what the KV cache has to hold; streams: sequences that run at once."""
         settings = EngineSettings(
@@ -84,6 +85,7 @@ class MeasuredEngine(Engine):
             device=device,
             weights=weights,
             model_code=model_code,
+            kv_dtype=kv_dtype,
             speculate="ngram" if speculate else "off",
         )
 

@@ -67,4 +67,4 @@ class GroupedOperators(NativeOperators):
         return grouped_mixture(self._native, looped, activation) if activation.gated else looped
 
     def recording(self) -> Recording:
-        return Recording(self._native, only_decodes=True)
+        return Recording(self._native)

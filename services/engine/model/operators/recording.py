@@ -22,10 +22,8 @@ class Recording:
     recorded.
     """
 
-    def __init__(self, native: Native, *, only_decodes: bool = False) -> None:
-        """only_decodes: steps with prompt chunks are not recorded, since torch attends for them."""
+    def __init__(self, native: Native) -> None:
         self._native = native
-        self._only_decodes = only_decodes
         self._operations: Array[OperationCall] | None = None
         self._cache: KVCache | None = None
         """The cache that the operations read and write"""
@@ -33,9 +31,6 @@ class Recording:
 
     def run(self, batch: StepBatch, cache: KVCache, layers: Callable[[], None]) -> None:
         """Replay the recorded operations, or run `layers` and record them."""
-        if self._only_decodes and not (batch.is_decode and batch.output_rows is None):
-            layers()
-            return
         if cache is not self._cache:
             self.discard()
         if self._operations is not None:

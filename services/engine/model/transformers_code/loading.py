@@ -30,6 +30,7 @@ def load_on_transformers(
     *,
     progress: bool,
     with_xformers: bool,
+    kv_dtype: str,
 ) -> TransformersModel:
     """Load the checkpoint whose config.json is `config`. Arguments as of `load_any_model`.
 
@@ -57,7 +58,9 @@ def load_on_transformers(
             bar.finish()
     give_back_freed()
     tiled = isinstance(operators, TiledOperators)
-    attention = choose_backend(spec, dtype, device, tiled=tiled, with_xformers=with_xformers)
+    attention = choose_backend(
+        spec, dtype, device, tiled=tiled, with_xformers=with_xformers, kv_dtype=kv_dtype
+    )
     model = TransformersModel(plan, spec, dtype, device, operators, attention, reader.step_bytes)
     if not separates_sequences(model):
         reason = "sequences that share a step change each other"

@@ -307,11 +307,13 @@ def test_replayed_pass_equals_single_kernels(
     assert_replayed(tmp_path, monkeypatch)
 
 
-def assert_replayed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_replayed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.bfloat16
+) -> None:
     passes = {"replayed": 0, "one by one": 0}
     logits: dict[str, list[Tensor]] = {}
     for kind in passes:
-        decoder = load_model(directory, torch.bfloat16)
+        decoder = load_model(directory, dtype)
         run_layers, recording = decoder._run_layers, decoder._recording
         assert recording is not None
 
@@ -349,6 +351,19 @@ def test_quantized_layer_inputs_are_replayed(
     write_gguf(tmp_path / "model.gguf", model, GGMLQuantizationType.Q8_0)
     with opened_checkpoint(tmp_path / "model.gguf") as directory:
         assert_replayed(directory, monkeypatch)
+
+
+def test_quantized_prompts_are_replayed_without_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else prompts on a CPU with AVX2 wait for Python between all kernels."""
+    model = make_checkpoint(tmp_path / "checkpoint", TILED_CONFIGS["llama"])
+    write_gguf(tmp_path / "model.gguf", model, GGMLQuantizationType.Q8_0)
+    with (
+        restrict_kernels(InstructionSet.AVX2),
+        opened_checkpoint(tmp_path / "model.gguf") as directory,
+    ):
+        assert_replayed(directory, monkeypatch, torch.float32)
 
 
 @needs_tiles
