@@ -1,6 +1,7 @@
-"""Accuracy of bfloat16, int8 and int4 weights against float32: perplexity, KL divergence, argmax.
+"""Accuracy of weights, or of cached keys and values, against float32: perplexity, KL, argmax.
 
     python -m benchmarks.accuracy --model models/tokenwire-code-6m
+    python -m benchmarks.accuracy --model SmolLM2-135M-Instruct.Q4_1.gguf --caches
 
 The texts are the standard library's source files: every machine has them.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,18 +19,24 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.tables import markdown
+from services.common.checkpoint import opened_checkpoint
 from services.engine.engine import Engine
 from services.engine.kernels.library import InstructionSet, instruction_set
 from services.engine.settings import EngineSettings
 
-KINDS = (
-    ("float32", "decoded"),
-    ("bfloat16", "full"),
-    ("bfloat16", "int8"),
-    ("bfloat16", "int4"),
-    *([("bfloat16", "w8a8")] if instruction_set() is InstructionSet.AMX else []),
-    ("float32", "int8"),
-    ("float32", "int4"),
+Kind = tuple[str, str, str]
+"""--dtype, --weights and --kv-dtype"""
+WEIGHTS: Sequence[Kind] = (
+    ("float32", "decoded", "auto"),
+    ("bfloat16", "full", "auto"),
+    ("bfloat16", "int8", "auto"),
+    ("bfloat16", "int4", "auto"),
+    *([("bfloat16", "w8a8", "auto")] if instruction_set() is InstructionSet.AMX else []),
+    ("float32", "int8", "auto"),
+    ("float32", "int4", "auto"),
+)
+CACHES: Sequence[Kind] = tuple(
+    ("float32", "decoded", kv) for kv in ("float32", "float16", "bfloat16", "int8")
 )
 KV_MEMORY = "64MiB"
 """Of each engine; its own KV cache is not used"""
@@ -51,21 +58,34 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a Hugging Face directory, or a GGUF file"
+    )
+    parser.add_argument(
+        "--caches", action="store_true", help="compare types of cached keys and values"
+    )
     parser.add_argument("--length", type=int, default=1024, help="tokens of each text")
     parser.add_argument("--texts", type=int, default=24, help="number of texts")
     arguments = parser.parse_args()
+    kinds = CACHES if arguments.caches else WEIGHTS
+    with opened_checkpoint(arguments.model) as directory:
+        compare(directory, kinds, arguments.length, arguments.texts)
+
+
+def compare(model: Path, kinds: Sequence[Kind], length: int, number: int) -> None:
     engines = [
         Engine(
-            arguments.model,
-            EngineSettings(dtype=dtype, weights=weights, device="cpu", kv_memory=KV_MEMORY),
+            model,
+            EngineSettings(
+                dtype=dtype, weights=weights, kv_dtype=kv, device="cpu", kv_memory=KV_MEMORY
+            ),
         )
-        for dtype, weights in KINDS
+        for dtype, weights, kv in kinds
     ]
-    losses: list[list[float]] = [[] for _ in KINDS]
-    divergences: list[list[Tensor]] = [[] for _ in KINDS]
-    agreements: list[list[float]] = [[] for _ in KINDS]
-    for ids in texts(arguments.model, arguments.length, arguments.texts):
+    losses: list[list[float]] = [[] for _ in kinds]
+    divergences: list[list[Tensor]] = [[] for _ in kinds]
+    agreements: list[list[float]] = [[] for _ in kinds]
+    for ids in texts(model, length, number):
         exact = engines[0].log_probabilities(ids)
         following = torch.tensor(ids[1:])[:, None]
         for index, engine in enumerate(engines):
@@ -73,19 +93,21 @@ def main() -> None:
             losses[index].append(-found[:-1].gather(1, following).mean().item())
             divergences[index].append((exact.exp() * (exact - found)).sum(-1))
             agreements[index].append((found.argmax(-1) == exact.argmax(-1)).float().mean().item())
-    rows = [["computed in", "weights", "perplexity", "KL, mean", "KL, max", "same best token"]]
-    for index, (dtype, weights) in enumerate(KINDS):
+    rows = [
+        ["computed in", "weights", "cache", "perplexity", "KL, mean", "KL, max", "same best token"]
+    ]
+    for index, kind in enumerate(kinds):
         divergence = torch.cat(divergences[index])
         rows.append(
             [
-                *(dtype, weights),
+                *kind,
                 f"{math.exp(sum(losses[index]) / len(losses[index])):.4f}",
                 f"{divergence.mean():.2e}",
                 f"{divergence.max():.2e}",
                 f"{sum(agreements[index]) / len(agreements[index]):.2%}",
             ]
         )
-    print(f"{len(losses[0])} texts of {arguments.length} tokens; KL against float32\n")
+    print(f"{len(losses[0])} texts of {length} tokens; KL against float32\n")
     print(markdown(rows))
 
 

@@ -52,7 +52,7 @@ PARTS = {
     Kernel.GROUPED: "linear",
     Kernel.FLOAT_LINEAR: "linear",
     Kernel.GATE: "linear",
-    Kernel.DECODE: "attention",
+    Kernel.PAGED_ATTENTION: "attention",
     Kernel.DELTA_RULE: "attention",
     Kernel.ARRANGE: "norm, rotation",
     Kernel.STATE_SCAN: "attention",
@@ -79,6 +79,7 @@ class MeasuredEngine(Engine):
         device: str = "cpu",
         streams: int = 1,
         model_code: str = "auto",
+        kv_dtype: str = "auto",
     ) -> None:
         """tokens: what the KV cache has to hold; streams: sequences that run at once."""
         settings = EngineSettings(
@@ -86,6 +87,7 @@ class MeasuredEngine(Engine):
             device=device,
             weights=weights,
             model_code=model_code,
+            kv_dtype=kv_dtype,
             speculate="ngram" if speculate else "off",
         )
 

@@ -169,6 +169,9 @@ def main() -> None:
         "--weights", default="full", choices=("full", "mapped", "decoded", "int4", "int8", "w8a8")
     )
     parser.add_argument("--model-code", default="auto", choices=("auto", "native", "transformers"))
+    parser.add_argument(
+        "--kv-dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16", "int8")
+    )
     parser.add_argument("--batches", type=_numbers, default=BATCHES, metavar="1,2,…")
     parser.add_argument("--contexts", type=_numbers, default=CONTEXTS, metavar="128,…")
     parser.add_argument("--prompts", type=_numbers, default=PROMPTS, metavar="32,…")
@@ -194,6 +197,7 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> None:
         weights=arguments.weights,
         streams=max(arguments.batches),
         model_code=arguments.model_code,
+        kv_dtype=arguments.kv_dtype,
     )
     try:
         bandwidth = measure_bandwidth()

@@ -39,6 +39,12 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
         "w8a8 (AMX, AVX-512 BF16) = int8, with the inputs of products in int8 too.",
         choices=("full", "mapped", "decoded", "int4", "int8", "w8a8", "fp8"),
     )
+    kv_dtype: str = setting(
+        "auto",
+        "Type of cached keys and values; auto = --dtype, but float16 on a CPU where --dtype is not "
+        "stated and would be float32; int8 (CPU) = rounded, with a scale for each head and token.",
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
+    )
     state_dtype: str = setting(
         "float32",
         "Type of the states of recurrent layers between steps; bfloat16 halves them. Without "

@@ -91,6 +91,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         device=device,
         weights=settings.weights,
         with_xformers=settings.attention == "xformers",
+        kv_dtype=_kv_dtype(settings),
         ranks=ranks,
     )
     if settings.weights == "mapped" and rank.leads:
@@ -99,11 +100,12 @@ def load(settings: EngineSettings) -> LoadedModel:
     pooler = load_pooler(settings.model, decoder.spec, device, settings.pooling)
     step_bytes = _reserve(settings, decoder, ranks)
     states = settings.state_dtype if decoder.state_bytes else "float32"
-    fingerprint = weights_fingerprint(settings.model, settings.weights, states)
+    fingerprint = weights_fingerprint(settings.model, settings.weights, states, settings.kv_dtype)
     ranks.require_agreement(
         {
             "weights": fingerprint,
             "--dtype": str(dtype),
+            "--kv-dtype": str(decoder.kv_dtype),
             "--state-dtype": settings.state_dtype,
             "--device": device.type,
             "kernels for": str(instruction_set()),
@@ -135,6 +137,12 @@ def load(settings: EngineSettings) -> LoadedModel:
     )
 
 
+def _kv_dtype(settings: EngineSettings) -> str:
+    """Return --kv-dtype; a stated --dtype is that of the cache too, unless that has its own."""
+    is_stated = settings.dtype != "auto"
+    return "model" if settings.kv_dtype == "auto" and is_stated else settings.kv_dtype
+
+
 def _announce_mapped(mapped: int, free: int) -> None:
     if mapped > free:
         _LOG.warning(
@@ -157,16 +165,16 @@ def step_tokens(settings: EngineSettings, decoder: Model) -> int:
 
 def _cache_need(settings: EngineSettings, decoder: Model) -> CacheNeed:
     """Return what the caches are for, with the bytes of this rank's part of a block."""
-    spec, size = decoder.spec, decoder.block_size
+    spec = decoder.spec
     # the layers of an encoder share the cache of one
     sharers = spec.num_layers if decoder.computes_whole_prompts else 1
     groups = [
-        GroupNeed(group.block_width(size) * decoder.dtype.itemsize // sharers, group.window)
+        GroupNeed(decoder.block_bytes(group) // sharers, group.window)
         for group in layer_groups(spec)
     ]
     return CacheNeed(
         spec.context_length,
-        size,
+        decoder.block_size,
         groups,
         settings.max_running,
         step_tokens(settings, decoder),

@@ -25,6 +25,7 @@ def load_any_model(
     device: torch.device = _CPU,
     weights: str = "full",
     with_xformers: bool = False,
+    kv_dtype: str = "model",
     ranks: RankGroup = SINGLE_RANK,
 ) -> Model:
     """Load a checkpoint as `load_model` does.
@@ -43,6 +44,7 @@ def load_any_model(
             device=device,
             weights=weights,
             with_xformers=with_xformers,
+            kv_dtype=kv_dtype,
             ranks=ranks,
         )
     if weights == "mapped":
@@ -61,5 +63,6 @@ def load_any_model(
         weights,
         progress=progress,
         with_xformers=with_xformers,
+        kv_dtype=kv_dtype,
         ranks=ranks,
     )

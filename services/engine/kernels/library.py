@@ -58,7 +58,7 @@ __all__ = [
     "native",
 ]
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """enum tw_dtype"""
 
 
@@ -125,7 +125,7 @@ class Kernel(IntEnum):
     ROW_NORM = 5
     GROUPED = 6
     GATE = 7
-    DECODE = 8
+    PAGED_ATTENTION = 8
     DELTA_RULE = 9
     ARRANGE = 10
     MIXTURE = 11
@@ -270,6 +270,8 @@ class AttentionCall(ctypes.Structure):
         ("scale", c_float),
         ("cap", c_float),
         ("dtype", c_int32),
+        ("cache_dtype", c_int32),
+        ("is_tiled", c_int32),
     ]
 
 
@@ -686,7 +688,7 @@ class _AnyCall(ctypes.Union):
         ("row_norm", RowNormCall),
         ("grouped", GroupedCall),
         ("gate", GateCall),
-        ("decode", AttentionCall),
+        ("paged_attention", AttentionCall),
         ("delta_rule", DeltaRuleCall),
         ("arrange", ArrangeCall),
         ("mixture", MixtureCall),
@@ -798,7 +800,7 @@ class Native:
             Kernel.ROW_NORM: function("tw_norm_rows", None, POINTER(RowNormCall)),
             Kernel.GROUPED: function("tw_grouped_linear", None, POINTER(GroupedCall)),
             Kernel.GATE: function("tw_gate_rows", None, POINTER(GateCall)),
-            Kernel.DECODE: function("tw_paged_decode", None, POINTER(AttentionCall)),
+            Kernel.PAGED_ATTENTION: function("tw_paged_attend", None, POINTER(AttentionCall)),
             Kernel.DELTA_RULE: function("tw_delta_rule", None, POINTER(DeltaRuleCall)),
             Kernel.ARRANGE: function("tw_arrange_rows", None, POINTER(ArrangeCall)),
             Kernel.MIXTURE: function("tw_mix_experts", None, POINTER(MixtureCall)),

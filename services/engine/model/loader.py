@@ -17,6 +17,7 @@ from services.engine.model.adapters.task_tensors import TaskTensors
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention import choose_backend
+from services.engine.model.attention.kv_dtype import resolve_kv_dtype
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
@@ -131,6 +132,7 @@ def load_model(
     device: torch.device = _CPU,
     weights: str = "full",
     with_xformers: bool = False,
+    kv_dtype: str = "model",
     ranks: RankGroup = SINGLE_RANK,
 ) -> Decoder:
     """Load a checkpoint, one layer at a time from the mapped files.
@@ -142,11 +144,13 @@ def load_model(
     8 bits), "w8a8" ("int8", with the inputs of these products in int8 too) or "fp8" (rounded, for
     all products but an expert router's and those that compute the logits).
     with_xformers: decode with xformers' kernel on a GPU.
+    kv_dtype: of cached keys and values, as for `resolve_kv_dtype`.
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
     Raises CheckpointError before loading if a tensor is missing or of another shape.
     Raises StartupError if this machine can't multiply int8, FP8 or mapped weights, the checkpoint
-    has none that can be mapped, the ranks can't share the model, or xformers is missing.
+    has none that can be mapped, the ranks can't share the model, xformers is missing, or the cache
+    can't have `kv_dtype`.
     """
     directory = Path(path)
     whole = load_spec(directory)
@@ -160,10 +164,19 @@ def load_model(
     if weights == "mapped" and whole.is_encoder:
         raise StartupError("--weights mapped needs a model that generates. Start without it.")
     if whole.family.encoder is not None:
+        resolve_kv_dtype(kv_dtype, whole, dtype, device)  # which refuses any but the model's
         return _load_encoder(directory, whole, dtype, progress, device, weights)
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
     operators = choose_operators(spec, dtype, device, weights)
+    attention = choose_backend(
+        spec,
+        dtype,
+        device,
+        tiled=isinstance(operators, TiledOperators),
+        with_xformers=with_xformers,
+        kv_dtype=kv_dtype,
+    )
     named = str(dtype).removeprefix("torch.")
     if spec.fp8 is not None and operators.without_fp8() is operators:
         _LOG.warning("decoding the FP8 weights of %s to %s", directory, named)
@@ -205,8 +218,6 @@ def load_model(
         finally:
             bar.finish()
     give_back_freed()
-    tiled = isinstance(operators, TiledOperators)
-    attention = choose_backend(spec, dtype, device, tiled=tiled, with_xformers=with_xformers)
     if spec.is_encoder:
         return WholeTextDecoder(spec, dtype, loaded, operators, attention)
     decoder = (

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.adapters.adapters import AdapterChange, Adapters
-from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.architecture.cache_groups import LayerGroup, layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.checkpoint.model_code import ModelCode
@@ -95,6 +95,19 @@ class Model(ABC):
         return {
             layer: count for layers, count in zip(groups, blocks, strict=True) for layer in layers
         }
+
+    def block_bytes(self, group: LayerGroup) -> int:
+        """Return the bytes that the layers of a cache group keep of a block."""
+        spec, size = self.spec, self.block_size
+        paged = [spec.paged_layers[layer] for layer in group.layers if layer in spec.paged_layers]
+        numbers = size * sum(2 * layer.num_kv_heads * layer.head_dim for layer in paged)
+        others = (group.block_width(size) - numbers) * self.dtype.itemsize
+        return others + size * sum(map(self._attention.token_bytes, paged))
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Type of cached keys and values."""
+        return self._attention.kv_dtype
 
     @property
     def state_bytes(self) -> int:

@@ -2,12 +2,11 @@
 #pragma once
 
 #include "buffer.h"
+#include "integers.h"
 #include "kernels.h"
-#include "tiles.h"
 
 namespace {
 
-constexpr int64_t kMostRows = kPair;  // of a unit
 // Tokens of a part of a context. Independent of the number of threads, so that a result depends
 // neither on the machine nor on the rest of the batch. Only decodes are split: a prompt chunk has
 // enough rows.
@@ -41,12 +40,13 @@ inline int64_t count_parts(const tw_attention &a, int64_t sequence) {
 }
 
 // Lists the step's units. A chunk's last rows see most keys and come first, so that no long unit is
-// left for the end.
-inline Plan plan(const tw_attention &a, int64_t leading, int64_t part_size) {
+// left for the end. most_rows: of a unit; aligned: keys of which a unit's first is a multiple.
+inline Plan plan(const tw_attention &a, int64_t leading, int64_t part_size, int64_t most_rows,
+                 int64_t aligned) {
   int64_t num_units = 0, num_parts = 0;
   for (int64_t s = 0; s < a.sequences; s++) {
     int64_t rows = (a.query_starts[s + 1] - a.query_starts[s]) * a.group, parts = count_parts(a, s);
-    int64_t units = divide_up(rows, kMostRows) * a.num_kv_heads * parts;
+    int64_t units = divide_up(rows, most_rows) * a.num_kv_heads * parts;
     num_units += units;
     if (parts > 1) num_parts += units;
   }
@@ -60,12 +60,12 @@ inline Plan plan(const tw_attention &a, int64_t leading, int64_t part_size) {
     int64_t length = a.query_starts[s + 1] - a.query_starts[s], rows = length * a.group;
     int64_t context = a.context_lengths[s], parts = count_parts(a, s);
     for (int64_t h = 0; h < a.num_kv_heads; h++)
-      for (int64_t block = divide_up(rows, kMostRows) - 1; block >= 0; block--) {
-        int64_t row = block * kMostRows, count = smaller(kMostRows, rows - row);
+      for (int64_t block = divide_up(rows, most_rows) - 1; block >= 0; block--) {
+        int64_t row = block * most_rows, count = smaller(most_rows, rows - row);
         int64_t lowest = context - length + row / a.group;
         int64_t newest = (row + count - 1) / a.group;
         int64_t end = a.ends ? a.ends[a.query_starts[s] + newest] : context - length + newest + 1;
-        int64_t seen = a.window ? larger(lowest + 1 - a.window, 0) / kTileInner * kTileInner : 0;
+        int64_t seen = a.window ? larger(lowest + 1 - a.window, 0) / aligned * aligned : 0;
         for (int64_t part = 0; part < parts; part++) {
           int64_t first = larger(part * kPart, seen);
           // Rows that a window keeps from all visible keys have none: not a negative number.

@@ -7,6 +7,7 @@
 #include "grouped.h"
 #include "latent_attention.h"
 #include "mapped.h"
+#include "paged_attention.h"
 #include "portable.h"
 #include "selective_scan.h"
 #include "state_scan.h"
@@ -29,6 +30,12 @@ bool detect_vnni() {
 }
 
 const bool has_vnni = detect_vnni();
+
+// Not every compiler's __builtin_cpu_supports knows this one.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && c & (1u << 29);
+}
 
 // Every processor with AMX has AVX-512 FP16, but a virtual machine may hide it.
 bool has_amx() {
@@ -55,8 +62,7 @@ tw_instructions detect() {
       return TW_AVX512;
     return has_amx() ? TW_AMX : TW_AVX512_BF16;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c"))
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
     return TW_AVX2;
 #endif
   return TW_BASELINE;
@@ -94,7 +100,13 @@ void tw_arrange_rows(const tw_arrange *arrange) { portable().arrange_rows(arrang
 
 void tw_adapt_rows(const tw_adapt *adapt) { portable().adapt_rows(adapt); }
 
-void tw_paged_decode(const tw_attention *attention) { portable().paged_decode(attention); }
+void tw_paged_attend(const tw_attention *attention) {
+#if defined(TW_X86_64)
+  if (in_use >= TW_AVX512) return paged_avx512(attention);
+  if (in_use == TW_AVX2) return paged_avx2(attention);
+#endif
+  paged_baseline(attention);
+}
 
 void tw_delta_rule(const tw_delta *delta) {
 #if defined(TW_X86_64)

@@ -7,12 +7,12 @@
 
 extern "C" {
 
-enum tw_dtype : int32_t { TW_FLOAT32 = 0, TW_BFLOAT16 = 1, TW_FLOAT16 = 2 };
+enum tw_dtype : int32_t { TW_FLOAT32 = 0, TW_BFLOAT16 = 1, TW_FLOAT16 = 2, TW_SCALED_INT8 = 3 };
 
 // Instruction sets, each with all before it.
 enum tw_instructions : int32_t {
   TW_BASELINE = 0,
-  TW_AVX2 = 1,         // and FMA, and F16C
+  TW_AVX2 = 1,         // and FMA and F16C
   TW_AVX512 = 2,       // F, BW, VL, DQ
   TW_AVX512_BF16 = 3,  // and VBMI and VNNI
   TW_AMX = 4,          // bf16 and int8, and AVX-512 FP16
@@ -166,7 +166,7 @@ struct tw_attention {
   const void *keys;     // [tokens, num_kv_heads, head_dim]; null: there are no tokens to write
   const void *values;
   void *out;                     // [query_starts[sequences], num_kv_heads * group * head_dim]
-  void *key_cache;               // [blocks, num_kv_heads, block_size * head_dim]
+  void *key_cache;               // [blocks, num_kv_heads, …], as the kernel says
   void *value_cache;             // the same
   const int64_t *slots;          // [tokens]
   const int32_t *query_starts;   // [sequences + 1]
@@ -174,7 +174,7 @@ struct tw_attention {
   const int32_t *block_tables;   // [sequences, table_stride]
   const float *sinks;  // [num_kv_heads * group] extra logits of the softmax without values, or null
   // [query_starts[sequences]] index after the last key that a query sees, rising within a sequence;
-  // null: each query sees the keys up to its own. Tiled kernels only.
+  // null: each query sees the keys up to its own.
   const int32_t *ends;
   int64_t row_stride;
   int64_t table_stride;
@@ -188,12 +188,16 @@ struct tw_attention {
   int64_t cache_group;  // index of the layer's tables among those of a pass
   float scale;
   float cap;  // soft cap: scores become cap * tanh(score / cap); 0: none
-  int32_t dtype;
+  int32_t dtype;        // of queries, keys, values and out: TW_FLOAT32 or TW_BFLOAT16
+  int32_t cache_dtype;  // tw_paged_attend only: any tw_dtype
+  int32_t is_tiled;     // tw_paged_attend only: whether out is in tiles
 };
 
-// Writes keys and values, then attends for `sequences` sequences of one query token each.
-// Cache layout: [blocks, num_kv_heads, block_size, head_dim].
-void tw_paged_decode(const tw_attention *attention);
+// Writes keys and values, then attends for the queries of all sequences, on any processor.
+// A block's head is block_size / 16 runs of 16 tokens: keys are [width, 16] and values [16, width],
+// where width is head_dim rounded up to a multiple of 16; with TW_SCALED_INT8, the 16 scales of the
+// tokens follow, in float32. block_size is a multiple of 16.
+void tw_paged_attend(const tw_attention *attention);
 
 // One layer's latent attention, for decodes. A token's latent and its key's shared part are side by
 // side.
@@ -654,7 +658,7 @@ enum tw_kernel : int32_t {
   TW_ROW_NORM = 5,
   TW_GROUPED_LINEAR = 6,
   TW_GATE_ROWS = 7,
-  TW_DECODE = 8,
+  TW_PAGED_ATTENTION = 8,
   TW_DELTA_RULE = 9,
   TW_ARRANGE = 10,
   TW_MIXTURE = 11,
@@ -675,7 +679,7 @@ struct tw_operation {
     tw_row_norm row_norm;
     tw_grouped grouped;
     tw_gate gate;
-    tw_attention decode;
+    tw_attention paged_attention;
     tw_delta delta_rule;
     tw_arrange arrange;
     tw_mixture mixture;

@@ -9,7 +9,6 @@ struct PortableKernels {
   decltype(&tw_rotate) rotate;
   decltype(&tw_gate_rows) gate_rows;
   decltype(&tw_arrange_rows) arrange_rows;
-  decltype(&tw_paged_decode) paged_decode;
   decltype(&tw_adapt_rows) adapt_rows;
 };
 

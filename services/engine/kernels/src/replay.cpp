@@ -78,10 +78,10 @@ void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
     case TW_MIXTURE:
       operation.mixture.num_rows = rows.count;
       return tw_mix_experts(&operation.mixture);
-    case TW_DECODE:
-      return tw_paged_decode(&of_pass(operation.decode, pass, rows));
     case TW_LATENT_DECODE:
       return tw_latent_decode(&of_pass(operation.latent_decode, pass));
+    case TW_PAGED_ATTENTION:
+      return tw_paged_attend(&of_pass(operation.paged_attention, pass, rows));
     case TW_DELTA_RULE:
       operation.delta_rule.starts = pass.state_starts;
       operation.delta_rule.sources = pass.state_sources;

@@ -17,6 +17,7 @@
 
 namespace {
 
+constexpr int64_t kMostRows = kPair;  // of a unit
 constexpr int64_t kChunkScores = 64;  // keys of a chunk scored together
 constexpr int64_t kMostHeadDim = 512;
 constexpr int64_t kMostDecodeUnits = 16;  // maximum units of decodes in a loop's item
@@ -464,7 +465,7 @@ void TW_ATTEND(const tw_attention *attention) {
   const tw_attention &a = *attention;
   Attention kernel(a);
   int64_t part_size = smaller(kMostRows, a.group) * (a.head_dim + 2);
-  const Plan work = plan(a, kernel.decodes(), part_size);
+  const Plan work = plan(a, kernel.decodes(), part_size, kMostRows, kTileInner);
   parallel_for(divide_up(a.tokens, kTokens), [&](int64_t item) {
     int64_t end = smaller((item + 1) * kTokens, a.tokens);
     for (int64_t token = item * kTokens; token < end; token++) kernel.write(token);

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "integers.h"
+
 // Forces inlining: a call would spill the sums from their registers.
 #define TW_ALWAYS_INLINE __attribute__((always_inline))
 
@@ -31,11 +33,6 @@ struct Factors {
   int64_t row_stride;
   const uint16_t *left, *right;
 };
-
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 inline __m256i to_bfloat16(__m512 values) {
   return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values));

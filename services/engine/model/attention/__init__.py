@@ -9,6 +9,7 @@ from services.engine.kernels.library import native
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
+from services.engine.model.attention.kv_dtype import resolve_kv_dtype
 from services.engine.model.attention.native_backend import NativeAttention, TiledAttention
 from services.engine.model.attention.pair_scores import PairScores
 from services.engine.model.attention.text_backend import TextAttention
@@ -29,13 +30,16 @@ def choose_backend(
     pair_scores: PairScores | None = None,
     tiled: bool = True,
     with_xformers: bool = False,
+    kv_dtype: str = "model",
 ) -> AttentionBackend:
     """Return the fastest backend for this machine, dtype and shape.
 
     pair_scores: addends to the scores; torch computes attention with them. tiled: whether the
     operators read and write tiles where the machine has the kernels. with_xformers: decode with
-    xformers' kernel on a GPU; raises StartupError if it is not installed.
+    xformers' kernel on a GPU. kv_dtype: of the cache, as for `resolve_kv_dtype`. Raises
+    StartupError if xformers is not installed, or the cache can't have that type.
     """
+    cached = resolve_kv_dtype(kv_dtype, spec, dtype, device)
     if pair_scores is not None:
         return TextAttention(spec, dtype, device, pair_scores)
     if device.type == "cuda":
@@ -45,9 +49,10 @@ def choose_backend(
         return TextAttention(spec, dtype, device)
     if native is None or device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return TorchAttention(spec, dtype, device)
-    if tiled and runs_in_tiles(spec, dtype, device):
+    in_tiles = tiled and runs_in_tiles(spec, dtype, device)
+    if in_tiles and cached == dtype:
         return TiledAttention(native, spec)
-    return NativeAttention(native, spec, dtype)
+    return NativeAttention(native, spec, cached, tiled=in_tiles)
 
 
 def _on_cuda(

@@ -136,6 +136,14 @@ class AttentionBackend(ABC):
     writes_apart = False
     """True if `write` may run before `attend`, which then gets a step that `is_written`"""
 
+    def __init__(self, kv_dtype: torch.dtype) -> None:
+        self.kv_dtype = kv_dtype
+        """Type of cached keys and values"""
+
+    def token_bytes(self, layer: AttentionSpec) -> int:
+        """Return the bytes that a layer keeps of a token, its key and its value."""
+        return 2 * layer.num_kv_heads * layer.head_dim * self.kv_dtype.itemsize
+
     @abstractmethod
     def allocate(
         self,

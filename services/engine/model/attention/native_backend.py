@@ -11,37 +11,62 @@ from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
-from services.engine.model.attention.torch_backend import TorchAttention
 
 __all__ = ["NativeAttention", "TiledAttention"]
 
+_RUN = 16
+"""Tokens of a block that lie side by side; a head's dimensions are padded to a multiple of it"""
+_SCALE_BYTES = 4
+"""Bytes of the scale of one token of one head in int8"""
 
-class NativeAttention(TorchAttention):
-    """float32 and bfloat16 on any CPU: decodes on the kernel, prompt chunks in torch.
 
-    The cache layout is TorchAttention's.
+class NativeAttention(AttentionBackend):
+    """float32 and bfloat16 on any CPU, over a cache of any type.
+
+    A layer's keys and values are [blocks, kv_heads, numbers] each, in runs of 16 tokens
+    (src/kernels.h, tw_paged_attend). In int8, each token of each head has a scale.
     """
-
-    name = "native"
 
     def __init__(
         self,
         native: Native,
         spec: ModelSpec,
-        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        *,
+        tiled: bool = False,
     ) -> None:
-        super().__init__(spec, dtype, torch.device("cpu"))
+        """tiled: whether outputs are in tiles."""
+        super().__init__(kv_dtype)
         self._native = native
+        self._spec = spec
+        self._tiled = tiled
+
+    def token_bytes(self, layer: AttentionSpec) -> int:
+        return 2 * layer.num_kv_heads * self._head_numbers(layer) * self.kv_dtype.itemsize
+
+    def allocate(
+        self,
+        num_blocks: int | Mapping[int, int],
+        block_size: int,
+        layers: Mapping[int, AttentionSpec] | None = None,
+    ) -> KVCache:
+        _require_multiple(block_size, _RUN)
+
+        def make(layer: AttentionSpec, blocks: int) -> Tensor:
+            shape = (blocks, layer.num_kv_heads, block_size * self._head_numbers(layer))
+            return allocate(shape, self.kv_dtype)
+
+        return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
-        self._write_and_decode(layer, step)
-        if not step.batch.is_decode:
-            self._prefill(layer, step)
-
-    def _write_and_decode(self, layer: int, step: AttentionStep) -> None:
         call = _call(self._spec.attention(layer), layer, step)
-        call.sequences = step.batch.num_decodes
-        self._native.run(Kernel.DECODE, call)
+        call.cache_dtype, call.is_tiled = DTYPES[self.kv_dtype], self._tiled
+        self._native.run(Kernel.PAGED_ATTENTION, call)
+
+    def _head_numbers(self, layer: AttentionSpec) -> int:
+        """Return the numbers that a head keeps of a token, for its key or its value."""
+        scales = _SCALE_BYTES if self.kv_dtype == torch.int8 else 0
+        return -(-layer.head_dim // _RUN) * _RUN + scales
 
 
 class TiledAttention(AttentionBackend):
@@ -52,6 +77,7 @@ class TiledAttention(AttentionBackend):
     """
 
     def __init__(self, native: Native, spec: ModelSpec) -> None:
+        super().__init__(torch.bfloat16)
         self._native = native
         self._spec = spec
 
@@ -61,18 +87,22 @@ class TiledAttention(AttentionBackend):
         block_size: int,
         layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
-        if block_size % TILE:
-            raise ValueError(f"the block size must be a multiple of {TILE}, got {block_size}")
+        _require_multiple(block_size, TILE)
 
         def make(layer: AttentionSpec, blocks: int) -> Tensor:
             shape = (blocks, layer.num_kv_heads, block_size * layer.head_dim)
-            return allocate(shape, torch.bfloat16)
+            return allocate(shape, self.kv_dtype)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 
     def attend(self, layer: int, step: AttentionStep) -> None:
         call = _call(self._spec.attention(layer), layer, step)
         self._native.run(Kernel.ATTENTION, call)
+
+
+def _require_multiple(block_size: int, of: int) -> None:
+    if block_size % of:
+        raise ValueError(f"the block size must be a multiple of {of}, got {block_size}")
 
 
 def _call(spec: AttentionSpec, layer: int, step: AttentionStep) -> AttentionCall:

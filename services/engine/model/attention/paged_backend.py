@@ -78,7 +78,7 @@ class PagedAttention(TorchAttention):
 
         def make(layer: AttentionSpec, blocks: int) -> Tensor:
             shape = (blocks, block_size, layer.num_kv_heads, layer.head_dim)
-            return torch.zeros(shape, dtype=self._dtype, device=self._device).transpose(1, 2)
+            return torch.zeros(shape, dtype=self.kv_dtype, device=self._device).transpose(1, 2)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 

@@ -30,8 +30,8 @@ class TextAttention(AttentionBackend):
         pair_scores: PairScores | None = None,
     ) -> None:
         """pair_scores: layers that have them have no windows."""
+        super().__init__(dtype)
         self._spec = spec
-        self._dtype = dtype
         self._device = device
         self._pair_scores = pair_scores
 
@@ -42,7 +42,7 @@ class TextAttention(AttentionBackend):
         layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
         def make(_: AttentionSpec, blocks: int) -> Tensor:
-            return torch.empty((blocks, 0), dtype=self._dtype, device=self._device)
+            return torch.empty((blocks, 0), dtype=self.kv_dtype, device=self._device)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 

@@ -33,8 +33,8 @@ class TorchAttention(AttentionBackend):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        super().__init__(dtype)
         self._spec = spec
-        self._dtype = dtype
         self._device = device
 
     def allocate(
@@ -45,7 +45,7 @@ class TorchAttention(AttentionBackend):
     ) -> KVCache:
         def make(layer: AttentionSpec, blocks: int) -> Tensor:
             shape = (blocks, layer.num_kv_heads, block_size, layer.head_dim)
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+            return torch.zeros(shape, dtype=self.kv_dtype, device=self._device)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
 

@@ -11,10 +11,13 @@ _SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
 
-def weights_fingerprint(directory: Path, weights: str = "full", states: str = "float32") -> str:
+def weights_fingerprint(
+    directory: Path, weights: str = "full", states: str = "float32", keys: str = "auto"
+) -> str:
     """Return 16 hex digits that identify the weights in `directory`, as --weights loads them.
 
-    states: --state-dtype, with which a recurrent model computes other answers.
+    states: --state-dtype, with which a recurrent model computes other answers; keys: --kv-dtype,
+    of which int8 does.
 
     They hash config.json, each weight file's name and size, and 256 evenly spaced pieces of
     4 KiB per file. Training changes every weight, so samples tell two exports apart.
@@ -33,6 +36,8 @@ def weights_fingerprint(directory: Path, weights: str = "full", states: str = "f
         digest.update(weights.encode())
     if states != "float32":
         digest.update(states.encode())
+    if keys == "int8":
+        digest.update(f"keys in {keys}".encode())
     return digest.hexdigest()
 
 

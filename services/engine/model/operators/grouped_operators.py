@@ -73,4 +73,4 @@ class GroupedOperators(NativeOperators):
         return plain_mixture(self._native, looped, activation) if activation.gated else looped
 
     def recording(self, *, only_decodes: bool) -> Recording:
-        return Recording(self._native, only_decodes=True)  # torch attends for all prompt chunks
+        return Recording(self._native, only_decodes=only_decodes)

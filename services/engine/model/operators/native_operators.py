@@ -11,6 +11,7 @@ from services.engine.kernels.library import (
     DTYPES,
     ArrangeCall,
     Arrangement,
+    KeepCall,
     Kernel,
     Native,
     RotationCall,
@@ -150,6 +151,16 @@ class NativeOperators(TorchOperators):
     def _scale(self, rows: Tensor, factor: float) -> None:
         call = ScaleCall(rows.data_ptr(), *rows.shape, factor, DTYPES[rows.dtype])
         self._native.run(Kernel.SCALE, call)
+
+    def keep(self, rows: Tensor, kept: Tensor | None) -> None:
+        call = KeepCall(
+            rows.data_ptr(),
+            None if kept is None else kept.data_ptr(),
+            0 if kept is None else len(kept),
+            rows.stride(0) * rows.element_size(),
+            rows.shape[1:].numel() * rows.element_size(),
+        )
+        self._native.run(Kernel.KEEP, call)
 
     def rotate(
         self,

@@ -10,7 +10,6 @@ from services.engine.kernels.library import (
     DTYPES,
     Format,
     InstructionSet,
-    KeepCall,
     Kernel,
     LayerNormCall,
     Native,
@@ -118,16 +117,6 @@ class TiledOperators(NativeOperators):
             replaces,
         )
         self.native.layer_norm(byref(call))
-
-    def keep(self, rows: Tensor, kept: Tensor | None) -> None:
-        call = KeepCall(
-            rows.data_ptr(),
-            None if kept is None else kept.data_ptr(),
-            0 if kept is None else len(kept),
-            rows.stride(0) * rows.element_size(),
-            rows.shape[1:].numel() * rows.element_size(),
-        )
-        self.native.run(Kernel.KEEP, call)
 
     def recording(self, *, only_decodes: bool) -> Recording:
         return Recording(self.native, only_decodes=only_decodes)

@@ -38,6 +38,7 @@ def load_on_transformers(
     progress: bool,
     with_xformers: bool,
     ranks: RankGroup,
+    kv_dtype: str,
 ) -> TransformersModel:
     """Load the checkpoint whose config.json is `config`. Arguments as of `load_any_model`.
 
@@ -68,7 +69,9 @@ def load_on_transformers(
             bar.finish()
     give_back_freed()
     tiled = isinstance(operators, TiledOperators)
-    attention = choose_backend(spec, dtype, device, tiled=tiled, with_xformers=with_xformers)
+    attention = choose_backend(
+        spec, dtype, device, tiled=tiled, with_xformers=with_xformers, kv_dtype=kv_dtype
+    )
     parts = (plan, spec, dtype, device, operators, attention, reader.step_bytes)
     model = LeadingModel(ranks, *parts) if ranks.leads_others else TransformersModel(*parts)
     model.adapters = adapters

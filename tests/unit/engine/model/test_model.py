@@ -354,12 +354,13 @@ def assert_replayed(
     monkeypatch: pytest.MonkeyPatch,
     steps: Sequence[Step] = MIXED_STEPS,
     replayed: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """Compare steps, so many of which are replayed, with the same ones run kernel by kernel."""
     passes = {"replayed": 0, "one by one": 0}
     logits: dict[str, list[Tensor]] = {}
     for kind in passes:
-        decoder = load_model(directory, torch.bfloat16)
+        decoder = load_model(directory, dtype)
         run_layers, recording = decoder._run_layers, decoder._recording
         assert recording is not None
 
@@ -388,6 +389,19 @@ def test_quantized_layer_inputs_are_replayed(
     write_gguf(tmp_path / "model.gguf", model, GGMLQuantizationType.Q8_0)
     with opened_checkpoint(tmp_path / "model.gguf") as directory:
         assert_replayed(directory, monkeypatch)
+
+
+def test_quantized_prompts_are_replayed_without_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else prompts on a CPU with AVX2 wait for Python between all kernels."""
+    model = make_checkpoint(tmp_path / "checkpoint", TILED_CONFIGS["llama"])
+    write_gguf(tmp_path / "model.gguf", model, GGMLQuantizationType.Q8_0)
+    with (
+        restrict_kernels(InstructionSet.AVX2),
+        opened_checkpoint(tmp_path / "model.gguf") as directory,
+    ):
+        assert_replayed(directory, monkeypatch, dtype=torch.float32)
 
 
 @needs_tiles

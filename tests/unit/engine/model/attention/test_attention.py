@@ -1,7 +1,7 @@
 """All attention backends agree with the definition in float64."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.kernels.library import (
-    InstructionSet,
-    limit_instruction_set,
-    native,
-)
+from services.engine.kernels.library import InstructionSet, native
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
@@ -51,15 +47,21 @@ def make_spec(base: ModelSpec, heads: int, kv_heads: int, head_dim: int, window:
     )
 
 
-def make_backend(kind: str, spec: ModelSpec, dtype: torch.dtype) -> AttentionBackend:
+def make_backend(
+    kind: str, spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> AttentionBackend:
+    """kv_dtype: of the cache; None = dtype."""
     if kind == "torch":
         return TorchAttention(spec, dtype, torch.device("cpu"))
     if native is None:
         pytest.skip("the kernels were not built")
     if kind == "native":
-        return NativeAttention(native, spec, dtype)
-    if native.limit_instruction_set(MACHINES[kind]) != MACHINES[kind]:
+        return NativeAttention(native, spec, kv_dtype or dtype)
+    machine = OLDER[kind] if kind in OLDER else MACHINES[kind]
+    if native.limit_instruction_set(machine) != machine:
         pytest.skip(f"this machine lacks {kind}")
+    if kind in OLDER:
+        return NativeAttention(native, spec, kv_dtype or dtype)
     return TiledAttention(native, spec)
 
 
@@ -73,6 +75,12 @@ def unrestricted_kernels() -> Iterator[None]:
 
 MACHINES = {"avx512 bf16": InstructionSet.AVX512_BF16, "amx": InstructionSet.AMX}
 """Backend kinds with tiled kernels"""
+OLDER = {
+    "baseline": InstructionSet.BASELINE,
+    "avx2": InstructionSet.AVX2,
+    "avx512": InstructionSet.AVX512,
+}
+"""Backend kinds with the kernels of other machines"""
 
 
 class Case:
@@ -92,6 +100,8 @@ class Case:
         counts = [-(-context // BLOCK) for _, context in self.spans]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1))
         self.num_blocks = sum(counts)
+        self.tiled = False
+        """True if outputs are in tiles"""
         self.reader: int | None = None
         """Sequence whose first block another one fills in the tested step"""
         self.images = [range(0)] * len(self.spans)
@@ -115,12 +125,19 @@ class Case:
             self.images[i] = range(first + length // 5, first + length - length // 7)
 
     def run(
-        self, backend: AttentionBackend, *, stale: float = 0.0, kept: list[int] | None = None
+        self,
+        backend: AttentionBackend,
+        *,
+        stale: float = 0.0,
+        kept: list[int] | None = None,
+        tiled: bool = False,
     ) -> Tensor:
         """Fill the cache with `stale`, then with the prefixes, then attend for the other tokens.
 
-        kept: number of each sequence's last queries to attend for; None: all.
+        kept: number of each sequence's last queries to attend for; None: all. tiled: whether the
+        output is in tiles.
         """
+        self.tiled = tiled or isinstance(backend, TiledAttention)
         cache = backend.allocate(self.num_blocks, BLOCK)
         for tensor in cache.pages:
             tensor.fill_(stale)
@@ -187,15 +204,18 @@ class Case:
         backend.attend(
             0, AttentionStep(queries, keys, values, batch, cache, out[:rows], self.sinks)
         )
-        tiled = isinstance(backend, TiledAttention)
-        return (to_rows(out) if tiled else out)[:rows].float()
+        return (to_rows(out) if self.tiled else out)[:rows].float()
 
-    def expected(self) -> Tensor:
-        """Return attention by its definition, in float64."""
+    def expected(self, rounded: Callable[[Tensor], Tensor] = lambda heads: heads) -> Tensor:
+        """Return attention by its definition, in float64.
+
+        rounded: returns the keys or values that a cache holds.
+        """
+        keys_held, values_held = ([rounded(each) for each in p] for p in (self.keys, self.values))
         spec, window, sinks = self.spec, self.spec.window, self.sinks
         rows = []
         for (length, context), image, q, k, v in zip(
-            self.spans, self.images, self.queries, self.keys, self.values, strict=True
+            self.spans, self.images, self.queries, keys_held, values_held, strict=True
         ):
             group = spec.num_heads // spec.num_kv_heads
             keys = k.double().repeat_interleave(group, dim=1)
@@ -236,6 +256,8 @@ every_kind = pytest.mark.parametrize(
         ("torch", torch.float32, 1e-5),
         ("native", torch.float32, 1e-5),
         ("native", torch.bfloat16, 2e-2),
+        ("baseline", torch.float32, 1e-5),
+        ("avx2", torch.float32, 1e-5),
         ("avx512 bf16", torch.bfloat16, 2e-2),
         ("amx", torch.bfloat16, 2e-2),
     ],
@@ -357,15 +379,78 @@ def test_extreme_sinks_take_none_or_all_of_the_weight(
     torch.testing.assert_close(attended, expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("highest", [InstructionSet.BASELINE, InstructionSet.AVX2])
-def test_older_instruction_sets_equal_the_definition(
-    base: ModelSpec, highest: InstructionSet
+def in_int8(heads: Tensor) -> Tensor:
+    """Round each token of each head to int8, with the scale of its largest number."""
+    scales = heads.float().abs().amax(dim=-1, keepdim=True) / 127
+    return (heads.float() / scales).round() * scales
+
+
+CACHES: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
+    torch.float32: lambda heads: heads,
+    torch.bfloat16: lambda heads: heads.bfloat16().float(),
+    torch.float16: lambda heads: heads.half().float(),
+    torch.int8: in_int8,
+}
+"""What a cache of each type holds"""
+
+
+@pytest.mark.parametrize("kv_dtype", CACHES, ids=str)
+@pytest.mark.parametrize("kind", OLDER)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((8, 2, 64, 45), (7, 1, 128, 0), (40, 1, 32, 130)),
+        *((6, 2, 24, 0), (5, 1, 80, 33), (60, 2, 8, 0)),
+    ],
+    ids=str,
+)
+def test_cache_of_another_type_changes_no_more_than_rounding(
+    base: ModelSpec, kind: str, kv_dtype: torch.dtype, shape: tuple[int, int, int, int]
 ) -> None:
-    spec = one_layer(make_spec(base, 6, 2, 24, 0), cap=1.5)
-    case = Case(spec, torch.float32)
-    with limit_instruction_set(highest):
-        attended = case.run(make_backend("native", case.model, torch.float32))
-    torch.testing.assert_close(attended, case.expected(), atol=1e-5, rtol=1e-5)
+    """Sums stay float32: an error beyond the cache's rounding would add up over the layers."""
+    case = Case(make_spec(base, *shape), torch.float32)
+    attended = case.run(make_backend(kind, case.model, torch.float32, kv_dtype))
+    expected = case.expected(CACHES[kv_dtype])
+    # a number half-way between two of int8 may round to either
+    tolerance = 3e-3 if kv_dtype == torch.int8 else 1e-5
+    torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 4, 6)], ids=["plain", "sinks"])
+@pytest.mark.parametrize("kv_dtype", CACHES, ids=str)
+@pytest.mark.parametrize("kind", OLDER)
+def test_caps_and_sinks_are_exact_over_any_cache(
+    base: ModelSpec, kind: str, kv_dtype: torch.dtype, sinks: Tensor | None
+) -> None:
+    spec = one_layer(make_spec(base, 6, 2, 24, 45), cap=1.5, has_sinks=sinks is not None)
+    case = Case(spec, torch.float32, sinks)
+    attended = case.run(make_backend(kind, case.model, torch.float32, kv_dtype))
+    expected = case.expected(CACHES[kv_dtype])
+    tolerance = 3e-3 if kv_dtype == torch.int8 else 1e-5
+    torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
+def test_output_over_another_cache_is_in_the_tiles_that_products_read(
+    base: ModelSpec, kv_dtype: torch.dtype
+) -> None:
+    """--kv-dtype int8 on a CPU with AMX, whose products read tiles."""
+    if native is None:
+        pytest.skip("the kernels were not built")
+    case = Case(make_spec(base, 8, 2, 64, 0), torch.bfloat16)
+    backend = NativeAttention(native, case.model, kv_dtype, tiled=True)
+    expected = case.expected(CACHES[kv_dtype])
+    torch.testing.assert_close(case.run(backend, tiled=True), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_numbers_beyond_float16_become_its_largest(base: ModelSpec, kind: str) -> None:
+    """One key of a huge model must not turn a whole answer into NaN."""
+    case = Case(make_spec(base, 8, 2, 64, 0), torch.float32)
+    case.values[-1][500] = 1e6
+    attended = case.run(make_backend(kind, case.model, torch.float32, torch.float16))
+    expected = case.expected(lambda heads: heads.clamp(-65504, 65504).half().float())
+    torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -432,3 +517,16 @@ def test_cache_takes_the_memory_it_states(base: ModelSpec) -> None:
     cache = TorchAttention(spec, torch.float32, torch.device("cpu")).allocate(5, BLOCK)
     held = sum(tensor.nbytes for tensor in cache.pages)
     assert held == 5 * BLOCK * 4 * sum(group.token_width for group in layer_groups(spec))
+
+
+@pytest.mark.parametrize("kv_dtype", CACHES, ids=str)
+@pytest.mark.parametrize("head_dim", [24, 64])
+def test_narrow_cache_takes_the_memory_it_states(
+    base: ModelSpec, kv_dtype: torch.dtype, head_dim: int
+) -> None:
+    if native is None:
+        pytest.skip("the kernels were not built")
+    spec = make_spec(base, 4, 2, head_dim, 0)
+    backend = NativeAttention(native, spec, kv_dtype)
+    held = sum(tensor.nbytes for tensor in backend.allocate(5, BLOCK).pages)
+    assert held == 5 * BLOCK * backend.token_bytes(spec.attention(0))

@@ -23,3 +23,10 @@ def test_rounded_states_make_another_model(tmp_path: Path) -> None:
     """An engine with --state-dtype bfloat16 can't go on with a stream of one without it."""
     path = make_checkpoint(tmp_path)
     assert weights_fingerprint(path, states="bfloat16") != weights_fingerprint(path)
+
+
+def test_rounded_keys_make_another_model(tmp_path: Path) -> None:
+    """So does --kv-dtype int8; 16 bits change less than another instruction set does."""
+    path = make_checkpoint(tmp_path)
+    assert weights_fingerprint(path, keys="int8") != weights_fingerprint(path)
+    assert weights_fingerprint(path, keys="float16") == weights_fingerprint(path)
