@@ -4,6 +4,9 @@
 
 The byte floor of a decode step is the time to read all weights (as stored), all KV and all states
 once, at the bandwidth that a plain C reader reaches in the same run (`benchmarks.roofline`).
+
+`--instructions avx2 --dtype float32 --kv-dtype float16` measures what a machine without AVX-512 is
+served by default.
 """
 
 from __future__ import annotations
@@ -31,6 +34,15 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 1024)
 PROMPTS = (32, 128, 512, 2048)
 MOST_STEPS = 60
+INSTRUCTIONS = {
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    },
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
+}
+"""What torch reads, once, to use no later instructions than these"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,8 @@ class StepReport:
     date: str
     machine: Machine
     model: str
+    instructions: str | None
+    """Latest instructions that were used; None = all of the machine"""
     load_average: float
     bandwidth: Sequence[Bandwidth]
     weight_bytes: int
@@ -172,6 +186,9 @@ def main() -> None:
     parser.add_argument(
         "--kv-dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16", "int8")
     )
+    parser.add_argument(
+        "--instructions", choices=INSTRUCTIONS, help="use none that are later, as an older machine"
+    )
     parser.add_argument("--batches", type=_numbers, default=BATCHES, metavar="1,2,…")
     parser.add_argument("--contexts", type=_numbers, default=CONTEXTS, metavar="128,…")
     parser.add_argument("--prompts", type=_numbers, default=PROMPTS, metavar="32,…")
@@ -184,7 +201,13 @@ def main() -> None:
 
 def _measure(arguments: argparse.Namespace, directory: Path) -> None:
     limit_thread_spinning()
+    if arguments.instructions is not None:
+        os.environ.update(INSTRUCTIONS[arguments.instructions])
     from benchmarks.engine import MeasuredEngine
+    from services.engine.kernels.library import InstructionSet, native
+
+    if arguments.instructions is not None and native is not None:
+        native.limit_instruction_set(InstructionSet[arguments.instructions.upper()])
 
     load_average = os.getloadavg()[0]
     # Each sequence needs a spare block, and blocks for the tokens that it generates.
@@ -216,6 +239,7 @@ def _measure(arguments: argparse.Namespace, directory: Path) -> None:
         date=now(),
         machine=Machine.this(),
         model=arguments.model.resolve().name,
+        instructions=arguments.instructions,
         load_average=round(load_average, 2),
         bandwidth=bandwidth,
         weight_bytes=engine.weight_bytes,
