@@ -110,7 +110,7 @@ def test_prompt_that_the_model_cannot_take_is_refused(engine: Engine, prompt: li
 
 
 def test_small_kv_cache_shortens_the_context(tmp_path: Path) -> None:
-    small = EngineSettings(dtype="float32", device="cpu", kv_memory="16KiB")
+    small = EngineSettings(dtype="float32", device="cpu", kv_memory="32KiB")
     with Engine(make_checkpoint(tmp_path), small) as engine:
         assert engine.model.context_length == 64
         assert (

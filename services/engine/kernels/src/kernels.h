@@ -194,9 +194,9 @@ struct tw_attention {
 };
 
 // Writes keys and values, then attends for the queries of all sequences, on any processor.
-// A block's head is block_size / 16 runs of 16 tokens: keys are [width, 16] and values [16, width],
-// where width is head_dim rounded up to a multiple of 16; with TW_SCALED_INT8, the 16 scales of the
-// tokens follow, in float32. block_size is a multiple of 16.
+// A block's head is runs of 16 tokens, the last one of fewer if block_size is no multiple of 16:
+// keys are [width, 16] and values [16, width], where width is head_dim rounded up to a multiple of
+// 16; with TW_SCALED_INT8, the 16 scales of the tokens follow, in float32.
 void tw_paged_attend(const tw_attention *attention);
 
 // One layer's latent attention, for decodes. A token's latent and its key's shared part are side by

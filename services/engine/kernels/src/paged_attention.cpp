@@ -48,6 +48,7 @@ class Attention {
   explicit Attention(const tw_attention &a)
       : a_(a),
         width_(divide_up(a.head_dim, kRun) * kRun),
+        places_(divide_up(a.block_size, kRun) * kRun),
         run_bytes_(kRun * (width_ * kSize + kScales)) {}
 
   // Floats of a row's state in a part of a context.
@@ -55,10 +56,10 @@ class Attention {
 
   // Writes one token's keys and values.
   void write(int64_t token) const {
-    const int64_t slot = a_.slots[token], in_run = slot % kRun;
+    const int64_t slot = a_.slots[token], place = slot % a_.block_size, in_run = place % kRun;
     for (int64_t h = 0; h < a_.num_kv_heads; h++) {
       const int64_t from = token * a_.row_stride + h * a_.head_dim;
-      const int64_t at = run_at(slot / a_.block_size, h, slot % a_.block_size);
+      const int64_t at = run_at(slot / a_.block_size, h, place);
       write_row(static_cast<const T *>(a_.keys) + from, static_cast<uint8_t *>(a_.key_cache) + at,
                 in_run, in_run, kRun);
       write_row(static_cast<const T *>(a_.values) + from,
@@ -69,9 +70,10 @@ class Attention {
   void attend(const Unit &unit) const {
     Scratch s = scratch();
     load_queries(unit, s);
-    Span<Number> span = span_at(unit, unit.first_key), ahead;
+    const int64_t end = unit.last_key > unit.first_key ? place_after(unit.last_key) : 0;
+    Span<Number> span = span_at(unit, place_of(unit.first_key) / kRun * kRun, end), ahead;
     for (; span.count > 0; span = ahead) {
-      ahead = span_at(unit, span.first + kSpan);
+      ahead = span_at(unit, span.first + kSpan, end);
       const Span<Number> &fetched = ahead.count > 0 ? ahead : span;
       for_tiles(unit, [&](Tile tile, auto rows) {
         score_tile<decltype(rows)::count>(span, fetched, s.queries + tile.first * a_.head_dim,
@@ -117,10 +119,20 @@ class Attention {
   static constexpr bool kScaled = sizeof(Number) == 1;
   static constexpr int64_t kSize = sizeof(Number), kScales = kScaled ? sizeof(float) : 0;
 
-  // Returns the byte of a cache at which the run of a token begins.
-  int64_t run_at(int64_t block, int64_t kv_head, int64_t offset) const {
+  // Returns a key's place among those of the sequence's blocks. The last run of a block has places
+  // without keys unless block_size is a multiple of 16.
+  int64_t place_of(int64_t key) const {
+    return places_ == a_.block_size ? key
+                                    : key / a_.block_size * places_ + key % a_.block_size;
+  }
+
+  // Returns the place after the last of so many keys.
+  int64_t place_after(int64_t keys) const { return keys > 0 ? place_of(keys - 1) + 1 : 0; }
+
+  // Returns the byte of a cache at which the run of a block's place begins.
+  int64_t run_at(int64_t block, int64_t kv_head, int64_t place) const {
     const int64_t head = block * a_.num_kv_heads + kv_head;
-    return (head * (a_.block_size / kRun) + offset / kRun) * run_bytes_;
+    return (head * (places_ / kRun) + place / kRun) * run_bytes_;
   }
 
   // Returns the scales of a run's tokens.
@@ -167,17 +179,16 @@ class Attention {
     }
   }
 
-  // Returns the unit's keys from `first` on; without keys past the unit's last.
-  Span<Number> span_at(const Unit &unit, int64_t first) const {
+  // Returns the unit's keys at the places from `first` to `end`.
+  Span<Number> span_at(const Unit &unit, int64_t first, int64_t end) const {
     Span<Number> span;
     span.first = first;
-    span.count = smaller(kSpan, unit.last_key - first);
+    span.count = smaller(kSpan, end - first);
     const int32_t *blocks = a_.block_tables + unit.sequence * a_.table_stride;
     int64_t at = 0;
     for (int64_t run = 0; run < kRuns && span.count > 0; run++) {
-      const int64_t key = first + run * kRun;
-      if (key < unit.last_key)
-        at = run_at(blocks[key / a_.block_size], unit.kv_head, key % a_.block_size);
+      const int64_t place = first + run * kRun;
+      if (place < end) at = run_at(blocks[place / places_], unit.kv_head, place % places_);
       const auto keys = static_cast<const uint8_t *>(a_.key_cache) + at;
       const auto values = static_cast<const uint8_t *>(a_.value_cache) + at;
       span.keys[run] = reinterpret_cast<const Number *>(keys);
@@ -250,15 +261,23 @@ class Attention {
     const int64_t token = token_of(unit, r);
     const int64_t position = a_.context_lengths[unit.sequence] -
                              a_.query_starts[unit.sequence + 1] + token;
-    const int64_t oldest = a_.window ? position + 1 - a_.window : 0;
-    const int64_t end = smaller(a_.ends ? a_.ends[token] : position + 1, unit.last_key);
-    if (oldest <= span.first && span.first + kSpan <= end) return;
-    Integers index;
-    for (int64_t i = 0; i < kLanes; i++) index[i] = static_cast<int32_t>(i);
+    const int64_t seen = a_.window ? position + 1 - a_.window : 0;
+    const int64_t oldest = place_of(larger(seen, unit.first_key));
+    const int64_t end =
+        place_after(smaller(a_.ends ? a_.ends[token] : position + 1, unit.last_key));
+    const bool is_padded = places_ != a_.block_size;
+    if (oldest <= span.first && span.first + kSpan <= end && !is_padded) return;
+    Integers lane;
+    for (int64_t i = 0; i < kLanes; i++) lane[i] = static_cast<int32_t>(i);
+    Integers index = lane;
     const int32_t first = static_cast<int32_t>(larger(oldest - span.first, 0));
     const int32_t last = static_cast<int32_t>(larger(smaller(end - span.first, kSpan), 0));
-    for (int64_t i = 0; i < kSpanLanes; i++, index += static_cast<int32_t>(kLanes))
-      scores[i] = (index >= first) & (index < last) ? scores[i] : broadcast(-kInfinity);
+    for (int64_t i = 0; i < kSpanLanes; i++, index += static_cast<int32_t>(kLanes)) {
+      Integers is_seen = (index >= first) & (index < last);
+      if (is_padded)
+        is_seen &= lane < static_cast<int32_t>(a_.block_size - (span.first + i * kLanes) % places_);
+      scores[i] = is_seen ? scores[i] : broadcast(-kInfinity);
+    }
   }
 
   void raise_base(int64_t r, float base, Scratch &s) const {
@@ -296,7 +315,8 @@ class Attention {
   }
 
   const tw_attention &a_;
-  const int64_t width_;  // of a head in the cache: numbers past head_dim are not used
+  const int64_t width_;   // of a head in the cache: numbers past head_dim are not used
+  const int64_t places_;  // of a block, those of its last run included
   const int64_t run_bytes_;
 };
 

@@ -15,7 +15,7 @@ from services.engine.model.attention.interface import AttentionBackend, Attentio
 __all__ = ["NativeAttention", "TiledAttention"]
 
 _RUN = 16
-"""Tokens of a block that lie side by side; a head's dimensions are padded to a multiple of it"""
+"""Tokens of a block that lie side by side; blocks and heads are padded to multiples of it"""
 _SCALE_BYTES = 4
 """Bytes of the scale of one token of one head in int8"""
 
@@ -50,10 +50,10 @@ class NativeAttention(AttentionBackend):
         block_size: int,
         layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
-        _require_multiple(block_size, _RUN)
+        places = -(-block_size // _RUN) * _RUN
 
         def make(layer: AttentionSpec, blocks: int) -> Tensor:
-            shape = (blocks, layer.num_kv_heads, block_size * self._head_numbers(layer))
+            shape = (blocks, layer.num_kv_heads, places * self._head_numbers(layer))
             return allocate(shape, self.kv_dtype)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
@@ -87,7 +87,8 @@ class TiledAttention(AttentionBackend):
         block_size: int,
         layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
-        _require_multiple(block_size, TILE)
+        if block_size % TILE:
+            raise ValueError(f"the block size must be a multiple of {TILE}, got {block_size}")
 
         def make(layer: AttentionSpec, blocks: int) -> Tensor:
             shape = (blocks, layer.num_kv_heads, block_size * layer.head_dim)
@@ -98,11 +99,6 @@ class TiledAttention(AttentionBackend):
     def attend(self, layer: int, step: AttentionStep) -> None:
         call = _call(self._spec.attention(layer), layer, step)
         self._native.run(Kernel.ATTENTION, call)
-
-
-def _require_multiple(block_size: int, of: int) -> None:
-    if block_size % of:
-        raise ValueError(f"the block size must be a multiple of {of}, got {block_size}")
 
 
 def _call(spec: AttentionSpec, layer: int, step: AttentionStep) -> AttentionCall:
