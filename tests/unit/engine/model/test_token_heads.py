@@ -68,7 +68,7 @@ def test_damaged_file_is_refused_by_name(content: bytes, tmp_path: Path) -> None
     """As one of Git LFS, whose first letters are codes of a pickle."""
     save(tmp_path)
     (tmp_path / "sparse_linear.pt").write_bytes(content)
-    with pytest.raises(CheckpointError, match="sparse_linear.pt can't be read: ."):
+    with pytest.raises(CheckpointError, match=r"sparse_linear\.pt can't be read: ."):
         Engine(tmp_path, settings())
 
 
@@ -82,7 +82,7 @@ def test_compressed_file_is_refused(tmp_path: Path) -> None:
         for name, content in entries.items():
             archive.writestr(name, content)
         archive.writestr("archive/zeros", bytes(1_000_000))
-    with pytest.raises(CheckpointError, match="sparse_linear.pt is compressed"):
+    with pytest.raises(CheckpointError, match=r"sparse_linear\.pt is compressed"):
         Engine(tmp_path, settings())
 
 
