@@ -141,6 +141,14 @@ async def test_unknown_task_is_answered_with_all_known_ones(served: Served) -> N
     assert all(task in error["message"] for task in JINA_TASKS)
 
 
+async def test_task_beside_another_adapter_is_refused(served: Served) -> None:
+    """Else the answer names one task, and has the vectors of the other."""
+    body = {"input": "a", "model": "separation", "task": "retrieval.query"}
+    response = await served.client.post("/v1/embeddings", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "task")
+    assert (await embedded(served, model="separation", task="separation")).shape[0] == len(TEXTS)
+
+
 async def test_adapters_may_lie_in_directories_of_the_checkpoint(tmp_path: Path) -> None:
     """As those of Jina v5, whose vectors are the last token's, of length 1."""
     async with serving(tmp_path, make_jina_v5) as served:

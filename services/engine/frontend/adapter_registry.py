@@ -71,9 +71,16 @@ class AdapterRegistry:
         self._changed = asyncio.Event()
 
     def add_tasks(self, names: Sequence[str], path: str, fingerprint: str) -> None:
-        """Add the adapters that the loop has loaded with the model, under the numbers from 1 on."""
+        """Add the adapters that the loop has loaded with the model, under the numbers from 1 on.
+
+        Raises StartupError for a name that requests could not use.
+        """
         self.most += len(names)
         for number, name in enumerate(names, 1):
+            try:
+                self._check_name(name)
+            except ServiceError as error:
+                raise StartupError(f"{path} has a task {name!r}: {error}") from None
             adapter = Adapter(name, path, f"{fingerprint}:{name}", number)
             self._used[number] = self._named[name] = adapter
 

@@ -1,9 +1,9 @@
 """Heads of single tokens beside the vectors of texts (BGE-M3)."""
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import ZipFile
 
 import torch
 from torch import Tensor
@@ -61,22 +61,48 @@ class TokenHeads:
 def _linear(
     file: Path, inputs: int, device: torch.device
 ) -> tuple[int, Callable[[Tensor], Tensor]]:
-    """Return the outputs of a linear layer, and the layer. Raises CheckpointError.
-
-    The file is a pickle. Its reader takes tensors and plain containers, and runs no code.
-    """
-    try:
-        stored = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file} can't be read: {error}") from None
+    """Return the outputs of a linear layer, and the layer. Raises CheckpointError."""
+    stored = _stored(file)
     named = stored if isinstance(stored, dict) else {}
     tensors = {name: part for name, part in named.items() if isinstance(part, Tensor)}
     if named.keys() != {"weight", "bias"} or tensors.keys() != named.keys():
         raise CheckpointError(f"{file} must hold a weight and a bias alone.")
-    weight, bias = (tensors[name].to(device, torch.float32) for name in ("weight", "bias"))
-    if weight.dim() != _MATRIX or weight.shape[1] != inputs or bias.shape != weight.shape[:1]:
+    weight, bias = tensors["weight"], tensors["bias"]
+    # other tensors, as those that repeat one number, may take more memory than the file's size
+    if not all(map(_is_plain, (weight, bias))):
+        raise CheckpointError(f"{file}: weight and bias must be dense tensors of real numbers.")
+    if (
+        weight.dim() != _MATRIX
+        or not len(weight)
+        or weight.shape[1] != inputs
+        or bias.shape != weight.shape[:1]
+    ):
         raise CheckpointError(
             f"{file}: weight and bias have the shapes {list(weight.shape)} and {list(bias.shape)}, "
             f"but the model's states have {inputs} numbers."
         )
+    weight, bias = (part.to(device, torch.float32) for part in (weight, bias))
     return len(weight), lambda states: linear(states, weight, bias)
+
+
+def _stored(file: Path) -> object:
+    """Return what a file of torch.save holds. Raises CheckpointError.
+
+    The file is a pickle. Its reader takes tensors and plain containers, and runs no code. A file
+    that would take more memory than its own size is refused.
+    """
+    try:
+        with ZipFile(file) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > file.stat().st_size:
+            raise CheckpointError(f"{file} is compressed. Save it with torch.save.")
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises errors of any class
+        raise CheckpointError(f"{file} can't be read: {error or type(error).__name__}") from None
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+    return is_dense and tensor.is_contiguous() and tensor.is_floating_point() and tensor.is_cpu

@@ -317,7 +317,8 @@ OWN_FIELDS: Mapping[type[Struct], Mapping[str, Field]] = {
     EmbeddingBody: {
         "task": (
             "Task whose adapter computes the vectors, and whose instruction goes before each text, "
-            "of a checkpoint with such adapters (Jina v3); absent = the model alone.",
+            "of a checkpoint with such adapters (Jina v3 and v5); absent = the adapter that model "
+            "names, or the model alone.",
             {},
         )
     },

@@ -111,7 +111,7 @@ class EmbeddingCalls:
         prompt = self._prompt(request) if role is None else None
         model = limits.model
         if request.task:
-            limits = self._limits_of_task(request.task)
+            limits = self._limits_of_task(request.task, limits)
         prompts = await self._prompts_of(request, limits, prompt, role or PLAIN)
         if request.tokens or request.token_weights or of_tokens:
             answer = await self._embed_tokens(request, engines, limits, prompts, role)
@@ -130,8 +130,14 @@ class EmbeddingCalls:
             usage=engines.usage,
         )
 
-    def _limits_of_task(self, task: str) -> ModelLimits:
-        """Return the limits of the adapter of a task. Raises INVALID_ARGUMENT if there is none."""
+    def _limits_of_task(self, task: str, given: ModelLimits) -> ModelLimits:
+        """Return the limits of the adapter of a task. given: those of the request's model.
+
+        Raises INVALID_ARGUMENT if there is no such adapter, or if the model is another one.
+        """
+        if given.adapter and given.model != task:
+            message = f"model names the adapter {given.model}. Leave out task, or name the model."
+            raise invalid("task", message)
         limits = self._pool.limits_of(task)
         if not limits.adapter:
             raise invalid("task", f"No engine holds the adapter of the task {task}.")
@@ -318,7 +324,7 @@ def _shortened(vectors: Vectors, dimensions: int, *, normalizes: bool) -> Vector
 def _within(ids: Sequence[int], first: int | None, ends: Collection[int]) -> list[bool]:
     """Return for each id whether it neither begins a text as `first` nor ends it as one of `ends`.
 
-    FlagEmbedding leaves these out, too.
+    FlagEmbedding leaves these out, too, and the weights of unknown and padding tokens.
     """
     kept = [True] * len(ids)
     kept[0] = ids[0] != first

@@ -22,10 +22,14 @@ class TaskPrompts:
         config = read_json(directory / _FILE)
         tasks = config.get("lora_adaptations") or config.get("task_names") or []
         texts = config.get("task_instructions") or {}
-        if not isinstance(tasks, list) or not isinstance(texts, dict):
+        if (
+            not isinstance(tasks, list)
+            or not isinstance(texts, dict)
+            or not all(isinstance(each, str | None) for each in (*tasks, *texts.values()))
+        ):
             raise StartupError(
-                f"{directory / _FILE}: lora_adaptations and task_names must be lists, and "
-                "task_instructions must be texts by name."
+                f"{directory / _FILE}: lora_adaptations and task_names must be lists of names, "
+                "and task_instructions must be texts by name."
             )
         self._prompts: Mapping[str, SentencePrompt | None] = {
             str(task): SentencePrompt.of(str(texts.get(task) or ""), vocabulary) for task in tasks

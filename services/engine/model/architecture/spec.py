@@ -286,8 +286,9 @@ def _tasks(config: Config, family: Family) -> tuple[str, ...]:
     if not (has_tasks or family.has_task_adapters) or not config.has(key):
         return ()
     tasks = config.texts(key)
-    if any(Path(task).name != task for task in tasks):
-        raise CheckpointError(f"{config.file}: {key} must hold names of directories.")
+    are_names = all(task not in ("", "..") and Path(task).name == task for task in tasks)
+    if not are_names or len(set(tasks)) < len(tasks):
+        raise CheckpointError(f"{config.file}: {key} must hold names of directories, each once.")
     return tasks
 
 

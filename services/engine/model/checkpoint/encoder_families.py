@@ -266,6 +266,9 @@ def pooling_family(name: str, config: Config) -> Family | None:
     classifies = name.endswith(_CLASSIFIER)
     stem = name.removesuffix(_CLASSIFIER).removesuffix("ForMaskedLM").removesuffix("Model")
     if (encoder := ENCODERS.get(f"{stem}Model")) is not None:
+        kind = config.text("feed_forward_type", "geglu")
+        if encoder is JINA_V2 and kind != "geglu":
+            raise CheckpointError(f"{config.file}: feed_forward_type must be geglu, got {kind}.")
         encoder = _deberta(config) if encoder is _DEBERTA else rotary_encoder(encoder, config)
         if config.text("layer_norm_type", "layer_norm") != "layer_norm":
             return None

@@ -20,12 +20,15 @@ def weights_fingerprint(
     of which int8 does.
 
     They hash config.json, each weight file's name and size, and 256 evenly spaced pieces of
-    4 KiB per file. Training changes every weight, so samples tell two exports apart.
+    4 KiB per file. Training changes every weight, so samples tell two exports apart. Weight files
+    are also the heads of BGE-M3 and the adapters of tasks.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update((directory / "config.json").read_bytes())
     parts = (directory / PARTS).glob("*") if (directory / PARTS).is_dir() else ()
-    for file in sorted([*directory.glob("*.safetensors"), *parts]):
+    patterns = ("*.safetensors", "*_linear.pt", "adapters/*/adapter_*")
+    files = [file for pattern in patterns for file in directory.glob(pattern)]
+    for file in sorted([*files, *parts]):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
         with file.open("rb") as data:

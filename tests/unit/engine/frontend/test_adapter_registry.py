@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.settings import StartupError
 from services.engine.frontend.adapter_registry import AdapterRegistry
 from services.engine.messages import AdapterLoaded, Command, LoadAdapter, UnloadAdapter
 from tokenwire.errors import ServiceError
@@ -90,3 +91,11 @@ async def test_failure_after_the_caller_left_frees_name_and_number(
     assert await commands.get() == LoadAdapter(number, folder)
     registry.on_loaded(AdapterLoaded(number, 100))
     assert (await again).name == "sql"
+
+
+@pytest.mark.parametrize("task", ["default", "model", "a\nb", ""])
+def test_task_that_no_request_could_name_stops_the_start(task: str) -> None:
+    """A request for it would get the model without the adapter."""
+    registry = AdapterRegistry("model", 1, asyncio.Queue[Command]().put_nowait)
+    with pytest.raises(StartupError, match="/checkpoint has a task"):
+        registry.add_tasks(["retrieval", task], "/checkpoint", "0")

@@ -635,9 +635,10 @@ def test_jina_v5_on_eurobert_is_refused_for_its_adapters(tmp_path: Path) -> None
         load_spec(tmp_path)
 
 
-def test_task_names_are_no_paths(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tasks", [["../other"], [".."], [""], ["a", "a"]])
+def test_task_names_are_no_paths(tasks: list[str], tmp_path: Path) -> None:
     save_model(tmp_path, DECODERS["qwen3"])
-    names = {"architectures": ["JinaEmbeddingsV5Model"], "task_names": ["../other"]}
+    names = {"architectures": ["JinaEmbeddingsV5Model"], "task_names": tasks}
     _change("config.json", **names)(tmp_path)
     with pytest.raises(CheckpointError, match="task_names must hold names of directories"):
         load_spec(tmp_path)

@@ -11,12 +11,11 @@ import torch
 from gguf import MODEL_ARCH, GGUFWriter, PoolingType
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import gelu, normalize
+from torch.nn.functional import normalize
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    BertConfig,
     EuroBertConfig,
     Gemma3TextConfig,
     JinaEmbeddingsV3Config,
@@ -31,6 +30,8 @@ from services.engine.engine import Engine
 from tests.unit.engine.gguf_checkpoints import write_gguf
 from tests.unit.engine.model.test_encoders import hidden_states, save_model
 from tests.unit.engine.model.test_gguf_encoders import SHAPE, settings, write_file
+from tests.unit.engine.model.test_jina_v2 import FIRST_PRODUCT, jina_v2, tensors_of
+from tests.unit.engine.model.test_jina_v2 import means as jina_v2_means
 from tests.unit.engine.model.test_nomic_experts import save as save_nomic_experts
 
 IDS = [[2, 7, 8, 9, 3], [5], [*range(4, 60)]]
@@ -121,58 +122,27 @@ def test_nomic_experts(tmp_path: Path) -> None:
     torch.testing.assert_close(embedded(tmp_path), means(model), atol=1e-4, rtol=1e-4)
 
 
-class _Gated(nn.Module):
-    """The first product of Jina v2's feed-forward layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gated_layers = nn.Linear(width, 2 * SHAPE["intermediate_size"], bias=False)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        gate, up = self.gated_layers(rows).chunk(2, dim=-1)
-        gated: Tensor = gelu(gate) * up
-        return gated
-
-
 @pytest.mark.parametrize("heads", [2, 3])
 @pytest.mark.parametrize("fuses", [True, False])
 def test_jina_v2(fuses: bool, heads: int, tmp_path: Path) -> None:
     """BERT with ALiBi in place of positions, and with a gate, which older files store apart."""
-    shape = SHAPE | {"num_attention_heads": heads, "hidden_size": 32 * heads}
-    torch.manual_seed(0)
-    config = BertConfig(**shape | {"attn_implementation": "eager"})
-    auto: Any = AutoModel
-    model = auto.from_config(config).eval()
-    nn.init.zeros_(model.embeddings.position_embeddings.weight)
-    tensors = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if "intermediate" not in name and "position" not in name
-    }
-    for layer, each in enumerate(model.encoder.layer):
-        each.intermediate = _Gated(32 * heads)
-        weight = each.intermediate.gated_layers.weight.detach()
-        prefix = f"encoder.layer.{layer}.mlp."
-        if fuses:
-            tensors[f"{prefix}up_gated_layer.weight"] = weight
+    model = jina_v2(heads, SHAPE)
+    tensors = {}
+    for name, tensor in tensors_of(model).items():
+        layer = name.removesuffix(FIRST_PRODUCT)
+        if layer == name:
+            tensors[name] = tensor
+        elif fuses:
+            tensors[f"{layer}mlp.up_gated_layer.weight"] = tensor
         else:
-            gate, up = weight.chunk(2)
+            gate, up = tensor.chunk(2)
             tensors |= {
-                f"{prefix}gated_layers_w.weight": gate,
-                f"{prefix}gated_layers_v.weight": up,
+                f"{layer}mlp.gated_layers_w.weight": gate,
+                f"{layer}mlp.gated_layers_v.weight": up,
             }
-
-    write_file(tmp_path, MODEL_ARCH.JINA_BERT_V2, config, tensors, pooled)
-    slopes = {2: [2**-4, 2**-8], 3: [2**-4, 2**-8, 2**-2]}[heads]
-    expected = []
-    for ids in IDS:
-        index = torch.arange(len(ids))
-        distances = (index[:, None] - index).abs()
-        mask = -torch.tensor(slopes)[:, None, None] * distances
-        with torch.no_grad():
-            states = model(torch.tensor([ids]), attention_mask=mask[None]).last_hidden_state[0]
-        expected.append(normalize(states.mean(dim=0), dim=0))
-    torch.testing.assert_close(embedded(tmp_path), torch.stack(expected), atol=1e-5, rtol=1e-5)
+    write_file(tmp_path, MODEL_ARCH.JINA_BERT_V2, model.config, tensors, pooled)
+    expected = normalize(jina_v2_means(model, IDS), dim=1)
+    torch.testing.assert_close(embedded(tmp_path), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_embedding_gemma_with_its_linear_layers(tmp_path: Path) -> None:

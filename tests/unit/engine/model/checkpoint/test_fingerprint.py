@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -30,3 +31,13 @@ def test_rounded_keys_make_another_model(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path)
     assert weights_fingerprint(path, keys="int8") != weights_fingerprint(path)
     assert weights_fingerprint(path, keys="float16") == weights_fingerprint(path)
+
+
+@pytest.mark.parametrize("name", ["sparse_linear.pt", "adapters/separation/adapter_config.json"])
+def test_further_weights_make_another_model(name: str, tmp_path: Path) -> None:
+    """Engines of which one alone has the heads of BGE-M3 would not answer alike."""
+    path = make_checkpoint(tmp_path)
+    before = weights_fingerprint(path)
+    (path / name).parent.mkdir(parents=True, exist_ok=True)
+    (path / name).write_bytes(b"weights")
+    assert weights_fingerprint(path) != before
