@@ -704,6 +704,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attention_multiplier=0.2,
         logits_scaling=5.0,
     ),
+    "granite moe, none shared": GraniteMoeSharedConfig(
+        **SHAPE,
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        shared_intermediate_size=0,
+        attention_multiplier=0.2,
+    ),
     "flex olmo": FlexOlmoConfig(**SHAPE, num_experts=5, num_experts_per_tok=2),
     "mellum": MellumConfig(
         **WIDE,

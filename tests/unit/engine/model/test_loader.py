@@ -524,6 +524,7 @@ DEFAULTED = [
     *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
     *("bailing hybrid", "zamba"),
     *("gemma", "recurrent gemma", "cwm", "jais2", "flex olmo", "mellum"),
+    "granite moe, none shared",
 ]
 LEAST_KEYS = {
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
