@@ -27,13 +27,9 @@ from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 from services.engine.model.loader import load_model, load_spec, resolve_dtype
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = {

@@ -20,7 +20,10 @@ from services.engine.model.transformers_code.plan import ModelPlan
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 from services.engine.ranks.rank import Rank
 from tests.stack import free_ports
-from tests.unit.engine.checkpoints import CONFIGS, SHAPE, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.checkpoints.shapes import SHAPE
 from tests.unit.engine.machines import needs_tiles
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 
