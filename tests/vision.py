@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.vision_checkpoints import VISION_MODELS
 from tests.unit.tokenizer.images.checkpoints import KINDS, write_kind
 

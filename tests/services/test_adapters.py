@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from tests.services.engine_client import SessionClient, generate, ids_of, make_request, start
 from tests.stack import RunningService, running_service
-from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint, reference_logits
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError

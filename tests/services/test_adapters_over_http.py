@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tests.services.shim import running_shim
 from tests.stack import RunningService, running_service
-from tests.unit.engine.checkpoints import reference_logits
+from tests.unit.engine.checkpoints.files import reference_logits
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 from tokenwire.channel import connect
 from tokenwire.pb.engine.v1 import engine_pb2

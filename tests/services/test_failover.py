@@ -17,7 +17,8 @@ from transformers import LlamaForCausalLM
 
 from tests.services.shim import running_shim
 from tests.stack import MortalEngine, free_ports, mortal_engine, running_service
-from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 from tests.unit.engine.vision_checkpoints import png
 from tests.vision import write_whole

@@ -18,7 +18,8 @@ from services.engine.messages import BeamSettings
 from tests.services import engine_client
 from tests.stack import RunningService, loop_process, running_service
 from tests.unit.engine import tiny
-from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint, reference_logits
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 from tokenwire.channel import connect
 from tokenwire.pb.engine.v1.engine_pb2 import (

@@ -16,7 +16,8 @@ from tests.stack import (
     running_service,
     watch_load,
 )
-from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.vision_checkpoints import png
 from tests.vision import write_whole
 from tokenwire.channel import connect

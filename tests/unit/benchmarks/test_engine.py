@@ -9,7 +9,8 @@ import pytest
 from benchmarks.engine import PARTS, MeasuredEngine, Stopwatch
 from services.engine.kernels.library import Kernel
 from services.engine.messages import Token
-from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.files import make_checkpoint
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from services.engine.execution.model_loader import load_any_model
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.model_code import code_of
-from tests.unit.engine.checkpoints import Driver, random_tokens
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 
 __all__ = ["SMALL_SHAPES", "Finding", "architecture_names", "make_small", "page_of", "survey"]
 

@@ -53,7 +53,8 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from services.engine.vision.mobilenet_v5 import MobileNetV5
-from tests.unit.engine.checkpoints import (
+from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.checkpoints.shapes import (
     DELTA_NET,
     EXPERTS,
     GEMMA3N,
@@ -61,7 +62,6 @@ from tests.unit.engine.checkpoints import (
     SHAPE,
     VOCABULARY,
     WIDE,
-    make_checkpoint,
 )
 
 __all__ = [

@@ -170,6 +170,8 @@ def _shared_expert(
     if not family.names.experts.shared_gate:
         return None
     if not config.has("moe_num_shared_experts"):
+        if config.integer("shared_expert_intermediate_size") == 0:
+            return None
         return replace(dense, width=config.positive("shared_expert_intermediate_size"))
     count = config.integer("moe_num_shared_experts")
     return replace(dense, width=count * width) if count > 0 else None

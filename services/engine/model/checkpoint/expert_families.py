@@ -78,6 +78,7 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
             ),
         ),
         keys={"shared_expert_intermediate_size": "shared_intermediate_size"},
+        defaults={**_GRANITE.defaults, "shared_intermediate_size": 0},
     ),
     Family(
         "Ernie4_5_MoeForCausalLM",

@@ -1,7 +1,7 @@
 """Division of a model's linear layers among ranks, by its plan in transformers (tp_plan)."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ def divide(model: PreTrainedModel, linears: Mapping[str, ProjectedLinear], count
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     divided = 0
     for pattern, style in plan.items():
-        for name in _matching(model, pattern):
+        for name in _matching(model, linears, pattern):
             linear = linears.get(name)
             if linear is not None and linear is head and style == "colwise_gather_output":
                 linear.divide(Division.GATHERED, count)
@@ -73,8 +73,12 @@ def _divide(name: str, linear: ProjectedLinear, division: Division, count: int) 
     linear.divide(division, count)
 
 
-def _matching(model: nn.Module, pattern: str) -> list[str]:
-    """Return the modules and parameters that a key of the plan names. "*": a number."""
+def _matching(model: nn.Module, linears: Iterable[str], pattern: str) -> list[str]:
+    """Return the modules or parameters that a key of the plan names. "*": a number.
+
+    linears: names of linear layers, of which gated layers have taken some out of the model.
+    """
     expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
-    modules = [name for name, _ in model.named_modules() if expression.fullmatch(name)]
-    return modules or [n for n, _ in model.named_parameters() if expression.fullmatch(n)]
+    modules = dict.fromkeys((*linears, *(name for name, _ in model.named_modules())))
+    found = [name for name in modules if expression.fullmatch(name)]
+    return found or [n for n, _ in model.named_parameters() if expression.fullmatch(n)]

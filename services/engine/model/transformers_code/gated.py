@@ -30,12 +30,19 @@ _NONLINEARITIES = {
 class GatedLayer(nn.Module):
     """A gated linear unit (https://arxiv.org/abs/2002.05202) and the product behind it."""
 
-    def __init__(self, outputs: int, activation: Activation) -> None:
+    def __init__(
+        self,
+        gate: ProjectedLinear,
+        up: ProjectedLinear,
+        down: ProjectedLinear,
+        activation: Activation,
+    ) -> None:
         super().__init__()
         self.activation = activation
         self.width = 0
         """Outputs of the gate, of this rank"""
-        self._outputs = outputs
+        self._outputs = down.out_features
+        self._linears = (gate, up, down)
         self._products: tuple[Gate, Projection] | None = None
         self._operators: Operators | None = None
 
@@ -47,16 +54,17 @@ class GatedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., outputs] for [..., inputs]."""
-        shape = (*x.shape[:-1], self._outputs)
-        if self._products is None or self._operators is None:
-            return x.new_empty(shape)  # a trial pass
+        if self._products is None or self._operators is None:  # a trial pass
+            first, second, last = self._linears
+            made: Tensor = last(first(x) * second(x))
+            return made
         rows = arranged(x, self._operators)
         out = rows.new_empty(len(rows), self._outputs)
         gate, down = self._products
         inner = self._operators.temporary(len(rows), self.width)
         gate.into(rows, inner)
         down.into(inner, out)
-        return out.view(shape)
+        return out.view(*x.shape[:-1], self._outputs)
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
         """Add to `out` [n, outputs] the result for `rows` [n, inputs], as products read them.
@@ -86,7 +94,7 @@ def replace_gated(model: nn.Module) -> dict[str, GatedLayer]:
             or forward_body(module) not in _FORWARDS
         ):
             continue
-        layer = GatedLayer(down.out_features, Activation(kind))
+        layer = GatedLayer(gate, up, down, Activation(kind))
         model.set_submodule(name, layer)
         replaced[name] = layer
     return replaced

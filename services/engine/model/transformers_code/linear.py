@@ -105,6 +105,8 @@ class ProjectedLinear(nn.Module):
         self.has_bias = has_bias
         self.is_transposed = is_transposed
         """The stored weight is [inputs, outputs]"""
+        self.trial_rows: set[int] = set()
+        """Numbers of rows of its calls in trial passes"""
         self._product: JointProduct | None = None
         self._number = 0
 
@@ -132,6 +134,7 @@ class ProjectedLinear(nn.Module):
         if self._product is None:  # a trial pass
             if rows.shape[-1] != self.in_features:
                 raise ValueError(f"{rows.shape[-1]} inputs for a layer of {self.in_features}")
+            self.trial_rows.add(rows.shape[:-1].numel())
             return rows.new_empty((*rows.shape[:-1], self.out_features))
         return self._product.part(self._number, rows)
 

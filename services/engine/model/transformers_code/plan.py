@@ -22,7 +22,7 @@ from services.engine.model.transformers_code.linear import ProjectedLinear, repl
 from services.engine.model.transformers_code.positions import Positions
 from services.engine.model.transformers_code.refusal import UnsupportedError, refusal
 from services.engine.model.transformers_code.skeleton import build_skeleton, text_config
-from services.engine.model.transformers_code.trial import Trial, try_pass
+from services.engine.model.transformers_code.trial import TRIAL_TOKENS, Trial, try_pass
 
 __all__ = ["ModelPlan"]
 
@@ -53,6 +53,13 @@ class ModelPlan:
     callers: tuple[nn.Module, ...]
     """The module of each call of attention in a pass"""
     positions: Positions
+
+    def takes_adapters(self, name: str) -> bool:
+        """Return whether the rows of a linear layer are the tokens of a step, one by one.
+
+        A pass knows the adapter of each token, and not of other rows, such as those of a head.
+        """
+        return self.linears[name].trial_rows == {TRIAL_TOKENS}
 
     @staticmethod
     def of(config: Config, dtype: torch.dtype, ranks: int = 1) -> "ModelPlan":

@@ -70,7 +70,7 @@ class CheckpointReader:
                 continue
             is_head = self._plan.linears[names[0]] is head
             operators = self._operators.for_logits() if is_head else self._operators
-            self._read_linears(names, operators, bar, takes_adapters=not is_head)
+            self._read_linears(names, operators, bar)
         for name, module in self._plan.experts.items():
             self._read_experts(name, module, bar)
         for name, empty in self._source.plain.items():
@@ -94,14 +94,7 @@ class CheckpointReader:
         self._compute_buffers()
         replace_norms(self._model, self._operators, self._plan.spec.hidden_size)
 
-    def _read_linears(
-        self,
-        names: Sequence[str],
-        operators: Operators,
-        bar: LoadProgress,
-        *,
-        takes_adapters: bool = True,
-    ) -> None:
+    def _read_linears(self, names: Sequence[str], operators: Operators, bar: LoadProgress) -> None:
         """Make one product of linear layers that read the same rows."""
         linears = [self._plan.linears[name] for name in names]
         biases = [each for name in names if (each := self._bias(name, bar)) is not None]
@@ -109,7 +102,7 @@ class CheckpointReader:
         is_router = names[0].rpartition(".")[2] in _ROUTERS
         projection = _projection(weights, biases, operators, is_router=is_router)
         division, dtype = linears[0].division, None
-        if takes_adapters:
+        if all(map(self._plan.takes_adapters, names)):
             projection = AdaptedProjection(projection, self._adapters.delta(self._site(names)))
         if division is Division.INPUTS:
             projection = self._shard.summed(projection, operators)
@@ -130,7 +123,8 @@ class CheckpointReader:
             unit = operators.grouped_gate(gate, up, *biases, layer.activation)
         else:
             unit = operators.gate(decoded(gate), decoded(up), *biases, layer.activation)
-        unit.adapt(self._adapters.delta(self._site([gate_name, up_name])))
+        if self._plan.takes_adapters(gate_name):
+            unit.adapt(self._adapters.delta(self._site([gate_name, up_name])))
         self._read_linears([down_name], operators, bar)
         down = self._plan.linears[down_name]
         product = product_of(down)

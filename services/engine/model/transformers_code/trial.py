@@ -20,9 +20,9 @@ from services.engine.model.transformers_code.calls import (
 from services.engine.model.transformers_code.positions import Positions
 from services.engine.model.transformers_code.refusal import UnsupportedError
 
-__all__ = ["Trial", "try_pass"]
+__all__ = ["TRIAL_TOKENS", "Trial", "try_pass"]
 
-_TOKENS = 7
+TRIAL_TOKENS = 7
 _IGNORED = frozenset({"dropout", "layer_idx", "output_router_logits", "position_embeddings"})
 """Arguments of attention without an effect here"""
 _READ = frozenset({"is_causal", "s_aux", "scaling", "sliding_window", "softcap"})
@@ -48,7 +48,7 @@ class Trial(AttentionCalls):
             passed = value is not None and value is not False
             if passed and name not in _READ and name not in _IGNORED and name != "position_ids":
                 raise UnsupportedError(f"it passes {name} to attention")
-        if queries.ndim != 4 or keys.shape[2] != _TOKENS or queries.shape[2] != _TOKENS:
+        if queries.ndim != 4 or keys.shape[2] != TRIAL_TOKENS or queries.shape[2] != TRIAL_TOKENS:
             raise UnsupportedError("its queries are not those of the tokens whose keys it passes")
         if arguments.get("dropout"):
             raise UnsupportedError("it drops attention weights")
@@ -73,7 +73,7 @@ class Trial(AttentionCalls):
             )
         )
         self.modules.append(module)
-        return queries.new_empty(1, _TOKENS, heads, value_width)
+        return queries.new_empty(1, TRIAL_TOKENS, heads, value_width)
 
 
 class _NothingFound(TorchFunctionMode):
@@ -100,7 +100,7 @@ def try_pass(model: PreTrainedModel, positions: Positions) -> Trial:
     trial = Trial()
     connect(model, trial)
     model.set_attn_implementation(TRIAL)
-    ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
+    ids = torch.zeros((1, TRIAL_TOKENS), dtype=torch.int64, device="meta")
     try:
         with _NothingFound():
             model.base_model(
@@ -130,7 +130,7 @@ def _window(module: nn.Module, mask: Tensor | None, arguments: Mapping[str, Any]
         return 0
     sight: int | str | None = None
     for tensor in (mask, mask._base):
-        if sight is None and mask.shape[-2:] == (_TOKENS, _TOKENS):
+        if sight is None and mask.shape[-2:] == (TRIAL_TOKENS, TRIAL_TOKENS):
             sight = getattr(tensor, "tokenwire_sight", None)
     if isinstance(sight, str):
         raise UnsupportedError(sight)

@@ -23,7 +23,9 @@ from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.settings import EngineSettings
-from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.tiny import make_request
 
 BLOCK = 32

@@ -6,7 +6,9 @@ from services.engine.execution.loaded_model import load
 from services.engine.loop.loaded_loop import load_loop
 from services.engine.messages import RequestDone
 from services.engine.settings import EngineSettings
-from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.tiny import make_request
 
 

@@ -7,7 +7,9 @@ import torch
 
 from services.engine.batch.buckets import TOKEN_BUCKETS, token_bucket
 from services.engine.model.loader import load_model
-from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
 
 TOKENS = 90
 

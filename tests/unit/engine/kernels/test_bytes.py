@@ -15,13 +15,10 @@ from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight
 from services.engine.model.loader import load_model
 from services.engine.model.operators.rounded_operators import ByteOperators
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    SHAPE,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.checkpoints.shapes import SHAPE
 from tests.unit.engine.machines import restrict_kernels
 from tests.unit.engine.quantized_checkpoints import FORMATS, quantize
 from tests.unit.engine.tiles import to_tiles

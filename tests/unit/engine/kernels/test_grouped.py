@@ -19,7 +19,9 @@ from services.engine.model.loader import load_model
 from services.engine.model.operators.grouped_operators import GroupedOperators
 from services.engine.model.operators.interface import Delta, ExpertWeights
 from services.engine.model.operators.torch_operators import TorchOperators
-from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.gguf_checkpoints import random_blocks
 from tests.unit.engine.machines import restrict_kernels
 

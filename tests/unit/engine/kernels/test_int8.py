@@ -11,7 +11,9 @@ from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.loader import load_model
 from services.engine.model.operators.rounded_operators import Int8Operators
 from services.engine.model.operators.torch_operators import TorchOperators
-from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.kernels.test_kernels import assert_finds_argmax
 from tests.unit.engine.machines import TILED, restrict_kernels
 from tests.unit.engine.tiles import to_rows, to_tiles

@@ -16,7 +16,9 @@ from services.engine.model.checkpoint.quantized import GroupNumbers
 from services.engine.model.loader import load_model
 from services.engine.model.operators.interface import ExpertWeights
 from services.engine.model.operators.tiled_operators import TiledOperators
-from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.gguf_checkpoints import random_blocks
 from tests.unit.engine.kernels.test_grouped import (
     BLOCKS,

@@ -23,14 +23,10 @@ from services.engine.model.loader import load_model
 from services.engine.model.mixers import compressed_attention, compressed_mixer
 from services.engine.model.mixers.latent_pages import PIECE
 from tests.unit.engine import fp8_checkpoints
-from tests.unit.engine.checkpoints import (
-    COMPRESSED,
-    CONFIGS,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
+from tests.unit.engine.checkpoints.shapes import COMPRESSED
 
 TOKENS = 75
 WEIGHTS = "model.safetensors"

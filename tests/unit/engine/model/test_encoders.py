@@ -47,7 +47,7 @@ from services.engine.engine import Engine
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.loader import load_spec
 from services.engine.settings import EngineSettings
-from tests.unit.engine.checkpoints import SHAPE, WIDE
+from tests.unit.engine.checkpoints.shapes import SHAPE, WIDE
 
 ENCODER: dict[str, Any] = {
     "vocab_size": 97,

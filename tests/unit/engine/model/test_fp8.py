@@ -13,15 +13,10 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.loader import load_model
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    SHAPE,
-    WIDE,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
+from tests.unit.engine.checkpoints.shapes import SHAPE, WIDE
 from tests.unit.engine.fp8_checkpoints import LAYOUTS, quantize
 
 TOKENS = 40

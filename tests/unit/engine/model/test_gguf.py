@@ -70,8 +70,10 @@ from services.engine.model.checkpoint.gguf_groups import read_groups
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
+from tests.unit.engine.checkpoints.shapes import (
     EXPERTS,
     GEMMA3N,
     INDEXED,
@@ -83,10 +85,6 @@ from tests.unit.engine.checkpoints import (
     SHAPE,
     VOCABULARY,
     WIDE,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
 )
 from tests.unit.engine.gguf_checkpoints import random_blocks, write_gguf
 

@@ -27,13 +27,9 @@ from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 from services.engine.model.loader import load_model, load_spec, resolve_dtype
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 
 WEIGHTS = "model.safetensors"
 ARCHITECTURES = {
@@ -524,6 +520,7 @@ DEFAULTED = [
     *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
     *("bailing hybrid", "zamba"),
     *("gemma", "recurrent gemma", "cwm", "jais2", "flex olmo", "mellum"),
+    "granite moe, none shared",
 ]
 LEAST_KEYS = {
     *("architectures", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),

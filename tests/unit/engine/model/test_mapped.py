@@ -21,14 +21,10 @@ from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.settings import EngineSettings
 from services.engine.start_check import check_start, require_room, stored_weights
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    SHAPE,
-    Driver,
-    make_checkpoint,
-    make_packed_checkpoint,
-    random_tokens,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, make_packed_checkpoint
+from tests.unit.engine.checkpoints.shapes import SHAPE
 from tests.unit.engine.gguf_checkpoints import write_gguf
 
 TOKENS = 60

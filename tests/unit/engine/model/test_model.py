@@ -28,8 +28,14 @@ from services.engine.model.attention.native_backend import TiledAttention
 from services.engine.model.loader import load_model, load_spec
 from services.engine.model.mixers import native_latent_attention
 from services.engine.model.mixers.attention import AttentionMixer
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, keep_last, random_tokens
+from tests.unit.engine.checkpoints.files import (
+    make_checkpoint,
+    make_packed_checkpoint,
+    reference_logits,
+)
+from tests.unit.engine.checkpoints.shapes import (
     GEMMA3N,
     GEMMA4,
     LATENT,
@@ -37,12 +43,6 @@ from tests.unit.engine.checkpoints import (
     SHAPE,
     VOCABULARY,
     WIDE,
-    Driver,
-    keep_last,
-    make_checkpoint,
-    make_packed_checkpoint,
-    random_tokens,
-    reference_logits,
 )
 from tests.unit.engine.gguf_checkpoints import write_gguf
 from tests.unit.engine.machines import TILED, needs_tiles, restrict_kernels

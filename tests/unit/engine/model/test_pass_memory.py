@@ -20,16 +20,10 @@ from services.engine.execution import loaded_model
 from services.engine.execution.loaded_model import load
 from services.engine.model.loader import load_model
 from services.engine.settings import EngineSettings
-from tests.unit.engine.checkpoints import (
-    COMPRESSED,
-    CONFIGS,
-    MINIMAX_M3,
-    SHAPE,
-    ZAMBA2,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.checkpoints.shapes import COMPRESSED, MINIMAX_M3, SHAPE, ZAMBA2
 
 MIB = 1 << 20
 LARGE: Mapping[str, PreTrainedConfig] = {

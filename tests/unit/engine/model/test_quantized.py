@@ -16,15 +16,9 @@ from services.engine.kernels.library import InstructionSet, instruction_set
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
-from tests.unit.engine.checkpoints import (
-    LATENT,
-    SHAPE,
-    WIDE,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
+from tests.unit.engine.checkpoints.shapes import LATENT, SHAPE, WIDE
 from tests.unit.engine.quantized_checkpoints import FORMATS, quantize
 
 TOKENS = 40

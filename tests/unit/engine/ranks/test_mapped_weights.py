@@ -17,7 +17,9 @@ from services.engine.model.lockstep import Follower
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 from services.engine.ranks.rank import Rank
 from tests.stack import free_ports
-from tests.unit.engine.checkpoints import SHAPE, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.checkpoints.shapes import SHAPE
 from tests.unit.engine.gguf_checkpoints import write_gguf
 
 RANKS = 2

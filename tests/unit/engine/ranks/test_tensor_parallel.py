@@ -39,13 +39,9 @@ from services.engine.ranks.group import RankGroup
 from services.engine.ranks.rank import Rank
 from tests.stack import free_ports
 from tests.unit.engine import tiny
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    Driver,
-    make_checkpoint,
-    make_packed_checkpoint,
-    random_tokens,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, make_packed_checkpoint
 from tests.unit.engine.machines import needs_tiles
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 from tests.unit.engine.quantized_checkpoints import FORMATS, quantize

@@ -13,7 +13,7 @@ from services.common.block_hash import ImagePlaces, image_digest, prefix_hashes
 from services.engine.messages import PlacedImage
 from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.token_ids import Prompt, TokenIds
-from tests.unit.engine.checkpoints import CONFIGS
+from tests.unit.engine.checkpoints.configs import CONFIGS
 
 IMAGE, BLOCK = 90, 8
 

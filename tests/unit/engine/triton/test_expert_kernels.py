@@ -21,12 +21,11 @@ from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.operators import torch_operators
 from services.engine.model.operators.interface import ExpertWeights, Mixture
 from services.engine.model.operators.torch_operators import TorchOperators
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    Driver,
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import (
     make_checkpoint,
     make_packed_checkpoint,
-    random_tokens,
     reference_logits,
 )
 from tests.unit.engine.gguf_checkpoints import write_gguf

@@ -9,13 +9,9 @@ import torch
 import services.engine.model.loader
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.loader import load_model
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 
 paged = pytest.importorskip("services.engine.model.attention.paged_backend")
 xformers = pytest.importorskip("services.engine.model.attention.xformers_backend")

@@ -20,14 +20,9 @@ from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding, Fp8Weight
 from services.engine.model.operators.interface import AdaptedProjection, ExpertWeights
 from services.engine.model.operators.torch_operators import TorchOperators
-from tests.unit.engine.checkpoints import (
-    SHAPE,
-    WIDE,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
+from tests.unit.engine.checkpoints.shapes import SHAPE, WIDE
 from tests.unit.engine.fp8_checkpoints import LAYOUTS, in_blocks, quantize
 
 kernels = pytest.importorskip("services.engine.model.operators.fp8_kernels")

@@ -24,13 +24,9 @@ from services.engine.model.loader import load_model
 from services.engine.model.operators import fused_kernels
 from services.engine.model.operators.torch_operators import TorchOperators
 from services.engine.model.operators.triton_operators import TritonOperators
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -17,7 +17,8 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionStep
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
-from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.specs import one_layer
 
 kernels = pytest.importorskip("services.engine.model.attention.paged_kernels")

@@ -11,7 +11,9 @@ from services.engine.execution import loaded_model, model_runner
 from services.engine.messages import RequestDone, Token
 from services.engine.model import loader
 from services.engine.settings import EngineSettings
-from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
 
 paged = pytest.importorskip("services.engine.model.attention.paged_backend")
 

@@ -22,7 +22,7 @@ from services.engine.messages import Output, PlacedImage, RequestDone, Score, Sc
 from services.engine.settings import EngineSettings
 from services.engine.vision.encoder import ImageEncoder
 from services.engine.vision.encoder_process import encoded
-from tests.unit.engine.checkpoints import VOCABULARY
+from tests.unit.engine.checkpoints.shapes import VOCABULARY
 from tests.unit.engine.vision_checkpoints import (
     IMAGE_TOKEN,
     VISION_MODELS,

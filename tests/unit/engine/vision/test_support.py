@@ -12,7 +12,8 @@ from services.engine.frontend.image_client import ImageClient
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.settings import EngineSettings
 from services.engine.vision.support import has_vision, image_token_id
-from tests.unit.engine.checkpoints import CONFIGS, make_checkpoint
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.vision_checkpoints import make_vision_checkpoint
 
 

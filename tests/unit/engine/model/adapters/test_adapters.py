@@ -14,14 +14,10 @@ from services.engine.model.adapters.peft_files import PeftAdapter
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    LATENT,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
+from tests.unit.engine.checkpoints.shapes import LATENT
 from tests.unit.engine.machines import needs_tiles
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter, make_separate_adapter
 

@@ -12,7 +12,9 @@ from services.engine.model.attention.kv_dtype import resolve_kv_dtype
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
 from services.engine.settings import EngineSettings
-from tests.unit.engine.checkpoints import CONFIGS, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.machines import restrict_kernels
 
 CPU = torch.device("cpu")

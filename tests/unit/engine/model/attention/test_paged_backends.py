@@ -20,7 +20,9 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
 from services.engine.model.attention.torch_backend import TorchAttention
 from services.engine.model.loader import load_spec
-from tests.unit.engine.checkpoints import CONFIGS, keep_last, make_checkpoint
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import keep_last
+from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.specs import one_layer
 
 paged = pytest.importorskip("services.engine.model.attention.paged_backend")

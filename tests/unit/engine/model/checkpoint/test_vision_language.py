@@ -14,13 +14,9 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.loader import load_model
 from services.engine.vision.support import has_vision, unserved_vision
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 
 _ARCHITECTURES = {
     "gemma3, with images": "Gemma3ForConditionalGeneration",

@@ -4,20 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import HeliumConfig, PreTrainedConfig, PreTrainedModel
+from transformers import BertConfig, HeliumConfig, PreTrainedConfig, PreTrainedModel
 
 from services.engine.execution.model_loader import load_any_model
 from services.engine.model.adapters.peft_files import PeftAdapter
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.model import Model
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    SHAPE,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
+from tests.unit.engine.checkpoints.shapes import SHAPE
 from tests.unit.engine.machines import needs_tiles
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 
@@ -99,4 +95,14 @@ def test_adapter_of_experts_is_refused(tmp_path: Path) -> None:
     ours = load_any_model(tmp_path / "model", torch.float32, code="transformers")
     assert ours.adapters is not None
     with pytest.raises(CheckpointError, match=r"experts\.down_proj can't have an adapter"):
+        ours.adapters.load(1, PeftAdapter.read(tmp_path / "1"))
+
+
+def test_adapter_of_a_layer_behind_the_last_norm_is_refused(tmp_path: Path) -> None:
+    """The head computes logits of rows whose adapters it does not know."""
+    model = make_checkpoint(tmp_path / "model", BertConfig(**SHAPE, is_decoder=True))
+    make_adapter(model, tmp_path / "1", seed=1, target_modules=r"cls\..*dense|.*query")
+    ours = load_any_model(tmp_path / "model", torch.float32, code="transformers")
+    assert ours.adapters is not None
+    with pytest.raises(CheckpointError, match=r"transform\.dense can't have an adapter"):
         ours.adapters.load(1, PeftAdapter.read(tmp_path / "1"))

@@ -27,14 +27,10 @@ from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.model_code import ModelCode
 from services.engine.model.transformers_code.paged_model import TransformersModel
 from services.engine.settings import EngineSettings
-from tests.unit.engine.checkpoints import (
-    CONFIGS,
-    SHAPE,
-    Driver,
-    make_checkpoint,
-    random_tokens,
-    reference_logits,
-)
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
+from tests.unit.engine.checkpoints.shapes import SHAPE
 from tests.unit.engine.machines import needs_tiles
 from tests.unit.engine.quantized_checkpoints import FORMATS, quantize
 

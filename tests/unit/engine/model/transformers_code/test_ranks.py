@@ -15,11 +15,15 @@ from services.engine.execution.model_runner import ModelRunner
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.tensors import Checkpoint
 from services.engine.model.lockstep import Follower
+from services.engine.model.transformers_code.linear import Division
 from services.engine.model.transformers_code.plan import ModelPlan
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 from services.engine.ranks.rank import Rank
 from tests.stack import free_ports
-from tests.unit.engine.checkpoints import CONFIGS, SHAPE, Driver, make_checkpoint, random_tokens
+from tests.unit.engine.checkpoints.configs import CONFIGS
+from tests.unit.engine.checkpoints.driver import Driver, random_tokens
+from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.checkpoints.shapes import SHAPE
 from tests.unit.engine.machines import needs_tiles
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 
@@ -119,6 +123,25 @@ def test_ranks_share_packed_products(
     expected = _compute(WIDE, checkpoints[WIDE])
     for ours, theirs in zip(by_two[WIDE], expected, strict=True):
         assert (ours - theirs).abs().mean() < 0.02 * theirs.std()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_rank_has_a_whole_linear_layer(name: str, checkpoints: dict[str, Path]) -> None:
+    """Ranks would hold the weights of feed-forward layers several times."""
+    plan = ModelPlan.of(Checkpoint.config(checkpoints[name]), torch.float32, RANKS)
+    whole = [each for each, linear in plan.linears.items() if linear.division is Division.NONE]
+    assert not whole
+
+
+@pytest.mark.parametrize("layer", ["self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+def test_plan_that_lacks_a_layer_is_refused(
+    layer: str, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = dict(HeliumConfig.base_model_tp_plan)
+    del plan[f"layers.*.{layer}"]
+    monkeypatch.setattr(HeliumConfig, "base_model_tp_plan", plan)
+    with pytest.raises(CheckpointError, match="its tp_plan fails for 2 ranks"):
+        ModelPlan.of(Checkpoint.config(checkpoints["helium"]), torch.float32, RANKS)
 
 
 REFUSED = {
