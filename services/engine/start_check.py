@@ -145,7 +145,7 @@ def _number_bytes(settings: EngineSettings) -> float | None:
     flags = _processor_flags()
     halves = bool(flags & _HALVES)
     if settings.dtype == "float32" or (settings.dtype == "auto" and not halves):
-        return None if flags >= _WIDE and settings.weights != "decoded" else 4
+        return None if flags >= _WIDE else 4
     is_coded = halves and settings.dtype != "float16" and settings.weights in ("full", "mapped")
     return _CODED_BYTES if is_coded else 2
 

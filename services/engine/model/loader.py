@@ -99,7 +99,11 @@ def _multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def _multiplies_float16(device: torch.device) -> bool:
-    return device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    if device.type == "cuda":
+        return True
+    if not torch._C._has_mkldnn:
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def load_spec(path: str | Path) -> ModelSpec:

@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import save_file
 
 from services.common.settings import StartupError
+from services.engine import start_check
+from services.engine.model.checkpoint.config import Config
 from services.engine.settings import EngineSettings
-from services.engine.start_check import check_start, require_room, stored_weights
+from services.engine.start_check import check_room, check_start, require_room, stored_weights
 from tests.unit.engine.tiny import make_checkpoint
 
 FLOAT32 = 4
@@ -34,6 +36,21 @@ def test_weights_that_cannot_fit_are_refused_with_the_format_that_would(tmp_path
         require_room(weights, "full", whole // 5, FLOAT32, ("int8", "int4"))
     with pytest.raises(StartupError, match="serve a smaller model"):
         require_room(weights, "full", whole // 20, FLOAT32, ("int8", "int4"))
+
+
+def test_decoded_weights_that_cannot_fit_are_refused_with_those_that_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((make_checkpoint(tmp_path) / "config.json").read_text())
+    save_file({"a.weight": torch.zeros(64, 64).half()}, tmp_path / "model.safetensors")
+    decoded, stored = 64 * 64 * 4, 64 * 64 * 2
+    monkeypatch.setattr(start_check, "_processor_flags", lambda: frozenset({"avx2", "fma", "f16c"}))
+    monkeypatch.setattr(start_check, "free_host_memory", lambda: stored)
+    settings = EngineSettings(model=tmp_path, device="cpu", weights="decoded")
+    weights = stored_weights(tmp_path)
+    assert weights.num_bytes("decoded", None) == decoded
+    with pytest.raises(StartupError, match="start with --weights full"):
+        check_room(weights, Config(str(tmp_path), config), settings)
 
 
 def test_weights_that_stay_as_they_are_need_the_memory_of_their_file(tmp_path: Path) -> None:

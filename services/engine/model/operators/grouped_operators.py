@@ -27,8 +27,9 @@ class GroupedOperators(NativeOperators):
     """NativeOperators that keep a checkpoint's weights as they are.
 
     Products with codes round their rows to 8 bits, with a scale for each 32 inputs. Those with
-    weights in floating point are in float32, whatever the weights' type. Where oneDNN multiplies
-    bfloat16 by instructions for it, these products are its own.
+    weights in floating point are in float32, whatever the weights' type; those in float32 are
+    rounded to the model's dtype. Where oneDNN multiplies bfloat16 by instructions for it, these
+    products are its own.
     """
 
     keeps_groups = True
@@ -41,7 +42,8 @@ class GroupedOperators(NativeOperators):
         if self._dtype == torch.bfloat16 and self._prepacks:
             return super().projection(weight, bias)
         self._native.use_pool(torch.get_num_threads())
-        return FloatProjection(self._native, weight, bias, self._arena)
+        stored = weight.to(self._dtype) if weight.dtype == torch.float32 else weight
+        return FloatProjection(self._native, stored, bias, self._arena)
 
     def grouped_projection(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None

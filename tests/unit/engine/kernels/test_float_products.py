@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from services.engine.kernels.library import InstructionSet
 from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.loader import load_model
+from services.engine.model.operators import torch_operators
 from services.engine.model.operators.grouped_operators import GroupedOperators
 from services.engine.model.operators.interface import Delta, ExpertWeights
 from services.engine.model.operators.native_mixture import NativeMixture
@@ -218,6 +219,21 @@ def test_model_takes_the_memory_of_its_file(tmp_path: Path, dtype: torch.dtype) 
     norms = sum(tensor.numel() for tensor in tensors if tensor.ndim == 1)
     numbers = sum(tensor.numel() for tensor in tensors)
     assert decoder.weight_bytes == 2 * (numbers - norms) + 4 * norms
+
+
+def test_weights_in_float32_are_rounded_to_the_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--dtype bfloat16 halves such a model's memory, as the check of the start counts it."""
+    make_checkpoint(tmp_path, CONFIGS["llama"])
+    # this machine's oneDNN would multiply bfloat16 itself
+    monkeypatch.setattr(torch_operators, "_has_onednn_kernels", lambda dtype: False)
+    with restrict_kernels(InstructionSet.AVX2) as kernels:
+        decoder = load_model(tmp_path, torch.bfloat16)
+        kernels.use_pool(0)
+    tensors = load_file(tmp_path / "model.safetensors")
+    read = (tensor for name, tensor in tensors.items() if "embed_tokens" not in name)
+    assert decoder.weight_bytes == 2 * sum(tensor.numel() for tensor in read)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3, tied", "gemma3"])

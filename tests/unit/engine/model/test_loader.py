@@ -791,6 +791,12 @@ def test_float16_is_refused_where_a_processor_lacks_it(monkeypatch: pytest.Monke
         resolve_dtype("float16")
 
 
+def test_float16_is_refused_where_torch_lacks_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    with pytest.raises(StartupError, match="computes in float32 and bfloat16"):
+        resolve_dtype("float16")
+
+
 def test_experts_are_read_stacked_as_apart(tmp_path: Path) -> None:
     """Qwen publishes both: the experts of Qwen 3.5 in stacks, those of its FP8 files apart."""
     make_checkpoint(tmp_path, CONFIGS["qwen3.5 moe"])

@@ -193,3 +193,16 @@ def test_large_scores_stay_finite(kernels: Native) -> None:
     out = attend(kernels, _PLAIN, operands)
     assert out.isfinite().all()
     torch.testing.assert_close(out.double(), defined(_PLAIN, operands), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_broken_query_gives_no_numbers_and_leaves_others_alone(
+    kernels: Native, broken: float
+) -> None:
+    """Such a row ends its request; a number in its place would be taken for an answer."""
+    operands = make_operands(_PLAIN, [2, 1, 300])
+    clean = attend(kernels, _PLAIN, operands)
+    operands.queries[1] = broken
+    out = attend(kernels, _PLAIN, operands)
+    assert out[1].isnan().all()
+    assert torch.equal(out[[0, 2]], clean[[0, 2]])
