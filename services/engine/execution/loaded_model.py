@@ -138,7 +138,7 @@ def load(settings: EngineSettings) -> LoadedModel:
 
 
 def _kv_dtype(settings: EngineSettings) -> str:
-    """Return --kv-dtype; a stated --dtype is that of the cache too, unless that has its own."""
+    """Return --kv-dtype, or "model" if only --dtype is stated: the cache has that type too."""
     is_stated = settings.dtype != "auto"
     return "model" if settings.kv_dtype == "auto" and is_stated else settings.kv_dtype
 

@@ -16,8 +16,8 @@ def weights_fingerprint(
 ) -> str:
     """Return 16 hex digits that identify the weights in `directory`, as --weights loads them.
 
-    states: --state-dtype, with which a recurrent model computes other answers; keys: --kv-dtype,
-    of which int8 does.
+    states: --state-dtype, with which a recurrent model computes other answers; keys: --kv-dtype.
+    int8 keys change the answers; 16 bits change them less than another instruction set does.
 
     They hash config.json, each weight file's name and size, and 256 evenly spaced pieces of
     4 KiB per file. Training changes every weight, so samples tell two exports apart. Weight files

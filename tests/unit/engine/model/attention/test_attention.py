@@ -384,7 +384,7 @@ def test_extreme_sinks_take_none_or_all_of_the_weight(
 def in_int8(heads: Tensor) -> Tensor:
     """Round each token of each head to int8, with the scale of its largest number."""
     scales = heads.float().abs().amax(dim=-1, keepdim=True) / 127
-    return (heads.float() / scales).round() * scales
+    return torch.where(scales > 1e-30, (heads.float() / scales).round() * scales, 0)
 
 
 CACHES: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
@@ -456,19 +456,23 @@ def test_numbers_beyond_float16_become_its_largest(base: ModelSpec, kind: str) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
+    ("kind", "dtype", "kv_dtype"),
     [
-        ("torch", torch.float32),
-        ("native", torch.float32),
-        ("avx512 bf16", torch.bfloat16),
-        ("amx", torch.bfloat16),
+        ("torch", torch.float32, torch.float32),
+        *((kind, torch.float32, kv_dtype) for kind in OLDER for kv_dtype in CACHES),
+        *((kind, torch.bfloat16, torch.bfloat16) for kind in MACHINES),
     ],
+    ids=str,
 )
-def test_stale_cache_content_has_no_effect(base: ModelSpec, kind: str, dtype: torch.dtype) -> None:
+def test_stale_cache_content_has_no_effect(
+    base: ModelSpec, kind: str, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
     """A request whose values overflowed must not affect requests that reuse its blocks."""
     case = Case(make_spec(base, 8, 2, 64, 0), dtype)
-    backend = make_backend(kind, case.model, dtype)
-    assert torch.equal(case.run(backend, stale=torch.nan), case.run(backend))
+    backend = make_backend(kind, case.model, dtype, kv_dtype)
+    # the bytes of a scale that is NaN
+    stale = -1 if kv_dtype == torch.int8 else torch.nan
+    assert torch.equal(case.run(backend, stale=stale), case.run(backend))
 
 
 @pytest.mark.parametrize(
@@ -492,19 +496,36 @@ def test_scores_that_grow_along_the_context_stay_exact(
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("native", torch.float32), *((kind, torch.bfloat16) for kind in MACHINES)],
+    ("kind", "dtype", "kv_dtype"),
+    [
+        *((kind, torch.float32, kv_dtype) for kind in OLDER for kv_dtype in CACHES),
+        *((kind, torch.bfloat16, torch.bfloat16) for kind in MACHINES),
+    ],
+    ids=str,
 )
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_overflow_of_a_sequence_leaves_the_others_unchanged(
-    base: ModelSpec, kind: str, dtype: torch.dtype
+    base: ModelSpec, kind: str, dtype: torch.dtype, kv_dtype: torch.dtype, value: float
 ) -> None:
     """Attention over infinite keys must also terminate."""
     case = Case(make_spec(base, 8, 2, 64, 0), dtype)
-    backend = make_backend(kind, case.model, dtype)
+    backend = make_backend(kind, case.model, dtype, kv_dtype)
     before = case.run(backend)
-    case.keys[-1][500:] = torch.inf
+    case.keys[-1][500:] = case.values[-1][500:] = value
     rows = len(case.queries[-1])
     assert torch.equal(case.run(backend)[:-rows], before[:-rows])
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_int8_cache_holds_zeros_and_tiny_numbers(base: ModelSpec, kind: str) -> None:
+    """A row of zeros has the scale zero, by which no number can be divided."""
+    case = Case(make_spec(base, 8, 2, 64, 0), torch.float32)
+    for keys, values in zip(case.keys, case.values, strict=True):
+        keys[::3], values[::3] = 0, 0
+        keys[1::3], values[1::3] = 1e-42, 1e-42
+    attended = case.run(make_backend(kind, case.model, torch.float32, torch.int8))
+    expected = case.expected(in_int8)
+    torch.testing.assert_close(attended, expected, atol=3e-3, rtol=3e-3)
 
 
 @pytest.mark.parametrize("kind", MACHINES)

@@ -54,7 +54,7 @@ def test_cache_takes_16_bits_where_the_cpu_converts_them(
 def test_stated_dtype_is_that_of_the_cache_too(
     checkpoint: Path, dtype: str, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asks for float32 wants no rounding anywhere."""
+    """A user who asks for float32 wants no rounding anywhere."""
     monkeypatch.setattr(
         "services.engine.execution.loaded_model.resolve_dtype", lambda *_: torch.float32
     )

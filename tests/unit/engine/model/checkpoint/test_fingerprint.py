@@ -27,7 +27,7 @@ def test_rounded_states_make_another_model(tmp_path: Path) -> None:
 
 
 def test_rounded_keys_make_another_model(tmp_path: Path) -> None:
-    """So does --kv-dtype int8; 16 bits change less than another instruction set does."""
+    """An engine with --kv-dtype int8 can't go on with a stream of one with 16 bits."""
     path = make_checkpoint(tmp_path)
     assert weights_fingerprint(path, keys="int8") != weights_fingerprint(path)
     assert weights_fingerprint(path, keys="float16") == weights_fingerprint(path)
