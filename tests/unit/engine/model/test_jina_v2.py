@@ -45,7 +45,7 @@ def jina_v2(heads: int, shape: dict[str, Any]) -> BertModel:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter += 0.2 * torch.randn_like(parameter)
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
     nn.init.zeros_(model.embeddings.position_embeddings.weight)
     return model
 
