@@ -147,12 +147,15 @@ class Attention {
       float most = 0;
       for (int64_t i = 0; i < a_.head_dim; i++) {
         const float size = __builtin_fabsf(load(from[i]));
-        most = size > most ? size : most;
+        most = size > most || size != size ? size : most;  // a NaN stays
       }
-      const float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
+      // NaN and infinity are in the scale: of them, and of numbers near 0, there are no integers.
+      const bool fits = most > 1e-30f && most <= 3.4e38f;
+      const float scale = most / 127, inverse = fits ? 127 / most : 0;
       memcpy(run + kRun * width_ + in_run * kScales, &scale, sizeof scale);
       for (int64_t i = 0; i < a_.head_dim; i++)
-        to[i * step] = static_cast<int8_t>(__builtin_rintf(load(from[i]) * inverse));
+        to[i * step] =
+            fits ? static_cast<int8_t>(__builtin_rintf(load(from[i]) * inverse)) : 0;
     } else {
       for (int64_t i = 0; i < a_.head_dim; i++) store(to + i * step, load(from[i]));
     }

@@ -226,9 +226,9 @@ RECURRENT: dict[str, PreTrainedConfig] = {
     "minimax": MiniMaxConfig(  # heads of the tiled kernels
         **SHAPE | {"num_hidden_layers": 4, "num_attention_heads": 2},
         num_local_experts=5,
-        linear_attn_alpha_factor=1.3,
-        full_attn_alpha_factor=0.8,
-        mlp_alpha_factor=1.1,
+        linear_attn_alpha_factor=2.1,
+        full_attn_alpha_factor=1.2,
+        mlp_alpha_factor=1.9,
         linear_attn_beta_factor=0.7,
         full_attn_beta_factor=0.7,
         mlp_beta_factor=0.7,

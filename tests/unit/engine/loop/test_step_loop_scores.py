@@ -30,7 +30,8 @@ from services.engine.scheduling.scheduler import Scheduler
 from services.engine.scheduling.sequence import Request, Sequence
 from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.scheduling.token_ids import Prompt
-from tests.unit.engine import checkpoints
+from tests.unit.engine.checkpoints import files
+from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.loop.outputs import scores_of
 from tests.unit.engine.tiny import BLOCK, make_checkpoint, make_loop, make_request, run, tokens_of
 
@@ -111,7 +112,7 @@ def test_logprobs_do_not_change_greedy_tokens(
 ) -> None:
     """Without logprobs, tiled kernels search the best token without storing the logits."""
     path = tmp_path_factory.mktemp("wide")
-    checkpoints.make_checkpoint(path, checkpoints.CONFIGS["llama, wide heads"])
+    files.make_checkpoint(path, CONFIGS["llama, wide heads"])
     model = load_model(path, torch.bfloat16)
     prompts = [[i, 2, 3, i + 1] * i for i in range(1, 9)]
 
@@ -188,7 +189,7 @@ def test_nan_weights_fail_a_scoring_request(
 
 def load_broken(directory: Path, dtype: torch.dtype) -> Decoder:
     """Return a model with one weight of NaN."""
-    checkpoints.make_checkpoint(directory, checkpoints.CONFIGS["llama, wide heads"])
+    files.make_checkpoint(directory, CONFIGS["llama, wide heads"])
     weights = load_file(directory / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][5, 7] = torch.nan
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

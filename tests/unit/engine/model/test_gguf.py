@@ -583,7 +583,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     [
         (lambda w: w.add_string("general.architecture", "rwkv7"), "architecture rwkv7 is not"),
         (lambda w: w.add_string("tokenizer.ggml.model", "rwkv"), "tokenizer rwkv is not supported"),
-        (lambda w: w.add_string("tokenizer.ggml.pre", "jina-es"), "pre-tokenizer jina-es is"),
+        (lambda w: w.add_string("tokenizer.ggml.pre", "whitespace"), "pre-tokenizer whitespace is"),
         (lambda w: w.add_string("llama.block_count", "3"), "block_count must be a whole number"),
         (lambda w: w.add_token_merges(["ab"]), "merge 'ab' does not have two parts"),
         (lambda w: w.add_token_types([1]), "97 tokens, but 1 types"),

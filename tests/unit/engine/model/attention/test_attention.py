@@ -553,3 +553,17 @@ def test_narrow_cache_takes_the_memory_it_states(
     backend = NativeAttention(native, spec, kv_dtype)
     held = sum(tensor.nbytes for tensor in backend.allocate(5, BLOCK).pages)
     assert held == 5 * BLOCK * backend.token_bytes(spec.attention(0))
+
+
+@pytest.mark.parametrize("kv_dtype", CACHES, ids=str)
+@pytest.mark.parametrize("kind", OLDER)
+@pytest.mark.parametrize("part", ["keys", "values"])
+def test_nan_in_a_cache_reaches_the_answer(
+    base: ModelSpec, kind: str, kv_dtype: torch.dtype, part: str
+) -> None:
+    """The engine ends a sequence of NaN with an error; a plausible answer would hide the fault."""
+    case = Case(make_spec(base, 8, 2, 64, 0), torch.float32)
+    getattr(case, part)[-1][500, :, 3] = torch.nan
+    attended = case.run(make_backend(kind, case.model, torch.float32, kv_dtype))
+    heads = attended[-len(case.queries[-1]) :].view(-1, 8, 64)
+    assert heads.isnan().any(-1).all()
