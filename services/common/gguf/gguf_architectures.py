@@ -67,7 +67,7 @@ def architecture_of(file: GgufFile) -> Architecture:
             f"{', '.join(_ARCHITECTURES)}."
         )
     if name == "granitemoe" and file.own("expert_shared_feed_forward_length") in file.metadata:
-        return replace(_ARCHITECTURES[name], name="GraniteMoeSharedForCausalLM")
+        return _GRANITE_MOE_SHARED
     if name == "llama" and "llama.expert_count" in file.metadata:
         return _MIXTRAL
     if name == "olmo2" and file.integer("olmo2.attention.sliding_window", 0) > 0:
@@ -246,6 +246,15 @@ _FALCON_MAMBA = replace(
     },
 )
 _OLMO3 = Architecture("Olmo3ForCausalLM", extra_keys=_read_olmo3)
+_GRANITE_MOE = Architecture(
+    "GraniteMoeForCausalLM",
+    extra_keys=lambda file: {**_read_granite(file), "norm_topk_prob": True},
+)
+_GRANITE_MOE_SHARED = replace(
+    _GRANITE_MOE,
+    name="GraniteMoeSharedForCausalLM",
+    names={"shared_expert_intermediate_size": "shared_intermediate_size"},
+)
 _MIXTRAL = Architecture("MixtralForCausalLM", extra_keys=lambda _: {"norm_topk_prob": True})
 _ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM"),
@@ -268,10 +277,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture("Phi3ForCausalLM"),
     "olmo2": Architecture("Olmo2ForCausalLM"),
     "granite": Architecture("GraniteForCausalLM", extra_keys=_read_granite),
-    "granitemoe": Architecture(
-        "GraniteMoeForCausalLM",
-        extra_keys=lambda file: {**_read_granite(file), "norm_topk_prob": True},
-    ),
+    "granitemoe": _GRANITE_MOE,
     "granitehybrid": Architecture("GraniteMoeHybridForCausalLM", extra_keys=_read_granite_hybrid),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_moe"),
