@@ -42,7 +42,7 @@ INSTRUCTIONS = {
     },
     "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "MKL_ENABLE_INSTRUCTIONS": "AVX512"},
 }
-"""What torch reads, once, to use no later instructions than these"""
+"""Environment variables that keep torch from later instructions; it reads them once"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class EncoderWeights(DecoderWeights):
     """For each layer, the norms of its attention and of its feed-forward layer: after what they add
     to the residual, or before them if the family norms first; None: the layer has none"""
     table_deltas: tuple[TableDelta | None, ...]
-    """What adapters add to the embeddings of tokens and of token types; None: nothing"""
+    """Deltas of adapters for the tables of tokens and of token types; None: no adapter has one"""
     last_norm: LayerNorm | None
     pair_scores: PairScores | None
     """Addends to the scores of two tokens; None: there are none"""

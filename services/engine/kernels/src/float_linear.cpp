@@ -14,17 +14,17 @@ constexpr int32_t kWidened = -1;       // type of a half that is float32 already
 constexpr int64_t kLine = 64;          // bytes of a cache line
 constexpr int64_t kAhead = 4096;       // bytes between weights multiplied and prefetched
 constexpr int64_t kPart = 128;         // inputs whose weights stay in the L1 cache while rows pass
-constexpr int64_t kMostBlocks = 192 / kMostRows;  // whose sums stay in the L2 cache
-constexpr int64_t kMostPanels = 8;     // likewise, where their blocks' inputs don't
-constexpr int64_t kMostBytes = 1 << 18;  // of inputs that do
+constexpr int64_t kMostBlocks = 192 / kMostRows;  // blocks whose sums stay in the L2 cache
+constexpr int64_t kMostPanels = 8;     // panels multiplied at once where inputs exceed kMostBytes
+constexpr int64_t kMostBytes = 1 << 18;  // bytes of inputs that stay in the L2 cache
 constexpr int64_t kHalfFloats = kPanel / kHalves;
-constexpr int64_t kShares = 4;  // of a thread
+constexpr int64_t kShares = 4;  // shares of the outputs for each thread
 
 constexpr int64_t line_bytes(int32_t type) {
   return type == kWidened ? kHalfFloats * 4 : kPanel * bytes_of(type);
 }
 
-constexpr int64_t kFewRows = kMostRows / kHalves;  // whose sums with whole lines stay in registers
+constexpr int64_t kFewRows = kMostRows / kHalves;  // rows whose sums of whole lines stay in registers
 
 // Rows in blocks of at most kMostRows, as equal as they can be. A block's inputs follow each other,
 // each with one number for each of the rows.

@@ -302,9 +302,9 @@ class HeadStage:
     """Function after the product: "identity", "tanh", "gelu", "relu" or "sigmoid" """
     is_norm: bool = False
     narrows: bool = False
-    """Its outputs are the labels"""
+    """True if the outputs are the labels"""
     is_difference: bool = False
-    """Its only output is the difference of the two stored ones"""
+    """True if the only output is the difference of the two stored ones"""
 
 
 @dataclass(frozen=True, slots=True)

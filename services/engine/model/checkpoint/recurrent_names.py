@@ -26,7 +26,7 @@ class GatedUnitNames:
     """Tensor names of an RG-LRU; of products and the convolution without .weight and .bias."""
 
     inputs: tuple[str, str] = ("temporal_block.linear_x", "temporal_block.linear_y")
-    """What is convolved, and the output gate"""
+    """Products that compute the values to convolve, and the output gate"""
     convolution: str = "temporal_block.conv_1d"
     gates: tuple[str, str] = (
         "temporal_block.rg_lru.input_gate",

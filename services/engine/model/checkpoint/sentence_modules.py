@@ -49,7 +49,7 @@ class DenseModule:
     has_residual: bool = False
     """True if the module's input, projected to the output's width, is added to its output"""
     in_gguf: bool = False
-    """Its weight lies in the GGUF file of the checkpoint, under the name of the directory"""
+    """True if the weight lies in the checkpoint's GGUF file, under the name of the directory"""
     reads_tokens: bool = False
     """It is applied to tokens, whatever comes before it"""
 

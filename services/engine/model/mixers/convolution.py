@@ -9,11 +9,11 @@ from torch import Tensor
 from services.engine.batch.step_batch import StateSegments
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
 from services.engine.model.architecture.rotary import Rotation
-from services.engine.model.mixers.recurrent import RecurrentMixer, RecurrentScratch
+from services.engine.model.mixers.recurrent import ProjectedScratch, RecurrentMixer
 from services.engine.model.mixers.runs import RunGroups, convolve
 from services.engine.model.operators.interface import Operators, Projection
 
-__all__ = ["ConvolutionMixer", "ConvolutionScratch", "ConvolutionWeights"]
+__all__ = ["ConvolutionMixer", "ConvolutionWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +29,7 @@ class ConvolutionWeights:
     output: Projection
 
 
-@dataclass(frozen=True, slots=True)
-class ConvolutionScratch(RecurrentScratch):
-    inputs: Tensor
-    """[tokens, 3 * channels]"""
-    out: Tensor
-    arranged: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.inputs, self.out, self.arranged
-
-    def first(self, tokens: int) -> "ConvolutionScratch":
-        return ConvolutionScratch(*(tensor[:tokens] for tensor in self.tensors))
-
-
-class ConvolutionMixer(RecurrentMixer[ConvolutionScratch]):
+class ConvolutionMixer(RecurrentMixer[ProjectedScratch]):
     """The short convolution of layer `layer`: output gate * convolution(input gate * value)."""
 
     def __init__(
@@ -64,9 +49,9 @@ class ConvolutionMixer(RecurrentMixer[ConvolutionScratch]):
         self._groups = groups
         self._dtype = dtype
 
-    def allocate(self, tokens: int) -> ConvolutionScratch:
+    def allocate(self, tokens: int) -> ProjectedScratch:
         widths = (3 * self._shape.channels, self._shape.channels, self._shape.channels)
-        return ConvolutionScratch(*(self._operators.empty(tokens, width) for width in widths))
+        return ProjectedScratch(*(self._operators.empty(tokens, width) for width in widths))
 
     def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Allocate the inputs of the last tokens: [slots, conv_width - 1, channels]."""
@@ -75,12 +60,12 @@ class ConvolutionMixer(RecurrentMixer[ConvolutionScratch]):
         return (convolution.new_zeros(sizes, dtype=self._dtype),)
 
     def project(
-        self, rows: Tensor, scratch: ConvolutionScratch, rotations: Sequence[Rotation]
+        self, rows: Tensor, scratch: ProjectedScratch, rotations: Sequence[Rotation]
     ) -> None:
         self._weights.inputs.into(rows, scratch.inputs)
 
     def advance(
-        self, scratch: ConvolutionScratch, state: tuple[Tensor, ...], segments: StateSegments
+        self, scratch: ProjectedScratch, state: tuple[Tensor, ...], segments: StateSegments
     ) -> None:
         (last,), weights = state, self._weights
         for runs in self._groups.of(segments):

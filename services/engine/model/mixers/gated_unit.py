@@ -10,11 +10,11 @@ from torch.nn.functional import gelu
 from services.engine.batch.step_batch import StateSegments
 from services.engine.model.architecture.gated_unit_shape import GatedUnitShape
 from services.engine.model.architecture.rotary import Rotation
-from services.engine.model.mixers.recurrent import RecurrentMixer, RecurrentScratch
+from services.engine.model.mixers.recurrent import ProjectedScratch, RecurrentMixer
 from services.engine.model.mixers.runs import RunGroups, Runs, convolve
 from services.engine.model.operators.interface import Operators, Projection
 
-__all__ = ["GatedUnitMixer", "GatedUnitScratch", "GatedUnitWeights"]
+__all__ = ["GatedUnitMixer", "GatedUnitWeights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +36,7 @@ class GatedUnitWeights:
     output: Projection
 
 
-@dataclass(frozen=True, slots=True)
-class GatedUnitScratch(RecurrentScratch):
-    inputs: Tensor
-    """[tokens, 2 * channels]"""
-    out: Tensor
-    arranged: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.inputs, self.out, self.arranged
-
-    def first(self, tokens: int) -> "GatedUnitScratch":
-        return GatedUnitScratch(*(tensor[:tokens] for tensor in self.tensors))
-
-
-class GatedUnitMixer(RecurrentMixer[GatedUnitScratch]):
+class GatedUnitMixer(RecurrentMixer[ProjectedScratch]):
     """The gated unit of layer `layer`: GELU of the output gate * recurrence(convolution(inputs)).
 
     The state of a channel decays by a number that depends on the token, and the token's input joins
@@ -75,10 +60,10 @@ class GatedUnitMixer(RecurrentMixer[GatedUnitScratch]):
         self._groups = groups
         self._dtype = dtype
 
-    def allocate(self, tokens: int) -> GatedUnitScratch:
+    def allocate(self, tokens: int) -> ProjectedScratch:
         channels = self._shape.channels
         widths = (2 * channels, channels, channels)
-        return GatedUnitScratch(*(self._operators.empty(tokens, width) for width in widths))
+        return ProjectedScratch(*(self._operators.empty(tokens, width) for width in widths))
 
     def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Allocate the inputs of the last tokens, and the state of each channel.
@@ -90,12 +75,12 @@ class GatedUnitMixer(RecurrentMixer[GatedUnitScratch]):
         return last, made.new_zeros(slots, shape.channels, dtype=dtype)
 
     def project(
-        self, rows: Tensor, scratch: GatedUnitScratch, rotations: Sequence[Rotation]
+        self, rows: Tensor, scratch: ProjectedScratch, rotations: Sequence[Rotation]
     ) -> None:
         self._weights.inputs.into(rows, scratch.inputs)
 
     def advance(
-        self, scratch: GatedUnitScratch, state: tuple[Tensor, ...], segments: StateSegments
+        self, scratch: ProjectedScratch, state: tuple[Tensor, ...], segments: StateSegments
     ) -> None:
         (last, states), weights = state, self._weights
         for runs in self._groups.of(segments):

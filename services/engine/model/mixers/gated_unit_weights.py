@@ -21,7 +21,7 @@ _DECAY = -8.0
 @dataclass(frozen=True, slots=True)
 class StoredGatedUnit:
     inputs: StoredLinear
-    """What is convolved, and the output gate"""
+    """Products that compute the values to convolve, and the output gate"""
     convolution: StoredTensor
     bias: StoredTensor
     gates: tuple[StoredTensor, ...]

@@ -1,6 +1,7 @@
 """Mixers that keep a state of each sequence instead of pages of tokens."""
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from services.engine.model.attention import KVCache
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.operators.interface import Operators, Projection
 
-__all__ = ["RecurrentMixer", "RecurrentScratch"]
+__all__ = ["ProjectedScratch", "RecurrentMixer", "RecurrentScratch"]
 
 
 class RecurrentScratch(Scratch):
@@ -20,6 +21,23 @@ class RecurrentScratch(Scratch):
     """[tokens, outputs], row by row"""
     arranged: Tensor
     """[tokens, outputs], in the layout that products read"""
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedScratch(RecurrentScratch):
+    """Buffers of a mixer whose inputs are one product."""
+
+    inputs: Tensor
+    """[tokens, outputs of the product]"""
+    out: Tensor
+    arranged: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.inputs, self.out, self.arranged
+
+    def first(self, tokens: int) -> "ProjectedScratch":
+        return ProjectedScratch(*(tensor[:tokens] for tensor in self.tensors))
 
 
 R = TypeVar("R", bound=RecurrentScratch)

@@ -1,7 +1,11 @@
 """Mixtures of experts whose rows lie row by row, on the portable kernels."""
 
+from typing import cast
+
 from services.engine.kernels.library import (
+    FloatCall,
     FloatExpertCall,
+    GroupedCall,
     GroupedExpertCall,
     MixtureCall,
     Native,
@@ -41,26 +45,27 @@ def plain_mixture(native: Native, looped: LoopedMixture, activation: Activation)
 
 
 def _grouped_expert(expert: Expert) -> GroupedExpertCall | None:
-    gate, down, width = expert
-    if not isinstance(gate, DirectGate) or not isinstance(down, GroupedProjection):
-        return None
-    if not isinstance(gate.product, GroupedProjection):
-        return None
-    first, second = gate.product.part(0, width), gate.product.part(width, width)
-    output = down.part(0, down.outputs)
-    if first is None or second is None or output is None:
-        return None
-    return GroupedExpertCall(first, second, output)
+    calls = _products(expert, GroupedProjection)
+    return None if calls is None else GroupedExpertCall(*calls)
 
 
 def _float_expert(expert: Expert) -> FloatExpertCall | None:
+    calls = _products(expert, FloatProjection)
+    return None if calls is None else FloatExpertCall(*calls)
+
+
+def _products(
+    expert: Expert, kind: type[GroupedProjection] | type[FloatProjection]
+) -> tuple[GroupedCall | FloatCall, ...] | None:
+    """Return the products of the gate, its factors and the output; None: not all are of `kind`."""
     gate, down, width = expert
-    if not isinstance(gate, DirectGate) or not isinstance(down, FloatProjection):
+    if not isinstance(gate, DirectGate):
         return None
-    if not isinstance(gate.product, FloatProjection):
+    if not isinstance(gate.product, kind) or not isinstance(down, kind):
         return None
-    first, second = gate.product.part(0, width), gate.product.part(width, width)
-    output = down.part(0, down.outputs)
-    if first is None or second is None or output is None:
-        return None
-    return FloatExpertCall(first, second, output)
+    calls = (
+        gate.product.part(0, width),
+        gate.product.part(width, width),
+        down.part(0, down.outputs),
+    )
+    return None if None in calls else cast(tuple[GroupedCall | FloatCall, ...], calls)

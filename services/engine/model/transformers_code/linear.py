@@ -50,7 +50,7 @@ class Division(Enum):
     INPUTS = auto()
     """The ranks' products are summed"""
     GATHERED = auto()
-    """Of the outputs, which rank 0 gathers"""
+    """Outputs are divided, and rank 0 gathers them"""
 
 
 class JointProduct:

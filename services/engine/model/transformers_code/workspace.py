@@ -29,7 +29,7 @@ class Workspace:
         self._buffers: dict[Hashable, Tensor | AttentionScratch | Rotation] = {}
         self._views: dict[Hashable, Tensor | AttentionScratch | Rotation] = {}
         self._cosines: Tensor | None = None
-        """Those of the model that the present rotation was copied from"""
+        """Cosines of the model from which the present rotation was copied"""
 
     def begin(self, tokens: int) -> None:
         """Take the tokens of the pass that follows."""

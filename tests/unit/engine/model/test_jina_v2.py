@@ -105,7 +105,7 @@ def test_vectors_equal_those_of_the_changed_bert(heads: int, root: str, tmp_path
 
 
 def test_other_feed_forward_layers_are_refused(tmp_path: Path) -> None:
-    """Those of "reglu" have the same tensors and another activation."""
+    """A "reglu" has the tensors of a "geglu", so a wrong activation would load unnoticed."""
     save(tmp_path, jina_v2(2, ENCODER), feed_forward_type="reglu")
     with pytest.raises(CheckpointError, match="feed_forward_type must be geglu, got reglu"):
         load_spec(tmp_path)

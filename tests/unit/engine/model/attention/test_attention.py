@@ -393,7 +393,7 @@ CACHES: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     torch.float16: lambda heads: heads.half().float(),
     torch.int8: in_int8,
 }
-"""What a cache of each type holds"""
+"""Roundings of a cache of each type"""
 
 
 @pytest.mark.parametrize("kv_dtype", CACHES, ids=str)

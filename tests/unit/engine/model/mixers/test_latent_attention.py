@@ -47,7 +47,7 @@ class Operands:
     values: Tensor
     queries: Tensor
     latents: Tensor
-    """Those of the step's tokens"""
+    """Latents of the step's tokens"""
     pages: Tensor
     batch: StepBatch
 
