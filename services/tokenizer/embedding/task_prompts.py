@@ -41,6 +41,8 @@ class TaskPrompts:
     def named(self, task: str) -> SentencePrompt | None:
         """Return the instruction of a task; None if it is empty. Raises INVALID_ARGUMENT."""
         if task not in self._prompts:
-            known = f"It has: {', '.join(self._prompts)}." if self._prompts else "It has none."
-            raise invalid("task", f"The model has no adapter of this task. {known}")
+            if not self._prompts:
+                raise invalid("task", "The model has no adapters of tasks. Leave the field out.")
+            known = ", ".join(self._prompts)
+            raise invalid("task", f"The model has no adapter of this task. It has: {known}.")
         return self._prompts[task]
