@@ -79,6 +79,8 @@ SHAPES = {
     "bench-llava": Shape(
         32064, hidden=1024, layers=24, heads=16, kv_heads=4, feed_forward=2816, has_vision=True
     ),
+    # Llama 3.2 1B's, with fewer tokens
+    "bench-1b": Shape(32000, hidden=2048, layers=16, heads=32, kv_heads=8, feed_forward=8192),
     "bench-15m": Shape(8192, hidden=384, layers=6, heads=6, kv_heads=2, feed_forward=1024),
 }
 
