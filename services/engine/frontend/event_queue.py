@@ -13,8 +13,8 @@ __all__ = ["EventQueue"]
 _PACE_SECONDS = 0.001
 """Shortest time between messages that only continue sequences, for each sequence in them: tokens of
 short steps are merged, because each message costs CPU time in every service up to the client"""
-_MOST_PACE_SECONDS = 0.008
-"""Longest of these times, which a reader does not notice"""
+_MOST_PACE_SECONDS = 0.024
+"""Longest of these times: a frame of a film, which a reader does not notice"""
 
 
 E = TypeVar("E", bound=GenerateResponse | SessionEvent)
