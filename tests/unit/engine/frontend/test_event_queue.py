@@ -80,12 +80,17 @@ async def test_token_is_sent_although_no_step_follows() -> None:
 
 @pytest.mark.parametrize(
     ("streams", "step_seconds", "expected"),
-    [(1, 0.002, [1, 1, 1, 1]), (8, 0.002, [0, 0, 0, 4]), (100, 0.008, [0, 0, 3, 0])],
+    [
+        (1, 0.004, [1, 1, 1, 1]),
+        (1, 0.002, [0, 2, 0, 2]),
+        (8, 0.002, [0, 0, 0, 4]),
+        (100, 0.008, [0, 0, 3, 0]),
+    ],
 )
 async def test_few_streams_get_each_token_as_it_is_made(
     monkeypatch: pytest.MonkeyPatch, streams: int, step_seconds: float, expected: list[int]
 ) -> None:
-    """One stream's tokens leave one by one, those of more streams together, after 24 ms at most."""
+    """Tokens of one stream wait for 3 ms at most, and those of many streams for 24 ms."""
     now = 0.0
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
     events: EventQueue[SessionEvent] = EventQueue()
