@@ -1,9 +1,10 @@
 """Texts per second that are embedded over HTTP, beside sentence-transformers on the same texts.
 
-python -m benchmarks.embeddings [--only minilm] [--texts 1024]
+python -m benchmarks.embeddings [--only minilm] [--texts 1024] [--onnxruntime]
 
 Both have random weights of the same files. Ours computes in the dtype that `auto` chooses; the peer
-in float32, its default, and in that dtype too.
+in float32, its default, and in that dtype too. `--onnxruntime` adds ONNX Runtime, in float32 and in
+its fastest batch size, to the encoder (pip install onnx onnxruntime).
 """
 
 from __future__ import annotations
@@ -45,6 +46,45 @@ model.encode(texts[:32])
 began = time.perf_counter()
 model.encode(texts, batch_size=32)
 print(len(texts) / (time.perf_counter() - began))
+"""
+_ONNX_PEER = """
+import sys, time, numpy, onnxruntime, torch
+from tokenizers import Tokenizer
+from transformers import AutoModel
+
+class Encoder(torch.nn.Module):
+    def __init__(self, path):
+        super().__init__()
+        self.model = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    def forward(self, input_ids, attention_mask):
+        return self.model(input_ids, attention_mask).last_hidden_state
+
+path, texts = sys.argv[1], sorted(open(sys.argv[2]).read().splitlines(), key=len)
+example = torch.ones(2, 8, dtype=torch.long)
+names = ["input_ids", "attention_mask"]
+axes = {name: {0: "texts", 1: "tokens"} for name in [*names, "hidden"]}
+torch.onnx.export(Encoder(path), (example, example), path + "/model.onnx", input_names=names,
+    output_names=["hidden"], dynamic_axes=axes, opset_version=17, dynamo=False)
+session = onnxruntime.InferenceSession(path + "/model.onnx", providers=["CPUExecutionProvider"])
+tokenizer = Tokenizer.from_file(path + "/tokenizer.json")
+tokenizer.enable_padding()
+
+def embed(part):
+    encoded = tokenizer.encode_batch(part)
+    ids, mask = (numpy.array([getattr(each, name) for each in encoded])
+                 for name in ("ids", "attention_mask"))
+    [hidden] = session.run(None, {"input_ids": ids, "attention_mask": mask})
+    mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+    return mean / numpy.linalg.norm(mean, axis=1, keepdims=True)
+
+embed(texts[:32])
+rates = []
+for size in (1, 8, 32):
+    began = time.perf_counter()
+    for start in range(0, len(texts), size):
+        embed(texts[start : start + size])
+    rates.append(len(texts) / (time.perf_counter() - began))
+print(max(rates))
 """
 
 
@@ -152,12 +192,12 @@ def measure_ours(path: Path, texts: list[str], log: Path) -> float:
         return len(texts) / (time.perf_counter() - began)
 
 
-def measure_peer(path: Path, texts: list[str], dtype: str) -> float:
-    """Return the texts per second of sentence-transformers in a process of its own."""
+def measure_peer(script: str, path: Path, texts: list[str], dtype: str) -> float:
+    """Return the texts per second that a peer's script prints, in a process of its own."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(texts))
         file.flush()
-        command = [sys.executable, "-c", _PEER, str(path), file.name, dtype]
+        command = [sys.executable, "-c", script, str(path), file.name, dtype]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
@@ -166,10 +206,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=_MODELS, help="one model; by default all")
     parser.add_argument("--texts", type=int, default=512, help="texts of each run")
+    parser.add_argument("--onnxruntime", action="store_true", help="measure ONNX Runtime too")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     report = Report(now(), Machine.this(), options.texts)
-    rows = [["model", "ours", "peer, float32", "peer, bfloat16", "ratio to the faster"]]
+    rows = []
     for name in [options.only] if options.only else _MODELS:
         with tempfile.TemporaryDirectory() as folder:
             path, log = Path(folder) / name, Path(folder) / "log"
@@ -178,12 +219,16 @@ def main() -> None:
             texts = texts_of(options.texts)
             figures = report.figures[name] = {
                 "ours": measure_ours(path, texts, log),
-                "sentence-transformers, float32": measure_peer(path, texts, "float32"),
-                "sentence-transformers, bfloat16": measure_peer(path, texts, "bfloat16"),
+                "sentence-transformers, float32": measure_peer(_PEER, path, texts, "float32"),
+                "sentence-transformers, bfloat16": measure_peer(_PEER, path, texts, "bfloat16"),
             }
-        ours, *peers = figures.values()
-        rows.append([name, *map(number, (ours, *peers, ours / max(peers)))])
-        print(markdown(rows), flush=True)
+            if options.onnxruntime and _MODELS[name][1] == "mean":
+                figures["ONNX Runtime, float32"] = measure_peer(_ONNX_PEER, path, texts, "float32")
+        fastest = max(rate for peer, rate in figures.items() if peer != "ours")
+        rows += [
+            [name, peer, number(rate), number(rate / fastest)] for peer, rate in figures.items()
+        ]
+        print(markdown([["model", "server", "texts/s", "of the fastest peer"], *rows]), flush=True)
     print(save(report, options.out, f"embeddings-{report.time.replace('+00:00', 'Z')}"))
 
 

@@ -13,8 +13,10 @@ __all__ = ["EventQueue"]
 _PACE_SECONDS = 0.001
 """Shortest time between messages that only continue sequences, for each sequence in them: tokens of
 short steps are merged, because each message costs CPU time in every service up to the client"""
-_MOST_PACE_SECONDS = 0.008
-"""Longest of these times, which a reader does not notice"""
+_LEAST_PACE_SECONDS = 0.003
+"""Shortest of these times: one stream gets the tokens of longer steps one by one"""
+_MOST_PACE_SECONDS = 0.024
+"""Longest of these times: a frame of a film, which a reader does not notice"""
 
 
 E = TypeVar("E", bound=GenerateResponse | SessionEvent)
@@ -66,7 +68,7 @@ class EventQueue(Generic[E]):
         if token.mirostat_mu is not None:
             delta.mirostat_mu = token.mirostat_mu
         sequences = max(len(self._deltas), self._taken_sequences)
-        pace = min(sequences * _PACE_SECONDS, _MOST_PACE_SECONDS)
+        pace = min(max(sequences * _PACE_SECONDS, _LEAST_PACE_SECONDS), _MOST_PACE_SECONDS)
         if token.position == 0 or self._loop.time() - self._taken_at >= pace:
             self._wake.set()
         elif self._pace is None:

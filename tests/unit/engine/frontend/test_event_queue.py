@@ -78,11 +78,19 @@ async def test_token_is_sent_although_no_step_follows() -> None:
     assert await ids(events, timeout=60) == [(1, [101])]
 
 
-@pytest.mark.parametrize(("streams", "expected"), [(1, [1, 1, 1, 1]), (8, [0, 0, 0, 4])])
+@pytest.mark.parametrize(
+    ("streams", "step_seconds", "expected"),
+    [
+        (1, 0.004, [1, 1, 1, 1]),
+        (1, 0.002, [0, 2, 0, 2]),
+        (8, 0.002, [0, 0, 0, 4]),
+        (100, 0.008, [0, 0, 3, 0]),
+    ],
+)
 async def test_few_streams_get_each_token_as_it_is_made(
-    monkeypatch: pytest.MonkeyPatch, streams: int, expected: list[int]
+    monkeypatch: pytest.MonkeyPatch, streams: int, step_seconds: float, expected: list[int]
 ) -> None:
-    """Steps of 2 ms: one stream's tokens leave one by one, those of eight streams together."""
+    """Tokens of one stream wait for 3 ms at most, and those of many streams for 24 ms."""
     now = 0.0
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
     events: EventQueue[SessionEvent] = EventQueue()
@@ -91,7 +99,7 @@ async def test_few_streams_get_each_token_as_it_is_made(
     await events.take(3600)
     sent = []
     for position in range(1, 5):
-        now = 0.002 * position
+        now = step_seconds * position
         for handle in range(streams):
             put(events, position, handle)
         taking = asyncio.ensure_future(ids(events, timeout=3600))
