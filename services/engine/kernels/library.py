@@ -264,6 +264,7 @@ class AttentionCall(ctypes.Structure):
         ("num_kv_heads", c_int64),
         ("group", c_int64),
         ("head_dim", c_int64),
+        ("value_dim", c_int64),
         ("block_size", c_int64),
         ("window", c_int64),
         ("cache_group", c_int64),

@@ -70,12 +70,24 @@ class AttentionSpec:
     """Width of what it reads; 0: that of the residual"""
     index: BlockIndex | None = None
     """Indexer that chooses the blocks of tokens that are seen; None: all are"""
+    value_width: int = 0
+    """Width of a head's values; 0: that of its keys"""
 
     @property
     def page_width(self) -> int:
         """Numbers that the cache holds of a token: keys, values, and an index key if there is an
         indexer."""
-        return 2 * self.num_kv_heads * self.head_dim + (self.index.width if self.index else 0)
+        return self.cached_width + (self.index.width if self.index else 0)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values and outputs."""
+        return self.value_width or self.head_dim
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers of a token's keys and values."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
 
     @property
     def is_plain(self) -> bool:
@@ -85,7 +97,8 @@ class AttentionSpec:
     @property
     def widths(self) -> Set[int]:
         """Widths of the activations."""
-        return {self.head_dim, *(() if self.index is None else (self.index.width,))}
+        index = () if self.index is None else (self.index.width,)
+        return {self.head_dim, self.value_dim, *index}
 
     def part(self, count: int) -> "AttentionSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""

@@ -420,6 +420,8 @@ class Family:
     """Layers differ from one another as Gemma 4's do"""
     has_modal_tokens: bool = False
     """Marks of images and sounds have embeddings apart from the text's, as Gemma 3n's do"""
+    has_mimo_keys: bool = False
+    """config.json has MiMo's keys of layers with a window"""
     local_rotary: bool = False
     """Sliding-window layers have RoPE frequencies of their own"""
     rotates_windows_only: bool = False

@@ -113,6 +113,7 @@ FAMILIES = (
     "zamba",
     "zamba2, adapters",
     "minimax",
+    "mimo v2 flash",
     "minimax m3",
     "recurrent gemma",
 )
