@@ -112,6 +112,7 @@ class Arrangement(IntEnum):
     COPY = 0
     MULTIPLY = 1
     MULTIPLY_BY_SIGMOID = 2
+    ADD_ROWS = 3
 
 
 class Kernel(IntEnum):

@@ -85,10 +85,15 @@ struct tw_gate {
 };
 void tw_gate_rows(const tw_gate *gate);
 
-enum tw_arrangement : int32_t { TW_COPY = 0, TW_MULTIPLY = 1, TW_MULTIPLY_BY_SIGMOID = 2 };
+enum tw_arrangement : int32_t {
+  TW_COPY = 0,
+  TW_MULTIPLY = 1,
+  TW_MULTIPLY_BY_SIGMOID = 2,
+  TW_ADD_ROWS = 3,
+};
 
 // Copies rows to the layout that products read, or multiplies what lies there by them or by their
-// sigmoid.
+// sigmoid, or adds them to it.
 struct tw_arrange {
   const void *rows;  // [num_rows, width]
   void *out;         // [num_rows, width], row by row or as a tiled activation
@@ -625,7 +630,9 @@ struct tw_float_expert {
 struct tw_mixture {
   const void *rows;       // [num_rows, inputs], in tiles for `gates`
   void *out;              // [num_rows, outputs]
-  const int64_t *chosen;  // [num_rows, per_row], different in a row; null: by `routing`
+  // [num_rows, per_row], different in a row; null: by `routing`. Numbers from `experts` on are those
+  // of experts without weights, which return the row.
+  const int64_t *chosen;
   const float *factors;   // [num_rows, per_row]; null: by `routing`
   const void *router_rows;        // [num_rows, inputs] in tiles, what `router` reads; null: `rows`
   const tw_linear *router;        // to the scores by which `routing` chooses

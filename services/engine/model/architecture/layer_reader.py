@@ -30,6 +30,7 @@ from services.engine.model.architecture.lightning_reader import with_normed_resi
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.recurrent_reader import read_recurrent_layers
 from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.architecture.shortcut_layers import shortcut_layers
 from services.engine.model.architecture.single_parts import single_parts
 from services.engine.model.architecture.zamba_layers import zamba_layers
 from services.engine.model.checkpoint.config import CheckpointError, Config
@@ -86,6 +87,8 @@ def read_layers(
     feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
     if family.has_single_parts:
         return single_parts(config, mixers, feed_forwards)
+    if family.names.sublayer_modules:
+        return shortcut_layers(config, mixers, feed_forwards)
     layers = tuple(map(LayerSpec, mixers, feed_forwards))
     if family.names.altup is not None:
         return gemma3n_layers(config, layers)

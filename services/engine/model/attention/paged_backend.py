@@ -36,9 +36,9 @@ _DTYPES = (torch.float16, torch.bfloat16)
 class PagedAttention(TorchAttention):
     """Reads keys and values from pages, for decodes and for prompt chunks behind a cached prefix.
 
-    Prompts without a cached prefix use torch's flash attention in layers with plain attention, values
-    as wide as keys, and head dimensions up to 256. Our Triton kernel does the rest. TorchAttention serves float32 and
-    head dimensions above 512.
+    Prompts without a cached prefix use torch's flash attention in layers with plain attention,
+    values as wide as keys, and head dimensions up to 256. Our Triton kernel does the rest.
+    TorchAttention serves float32 and head dimensions above 512.
 
     Strides put a block's tokens outermost, unlike TorchAttention's, so that the cache is one run of
     pages × page size tokens.

@@ -79,8 +79,9 @@ def attend_pages(
 
     queries: [rows, heads, head_dim], where only rows may have gaps. keys, values: contiguous
     [pages, page, kv_heads, head_dim] and [pages, page, kv_heads, value_dim]. sinks: float32 [heads]
-    or None. out: contiguous [rows, heads, value_dim]. Launches depend on the shapes of tensors, on `longest` and
-    `most_tokens`, and on whether there are `ends` and `sinks`, never on the content of tensors.
+    or None. out: contiguous [rows, heads, value_dim]. Launches depend on the shapes of tensors, on
+    `longest` and `most_tokens`, and on whether there are `ends` and `sinks`, never on the content
+    of tensors.
     """
     rows, sequences = len(queries), len(batch.lengths)
     group = shape.heads // shape.kv_heads

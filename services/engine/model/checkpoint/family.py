@@ -246,6 +246,9 @@ class TensorNames:
     layer_scalar: str = "layer_scalar"
     altup: AltUpNames | None = None
     """None: the residual is one stream"""
+    sublayer_modules: tuple[str, ...] = ()
+    """Modules of which a stored layer has two, with their numbers behind these names, because it
+    is two layers around one mixture of experts; empty: each stored layer is one"""
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
     convolution: ConvolutionNames | None = None

@@ -18,6 +18,7 @@ from transformers import (
     HunYuanMoEV1Config,
     HYV3Config,
     Llama4TextConfig,
+    LongcatFlashConfig,
     MellumConfig,
     MiMoV2FlashConfig,
     MiniMaxM2Config,
@@ -38,6 +39,7 @@ from tests.unit.engine.checkpoints.shapes import (
     INDEXED,
     LATENT,
     LLAMA3,
+    LONGCAT,
     MINIMAX_M3,
     PLAIN,
     ROUTED,
@@ -240,6 +242,15 @@ MIXTURES: dict[str, PreTrainedConfig] = {
         **EXPERTS,
         attention_bias=True,
         mlp_bias=True,
+    ),
+    "longcat flash": LongcatFlashConfig(
+        **LONGCAT, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
+    ),
+    "longcat flash, wide": LongcatFlashConfig(  # widths of the tiled kernels
+        **LONGCAT
+        | {"q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+        | {"head_dim": 32, "expert_ffn_hidden_size": 32, "zero_expert_num": 6, "moe_topk": 4},
+        attention_bias=True,
     ),
     "mimo v2 flash": MiMoV2FlashConfig(  # widths of the tiled kernels
         **WIDE

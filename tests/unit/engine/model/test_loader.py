@@ -15,7 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, GlmMoeDsaConfig, Mistral4Config, Zamba2Config
+from transformers import (
+    AutoConfig,
+    GlmMoeDsaConfig,
+    MiMoV2FlashConfig,
+    Mistral4Config,
+    Zamba2Config,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.json_values import Json
@@ -49,6 +55,7 @@ ARCHITECTURES = {
     "deepseek v4": "DeepseekV4ForCausalLM",
     "glm4 moe": "Glm4MoeForCausalLM",
     "minimax m2": "MiniMaxM2ForCausalLM",
+    "longcat flash": "LongcatFlashForCausalLM",
     "mimo v2 flash": "MiMoV2FlashForCausalLM",
     "minimax m3": "MiniMaxM3VLForCausalLM",
     "llama4": "Llama4ForCausalLM",
@@ -256,6 +263,12 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("recurrent gemma", lambda p: set_config(p, hidden_activation="silu"), ["silu", "gelu"]),
     ("recurrent gemma", lambda p: set_config(p, lru_width=65), ["lru_width", "65", "2"]),
     ("recurrent gemma", lambda p: set_config(p, conv1d_width=1), ["conv1d_width", "2"]),
+    ("longcat flash", lambda p: set_config(p, zero_expert_type="copy"), ["zero_expert_type copy"]),
+    ("longcat flash", lambda p: set_config(p, zero_expert_num=-1), ["zero_expert_num", "-1"]),
+    ("longcat flash", lambda p: set_config(p, moe_topk=9), ["moe_topk", "9", "8"]),
+    ("longcat flash", lambda p: set_config(p, n_routed_experts=0), ["n_routed_experts", "0"]),
+    ("longcat flash", lambda p: set_config(p, router_bias=True), ["router_bias"]),
+    ("longcat flash", lambda p: set_config(p, num_layers=1), ["model.layers.1"]),
     ("mimo v2 flash", lambda p: set_config(p, swa_head_dim=64), ["swa_head_dim", "64", "96"]),
     ("mimo v2 flash", lambda p: set_config(p, swa_num_attention_heads=8), ["swa_num", "8", "4"]),
     ("mimo v2 flash", lambda p: set_config(p, swa_num_key_value_heads=3), ["swa_num", "3"]),
@@ -526,7 +539,7 @@ DEFAULTED = [
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
     *("deepseek v3", "solar open", "minimax m2", "hy v3", "glm4 moe lite", "llama4", "afmoe"),
     *("youtu", "minicpm3", "mistral4", "opt", "falcon", "deepseek v3.2", "glm moe dsa"),
-    *("deepseek v4", "minimax m3", "mimo v2 flash"),
+    *("deepseek v4", "minimax m3", "mimo v2 flash", "longcat flash"),
     *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
     *("bailing hybrid", "zamba"),
     *("gemma", "recurrent gemma", "cwm", "jais2", "flex olmo", "mellum"),
@@ -660,8 +673,9 @@ def test_published_keys_of_mimo_say_the_same_as_those_of_transformers() -> None:
     assert ModelSpec.from_config(published) == ModelSpec.from_config(values)
 
 
-def test_layers_of_mimo_that_draft_tokens_are_left_out(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, CONFIGS["mimo v2 flash"])
+@pytest.mark.parametrize("family", ["mimo v2 flash", "longcat flash"])
+def test_layers_of_mtp_that_draft_tokens_are_left_out(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CONFIGS[family])
     tensors = load_file(tmp_path / WEIGHTS)
     drafts = {f"model.mtp.layers.0.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm")}
     save_file(tensors | drafts, tmp_path / WEIGHTS)
