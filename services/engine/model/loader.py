@@ -211,7 +211,7 @@ def load_model(
         head += [f"{stage.name}.*" for stage in spec.family.head]
         further = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
         unread = [f"{root}{names.layers}.{layer}.*" for layer in further]
-        unread += [f"{root}{names.layers}.*.{name}.weight" for name in unread_experts(spec)]
+        unread += [f"{root}{names.layers}.*.{name}.*" for name in unread_experts(spec)]
         total = checkpoint.require(manifest.tensors(), (*names.ignored, *head, *unread))
         bar = LoadProgress(total, shown=progress)
         adapters: Adapters | None = None

@@ -197,7 +197,7 @@ class Case:
         )
         parts = (queries, keys, values)
         together = torch.cat([part.flatten(1) for part in parts], dim=1)
-        views = together.split([part[0].numel() for part in parts], dim=1)
+        views = together.split_with_sizes([part[0].numel() for part in parts], dim=1)
         queries, keys, values = (
             view.view(part.shape) for view, part in zip(views, parts, strict=True)
         )
