@@ -17,7 +17,7 @@ class ShortcutStart(Residual):
     """The residual of a layer with experts, whose output waits for the end of the next layer."""
 
     experts: FeedForward
-    """Experts without a shared one, so they need no scratch space"""
+    """Experts without a shared one, which use no scratch space"""
     operators: Operators
 
     def begin(self, rows: ResidualRows) -> Tensor:
@@ -27,7 +27,7 @@ class ShortcutStart(Residual):
     def bypass_again(self, rows: ResidualRows) -> None:
         waiting = _waiting(rows)
         self.operators.clear(waiting)
-        self.experts.add_to(rows.normed, waiting, rows.normed[:, :0], ())
+        self.experts.add_to(rows.normed, waiting, rows.normed, ())
 
     def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         """Leave `hidden` as the dense layer has left it."""
@@ -48,6 +48,5 @@ class ShortcutEnd(Residual):
 
 
 def _waiting(rows: ResidualRows) -> Tensor:
-    """Return the experts' output [n, hidden_size]."""
-    assert rows.streams is not None, "the model has one stream"
-    return rows.streams[:, 0]
+    assert rows.waiting is not None, "the model has no shortcuts"
+    return rows.waiting

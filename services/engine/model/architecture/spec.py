@@ -193,15 +193,18 @@ class ModelSpec:
         return any(layer.shared_block is not None for layer in self.layers)
 
     @property
+    def has_shortcuts(self) -> bool:
+        """True if the output of some experts joins the residual at the end of the next layer."""
+        return any(layer.follows_shortcut for layer in self.layers)
+
+    @property
     def num_streams(self) -> int:
-        """Streams of AltUp or hyper-connections, those that shared blocks read, or the output of
-        experts that joins the residual later; 0: the residual is a sum."""
+        """Streams of AltUp or hyper-connections, or those that shared blocks read; 0: the residual
+        is a sum."""
         streams = self.layers[0].altup or self.layers[0].hyper
-        if streams is not None:
-            return streams.streams
-        if any(layer.follows_shortcut for layer in self.layers):
-            return 1
-        return 2 if self.keeps_embedding else 0
+        if streams is None:
+            return 2 if self.keeps_embedding else 0
+        return streams.streams
 
     def attention(self, layer: int) -> AttentionSpec:
         """Return the attention of a layer, which must have it."""

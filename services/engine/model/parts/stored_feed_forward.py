@@ -120,7 +120,7 @@ def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFe
 
 
 def unread_experts(spec: ModelSpec) -> list[str]:
-    """Return names below a layer of modules that transformers writes for experts without weights."""
+    """Return the modules below a layer that files may hold for experts without weights."""
     own = spec.family.names.experts
     layers = (layer.feed_forward for layer in spec.layers)
     experts = [each.experts for each in layers if isinstance(each, BesideSpec)]
