@@ -26,6 +26,7 @@ from services.common.gguf.gguf_latent import (
     read_unsplit_latent,
 )
 from services.common.gguf.gguf_layers import count_layers, read_delta_net, read_windows
+from services.common.gguf.gguf_mimo import read_mimo
 from services.common.gguf.gguf_recurrent import (
     read_convolutions,
     read_falcon_h1,
@@ -387,6 +388,9 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "minimax-m2": Architecture(
         "MiniMaxM2ForCausalLM",
         extra_keys=lambda file: {**read_sigmoid_routing(file), "norm_topk_prob": True},
+    ),
+    "mimo2": Architecture(
+        "MiMoV2FlashForCausalLM", {"num_local_experts": "n_routed_experts"}, read_mimo
     ),
     "mellum": Architecture("MellumForCausalLM", extra_keys=_read_mellum),
     "minimax-m3": Architecture(

@@ -4,7 +4,13 @@ from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.gguf.gguf_layers import count_layers
 from services.common.json_values import Json
 
-__all__ = ["SIGMOIDS", "read_hunyuan_routing", "read_routing", "read_sigmoid_routing"]
+__all__ = [
+    "SIGMOIDS",
+    "layers_with_routers",
+    "read_hunyuan_routing",
+    "read_routing",
+    "read_sigmoid_routing",
+]
 
 SIGMOIDS = 2
 """Number of sigmoids among llama.cpp's functions of experts' scores; 0: the model's own"""
@@ -36,18 +42,24 @@ def read_sigmoid_routing(file: GgufFile) -> dict[str, Json]:
     return read_routing(file)
 
 
+def layers_with_routers(file: GgufFile) -> list[bool]:
+    """Return for each layer whether it has a router of experts."""
+    layers = range(count_layers(file))
+    return [f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in layers]
+
+
 def read_hunyuan_routing(file: GgufFile) -> dict[str, Json]:
     """Return `read_sigmoid_routing` of Hunyuan 3, whose files leave two counts out.
 
     The first layers have no router, and a shared expert is as wide as another.
     """
-    own, layers = file.own, range(count_layers(file))
-    have_routers = (f"blk.{layer}.ffn_gate_inp.weight" in file.tensors for layer in layers)
+    own, have_routers = file.own, layers_with_routers(file)
     width = file.count(own("expert_feed_forward_length"))
     return {
         **read_sigmoid_routing(file),
         "moe_layer_start_index": next(
-            (layer for layer, has_router in enumerate(have_routers) if has_router), len(layers)
+            (layer for layer, has_router in enumerate(have_routers) if has_router),
+            len(have_routers),
         ),
         "moe_num_shared_experts": file.count(own("expert_shared_feed_forward_length"), width)
         // width,

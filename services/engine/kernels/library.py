@@ -112,6 +112,7 @@ class Arrangement(IntEnum):
     COPY = 0
     MULTIPLY = 1
     MULTIPLY_BY_SIGMOID = 2
+    ADD_ROWS = 3
 
 
 class Kernel(IntEnum):
@@ -264,6 +265,7 @@ class AttentionCall(ctypes.Structure):
         ("num_kv_heads", c_int64),
         ("group", c_int64),
         ("head_dim", c_int64),
+        ("value_dim", c_int64),
         ("block_size", c_int64),
         ("window", c_int64),
         ("cache_group", c_int64),

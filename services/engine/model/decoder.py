@@ -80,11 +80,13 @@ class Activations:
     """Inputs that each token has for each layer alone; None: there are none"""
     streams: Tensor | None
     """[tokens, streams, hidden_size], as in `ResidualRows`; None: `hidden` is all"""
+    waiting: Tensor | None
+    """[tokens, hidden_size], as in `ResidualRows`"""
 
     @property
     def residual(self) -> ResidualRows:
         """The rows that layers read and add to."""
-        return ResidualRows(self.hidden, self.normed, self.streams)
+        return ResidualRows(self.hidden, self.normed, self.streams, self.waiting)
 
     def inputs_of(self, layer: int) -> LayerRows | None:
         """Return what each token has for a layer alone."""
@@ -95,8 +97,8 @@ class Activations:
         """All buffers but the rotations."""
         mixing = (tensor for scratch in self.mixing for tensor in scratch.tensors)
         inputs = () if self.inputs is None else (self.inputs.whole, self.inputs.gated)
-        streams = () if self.streams is None else (self.streams,)
-        return self.hidden, self.normed, *mixing, *self.inner, *self.spares, *inputs, *streams
+        others = (each for each in (self.streams, self.waiting) if each is not None)
+        return self.hidden, self.normed, *mixing, *self.inner, *self.spares, *inputs, *others
 
     def first(self, tokens: int) -> "Activations":
         return Activations(
@@ -108,6 +110,7 @@ class Activations:
             tuple(rotation.first(tokens) for rotation in self.rotations),
             None if self.inputs is None else self.inputs.first(tokens),
             None if self.streams is None else self.streams[:tokens],
+            None if self.waiting is None else self.waiting[:tokens],
         )
 
 
@@ -386,8 +389,9 @@ class Decoder(Model):
         self._operators.keep(buffers.hidden, rows)
         if buffers.inputs is not None:
             self._operators.keep(buffers.inputs.whole, rows)
-        if buffers.streams is not None:
-            self._operators.keep(buffers.streams, rows)
+        for part in (buffers.streams, buffers.waiting):
+            if part is not None:
+                self._operators.keep(part, rows)
         if self._weights.tokens is not None:
             self._weights.tokens.ids = batch.token_ids if rows is None else batch.token_ids[rows]
 
@@ -473,6 +477,7 @@ class Decoder(Model):
             if self._weights.layer_inputs is None
             else self._weights.layer_inputs.allocate(tokens),
             streams=self._allocate_streams(tokens),
+            waiting=empty(tokens, spec.hidden_size) if spec.has_shortcuts else None,
         )
 
     def _allocate_streams(self, tokens: int) -> Tensor | None:

@@ -42,6 +42,7 @@ from services.engine.model.operators.rounded_operators import (
 from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.operators.torch_operators import TorchOperators
 from services.engine.model.parts.shard import Shard
+from services.engine.model.parts.stored_feed_forward import unread_experts
 from services.engine.model.parts.tensor_reader import TensorReader
 from services.engine.model.weight_reader import WeightReader
 from services.engine.model.whole_text_decoder import WholeTextDecoder, has_one_attention
@@ -209,8 +210,9 @@ def load_model(
         head = [f"{names.roots[root]}.weight"] if spec.tied_embeddings else []
         head += [f"{stage.name}.*" for stage in spec.family.head]
         further = range(spec.num_layers, spec.num_layers + spec.num_draft_layers)
-        drafts = [f"{root}{names.layers}.{layer}.*" for layer in further]
-        total = checkpoint.require(manifest.tensors(), (*names.ignored, *head, *drafts))
+        unread = [f"{root}{names.layers}.{layer}.*" for layer in further]
+        unread += [f"{root}{names.layers}.*.{name}.*" for name in unread_experts(spec)]
+        total = checkpoint.require(manifest.tensors(), (*names.ignored, *head, *unread))
         bar = LoadProgress(total, shown=progress)
         adapters: Adapters | None = None
         has_peft_names = checkpoint.has_peft_names and whole.family.other_names is None

@@ -109,7 +109,7 @@ def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
     if isinstance(layer.mixer, DeltaShape):
         own = own.in_delta_layers
     below = f"{root}{own.layers}."
-    names = LayerNames(spec, f"{below}{layer.place or index}.")
+    names = LayerNames(spec, f"{below}{layer.place or index}.", layer.sublayer)
     mixer_post_norm, altup = names.norm(own.attention_post_norm), None
     if layer.altup is not None:
         assert mixer_post_norm is not None

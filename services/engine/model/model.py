@@ -100,7 +100,7 @@ class Model(ABC):
         """Return the bytes that the layers of a cache group keep of a block."""
         spec, size = self.spec, self.block_size
         paged = [spec.paged_layers[layer] for layer in group.layers if layer in spec.paged_layers]
-        numbers = size * sum(2 * layer.num_kv_heads * layer.head_dim for layer in paged)
+        numbers = size * sum(layer.cached_width for layer in paged)
         others = (group.block_width(size) - numbers) * self.dtype.itemsize
         return others + size * sum(map(self._attention.token_bytes, paged))
 

@@ -22,6 +22,9 @@ class ResidualRows:
     streams: Tensor | None
     """[n, streams, hidden_size]: the streams of AltUp or hyper-connections, or the residual before
     a shared block and the embedding; None: `hidden` is all"""
+    waiting: Tensor | None = None
+    """[n, hidden_size], output of experts that joins the residual at the end of the next layer;
+    None: there are no such experts"""
 
 
 class Residual(ABC):

@@ -21,10 +21,12 @@ from services.engine.model.manifest import (
 from services.engine.model.mixers.stored import read_mixer
 from services.engine.model.modal_reader import with_modal_tokens
 from services.engine.model.parts.feed_forward_reader import FeedForwardReader
+from services.engine.model.parts.stored_feed_forward import StoredShortcut
 from services.engine.model.parts.tensor_reader import TensorReader, without_mean
 from services.engine.model.residual import NormedResidual, OneStream, Residual
 from services.engine.model.shared_block import AfterBlock
 from services.engine.model.shared_block_reader import SharedBlockReader
+from services.engine.model.shortcut import ShortcutEnd, ShortcutStart
 
 __all__ = ["WeightReader"]
 
@@ -109,6 +111,13 @@ class WeightReader:
             return NormedResidual(reader.operators, spec.normed_factors)
         if spec.follows_block:
             return AfterBlock()
+        if isinstance(stored.feed_forward, StoredShortcut):
+            experts = self._feed_forwards.read_shortcut(
+                stored.feed_forward, spec.feed_forward, stored.feed_forward_norm
+            )
+            return ShortcutStart(experts, reader.operators)
+        if spec.follows_shortcut:
+            return ShortcutEnd(reader.operators)
         scalar = 1.0 if stored.scalar is None else reader.tensor(stored.scalar).item()
         return OneStream(reader.operators, own, scalar)
 

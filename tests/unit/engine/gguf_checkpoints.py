@@ -69,6 +69,7 @@ ARCHITECTURES = {
     "hy_v3": MODEL_ARCH.DOTS1,
     "minimax_m3_vl_text": MODEL_ARCH.DOTS1,
     "mellum": MODEL_ARCH.QWEN3MOE,
+    "mimo_v2_flash": MODEL_ARCH.MIMO2,
     "falcon": MODEL_ARCH.FALCON,
     "gpt_bigcode": MODEL_ARCH.STARCODER,
     "afmoe": MODEL_ARCH.AFMOE,
@@ -134,7 +135,7 @@ _SIGMOIDS = {
     "afmoe",
     *("deepseek_v32", "glm_moe_dsa", "hy_v3", "kimi_linear"),
     *("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open"),
-    "minimax_m3_vl_text",
+    *("mimo_v2_flash", "minimax_m3_vl_text"),
 }
 """Families whose experts are weighed by sigmoids"""
 _WITHOUT_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
@@ -537,6 +538,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
             writer.add_sliding_window_pattern(has_window)
         if config.model_type == "mellum":
             writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if config.model_type == "mimo_v2_flash":
+        _write_mimo(writer, config)
     if hasattr(config, "use_parallel_residual"):
         writer.add_parallel_residual(config.use_parallel_residual or writer.arch == "stablelm")
     if config.model_type == "gemma2":
@@ -598,6 +601,16 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         recurrent = [kind == "linear_attention" for kind in config.layer_types]
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
         writer.add_full_attention_interval(4)
+
+
+def _write_mimo(writer: GGUFWriter, config: Any) -> None:
+    has_window = [kind == "sliding_attention" for kind in config.layer_types]
+    heads = config.num_key_value_heads
+    writer.add_head_count_kv([heads * (2 if each else 1) for each in has_window])
+    writer.add_value_length(config.v_head_dim)
+    writer.add_sliding_window(config.sliding_window - 1)  # without the query's own token
+    writer.add_sliding_window_pattern(has_window)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
 
 
 def _write_mamba(writer: GGUFWriter, config: Any) -> None:

@@ -34,11 +34,13 @@ struct Scored {
 // (kPrefetchesAlong).
 class Prefetch {
  public:
-  // Covers `lines` lines of each step's keys and of its values in `calls` calls of advance().
-  Prefetch(const Span &span, int64_t lines, int64_t calls)
+  // Covers so many lines of each step's keys and of its values in `calls` calls of advance().
+  Prefetch(const Span &span, int64_t key_lines, int64_t value_lines, int64_t calls)
       : span_(span),
-        lines_(lines),
-        left_(span.num_steps ? lines : 0),
+        key_lines_(key_lines),
+        value_lines_(value_lines),
+        lines_(larger(key_lines, value_lines)),
+        left_(span.num_steps ? lines_ : 0),
         share_(divide_up(left_, calls)) {}
 
   void advance() {
@@ -56,12 +58,12 @@ class Prefetch {
 
  private:
   void prefetch(int64_t step, int64_t line) const {
-    prefetch_line(span_.keys[step] + line * kTileInner);
-    prefetch_line(span_.values[step] + line * kTileInner);
+    if (line < key_lines_) prefetch_line(span_.keys[step] + line * kTileInner);
+    if (line < value_lines_) prefetch_line(span_.values[step] + line * kTileInner);
   }
 
   const Span &span_;
-  const int64_t lines_;
+  const int64_t key_lines_, value_lines_, lines_;
   int64_t line_ = 0, left_, share_;
 };
 

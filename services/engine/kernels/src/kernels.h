@@ -85,10 +85,15 @@ struct tw_gate {
 };
 void tw_gate_rows(const tw_gate *gate);
 
-enum tw_arrangement : int32_t { TW_COPY = 0, TW_MULTIPLY = 1, TW_MULTIPLY_BY_SIGMOID = 2 };
+enum tw_arrangement : int32_t {
+  TW_COPY = 0,
+  TW_MULTIPLY = 1,
+  TW_MULTIPLY_BY_SIGMOID = 2,
+  TW_ADD_ROWS = 3,
+};
 
 // Copies rows to the layout that products read, or multiplies what lies there by them or by their
-// sigmoid.
+// sigmoid, or adds them to it.
 struct tw_arrange {
   const void *rows;  // [num_rows, width]
   void *out;         // [num_rows, width], row by row or as a tiled activation
@@ -164,8 +169,8 @@ void tw_keep_rows(const tw_keep *keep);
 struct tw_attention {
   const void *queries;  // [query_starts[sequences], num_kv_heads * group, head_dim]
   const void *keys;     // [tokens, num_kv_heads, head_dim]; null: there are no tokens to write
-  const void *values;
-  void *out;                     // [query_starts[sequences], num_kv_heads * group * head_dim]
+  const void *values;   // [tokens, num_kv_heads, value_dim]
+  void *out;                     // [query_starts[sequences], num_kv_heads * group * value_dim]
   void *key_cache;               // [blocks, num_kv_heads, …], as the kernel says
   void *value_cache;             // the same
   const int64_t *slots;          // [tokens]
@@ -182,7 +187,8 @@ struct tw_attention {
   int64_t sequences;  // sequences to attend for; keys and values of all tokens are written
   int64_t num_kv_heads;
   int64_t group;  // query heads that share a key head
-  int64_t head_dim;
+  int64_t head_dim;   // of queries and keys
+  int64_t value_dim;  // of values and outputs
   int64_t block_size;
   int64_t window;  // latest tokens that a query sees; 0: all
   int64_t cache_group;  // index of the layer's tables among those of a pass
@@ -195,8 +201,8 @@ struct tw_attention {
 
 // Writes keys and values, then attends for the queries of all sequences, on any processor.
 // A block's head is runs of 16 tokens, the last one of fewer if block_size is no multiple of 16:
-// keys are [width, 16] and values [16, width], where width is head_dim rounded up to a multiple of
-// 16; with TW_SCALED_INT8, the 16 scales of the tokens follow, in float32.
+// keys are [width, 16] and values [16, width], where width is head_dim or value_dim rounded up to a
+// multiple of 16; with TW_SCALED_INT8, the 16 scales of the tokens follow, in float32.
 void tw_paged_attend(const tw_attention *attention);
 
 // One layer's latent attention, for decodes. A token's latent and its key's shared part are side by
@@ -604,8 +610,8 @@ void tw_tiled_linear(const tw_linear *linear);
 // Writes keys and values, then attends for decodes and prompt chunks; out is in tiles. If there are
 // fewer queries than tokens, they belong to each sequence's last tokens.
 // A cached block holds its keys as [block_size / 16][head_dim / 32] tiles and its values as
-// [block_size / 32][head_dim / 16] tiles, pairs of 32 tokens in the order 0 1 8 9 2 3 10 11 etc.
-// block_size and head_dim are multiples of 32.
+// [block_size / 32][value_dim / 16] tiles, pairs of 32 tokens in the order 0 1 8 9 2 3 10 11 etc.
+// block_size, head_dim and value_dim are multiples of 32.
 void tw_tiled_attend(const tw_attention *attention);
 
 // Products of one expert with weights in groups, on rows row by row.
@@ -624,7 +630,9 @@ struct tw_float_expert {
 struct tw_mixture {
   const void *rows;       // [num_rows, inputs], in tiles for `gates`
   void *out;              // [num_rows, outputs]
-  const int64_t *chosen;  // [num_rows, per_row], different in a row; null: by `routing`
+  // [num_rows, per_row], different in a row; null: by `routing`. Numbers from `experts` on are those
+  // of experts without weights, which return the row.
+  const int64_t *chosen;
   const float *factors;   // [num_rows, per_row]; null: by `routing`
   const void *router_rows;        // [num_rows, inputs] in tiles, what `router` reads; null: `rows`
   const tw_linear *router;        // to the scores by which `routing` chooses

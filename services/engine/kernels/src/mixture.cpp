@@ -30,7 +30,8 @@ T *reserve(Buffer &memory, int64_t count) {
   return static_cast<T *>(memory.reserve(count * static_cast<int64_t>(sizeof(T))));
 }
 
-// The rows of one expert, at neighbouring positions.
+// The rows of one expert, at neighbouring positions. A row is there once for each of its experts
+// without weights, which form one group.
 struct Group {
   int64_t expert;
   int64_t first, count;  // positions
@@ -78,35 +79,34 @@ template <typename Products>
 Grouping group_rows(const tw_mixture &m, const Choice &choice, const Products &products) {
   static thread_local Buffer memory[5];
   const int64_t experts = m.experts + m.has_shared, each = m.per_row + m.has_shared;
-  Grouping to{reserve<Group>(memory[0], experts),
+  const auto number_of = [&](int64_t chosen) { return chosen < m.experts ? chosen : experts; };
+  Grouping to{reserve<Group>(memory[0], experts + 1),
               0,
               reserve<int64_t>(memory[1], m.num_rows * each),
               reserve<int64_t>(memory[2], m.num_rows * each),
               reserve<float>(memory[3], m.num_rows * each),
               each,
               0};
-  auto *next = reserve<int64_t>(memory[4], experts);  // rows of an expert, then its next position
-  memset(next, 0, sizeof(int64_t) * static_cast<size_t>(experts));
-  for (int64_t i = 0; i < m.num_rows * m.per_row; i++) next[choice.experts[i]]++;
+  auto *next = reserve<int64_t>(memory[4], experts + 1);  // rows of an expert, then its next position
+  memset(next, 0, sizeof(int64_t) * static_cast<size_t>(experts + 1));
+  for (int64_t i = 0; i < m.num_rows * m.per_row; i++) next[number_of(choice.experts[i])]++;
   if (m.has_shared) next[m.experts] = m.num_rows;
   int64_t position = 0;
-  for (int64_t expert = 0; expert < experts; expert++) {
+  for (int64_t expert = 0; expert <= experts; expert++) {
     const int64_t count = next[expert];
     next[expert] = position;
     if (!count) continue;
     to.groups[to.num_groups++] = {expert, position, count, to.num_inner};
     position += count;
-    to.num_inner += up_to(count, Products::kRows) * products.width(expert);
+    if (expert < experts) to.num_inner += up_to(count, Products::kRows) * products.width(expert);
   }
   for (int64_t row = 0; row < m.num_rows; row++) {
     int64_t *positions = to.positions + row * each;
     sort_row(choice, row, m.per_row, positions, to.factors + row * each);
-    if (m.has_shared) {
-      positions[m.per_row] = m.experts;
-      to.factors[row * each + m.per_row] = 1;
-    }
+    if (m.has_shared) to.factors[row * each + m.per_row] = 1;
     for (int64_t k = 0; k < each; k++) {
-      positions[k] = next[positions[k]]++;
+      const bool is_shared = k == m.per_row;
+      positions[k] = next[is_shared ? m.experts : number_of(positions[k])]++;
       to.rows[positions[k]] = row;
     }
   }
@@ -153,6 +153,9 @@ class PlainProducts {
       memcpy(to + i * bytes, static_cast<const char *>(m_.rows) + rows[i] * bytes,
              static_cast<size_t>(bytes));
   }
+
+  // Copies some rows, row by row.
+  void copy(const int64_t *rows, int64_t count, char *to) const { gather(rows, count, to); }
 
   void prefetch(int64_t expert) const { Weights::prefetch(weights_[expert]); }
 
@@ -240,11 +243,14 @@ void mix(const tw_mixture &m, const Choice &choice, const Products &products,
          const float *shared_logits) {
   static thread_local Buffer memory[2];
   const Grouping rows = group_rows(m, choice, products);
-  for (int64_t g = 0; g < rows.num_groups; g++) products.prefetch(rows.groups[g].expert);
+  const auto has_weights = [&](int64_t expert) { return expert < m.experts + m.has_shared; };
+  for (int64_t g = 0; g < rows.num_groups; g++)
+    if (has_weights(rows.groups[g].expert)) products.prefetch(rows.groups[g].expert);
   const int64_t size = products.element(), positions = m.num_rows * rows.each;
   char *inner = reserve<char>(memory[0], rows.num_inner * size);
   char *outputs = reserve<char>(memory[1], positions * m.outputs * size);
-  for_outputs(rows, [&](int64_t expert) { return products.gate_units(expert); },
+  for_outputs(rows,
+              [&](int64_t expert) { return has_weights(expert) ? products.gate_units(expert) : 0; },
               [&](const Item &item) {
                 static thread_local Buffer gathered;
                 const Group &group = rows.groups[item.group];
@@ -257,11 +263,15 @@ void mix(const tw_mixture &m, const Choice &choice, const Products &products,
                 }
                 products.gate(group, item, from, inner + group.inner * size);
               });
-  for_outputs(rows, [&](int64_t expert) { return products.down_units(expert); },
+  for_outputs(rows,
+              [&](int64_t expert) { return has_weights(expert) ? products.down_units(expert) : 1; },
               [&](const Item &item) {
                 const Group &group = rows.groups[item.group];
-                products.down(group, item, inner + group.inner * size,
-                              outputs + group.first * m.outputs * size);
+                char *out = outputs + group.first * m.outputs * size;
+                if (has_weights(group.expert))
+                  products.down(group, item, inner + group.inner * size, out);
+                else
+                  products.copy(rows.rows + group.first, group.count, out);
               });
   if (shared_logits)
     for (int64_t row = 0; row < m.num_rows; row++) {
@@ -296,6 +306,17 @@ class TiledProducts {
       for (int64_t block = 0; block < blocks; block++)
         memcpy(to + (i / kTile * blocks + block) * kBlock + i % kTile * kLine,
                from + (rows[i] / kTile * blocks + block) * kBlock + rows[i] % kTile * kLine, kLine);
+  }
+
+  // Copies some rows, row by row.
+  void copy(const int64_t *rows, int64_t count, char *to) const {
+    constexpr int64_t kLine = kTile * 2;  // bytes
+    const auto *from = static_cast<const char *>(m_.rows);
+    const int64_t blocks = m_.inputs / kTile;
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t block = 0; block < blocks; block++)
+        memcpy(to + (i * blocks + block) * kLine,
+               from + ((rows[i] / kTile * blocks + block) * kTile + rows[i] % kTile) * kLine, kLine);
   }
 
   void prefetch(int64_t expert) const {

@@ -47,9 +47,11 @@ class Attention {
  public:
   explicit Attention(const tw_attention &a)
       : a_(a),
-        width_(divide_up(a.head_dim, kRun) * kRun),
+        key_width_(divide_up(a.head_dim, kRun) * kRun),
+        width_(divide_up(a.value_dim, kRun) * kRun),
         places_(divide_up(a.block_size, kRun) * kRun),
-        run_bytes_(kRun * (width_ * kSize + kScales)) {}
+        key_bytes_(kRun * (key_width_ * kSize + kScales)),
+        value_bytes_(kRun * (width_ * kSize + kScales)) {}
 
   // Floats of a row's state in a part of a context.
   int64_t state_size() const { return width_ + 2; }
@@ -58,12 +60,13 @@ class Attention {
   void write(int64_t token) const {
     const int64_t slot = a_.slots[token], place = slot % a_.block_size, in_run = place % kRun;
     for (int64_t h = 0; h < a_.num_kv_heads; h++) {
-      const int64_t from = token * a_.row_stride + h * a_.head_dim;
-      const int64_t at = run_at(slot / a_.block_size, h, place);
-      write_row(static_cast<const T *>(a_.keys) + from, static_cast<uint8_t *>(a_.key_cache) + at,
-                in_run, in_run, kRun);
-      write_row(static_cast<const T *>(a_.values) + from,
-                static_cast<uint8_t *>(a_.value_cache) + at, in_run, in_run * width_, 1);
+      const int64_t from = token * a_.row_stride, run = run_at(slot / a_.block_size, h, place);
+      write_row(static_cast<const T *>(a_.keys) + from + h * a_.head_dim, a_.head_dim,
+                static_cast<uint8_t *>(a_.key_cache) + run * key_bytes_, key_width_, in_run, in_run,
+                kRun);
+      write_row(static_cast<const T *>(a_.values) + from + h * a_.value_dim, a_.value_dim,
+                static_cast<uint8_t *>(a_.value_cache) + run * value_bytes_, width_, in_run,
+                in_run * width_, 1);
     }
   }
 
@@ -129,35 +132,37 @@ class Attention {
   // Returns the place after the last of so many keys.
   int64_t place_after(int64_t keys) const { return keys > 0 ? place_of(keys - 1) + 1 : 0; }
 
-  // Returns the byte of a cache at which the run of a block's place begins.
+  // Returns the number of the run of a block's place, among those of a cache.
   int64_t run_at(int64_t block, int64_t kv_head, int64_t place) const {
     const int64_t head = block * a_.num_kv_heads + kv_head;
-    return (head * (places_ / kRun) + place / kRun) * run_bytes_;
+    return head * (places_ / kRun) + place / kRun;
   }
 
-  // Returns the scales of a run's tokens.
-  const float *scales_of(const Number *run) const {
-    return reinterpret_cast<const float *>(run + kRun * width_);
+  // Returns the scales of the tokens of a run whose heads have so many numbers.
+  static const float *scales_of(const Number *run, int64_t width) {
+    return reinterpret_cast<const float *>(run + kRun * width);
   }
 
-  // Writes the numbers of one head of a token, `step` apart from `first` on.
-  void write_row(const T *from, uint8_t *run, int64_t in_run, int64_t first, int64_t step) const {
+  // Writes the `count` numbers of one head of a token, `step` apart from `first` on, to a run whose
+  // heads have `width`.
+  static void write_row(const T *from, int64_t count, uint8_t *run, int64_t width, int64_t in_run,
+                        int64_t first, int64_t step) {
     Number *to = reinterpret_cast<Number *>(run) + first;
     if constexpr (kScaled) {
       float most = 0;
-      for (int64_t i = 0; i < a_.head_dim; i++) {
+      for (int64_t i = 0; i < count; i++) {
         const float size = __builtin_fabsf(load(from[i]));
         most = size > most || size != size ? size : most;  // a NaN stays
       }
       // NaN and infinity are in the scale: of them, and of numbers near 0, there are no integers.
       const bool fits = most > 1e-30f && most <= 3.4e38f;
       const float scale = most / 127, inverse = fits ? 127 / most : 0;
-      memcpy(run + kRun * width_ + in_run * kScales, &scale, sizeof scale);
-      for (int64_t i = 0; i < a_.head_dim; i++)
+      memcpy(run + kRun * width + in_run * kScales, &scale, sizeof scale);
+      for (int64_t i = 0; i < count; i++)
         to[i * step] =
             fits ? static_cast<int8_t>(__builtin_rintf(load(from[i]) * inverse)) : 0;
     } else {
-      for (int64_t i = 0; i < a_.head_dim; i++) store(to + i * step, load(from[i]));
+      for (int64_t i = 0; i < count; i++) store(to + i * step, load(from[i]));
     }
   }
 
@@ -192,8 +197,8 @@ class Attention {
     for (int64_t run = 0; run < kRuns && span.count > 0; run++) {
       const int64_t place = first + run * kRun;
       if (place < end) at = run_at(blocks[place / places_], unit.kv_head, place % places_);
-      const auto keys = static_cast<const uint8_t *>(a_.key_cache) + at;
-      const auto values = static_cast<const uint8_t *>(a_.value_cache) + at;
+      const auto keys = static_cast<const uint8_t *>(a_.key_cache) + at * key_bytes_;
+      const auto values = static_cast<const uint8_t *>(a_.value_cache) + at * value_bytes_;
       span.keys[run] = reinterpret_cast<const Number *>(keys);
       span.values[run] = reinterpret_cast<const Number *>(values);
     }
@@ -243,7 +248,7 @@ class Attention {
       total += weights;
       if constexpr (kScaled) {
         const int64_t lane = i * kLanes;
-        weights *= widen(scales_of(span.values[lane / kRun]) + lane % kRun);
+        weights *= widen(scales_of(span.values[lane / kRun], width_) + lane % kRun);
       }
       store(s.scores + r * kSpan + i * kLanes, weights);
     }
@@ -254,7 +259,8 @@ class Attention {
     for (int64_t i = 0; i < kSpanLanes; i++) {
       const int64_t lane = i * kLanes;
       scores[i] = widen(from + lane);
-      if constexpr (kScaled) scores[i] *= widen(scales_of(span.keys[lane / kRun]) + lane % kRun);
+      if constexpr (kScaled)
+        scores[i] *= widen(scales_of(span.keys[lane / kRun], key_width_) + lane % kRun);
       if (a_.cap) scores[i] = a_.cap * kLog2E * hyperbolic_tangent(scores[i]);
     }
   }
@@ -303,24 +309,25 @@ class Attention {
     if (a_.sinks) total += power_of_two(a_.sinks[head] * kLog2E - base);
     // A row that sees no key has no values to divide: its output is zero.
     const float scale = total == 0 ? 0.0f : 1.0f / total;
-    const int64_t outputs = a_.num_kv_heads * a_.group * a_.head_dim;
+    const int64_t outputs = a_.num_kv_heads * a_.group * a_.value_dim;
     T *out = static_cast<T *>(a_.out);
     if (!a_.is_tiled) {
-      out += token * outputs + head * a_.head_dim;
-      for (int64_t i = 0; i < a_.head_dim; i++) store(out + i, state[i] * scale);
+      out += token * outputs + head * a_.value_dim;
+      for (int64_t i = 0; i < a_.value_dim; i++) store(out + i, state[i] * scale);
       return;
     }
     out += token / kBlock * kBlock * outputs + token % kBlock * kBlock;
-    for (int64_t i = 0; i < a_.head_dim; i++) {
-      const int64_t column = head * a_.head_dim + i;
+    for (int64_t i = 0; i < a_.value_dim; i++) {
+      const int64_t column = head * a_.value_dim + i;
       store(out + column / kBlock * kBlock * kBlock + column % kBlock, state[i] * scale);
     }
   }
 
   const tw_attention &a_;
-  const int64_t width_;   // of a head in the cache: numbers past head_dim are not used
+  // Numbers of a head's key and of its value in the cache; those past the head's are not used.
+  const int64_t key_width_, width_;
   const int64_t places_;  // of a block, those of its last run included
-  const int64_t run_bytes_;
+  const int64_t key_bytes_, value_bytes_;  // of a run
 };
 
 template <typename T, typename Number>

@@ -152,6 +152,10 @@ void arrange_part(const T *from, T *to, int64_t width, int32_t arrangement) {
       for (int64_t i = 0; i < width; i++)
         store(to + i, load(to[i]) / (1.0f + exponential(-load(from[i]))));
       break;
+    case TW_ADD_ROWS:
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) store(to + i, load(to[i]) + load(from[i]));
+      break;
   }
 }
 

@@ -48,7 +48,10 @@ struct alignas(64) Scratch {
 
 class Attention {
  public:
-  explicit Attention(const tw_attention &a) : a_(a), head_size_(a.block_size * a.head_dim) {
+  explicit Attention(const tw_attention &a)
+      : a_(a),
+        key_size_(a.block_size * a.head_dim),
+        value_size_(a.block_size * a.value_dim) {
     while (decodes_ < a.sequences && is_decode(a, decodes_)) decodes_++;
     // Fewer queries than tokens: a prompt's last token may look like a decode, yet its prompt's
     // keys must be written too.
@@ -90,8 +93,8 @@ class Attention {
       // the same data before it reads.
       if (writes && end == unit.last_key) write(unit.sequence, unit.kv_head, false);
       // Chunks need no prefetch: their keys and values are in the L2 cache.
-      Prefetch prefetch(following, decodes ? a_.head_dim : 0,
-                  unit.num_rows + span.num_steps * (1 + a_.head_dim / kPair));
+      Prefetch prefetch(following, decodes ? a_.head_dim : 0, decodes ? a_.value_dim : 0,
+                        unit.num_rows + span.num_steps * (1 + a_.value_dim / kPair));
       for (int64_t step = 0; step < span.num_steps; step += steps) {
         Scored scored{span.first + step * kTileInner, step, smaller(step + steps, span.num_steps)};
         score(unit, span, scored, prefetch, s);
@@ -106,26 +109,26 @@ class Attention {
       keep(unit, s);
     else
       for (int64_t r = 0; r < unit.num_rows; r++)
-        store(s.tokens[r], s.heads[r], s.state + r * a_.head_dim, s.base[r], total(r, s));
+        store(s.tokens[r], s.heads[r], s.state + r * a_.value_dim, s.base[r], total(r, s));
   }
 
   // Merges the parts of a unit. unit.partial: the first part's state.
   void merge(const Unit &unit, int64_t parts, int64_t part_size) const {
     alignas(64) float sum[kMostHeadDim];
     for (int64_t r = 0; r < unit.num_rows; r++) {
-      const float *first = unit.partial + r * (a_.head_dim + 2);
+      const float *first = unit.partial + r * (a_.value_dim + 2);
       float highest = kLowest, total = 0;
       for (int64_t p = 0; p < parts; p++) {
-        float candidate = first[p * part_size + a_.head_dim];
+        float candidate = first[p * part_size + a_.value_dim];
         highest = candidate > highest ? candidate : highest;
       }
       memset(sum, 0, sizeof sum);
       for (int64_t p = 0; p < parts; p++) {
         const float *part = first + p * part_size;
-        float power = power_of_two(part[a_.head_dim] - highest);
+        float power = power_of_two(part[a_.value_dim] - highest);
         __m512 factor = _mm512_set1_ps(power);
-        total += part[a_.head_dim + 1] * power;
-        for (int64_t i = 0; i < a_.head_dim; i += 16)
+        total += part[a_.value_dim + 1] * power;
+        for (int64_t i = 0; i < a_.value_dim; i += 16)
           _mm512_store_ps(sum + i, _mm512_fmadd_ps(factor, _mm512_loadu_ps(part + i),
                                                    _mm512_load_ps(sum + i)));
       }
@@ -144,13 +147,14 @@ class Attention {
 
   // Writes one head of a token, or of the 32 tokens from it on.
   void write(int64_t token, int64_t head, bool together) const {
-    int64_t from = token * a_.row_stride + head * a_.head_dim, slot = a_.slots[token];
-    auto key = static_cast<const uint16_t *>(a_.keys) + from;
-    auto value = static_cast<const uint16_t *>(a_.values) + from;
-    int64_t to = (slot / a_.block_size * a_.num_kv_heads + head) * head_size_ +
-                 slot % a_.block_size / kTileInner * kTileInner * a_.head_dim;
-    auto keys = static_cast<uint16_t *>(a_.key_cache) + to;
-    auto values = static_cast<uint16_t *>(a_.value_cache) + to;
+    int64_t from = token * a_.row_stride, slot = a_.slots[token];
+    auto key = static_cast<const uint16_t *>(a_.keys) + from + head * a_.head_dim;
+    auto value = static_cast<const uint16_t *>(a_.values) + from + head * a_.value_dim;
+    int64_t block = slot / a_.block_size * a_.num_kv_heads + head;
+    int64_t first = slot % a_.block_size / kTileInner * kTileInner;
+    auto keys = static_cast<uint16_t *>(a_.key_cache) + block * key_size_ + first * a_.head_dim;
+    auto values =
+        static_cast<uint16_t *>(a_.value_cache) + block * value_size_ + first * a_.value_dim;
     if (together)
       write_all(key, value, keys, values);
     else
@@ -165,7 +169,7 @@ class Attention {
               offset % kTileRows;
     for (int64_t pair = 0; pair < a_.head_dim / 2; pair++) to[pair * kTileRows] = from[pair];
     values += pair_row(offset / 2) * kPair + offset % 2;
-    for (int64_t i = 0; i < a_.head_dim; i++)
+    for (int64_t i = 0; i < a_.value_dim; i++)
       values[i / kTileRows * kTile + i % kTileRows * 2] = value[i];
   }
 
@@ -183,7 +187,7 @@ class Attention {
         lane, _mm512_slli_epi32(_mm512_add_epi32(lane, _mm512_set1_epi32(kTileInner)), 16));
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(kTileRows));
     for (int64_t pair = 0; pair < kTileRows; pair++, value += 2 * a_.row_stride)
-      for (int64_t i = 0; i < a_.head_dim; i += kTileInner) {
+      for (int64_t i = 0; i < a_.value_dim; i += kTileInner) {
         __m512i even = _mm512_loadu_si512(value + i);
         __m512i odd = _mm512_loadu_si512(value + a_.row_stride + i);
         uint16_t *to = values + i / kTileRows * kTile + pair_row(pair) * kPair;
@@ -201,9 +205,10 @@ class Attention {
     int64_t block = first / a_.block_size, offset = first % a_.block_size;
     for (int64_t key = 0; key < span.count; key += kTileInner) {
       int64_t head = blocks[block] * a_.num_kv_heads + unit.kv_head;
-      int64_t at = head * head_size_ + offset * a_.head_dim;
-      span.keys[span.num_steps] = static_cast<const uint16_t *>(a_.key_cache) + at;
-      span.values[span.num_steps++] = static_cast<const uint16_t *>(a_.value_cache) + at;
+      int64_t key_at = head * key_size_ + offset * a_.head_dim;
+      int64_t value_at = head * value_size_ + offset * a_.value_dim;
+      span.keys[span.num_steps] = static_cast<const uint16_t *>(a_.key_cache) + key_at;
+      span.values[span.num_steps++] = static_cast<const uint16_t *>(a_.value_cache) + value_at;
       offset += kTileInner;
       if (offset == a_.block_size) {
         offset = 0;
@@ -382,9 +387,9 @@ class Attention {
     s.base[r] = found * scale();
     if (before == kLowest) return;
     __m512 correction = _mm512_set1_ps(power_of_two(before - s.base[r]));
-    float *totals = s.totals + r * kLanes, *state = s.state + r * a_.head_dim;
+    float *totals = s.totals + r * kLanes, *state = s.state + r * a_.value_dim;
     _mm512_store_ps(totals, _mm512_mul_ps(correction, _mm512_load_ps(totals)));
-    for (int64_t i = 0; i < a_.head_dim; i += kLanes)
+    for (int64_t i = 0; i < a_.value_dim; i += kLanes)
       _mm512_store_ps(state + i, _mm512_mul_ps(correction, _mm512_load_ps(state + i)));
     uint16_t *weights = s.weights + r * kWeightStride;  // of this span, not yet multiplied
     for (int64_t i = 0; i < scored.step * kTileInner; i += kLanes) {
@@ -398,7 +403,7 @@ class Attention {
     return _mm512_reduce_add_ps(_mm512_load_ps(s.totals + r * kLanes));
   }
 
-  // state [rows, head_dim] += weights @ values
+  // state [rows, value_dim] += weights @ values
   void gather(const Unit &unit, Span &span, Prefetch &prefetch, Scratch &s) const {
     bool first = span.first == unit.first_key;
     // Slots past the context hold an earlier sequence's data. Its weight is zero, but zero times
@@ -407,9 +412,9 @@ class Attention {
       const uint16_t *&tail = span.values[span.num_steps - 1];
       tail = clean(tail, left, s.tail);
     }
-    for (int64_t i = 0; i < a_.head_dim; i += kPair) {
+    for (int64_t i = 0; i < a_.value_dim; i += kPair) {
       float *state = s.state + i;
-      multiply_block(unit.num_rows, first ? nullptr : state, state, a_.head_dim, span.num_steps,
+      multiply_block(unit.num_rows, first ? nullptr : state, state, a_.value_dim, span.num_steps,
                      [&](int64_t step) {
                        prefetch.advance();
                        const uint16_t *tile = span.values[step] + i * kTileInner;
@@ -421,7 +426,7 @@ class Attention {
 
   // Returns a copy of 32 tokens' value tiles with zeros for tokens from `count` on.
   const uint16_t *clean(const uint16_t *from, int64_t count, uint16_t *to) const {
-    for (int64_t tile = 0; tile < a_.head_dim / kTileRows; tile++)
+    for (int64_t tile = 0; tile < a_.value_dim / kTileRows; tile++)
       for (int64_t pair = 0; pair < kTileRows; pair++) {
         int64_t left = count - 2 * pair;  // tokens of a pair alternate
         __mmask32 kept = left >= 2 ? 0xffffffff : left == 1 ? 0x55555555 : 0;
@@ -433,20 +438,20 @@ class Attention {
 
   void keep(const Unit &unit, const Scratch &s) const {
     for (int64_t r = 0; r < unit.num_rows; r++) {
-      float *partial = unit.partial + r * (a_.head_dim + 2);
-      memcpy(partial, s.state + r * a_.head_dim, static_cast<size_t>(a_.head_dim) * 4);
-      partial[a_.head_dim] = s.base[r];
-      partial[a_.head_dim + 1] = total(r, s);
+      float *partial = unit.partial + r * (a_.value_dim + 2);
+      memcpy(partial, s.state + r * a_.value_dim, static_cast<size_t>(a_.value_dim) * 4);
+      partial[a_.value_dim] = s.base[r];
+      partial[a_.value_dim + 1] = total(r, s);
     }
   }
 
   void store(int64_t token, int64_t head, const float *state, float base, float total) const {
-    int64_t width = a_.num_kv_heads * a_.group * a_.head_dim;
-    auto out = static_cast<uint16_t *>(a_.out) + tiled(token, head * a_.head_dim, width);
+    int64_t width = a_.num_kv_heads * a_.group * a_.value_dim;
+    auto out = static_cast<uint16_t *>(a_.out) + tiled(token, head * a_.value_dim, width);
     if (a_.sinks) total += power_of_two(a_.sinks[head] * kLog2E - base);
     // A row that sees no key has no values to divide: its output is zero.
     __m512 scale = _mm512_set1_ps(total == 0 ? 0.0f : 1.0f / total);
-    for (int64_t i = 0; i < a_.head_dim; i += kTileInner, out += kPair * kTileInner) {
+    for (int64_t i = 0; i < a_.value_dim; i += kTileInner, out += kPair * kTileInner) {
       __m512 low = _mm512_mul_ps(scale, _mm512_loadu_ps(state + i));
       __m512 high = _mm512_mul_ps(scale, _mm512_loadu_ps(state + i + kLanes));
       _mm512_store_si512(out, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)));
@@ -454,7 +459,7 @@ class Attention {
   }
 
   const tw_attention &a_;
-  int64_t head_size_;
+  int64_t key_size_, value_size_;  // elements of a head in a block
   int64_t decodes_ = 0;  // sequences before the first chunk
   int64_t written_ = 0;  // leading sequences, of one token each, whose keys attend() may write
 };
@@ -464,7 +469,7 @@ class Attention {
 void TW_ATTEND(const tw_attention *attention) {
   const tw_attention &a = *attention;
   Attention kernel(a);
-  int64_t part_size = smaller(kMostRows, a.group) * (a.head_dim + 2);
+  int64_t part_size = smaller(kMostRows, a.group) * (a.value_dim + 2);
   const Plan work = plan(a, kernel.decodes(), part_size, kMostRows, kTileInner);
   parallel_for(divide_up(a.tokens, kTokens), [&](int64_t item) {
     int64_t end = smaller((item + 1) * kTokens, a.tokens);

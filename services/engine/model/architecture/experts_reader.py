@@ -71,11 +71,11 @@ def read_experts(
     per_token: experts of a token; has_mxfp4: they are stored as MXFP4. Raises CheckpointError for
     values that contradict one another.
     """
-    count = num_experts(config)
-    if per_token > count:
+    count, identities = num_experts(config), _identities(config)
+    if per_token > count + identities:
         raise CheckpointError(
             f"{config.file}: {config.file_key('num_experts_per_tok')} ({per_token}) exceeds the "
-            f"{count} experts."
+            f"{count + identities} experts."
         )
     width = config.positive("moe_intermediate_size", dense.width)
     return ExpertsSpec(
@@ -86,7 +86,20 @@ def read_experts(
         has_bias=dense.has_bias and family.experts_have_bias,
         is_mxfp4=has_mxfp4,
         shared=_shared_expert(config, family, dense, width),
+        identities=identities,
     )
+
+
+def _identities(config: Config) -> int:
+    """Return the experts without weights. Raises CheckpointError unless they return their rows."""
+    count, kind = config.integer("zero_expert_num", 0), config.text("zero_expert_type", "identity")
+    if count < 0:
+        raise CheckpointError(f"{config.file}: zero_expert_num must not be negative, got {count}.")
+    if kind != "identity":
+        raise CheckpointError(
+            f"{config.file}: zero_expert_type {kind} is not supported here. Supported: identity."
+        )
+    return count
 
 
 def _routing(config: Config, family: Family, count: int, per_token: int) -> Routing:

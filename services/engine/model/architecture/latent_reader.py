@@ -94,10 +94,12 @@ def _read_latent(
     if not (rotates or config.flag("mla_use_nope", True)):
         raise CheckpointError(f"{config.file}: mla_use_nope is false, which is not supported.")
     scale = (key_width + shared_width) ** -0.5
+    query_width = config.positive("q_lora_rank") if config.has("q_lora_rank") else 0
+    latent_width = config.positive("kv_lora_rank")
     return LatentSpec(
         num_heads=num_heads,
-        query_width=config.positive("q_lora_rank") if config.has("q_lora_rank") else 0,
-        latent_width=config.positive("kv_lora_rank"),
+        query_width=query_width,
+        latent_width=latent_width,
         key_width=key_width,
         shared_width=shared_width,
         value_width=config.positive("v_head_dim", hidden_size // num_heads),
@@ -108,8 +110,15 @@ def _read_latent(
         is_interleaved=rotates and config.flag("rope_interleave", family.interleaved_rotary),
         has_bias=config.flag("attention_bias", False),
         norm_epsilon=_EPSILON,
+        query_factor=_vector_factor(config, "mla_scale_q_lora", hidden_size, query_width),
+        latent_factor=_vector_factor(config, "mla_scale_kv_lora", hidden_size, latent_width),
         has_output_gate=family.names.output_gate is not None,
     )
+
+
+def _vector_factor(config: Config, key: str, hidden_size: int, width: int) -> float:
+    """Return the factor that makes vectors of this width as long as the residual (LongCat)."""
+    return (hidden_size / width) ** 0.5 if width and config.flag(key, False) else 1.0
 
 
 def _yarn_scale(config: Config) -> float:

@@ -38,6 +38,10 @@ class LatentSpec:
     """Epsilon of the norms of query vectors and latents"""
     attended_tokens: int = 0
     """Tokens that a query attends to at most; 0: all"""
+    query_factor: float = 1.0
+    """Factor on normed query vectors"""
+    latent_factor: float = 1.0
+    """Factor on normed latents"""
     has_output_gate: bool = False
     """Each head's output is multiplied by the sigmoid of a product of its own"""
     index: IndexSpec | None = None

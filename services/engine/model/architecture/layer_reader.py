@@ -30,6 +30,7 @@ from services.engine.model.architecture.lightning_reader import with_normed_resi
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.recurrent_reader import read_recurrent_layers
 from services.engine.model.architecture.rotary import RotarySpec
+from services.engine.model.architecture.shortcut_layers import shortcut_layers
 from services.engine.model.architecture.single_parts import single_parts
 from services.engine.model.architecture.zamba_layers import zamba_layers
 from services.engine.model.checkpoint.config import CheckpointError, Config
@@ -86,6 +87,8 @@ def read_layers(
     feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
     if family.has_single_parts:
         return single_parts(config, mixers, feed_forwards)
+    if family.names.sublayer_modules:
+        return shortcut_layers(config, mixers, feed_forwards)
     layers = tuple(map(LayerSpec, mixers, feed_forwards))
     if family.names.altup is not None:
         return gemma3n_layers(config, layers)
@@ -112,6 +115,12 @@ def _attention_layers(
             f"{config.file}: {config.file_key('num_attention_heads')} ({num_heads}) is not a "
             f"multiple of num_key_value_heads ({num_kv_heads})."
         )
+    local_kv_heads = config.positive("swa_num_key_value_heads", num_kv_heads)
+    if num_heads % local_kv_heads:
+        raise CheckpointError(
+            f"{config.file}: num_attention_heads ({num_heads}) is not a multiple of "
+            f"swa_num_key_value_heads ({local_kv_heads})."
+        )
     head_dim = _head_dim(config, hidden_size, num_heads)
     local = _local_layers(config, family, num_layers)
     is_chunked = family.windows is WindowRule.CHUNKED
@@ -133,7 +142,7 @@ def _attention_layers(
     return [
         AttentionSpec(
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=local_kv_heads if is_local else num_kv_heads,
             head_dim=head_dim,
             scale=_attention_scale(config, family, head_dim),
             cap=config.number("attn_logit_softcapping", 0.0) if family.reads_soft_caps else 0.0,
@@ -141,15 +150,22 @@ def _attention_layers(
             rotary=rotary,
             qkv_bias=family.qkv_bias or has_bias,
             output_bias=output_key is not None and config.flag(output_key, False),
-            has_sinks=family.names.sinks is not None,
+            has_sinks=_has_sinks(config, family, is_local),
             qk_norm=_qk_norm_of(qk_norm, rotary),
             has_output_gate=has_gate,
             is_chunked=is_chunked and is_local,
+            value_width=config.positive("value_head_dim", head_dim),
         )
         for is_local, rotary in zip(
             local, _rotaries(config, family, local, head_dim, context_length), strict=True
         )
     ]
+
+
+def _has_sinks(config: Config, family: Family, is_local: bool) -> bool:
+    """Return whether a layer has sinks; files of MiMo state it for each of two kinds of layers."""
+    key = f"add_{'swa' if is_local else 'full'}_attention_sink_bias"
+    return family.names.sinks is not None and config.flag(key, True)
 
 
 def _kv_heads(config: Config, family: Family, num_heads: int) -> int:

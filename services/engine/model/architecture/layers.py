@@ -70,12 +70,24 @@ class AttentionSpec:
     """Width of what it reads; 0: that of the residual"""
     index: BlockIndex | None = None
     """Indexer that chooses the blocks of tokens that are seen; None: all are"""
+    value_width: int = 0
+    """Width of a head's values; 0: that of its keys"""
 
     @property
     def page_width(self) -> int:
         """Numbers that the cache holds of a token: keys, values, and an index key if there is an
         indexer."""
-        return 2 * self.num_kv_heads * self.head_dim + (self.index.width if self.index else 0)
+        return self.cached_width + (self.index.width if self.index else 0)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values and outputs."""
+        return self.value_width or self.head_dim
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers of a token's keys and values."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
 
     @property
     def is_plain(self) -> bool:
@@ -85,7 +97,8 @@ class AttentionSpec:
     @property
     def widths(self) -> Set[int]:
         """Widths of the activations."""
-        return {self.head_dim, *(() if self.index is None else (self.index.width,))}
+        index = () if self.index is None else (self.index.width,)
+        return {self.head_dim, self.value_dim, *index}
 
     def part(self, count: int) -> "AttentionSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
@@ -168,6 +181,7 @@ class ExpertsSpec:
     """A mixture of experts: feed-forward layers among which a router chooses for each token."""
 
     count: int
+    """Experts with weights"""
     routing: Routing
     width: int
     """Intermediate size of an expert"""
@@ -177,6 +191,13 @@ class ExpertsSpec:
     """True if the experts are stored as MXFP4"""
     shared: DenseSpec | None
     """The expert that every token has; None: there is none"""
+    identities: int = 0
+    """Experts without weights, numbered behind the others, which return what they read"""
+
+    @property
+    def num_choices(self) -> int:
+        """Experts among which the router chooses."""
+        return self.count + self.identities
 
     @property
     def inner_width(self) -> int:
@@ -194,10 +215,13 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class BesideSpec:
-    """A dense layer and experts side by side, each with norms of its own."""
+    """A dense layer and experts side by side."""
 
     dense: DenseSpec
     experts: ExpertsSpec
+    is_shortcut: bool = False
+    """Both read the same norm, and the experts' output joins the residual at the end of the next
+    layer; False: each has norms of its own"""
 
     @property
     def width(self) -> int:
@@ -211,7 +235,7 @@ class BesideSpec:
 
     def part(self, count: int) -> "BesideSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
-        return BesideSpec(self.dense.part(count), self.experts.part(count))
+        return replace(self, dense=self.dense.part(count), experts=self.experts.part(count))
 
 
 MixerSpec: TypeAlias = (
@@ -293,8 +317,13 @@ class LayerSpec:
     """Place of its tensors below the stored layers; empty: its number"""
     shared_block: SharedBlockSpec | None = None
     """None: the layer is no shared block"""
+    sublayer: int | None = None
+    """Number of the layer among those that share their place, and modules there; None: it is the
+    only one"""
     follows_block: bool = False
     """The layer reads the output of a shared block beside the residual"""
+    follows_shortcut: bool = False
+    """The layer ends with the addition of what the experts of the layer before have returned"""
 
     def part(self, count: int) -> "LayerSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""

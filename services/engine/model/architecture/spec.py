@@ -20,9 +20,14 @@ from services.engine.model.architecture.layers import (
     ParallelSpec,
 )
 from services.engine.model.architecture.lightning_reader import residual_factor
+from services.engine.model.architecture.mimo_layers import with_mimo_keys
 from services.engine.model.architecture.modal_tokens import ModalTokens, read_modal_tokens
 from services.engine.model.architecture.single_parts import with_parts
-from services.engine.model.architecture.weight_factors import WeightFactors, read_weight_factors
+from services.engine.model.architecture.weight_factors import (
+    WeightFactors,
+    read_value_factor,
+    read_weight_factors,
+)
 from services.engine.model.architecture.zamba_layers import with_zamba_keys
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
@@ -140,7 +145,8 @@ class ModelSpec:
     @property
     def widest_head(self) -> int:
         """Largest head dimension of attention with keys of its own; 0: there is none."""
-        return max((layer.head_dim for layer in self.attention_layers.values()), default=0)
+        layers = self.attention_layers.values()
+        return max((max(layer.head_dim, layer.value_dim) for layer in layers), default=0)
 
     @property
     def has_experts(self) -> bool:
@@ -187,6 +193,11 @@ class ModelSpec:
         return any(layer.shared_block is not None for layer in self.layers)
 
     @property
+    def has_shortcuts(self) -> bool:
+        """True if the output of some experts joins the residual at the end of the next layer."""
+        return any(layer.follows_shortcut for layer in self.layers)
+
+    @property
     def num_streams(self) -> int:
         """Streams of AltUp or hyper-connections, or those that shared blocks read; 0: the residual
         is a sum."""
@@ -221,6 +232,8 @@ class ModelSpec:
             config = with_zamba_keys(config)
         if family.names.gated_unit is not None:
             config = with_griffin_keys(config)
+        if family.has_mimo_keys:
+            config = with_mimo_keys(config)
         stored_as = quantization_of(config, family)
         hidden_size = config.positive("hidden_size")
         context_length = config.positive("max_position_embeddings")
@@ -299,7 +312,7 @@ def _attention(layer: LayerSpec) -> AttentionSpec | None:
 
 def _weight_factors(config: Config, family: Family, layer: LayerSpec) -> tuple[WeightFactors, ...]:
     if not isinstance(layer.mixer, ParallelSpec):
-        return ()
+        return read_value_factor(config, family)
     return read_weight_factors(config, family, layer.mixer.mamba)
 
 

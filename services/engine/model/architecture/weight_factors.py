@@ -1,4 +1,5 @@
-"""Factors of single weights that config.json states (Falcon-H1's muP multipliers)."""
+"""Factors of single weights that config.json states: Falcon-H1's muP multipliers, and the one of
+MiMo's values."""
 
 from dataclasses import dataclass
 
@@ -6,7 +7,7 @@ from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family
 
-__all__ = ["WeightFactors", "read_weight_factors"]
+__all__ = ["WeightFactors", "read_value_factor", "read_weight_factors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,16 @@ def read_weight_factors(
         weight = tuple((count, factor * before) for count, factor in factors)
         found += [WeightFactors(f"{name}.weight", weight), WeightFactors(f"{name}.bias", factors)]
     return tuple(each for each in found if any(factor != 1 for _, factor in each.factors))
+
+
+def read_value_factor(config: Config, family: Family) -> tuple[WeightFactors, ...]:
+    """Read the factor of attention's values, if there is one. Raises CheckpointError."""
+    factor = config.number("attention_value_scale", 1.0)
+    if factor == 1:
+        return ()
+    _, _, value = family.names.qkv
+    parts = ("weight", "bias")
+    return tuple(WeightFactors(f"{value}.{part}", ((0, factor),)) for part in parts)
 
 
 def _numbers(config: Config, key: str, count: int) -> tuple[float, ...]:

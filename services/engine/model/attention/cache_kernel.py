@@ -15,16 +15,18 @@ def _write(  # type: ignore[no-untyped-def]
     value_cache,
     slots,
     token_stride,
-    columns,
+    key_columns,
+    value_columns,
     width: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, width)
-    inside = at < columns
     slot = tl.load(slots + token)
-    source, target = token * token_stride + at, slot * columns + at
-    tl.store(key_cache + target, tl.load(keys + source, mask=inside), mask=inside)
-    tl.store(value_cache + target, tl.load(values + source, mask=inside), mask=inside)
+    source = token * token_stride + at
+    key = tl.load(keys + source, mask=at < key_columns)
+    tl.store(key_cache + slot * key_columns + at, key, mask=at < key_columns)
+    value = tl.load(values + source, mask=at < value_columns)
+    tl.store(value_cache + slot * value_columns + at, value, mask=at < value_columns)
 
 
 def write_tokens(
@@ -32,10 +34,11 @@ def write_tokens(
 ) -> None:
     """Write each token's keys and values to its slot.
 
-    keys, values: [tokens, kv_heads, head_dim], views of one tensor with the same gaps between
-    tokens; caches: [slots, kv_heads, head_dim], contiguous; slots: int64 [tokens].
+    keys: [tokens, kv_heads, head_dim], values: [tokens, kv_heads, value_dim], views of one tensor
+    with the same gaps between tokens; caches: [slots, kv_heads, head_dim] and [slots, kv_heads,
+    value_dim], contiguous; slots: int64 [tokens].
     """
-    columns = keys.shape[1] * keys.shape[2]
+    columns = [each.shape[1] * each.shape[2] for each in (keys, values)]
     if len(keys):
         _write[(len(keys),)](
             keys,
@@ -44,6 +47,6 @@ def write_tokens(
             value_cache,
             slots,
             keys.stride(0),
-            columns,
-            width=triton.next_power_of_2(columns),
+            *columns,
+            width=triton.next_power_of_2(max(columns)),
         )

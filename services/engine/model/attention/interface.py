@@ -83,16 +83,17 @@ class KVCache:
         layers: Mapping[int, AttentionSpec],
         num_blocks: int | Mapping[int, int],
         block_size: int,
-        make: Callable[[AttentionSpec, int], Tensor],
+        make: Callable[[AttentionSpec, int, int], Tensor],
     ) -> "KVCache":
         """Make a cache of these layers, whose keys and whose values `make` allocates.
 
-        num_blocks: of every layer, or by layer; `make` gets a layer's.
+        num_blocks: of every layer, or by layer; `make` gets a layer's, and the width of a head.
         """
         counts = dict.fromkeys(layers, num_blocks) if isinstance(num_blocks, int) else num_blocks
-        keys, values = (
-            {index: make(layer, counts[index]) for index, layer in layers.items()} for _ in range(2)
-        )
+        keys, values = {}, {}
+        for index, layer in layers.items():
+            keys[index] = make(layer, counts[index], layer.head_dim)
+            values[index] = make(layer, counts[index], layer.value_dim)
         return KVCache(keys, values, block_size)
 
 
@@ -109,11 +110,11 @@ class AttentionStep:
     keys: Tensor
     """[tokens, kv_heads, head_dim]"""
     values: Tensor
-    """[tokens, kv_heads, head_dim]"""
+    """[tokens, kv_heads, value_dim]"""
     batch: StepBatch
     cache: KVCache
     out: Tensor
-    """[rows, heads * head_dim], contiguous; to be filled"""
+    """[rows, heads * value_dim], contiguous; to be filled"""
     sinks: Tensor | None = None
     """float32 [heads], one more logit in each head's softmax; None = there are none"""
     cache_group: int = 0
@@ -142,7 +143,7 @@ class AttentionBackend(ABC):
 
     def token_bytes(self, layer: AttentionSpec) -> int:
         """Return the bytes that a layer keeps of a token, its key and its value."""
-        return 2 * layer.num_kv_heads * layer.head_dim * self.kv_dtype.itemsize
+        return layer.cached_width * self.kv_dtype.itemsize
 
     @abstractmethod
     def allocate(

@@ -42,7 +42,8 @@ class NativeAttention(AttentionBackend):
         self._tiled = tiled
 
     def token_bytes(self, layer: AttentionSpec) -> int:
-        return 2 * layer.num_kv_heads * self._head_numbers(layer) * self.kv_dtype.itemsize
+        numbers = self._head_numbers(layer.head_dim) + self._head_numbers(layer.value_dim)
+        return layer.num_kv_heads * numbers * self.kv_dtype.itemsize
 
     def allocate(
         self,
@@ -52,8 +53,8 @@ class NativeAttention(AttentionBackend):
     ) -> KVCache:
         places = -(-block_size // _RUN) * _RUN
 
-        def make(layer: AttentionSpec, blocks: int) -> Tensor:
-            shape = (blocks, layer.num_kv_heads, places * self._head_numbers(layer))
+        def make(layer: AttentionSpec, blocks: int, width: int) -> Tensor:
+            shape = (blocks, layer.num_kv_heads, places * self._head_numbers(width))
             return allocate(shape, self.kv_dtype)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
@@ -63,17 +64,17 @@ class NativeAttention(AttentionBackend):
         call.cache_dtype, call.is_tiled = DTYPES[self.kv_dtype], self._tiled
         self._native.run(Kernel.PAGED_ATTENTION, call)
 
-    def _head_numbers(self, layer: AttentionSpec) -> int:
-        """Return the numbers that a head keeps of a token, for its key or its value."""
+    def _head_numbers(self, width: int) -> int:
+        """Return the numbers that a head keeps of a token, for a key or a value of this width."""
         scales = _SCALE_BYTES if self.kv_dtype == torch.int8 else 0
-        return -(-layer.head_dim // _RUN) * _RUN + scales
+        return -(-width // _RUN) * _RUN + scales
 
 
 class TiledAttention(AttentionBackend):
     """bfloat16 in tiles: one kernel for decodes and prompt chunks. Its output is in tiles too.
 
-    A layer's keys and values are [blocks, kv_heads, block_size * head_dim] each, the last dimension
-    in tiles (src/kernels.h, tw_tiled_attend).
+    A layer's keys are [blocks, kv_heads, block_size * head_dim], and its values likewise, the last
+    dimension in tiles (src/kernels.h, tw_tiled_attend).
     """
 
     def __init__(self, native: Native, spec: ModelSpec) -> None:
@@ -90,8 +91,8 @@ class TiledAttention(AttentionBackend):
         if block_size % TILE:
             raise ValueError(f"the block size must be a multiple of {TILE}, got {block_size}")
 
-        def make(layer: AttentionSpec, blocks: int) -> Tensor:
-            shape = (blocks, layer.num_kv_heads, block_size * layer.head_dim)
+        def make(layer: AttentionSpec, blocks: int, width: int) -> Tensor:
+            shape = (blocks, layer.num_kv_heads, block_size * width)
             return allocate(shape, self.kv_dtype)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
@@ -123,6 +124,7 @@ def _call(spec: AttentionSpec, layer: int, step: AttentionStep) -> AttentionCall
         spec.num_kv_heads,
         spec.num_heads // spec.num_kv_heads,
         spec.head_dim,
+        spec.value_dim,
         cache.block_size,
         spec.window,
         step.cache_group,

@@ -36,9 +36,9 @@ _DTYPES = (torch.float16, torch.bfloat16)
 class PagedAttention(TorchAttention):
     """Reads keys and values from pages, for decodes and for prompt chunks behind a cached prefix.
 
-    Prompts without a cached prefix use torch's flash attention in layers with plain attention and
-    head dimensions up to 256. Our Triton kernel does the rest. TorchAttention serves float32 and
-    head dimensions above 512.
+    Prompts without a cached prefix use torch's flash attention in layers with plain attention,
+    values as wide as keys, and head dimensions up to 256. Our Triton kernel does the rest.
+    TorchAttention serves float32 and head dimensions above 512.
 
     Strides put a block's tokens outermost, unlike TorchAttention's, so that the cache is one run of
     pages × page size tokens.
@@ -60,7 +60,10 @@ class PagedAttention(TorchAttention):
         self._flash_layers = {
             index
             for index, layer in spec.attention_layers.items()
-            if layer.is_plain and layer.head_dim % 8 == 0 and layer.head_dim <= _MAX_FLASH_HEAD_DIM
+            if layer.is_plain
+            and layer.value_dim == layer.head_dim
+            and layer.head_dim % 8 == 0
+            and layer.head_dim <= _MAX_FLASH_HEAD_DIM
         }
         self._has_flash = torch.backends.cuda.is_flash_attention_available()
         self.reads_shared_once = self._is_supported
@@ -76,8 +79,8 @@ class PagedAttention(TorchAttention):
         if block_size % _PAGE:
             raise ValueError(f"the block size must be a multiple of {_PAGE}, got {block_size}")
 
-        def make(layer: AttentionSpec, blocks: int) -> Tensor:
-            shape = (blocks, block_size, layer.num_kv_heads, layer.head_dim)
+        def make(layer: AttentionSpec, blocks: int, width: int) -> Tensor:
+            shape = (blocks, block_size, layer.num_kv_heads, width)
             return torch.zeros(shape, dtype=self.kv_dtype, device=self._device).transpose(1, 2)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
@@ -130,6 +133,7 @@ class PagedAttention(TorchAttention):
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
+            spec.value_dim,
             cache.block_size,
             spec.scale,
             spec.cap,
@@ -233,5 +237,5 @@ def flash_attention(
 
 
 def tokens_of(layer: Tensor) -> Tensor:
-    """View one layer's cache as [slots, kv_heads, head_dim]."""
+    """View one layer's keys or values as [slots, kv_heads, width]."""
     return layer.transpose(1, 2).flatten(0, 1)

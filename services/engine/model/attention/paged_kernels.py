@@ -31,6 +31,7 @@ class PagedShape:
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     page: int
     """Tokens of a page, a multiple of 64"""
     scale: float
@@ -39,6 +40,11 @@ class PagedShape:
     """Soft cap on scaled query-key products; 0: none"""
     window: int
     """Tokens that a query sees, itself included; 0: unlimited"""
+
+    @property
+    def widest(self) -> int:
+        """Width of a key or a value, whichever is wider."""
+        return max(self.head_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +78,24 @@ def attend_pages(
     """Fill `out` with the attention of each row over its sequence's context.
 
     queries: [rows, heads, head_dim], where only rows may have gaps. keys, values: contiguous
-    [pages, page, kv_heads, head_dim]. sinks: float32 [heads] or None. out: contiguous
-    [rows, heads, head_dim]. Launches depend on the shapes of tensors, on `longest` and
-    `most_tokens`, and on whether there are `ends` and `sinks`, never on the content of tensors.
+    [pages, page, kv_heads, head_dim] and [pages, page, kv_heads, value_dim]. sinks: float32 [heads]
+    or None. out: contiguous [rows, heads, value_dim]. Launches depend on the shapes of tensors, on
+    `longest` and `most_tokens`, and on whether there are `ends` and `sinks`, never on the content
+    of tensors.
     """
     rows, sequences = len(queries), len(batch.lengths)
     group = shape.heads // shape.kv_heads
     is_decode = batch.longest == 1
-    tile = decode_tile(group, shape.head_dim)
+    tile = decode_tile(group, shape.widest)
     if batch.longest > tile.queries:
-        tile = prefill_tile(group, shape.head_dim)
+        tile = prefill_tile(group, shape.widest)
     # A sequence's last tile may be partial, so its tiles begin at a bound of those before it.
     tiles = sequences if is_decode else rows // tile.queries + sequences
     programs = tiles * shape.kv_heads * -(-group // tile.heads)
     tokens = batch.most_tokens or batch.tables.shape[1] * shape.page
     if shape.window:
         tokens = min(tokens, shape.window + tile.queries)
-    splits = count_splits(programs, rows, shape.heads, shape.head_dim, tokens, evens=is_decode)
+    splits = count_splits(programs, rows, shape.heads, shape.value_dim, tokens, evens=is_decode)
     operands = _Operands(shape, batch, queries, keys, values)
     if splits == 1:
         operands.attend(tile, tiles, 1, sinks, out)
@@ -115,7 +122,7 @@ def attend_shared(
     its own context (Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
     """
     rows, group = len(queries), shape.heads // shape.kv_heads
-    together, alone = prefill_tile(group, shape.head_dim), decode_tile(group, shape.head_dim)
+    together, alone = prefill_tile(group, shape.widest), decode_tile(group, shape.widest)
     tiles = -(-rows // together.queries)
     # each kind of parts gets half of the scratch memory and of the parts that can be merged
     tokens = min(batch.tables.shape[1] * shape.page, MAX_SPLITS // 2 * MIN_SPAN)
@@ -124,7 +131,7 @@ def attend_shared(
             count * shape.kv_heads * -(-group // tile.heads),
             2 * rows,
             shape.heads,
-            shape.head_dim,
+            shape.value_dim,
             tokens,
             evens=False,
         )
@@ -142,7 +149,7 @@ class _Parts:
     """Attention of each row over parts of its context."""
 
     outputs: Tensor
-    """float32 [rows, heads, parts, head_dim]"""
+    """float32 [rows, heads, parts, value_dim]"""
     sums: Tensor
     """float32 [rows, heads, parts], logarithms of softmax sums, to base 2"""
 
@@ -151,20 +158,20 @@ class _Parts:
         """Allocate parts of `out`."""
         counts = (len(out), shape.heads, parts)
         return _Parts(
-            out.new_empty((*counts, shape.head_dim), dtype=torch.float32),
+            out.new_empty((*counts, shape.value_dim), dtype=torch.float32),
             out.new_empty(counts, dtype=torch.float32),
         )
 
     def merge_into(self, out: Tensor) -> None:
         """Merge the parts of each row and head."""
-        rows, heads, parts, head_dim = self.outputs.shape
-        width = max(16, power_of_two(head_dim))
+        rows, heads, parts, value_dim = self.outputs.shape
+        width = max(16, power_of_two(value_dim))
         _merge[(rows * heads,)](
             out,
             self.outputs,
             self.sums,
             parts,
-            head_dim=head_dim,
+            value_dim=value_dim,
             max_splits=MAX_SPLITS,
             padded_dim=width,
             num_warps=8 if width > 128 else 4,
@@ -224,6 +231,7 @@ class _Operands:
             kv_heads=shape.kv_heads,
             group=group,
             head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
             page_size=shape.page,
             min_span=MIN_SPAN,
             is_decode=batch.longest == 1 and not is_together,
@@ -232,6 +240,7 @@ class _Operands:
             tile_heads=tile.heads,
             tile_keys=tile.keys,
             padded_dim=max(16, power_of_two(shape.head_dim)),
+            padded_value=max(16, power_of_two(shape.value_dim)),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -265,6 +274,7 @@ def _attend(
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
+    value_dim: tl.constexpr,
     page_size: tl.constexpr,
     min_span: tl.constexpr,
     is_decode: tl.constexpr,
@@ -273,6 +283,7 @@ def _attend(
     tile_heads: tl.constexpr,
     tile_keys: tl.constexpr,
     padded_dim: tl.constexpr,
+    padded_value: tl.constexpr,
 ) -> None:
     """Attend for a tile of one sequence's queries and one key head, over a part of its context.
 
@@ -284,7 +295,8 @@ def _attend(
     log2_e: tl.constexpr = 1.4426950408889634
     tile_queries: tl.constexpr = tile_rows // tile_heads
     head_parts: tl.constexpr = (group + tile_heads - 1) // tile_heads
-    token_stride: tl.constexpr = kv_heads * head_dim
+    key_stride: tl.constexpr = kv_heads * head_dim
+    value_stride: tl.constexpr = kv_heads * value_dim
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // head_parts
     head_part = tl.program_id(1) % head_parts
@@ -343,7 +355,7 @@ def _attend(
         sink = tl.load(sinks + head, mask=is_row, other=0.0) * log2_e
         highest = tl.where(is_first, sink, highest)
         total = tl.where(is_first, 1.0, total)
-    attended = tl.zeros((tile_rows, padded_dim), tl.float32)
+    attended = tl.zeros((tile_rows, padded_value), tl.float32)
 
     # Not the greatest of `end`: a part whose bounds come from a reduction is not pipelined.
     behind_queries = tl.minimum(first_query + tile_queries, count)
@@ -367,15 +379,17 @@ def _attend(
 
     table = tables + sequence.to(tl.int64) * table_stride
     columns = tl.arange(0, tile_keys)
-    key_offsets = columns[None, :] * token_stride + width[:, None]
-    value_offsets = columns[:, None] * token_stride + width[None, :]
+    value_width = tl.arange(0, padded_value)
+    is_value = value_width < value_dim
+    key_offsets = columns[None, :] * key_stride + width[:, None] + kv_head * head_dim
+    value_offsets = columns[:, None] * value_stride + value_width[None, :] + kv_head * value_dim
     page = tl.load(table + first // page_size, mask=first < last, other=0)
     for begin in range(first, last, tile_keys):
-        at = (page.to(tl.int64) * page_size + begin % page_size) * token_stride + kv_head * head_dim
+        at = page.to(tl.int64) * page_size + begin % page_size
         key = begin + columns
         is_key = key < last  # slots behind a context may hold NaN, which a weight of 0 keeps
         key_mask = is_key[None, :] & is_width[:, None]
-        k = tl.load(keys + at + key_offsets, mask=key_mask, other=0.0)
+        k = tl.load(keys + at * key_stride + key_offsets, mask=key_mask, other=0.0)
         scores = tl.dot(q, k, input_precision="ieee")
         if cap > 0:
             # cap * tanh(score / cap) = cap * (1 - 2 / (exp(2 * score / cap) + 1))
@@ -392,8 +406,8 @@ def _attend(
         weights = tl.exp2(scores - base_score[:, None])
         decay = tl.exp2(highest - base_score)
         total = total * decay + tl.sum(weights, 1)
-        value_mask = is_key[:, None] & is_width[None, :]
-        v = tl.load(values + at + value_offsets, mask=value_mask, other=0.0)
+        value_mask = is_key[:, None] & is_value[None, :]
+        v = tl.load(values + at * value_stride + value_offsets, mask=value_mask, other=0.0)
         attended = attended * decay[:, None]
         attended += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = peak
@@ -409,8 +423,9 @@ def _attend(
         cell = cell * parts + first_part + tl.program_id(2)
         logarithm = tl.where(is_empty, float("-inf"), highest + tl.log2(divisor))
         tl.store(sums + cell, logarithm, mask=is_row)
-    cells = cell[:, None] * head_dim + width[None, :]
-    tl.store(out + cells, attended.to(out.dtype.element_ty), mask=query_mask)
+    cells = cell[:, None] * value_dim + value_width[None, :]
+    out_mask = is_row[:, None] & is_value[None, :]
+    tl.store(out + cells, attended.to(out.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator]
@@ -419,14 +434,14 @@ def _merge(
     parts: tl.tensor,
     sums: tl.tensor,
     splits: tl.tensor,
-    head_dim: tl.constexpr,
+    value_dim: tl.constexpr,
     max_splits: tl.constexpr,
     padded_dim: tl.constexpr,
 ) -> None:
     """Merge the parts of one query and head."""
     cell = tl.program_id(0).to(tl.int64)
     width = tl.arange(0, padded_dim)
-    is_width = width < head_dim
+    is_width = width < value_dim
     split = tl.arange(0, max_splits)
     logarithms = tl.load(sums + cell * splits + split, mask=split < splits, other=float("-inf"))
     is_part = logarithms != float("-inf")
@@ -434,8 +449,8 @@ def _merge(
     weights = tl.exp2(logarithms - tl.where(peak == float("-inf"), 0.0, peak))
     total = tl.sum(weights, 0)
     weights = weights / tl.where(total == 0.0, 1.0, total)
-    offsets = (cell * splits + split)[:, None] * head_dim + width[None, :]
+    offsets = (cell * splits + split)[:, None] * value_dim + width[None, :]
     mask = is_part[:, None] & is_width[None, :]
     part = tl.load(parts + offsets, mask=mask, other=0.0)
     merged = tl.sum(weights[:, None] * part, 0)
-    tl.store(out + cell * head_dim + width, merged.to(out.dtype.element_ty), mask=is_width)
+    tl.store(out + cell * value_dim + width, merged.to(out.dtype.element_ty), mask=is_width)

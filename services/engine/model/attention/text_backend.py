@@ -41,7 +41,7 @@ class TextAttention(AttentionBackend):
         block_size: int,
         layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
-        def make(_: AttentionSpec, blocks: int) -> Tensor:
+        def make(_: AttentionSpec, blocks: int, width: int) -> Tensor:
             return torch.empty((blocks, 0), dtype=self.kv_dtype, device=self._device)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)

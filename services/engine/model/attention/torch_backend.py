@@ -20,8 +20,8 @@ _PIECE = 256
 class TorchAttention(AttentionBackend):
     """Gathers each sequence's blocks and calls torch's scaled_dot_product_attention.
 
-    With soft caps or sinks, it computes the softmax itself, in float32. A layer's keys and values
-    are [blocks, kv_heads, block_size, head_dim] each.
+    With soft caps or sinks, it computes the softmax itself, in float32. A layer's keys are
+    [blocks, kv_heads, block_size, head_dim], its values [blocks, kv_heads, block_size, value_dim].
     """
 
     name = "torch"
@@ -43,8 +43,8 @@ class TorchAttention(AttentionBackend):
         block_size: int,
         layers: Mapping[int, AttentionSpec] | None = None,
     ) -> KVCache:
-        def make(layer: AttentionSpec, blocks: int) -> Tensor:
-            shape = (blocks, layer.num_kv_heads, block_size, layer.head_dim)
+        def make(layer: AttentionSpec, blocks: int, width: int) -> Tensor:
+            shape = (blocks, layer.num_kv_heads, block_size, width)
             return torch.zeros(shape, dtype=self.kv_dtype, device=self._device)
 
         return KVCache.allocate(layers or self._spec.paged_layers, num_blocks, block_size, make)
@@ -95,7 +95,7 @@ class TorchAttention(AttentionBackend):
     def _prefill(self, layer: int, step: AttentionStep) -> None:
         """Attend for one prompt chunk after another: causally over its cached prefix and itself."""
         batch, cache, spec = step.batch, step.cache, self._spec.attention(layer)
-        out = step.out.view(step.queries.shape)
+        out = step.out.view(len(step.queries), spec.num_heads, spec.value_dim)
         start = batch.num_decodes
         for sequence in range(batch.num_decodes, len(batch.query_lengths_host)):
             length = batch.query_lengths_host[sequence]
@@ -159,7 +159,7 @@ class TorchAttention(AttentionBackend):
             grouped = piece.reshape(1, spec.num_kv_heads, -1, spec.head_dim)
             seen = (keys[:, :, :end], values[:, :, :end])
             attended = self._attend_in_float32(layer, sinks, grouped, *seen, mask)
-            pieces.append(attended.view(1, spec.num_heads, rows, spec.head_dim))
+            pieces.append(attended.view(1, spec.num_heads, rows, spec.value_dim))
         return torch.cat(pieces, dim=2)
 
     def _attend_in_float32(
@@ -219,6 +219,6 @@ def _blocks(tokens: int, cache: KVCache) -> int:
 
 
 def _gather(layer: Tensor, tables: Tensor) -> Tensor:
-    """Return the tables' blocks as [sequences, kv_heads, blocks * block_size, head_dim]."""
+    """Return the tables' blocks as [sequences, kv_heads, blocks * block_size, width]."""
     gathered = layer[tables].transpose(1, 2)
     return gathered.flatten(2, 3)

@@ -59,7 +59,8 @@ class XformersAttention(PagedAttention):
     ) -> None:
         super().__init__(spec, dtype, device)
         self._has_split_k = self._is_supported and all(
-            each.is_plain and each.head_dim in _HEAD_DIMS for each in spec.attention_layers.values()
+            each.is_plain and each.head_dim == each.value_dim and each.head_dim in _HEAD_DIMS
+            for each in spec.attention_layers.values()
         )
         self.reads_shared_once = self._is_supported and not self._has_split_k
         self._bias: tuple[StepBatch, object] | None = None

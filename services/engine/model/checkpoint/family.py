@@ -246,6 +246,9 @@ class TensorNames:
     layer_scalar: str = "layer_scalar"
     altup: AltUpNames | None = None
     """None: the residual is one stream"""
+    sublayer_modules: tuple[str, ...] = ()
+    """Modules of which a stored layer has two, with their numbers behind these names, because it
+    is two layers around one mixture of experts; empty: each stored layer is one"""
     delta_net: DeltaNetNames | None = None
     """Tensors of the layers that layer_types calls linear_attention"""
     convolution: ConvolutionNames | None = None
@@ -420,6 +423,8 @@ class Family:
     """Layers differ from one another as Gemma 4's do"""
     has_modal_tokens: bool = False
     """Marks of images and sounds have embeddings apart from the text's, as Gemma 3n's do"""
+    has_mimo_keys: bool = False
+    """config.json has MiMo's keys of layers with a window"""
     local_rotary: bool = False
     """Sliding-window layers have RoPE frequencies of their own"""
     rotates_windows_only: bool = False

@@ -38,7 +38,7 @@ _INTERLEAVED = {
     "SmolLM3ForCausalLM",
 }
 """Families whose queries and keys llama.cpp reorders for its own RoPE"""
-_POST_ATTENTION_NORM = {"Glm4MoeForCausalLM", "SeedOssForCausalLM"}
+_POST_ATTENTION_NORM = {"Glm4MoeForCausalLM", "GptOssForCausalLM", "SeedOssForCausalLM"}
 """Families whose feed-forward layers' norm has the name of one behind attention"""
 _UNFUSED_GATES = {"GraniteMoeHybridForCausalLM", "MiniMaxM3VLForCausalLM"}
 """Families whose dense layers' two products are apart, while transformers stores them as one"""
@@ -193,9 +193,8 @@ def _head(family: Family, mark: Config) -> tuple[HeadStage, ...]:
 
 
 def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
-    is_gpt_oss = names.sinks is not None
     feed_forward_norm = None if names.feed_forward_norm is None else "ffn_norm"
-    if is_gpt_oss or (names.delta_net is not None and names.delta_net.decay is None):
+    if names.delta_net is not None and names.delta_net.decay is None:
         feed_forward_norm = "post_attention_norm"
     experts = None
     if names.experts is not None:
@@ -219,7 +218,7 @@ def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
         qkv=("attn_qkv",) if fused_qkv else ("attn_q", "attn_k", "attn_v"),
         query_norm="attn_q_norm",
         key_norm="attn_k_norm",
-        sinks="attn_sinks.weight" if is_gpt_oss else None,
+        sinks=None if names.sinks is None else "attn_sinks.weight",
         output_gate=None if names.output_gate is None else "attn_gate",
         output="attn_output",
         attention_post_norm=None if names.attention_post_norm is None else "post_attention_norm",

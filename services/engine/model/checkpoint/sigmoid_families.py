@@ -233,6 +233,36 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         scores_by_sigmoid=True,
     ),
     Family(
+        "MiMoV2FlashForCausalLM",
+        names=TensorNames(
+            sinks="self_attn.attention_sink_bias",
+            experts=replace(BIASED_EXPERTS, shared_gate=(), shared_down=""),
+            ignored=("*.rotary_emb.inv_freq", "model.mtp.*"),
+        ),
+        keys={"num_local_experts": "n_routed_experts", "value_head_dim": "v_head_dim"},
+        defaults={
+            "add_full_attention_sink_bias": False,
+            "attention_value_scale": 0.707,
+            "head_dim": 192,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 4,
+            "partial_rotary_factor": 0.334,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 129,
+            "v_head_dim": 128,
+        },
+        reads_attention_bias=True,
+        output_bias_key=None,
+        windows=WindowRule.PATTERN,
+        has_mimo_keys=True,
+        local_rotary=True,
+        refused=("n_shared_experts",),
+        scores_by_sigmoid=True,
+    ),
+    Family(
         "HYV3ForCausalLM",
         names=TensorNames(
             experts=replace(

@@ -45,11 +45,11 @@ class AttentionScratch(Scratch):
     keys: Tensor
     """[tokens, kv_heads, head_dim]"""
     values: Tensor
-    """[tokens, kv_heads, head_dim]"""
+    """[tokens, kv_heads, value_dim]"""
     gates: Tensor
-    """[tokens, heads * head_dim], or of no width if outputs have no gate"""
+    """[tokens, heads * value_dim], or of no width if outputs have no gate"""
     attended: Tensor
-    """[tokens, heads * head_dim], in the layout that products read"""
+    """[tokens, heads * value_dim], in the layout that products read"""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -79,7 +79,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
 
         group: number of the layer's cache group.
         """
-        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim)
         is_reader = spec.reads_layer is not None
         self.scratch_key = ("attention", *shape, spec.has_output_gate, is_reader)
         self._layer = layer if spec.reads_layer is None else spec.reads_layer
@@ -94,18 +94,23 @@ class AttentionMixer(Mixer[AttentionScratch]):
 
     def allocate(self, tokens: int) -> AttentionScratch:
         spec, empty = self._spec, self._operators.empty
-        num_gates = spec.num_heads if spec.has_output_gate else 0
         is_reader = spec.reads_layer is not None
         cached = 0 if is_reader else spec.num_kv_heads
-        counts = (num_gates, spec.num_heads, cached, cached)
-        qkv = empty(tokens, sum(counts) * spec.head_dim)
-        heads = qkv.view(tokens, -1, spec.head_dim)
-        _, queries, keys, values = heads.split_with_sizes(counts, dim=1)
+        num_rotated = spec.num_heads + cached
+        attended = empty(tokens, spec.num_heads * spec.value_dim)
+        widths = (
+            attended.shape[1] if spec.has_output_gate else 0,
+            num_rotated * spec.head_dim,
+            cached * spec.value_dim,
+        )
+        qkv = empty(tokens, sum(widths))
+        gates, heads, values = qkv.split_with_sizes(widths, dim=1)
+        rotated = heads.view(tokens, num_rotated, spec.head_dim)
+        queries, keys = rotated.split_with_sizes((spec.num_heads, cached), dim=1)
+        values = values.view(tokens, cached, spec.value_dim)
         if is_reader:  # no token has keys to write
-            keys, values = (heads.new_empty(0, spec.num_kv_heads, spec.head_dim) for _ in range(2))
-        rotated = heads[:, num_gates : num_gates + spec.num_heads + cached]
-        gates = qkv[:, : num_gates * spec.head_dim]
-        attended = empty(tokens, spec.num_heads * spec.head_dim)
+            keys = qkv.new_empty(0, spec.num_kv_heads, spec.head_dim)
+            values = qkv.new_empty(0, spec.num_kv_heads, spec.value_dim)
         return AttentionScratch(qkv, rotated, queries, keys, values, gates, attended)
 
     def project(

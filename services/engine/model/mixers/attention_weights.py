@@ -45,7 +45,7 @@ def stored_attention(names: LayerNames, spec: AttentionSpec) -> StoredAttention:
     """Name the tensors of a layer's attention."""
     own, hidden = names.names, names.spec.hidden_size
     inputs = spec.input_width or hidden
-    attended = spec.num_heads * spec.head_dim
+    attended = spec.num_heads * spec.value_dim
     widths = _widths(own, spec)
     qkv = own.qkv if len(own.qkv) == 1 else own.qkv[: len(widths)]
     if own.output_gate is not None:
@@ -55,7 +55,9 @@ def stored_attention(names: LayerNames, spec: AttentionSpec) -> StoredAttention:
         qkv=names.linear(qkv, widths, inputs, spec.qkv_bias),
         query_norm=_stored_norm(names, own.query_norm, spec, spec.num_heads),
         key_norm=_stored_norm(names, own.key_norm, spec, spec.num_kv_heads) if has_keys else (),
-        sinks=None if own.sinks is None else names.tensor(own.sinks, spec.num_heads),
+        sinks=None
+        if own.sinks is None or not spec.has_sinks
+        else names.tensor(own.sinks, spec.num_heads),
         output=names.linear((own.output,), (hidden,), attended, spec.output_bias),
     )
 
@@ -145,14 +147,14 @@ def _widths(names: TensorNames, spec: AttentionSpec) -> tuple[int, ...]:
 
     Those of an output gate with a tensor of its own follow.
     """
-    queries = attended = spec.num_heads * spec.head_dim
+    queries, attended = spec.num_heads * spec.head_dim, spec.num_heads * spec.value_dim
     has_own = names.output_gate is not None
     if spec.has_output_gate and not has_own:
         queries *= 2
-    cached = spec.num_kv_heads * spec.head_dim
+    keys, values = (spec.num_kv_heads * width for width in (spec.head_dim, spec.value_dim))
     count = 0 if spec.reads_layer is not None else 1 if spec.keys_are_values else 2
     gates = spec.num_heads if names.gates_heads else attended
-    return (queries, *(cached,) * count, *(gates,) * has_own)
+    return (queries, *(keys, values)[:count], *(gates,) * has_own)
 
 
 def _rows_in_order(
@@ -168,7 +170,7 @@ def _rows_in_order(
     if len(cached) == _VALUES + 1:
         gates, repeats = cached.pop(), 1
         if reader.spec.family.names.gates_heads:
-            repeats = spec.head_dim
+            repeats = spec.value_dim
         yield _VALUES + 1, gates.repeat_interleave(repeats)
     elif spec.has_output_gate:
         pairs = queries.view(-1, 2, spec.head_dim)
@@ -208,7 +210,7 @@ def _qk_norms(
 def _value_norm(reader: TensorReader, spec: AttentionSpec) -> HeadNorms | None:
     if not spec.norms_values or spec.reads_layer is not None:
         return None
-    ones = torch.ones(spec.head_dim, dtype=reader.dtype, device=reader.device)
+    ones = torch.ones(spec.value_dim, dtype=reader.dtype, device=reader.device)
     return HeadNorms(ones, ones, centers=False)
 
 

@@ -92,7 +92,9 @@ def read_latent_weights(
         expansion = reader.adapters.of_sequences(reader.site(stored.expansion, order=order))
     return LatentWeights(
         query_vectors=vectors,
-        query_norm=None if stored.query_norm is None else _norm(reader, stored.query_norm),
+        query_norm=None
+        if stored.query_norm is None
+        else _norm(reader, stored.query_norm, spec.query_factor),
         queries=ordered_product(
             reader,
             stored.queries,
@@ -100,7 +102,7 @@ def read_latent_weights(
             _query_order(reader, spec),
         ),
         latents=ordered_product(reader, stored.latents, norm, _latent_order(spec)),
-        latent_norm=_norm(reader, stored.latent_norm),
+        latent_norm=_norm(reader, stored.latent_norm, spec.latent_factor),
         keys=keys,
         values=values,
         expansion=expansion,
@@ -112,8 +114,9 @@ def read_latent_weights(
     )
 
 
-def _norm(reader: TensorReader, stored: StoredTensor) -> Tensor:
-    return reader.norm_weight(reader.tensor(stored))
+def _norm(reader: TensorReader, stored: StoredTensor, factor: float) -> Tensor:
+    weight = reader.tensor(stored)
+    return reader.norm_weight(weight if factor == 1 else weight.float() * factor)
 
 
 def _expansion(

@@ -248,6 +248,10 @@ class GroupedMixture(Mixture):
         _multiply_all(hidden, self._down, blocks, 1, None, products)
         if deltas is not None:
             _adapt(deltas, deltas.downs, hidden, chosen, products)
+        if self.returns_rows:
+            has_weights = chosen[..., None] < self._count
+            own = products.view(*chosen.shape, outputs)
+            products = torch.where(has_weights, own, rows[:, None])
         _add_sums[(len(rows), triton.cdiv(outputs, _COLUMNS))](
             out, products, factors, per_row=per_row, outputs=outputs, tile=_COLUMNS
         )
@@ -263,6 +267,8 @@ def _adapt(
     """
     per_row, flat = chosen.shape[1], chosen.flatten()
     for number in sorted(set(flat.tolist())):
+        if number >= len(parts):
+            break  # experts without weights
         choices = torch.where(flat == number)[0]
         with deltas.routed(choices // per_row):
             if parts[number].is_active:

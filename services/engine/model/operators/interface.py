@@ -234,6 +234,8 @@ class Mixture(ABC):
 
     weight_bytes: int
     """Bytes of weights that a product with all experts reads, in the stored layout"""
+    returns_rows = False
+    """True if rows may have experts without weights, which return the row"""
 
     @abstractmethod
     def adapt(self, deltas: ExpertDeltas) -> None:
@@ -243,9 +245,9 @@ class Mixture(ABC):
     def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
         """Add to `out` each row's sum of its experts' outputs, times their factors.
 
-        rows: [n, inputs]; chosen: int64 [n, k], numbers of experts, different in a row; factors:
-        float32 [n, k]; out: [n, outputs] in the model's dtype or float32. A row's sum is
-        independent of the other rows.
+        rows: [n, inputs]; chosen: int64 [n, k], numbers of experts, different in a row, those
+        without weights behind the others; factors: float32 [n, k]; out: [n, outputs] in the model's
+        dtype or float32. A row's sum is independent of the other rows.
         """
 
     def routed(
@@ -333,7 +335,7 @@ class Operators(ABC):
     def mixture(
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
-        """Make a mixture of `count` experts, of which each row has `per_row`.
+        """Make a mixture of `count` experts with weights, of which each row has up to `per_row`.
 
         Their weights are copied, one expert at a time.
         """
@@ -388,6 +390,10 @@ class Operators(ABC):
     def clear(self, rows: Tensor) -> None:
         """Fill rows [n, width] with zeros."""
         rows.zero_()
+
+    def add(self, rows: Tensor, out: Tensor) -> None:
+        """Add rows to `out`; both [n, width], row by row."""
+        out += rows
 
     def scale(self, rows: Tensor, factor: float) -> None:
         """Multiply rows [n, width] by a factor other than 0."""

@@ -62,11 +62,19 @@ class NativeOperators(TorchOperators):
     def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
         self._arrange(gates, out, Arrangement.MULTIPLY_BY_SIGMOID)
 
+    def add(self, rows: Tensor, out: Tensor) -> None:
+        self._run_arrange(rows, out, Arrangement.ADD_ROWS, is_tiled=False)
+
     def _arrange(self, rows: Tensor, out: Tensor, arrangement: Arrangement) -> None:
         assert not self._tiles_inputs or rows.shape[1] % TILE == 0
+        self._run_arrange(rows, out, arrangement, is_tiled=self._tiles_inputs)
+
+    def _run_arrange(
+        self, rows: Tensor, out: Tensor, arrangement: Arrangement, *, is_tiled: bool
+    ) -> None:
         call = ArrangeCall(
             *(rows.data_ptr(), out.data_ptr(), *rows.shape, rows.stride(0)),
-            *(self._tiles_inputs, arrangement, self._code),
+            *(is_tiled, arrangement, self._code),
         )
         self._native.run(Kernel.ARRANGE, call)
 

@@ -58,11 +58,13 @@ class _TiledMixture(NativeMixture):
         experts = len(self._gates)
         further = () if shared is None else (shared,)
         routers = [router, *(each.router for each in further if each.router is not None)]
-        choice = routing_call(routing, experts, bias, factors)
         scores = _known(map(_call, routers))
         gates = _known(_gate_call(each.gate) for each in further)
         downs = _known(_call(each.down) for each in further)
-        if choice is None or scores is None or gates is None or downs is None:
+        if scores is None or gates is None or downs is None:
+            return None
+        choice = routing_call(routing, scores[0].outputs, bias, factors)
+        if choice is None:
             return None
         call = _mixture_call([*self._gates, *gates], [*self._downs, *downs])
         call.experts, call.per_row, call.has_shared = experts, routing.per_token, len(further)

@@ -119,6 +119,8 @@ class Experts(FeedForward):
     """All of the layer as one kernel; None: there is no such kernel"""
     by_token: TokenExperts | None = None
     """Experts that are not chosen by scores; None: all are"""
+    factors: Tensor | None = None
+    """float32 [count], factor of each expert's output; None: there are none"""
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
         if self.routed is not None and not self.routed.is_adapted:
@@ -131,6 +133,8 @@ class Experts(FeedForward):
         else:
             chosen = self.by_token.of_rows()
             factors = self.routing.weigh(scores, chosen)
+        if self.factors is not None:
+            factors = factors * self.factors[chosen]
         if self.routing.scales_inputs:
             self._add_scaled(rows, chosen, factors, out)
         else:

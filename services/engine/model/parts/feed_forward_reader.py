@@ -45,6 +45,7 @@ from services.engine.model.parts.stored_feed_forward import (
     StoredExperts,
     StoredFeedForward,
     StoredSharedExpert,
+    StoredShortcut,
 )
 from services.engine.model.parts.tensor_reader import (
     TensorReader,
@@ -72,9 +73,12 @@ class FeedForwardReader:
         post_norm: StoredNorm | None,
     ) -> FeedForward:
         """Read a layer. content: its shape in the whole model; norm: what it reads; post_norm: norm
-        of what it adds to the residual."""
+        of what it adds to the residual. Of a layer with a shortcut, it reads the dense layer."""
         if stored is None:
             return EmptyFeedForward()
+        if isinstance(stored, StoredShortcut):
+            assert isinstance(content, BesideSpec)
+            return self._read_dense(stored.dense, content.dense, norm, post_norm)
         if isinstance(stored, StoredBeside):
             assert isinstance(content, BesideSpec)
             assert post_norm is not None
@@ -85,6 +89,13 @@ class FeedForwardReader:
             return experts if post_norm is None else self._normed_output(experts, post_norm)
         assert isinstance(content, DenseSpec)
         return self._read_dense(stored, content, norm, post_norm)
+
+    def read_shortcut(
+        self, stored: StoredShortcut, content: FeedForwardSpec, norm: StoredNorm | None
+    ) -> FeedForward:
+        """Read the experts of a layer whose output joins the residual later, as `read`."""
+        assert isinstance(content, BesideSpec)
+        return self._read_experts(stored.experts, content.experts, norm)
 
     def _read_dense(
         self,
@@ -167,20 +178,22 @@ class FeedForwardReader:
         router = reader.operators.exact_projection(decoded(weight), bias)
         reader.step_bytes += mixture.weight_bytes + router.weight_bytes
         router = reader.adapted(router, self._router_site(stored, norm))
-        bias = self._choice_bias(stored.choice_bias)
+        bias, factors = self._choice_bias(stored.choice_bias), self._identity_factors(content)
         by_token = self._by_token(stored.by_token, content.count)
         shared = self._shared_expert(stored.shared, content.shared, norm)
-        routed = mixture.routed(router, routing, bias, None if shared is None else shared.parts)
+        parts = None if shared is None else shared.parts
+        routed = mixture.routed(router, routing, bias, parts, factors)
         layer_experts = Experts(
             router=router,
             mixture=mixture,
-            count=content.count,
+            count=content.num_choices,
             routing=routing,
             bias=bias,
             operators=reader.operators,
             shared=shared,
             routed=routed,
             by_token=by_token,
+            factors=factors,
         )
         return reader.shard.summed_experts(layer_experts)
 
@@ -202,7 +215,17 @@ class FeedForwardReader:
                 for expert in stored.experts
             )
         per_token = content.routing.per_token
-        return operators.mixture(experts, content.count, per_token, content.activation)
+        mixture = operators.mixture(experts, content.count, per_token, content.activation)
+        mixture.returns_rows = content.identities > 0
+        return mixture
+
+    def _identity_factors(self, content: ExpertsSpec) -> Tensor | None:
+        """Return factors by which one rank alone returns the rows of experts without weights."""
+        if not content.identities or self._reader.shard.number == 0:
+            return None
+        factors = torch.ones(content.num_choices, device=self._reader.device)
+        factors[content.count :] = 0
+        return factors
 
     def _choice_bias(self, stored: StoredTensor | None) -> Tensor | None:
         if stored is None:
@@ -349,7 +372,7 @@ class FeedForwardReader:
                 stored = content.experts[number]
                 gate = self._reader.site(stored.gate, norm, order)
                 down = self._reader.residual_site(stored.down)
-            both = StackedPart(f"{module}.{first}", products * width, number, count)
+            both = StackedPart(f"{module}.{first}", products * width, number, experts.num_choices)
             outputs = StackedPart(f"{module}.down_proj", hidden, number, count)
             yield replace(gate, stacked=both), replace(down, stacked=outputs)
 

@@ -29,21 +29,29 @@ class StoredNorm:
 class LayerNames:
     """Builder of one layer's names and shapes."""
 
-    def __init__(self, spec: ModelSpec, prefix: str) -> None:
-        """prefix: beginning of the names in this layer."""
+    def __init__(self, spec: ModelSpec, prefix: str, sublayer: int | None = None) -> None:
+        """prefix: beginning of the names in this layer; sublayer: as in LayerSpec."""
         self.spec = spec
         self.names = spec.family.names
         self.prefix = prefix
+        self._sublayer = sublayer
 
     def norm(self, name: str | None) -> StoredNorm | None:
-        return None if name is None else stored_norm(self.spec, f"{self.prefix}{name}")
+        return None if name is None else self.required_norm(name)
 
     def required_norm(self, name: str) -> StoredNorm:
-        return stored_norm(self.spec, f"{self.prefix}{name}")
+        return stored_norm(self.spec, self._whole(name))
 
     def tensor(self, name: str, *shape: int) -> StoredTensor:
         """Name a tensor that is not the weight of a module."""
-        return StoredTensor(f"{self.prefix}{name}", shape)
+        return StoredTensor(self._whole(name), shape)
+
+    def _whole(self, name: str) -> str:
+        """Return a name with the prefix, and with the number of the layer's own module."""
+        module, *rest = name.split(".", 1)
+        if self._sublayer is not None and module in self.names.sublayer_modules:
+            name = ".".join((module, str(self._sublayer), *rest))
+        return f"{self.prefix}{name}"
 
     def linear(
         self, names: tuple[str, ...], outputs: tuple[int, ...], inputs: int, bias: bool

@@ -11,6 +11,7 @@ from services.engine.model.architecture.layers import (
     FeedForwardSpec,
     NoFeedForward,
 )
+from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.family import ExpertStack, ExpertTensorNames
@@ -24,7 +25,9 @@ __all__ = [
     "StoredExperts",
     "StoredFeedForward",
     "StoredSharedExpert",
+    "StoredShortcut",
     "stored_feed_forward",
+    "unread_experts",
 ]
 
 
@@ -84,7 +87,15 @@ class StoredBeside:
     expert_scale: StoredTensor
 
 
-StoredFeedForward: TypeAlias = StoredDense | StoredExperts | StoredBeside
+@dataclass(frozen=True, slots=True)
+class StoredShortcut:
+    """A dense layer, and experts whose output joins the residual later."""
+
+    dense: StoredDense
+    experts: StoredExperts
+
+
+StoredFeedForward: TypeAlias = StoredDense | StoredExperts | StoredBeside | StoredShortcut
 
 
 def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFeedForward | None:
@@ -95,6 +106,9 @@ def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFe
         return _experts(names, content)
     own = names.names
     if isinstance(content, BesideSpec):
+        if content.is_shortcut:
+            dense = _dense(names, own.gate, own.down, content.dense)
+            return StoredShortcut(dense, _experts(names, content.experts))
         return _beside(names, content)
     dense = _dense(names, own.gate, own.down, content)
     has_constants = content.activation.nonlinearity is Nonlinearity.XIELU
@@ -103,6 +117,17 @@ def stored_feed_forward(names: LayerNames, content: FeedForwardSpec) -> StoredFe
     shapes: dict[str, tuple[int, ...]] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
     constants = (names.tensor(f"{own.activation}.{n}", *shape) for n, shape in shapes.items())
     return replace(dense, activation=tuple(constants))
+
+
+def unread_experts(spec: ModelSpec) -> list[str]:
+    """Return the modules below a layer that files may hold for experts without weights."""
+    own = spec.family.names.experts
+    layers = (layer.feed_forward for layer in spec.layers)
+    experts = [each.experts for each in layers if isinstance(each, BesideSpec)]
+    if own is None or not experts:
+        return []
+    numbers = range(experts[0].count, experts[0].num_choices)
+    return [name.format(number) for number in numbers for name in own.gate]
 
 
 def _beside(names: LayerNames, content: BesideSpec) -> StoredBeside:
@@ -132,10 +157,11 @@ def _dense(
 def _experts(names: LayerNames, experts: ExpertsSpec) -> StoredExperts:
     own = names.names.experts
     assert own is not None
-    router = names.linear((own.router,), (experts.count,), names.spec.hidden_size, experts.has_bias)
+    choices = experts.num_choices
+    router = names.linear((own.router,), (choices,), names.spec.hidden_size, experts.has_bias)
     bias = None
     if experts.routing.has_bias:
-        shape = (1, experts.count) if own.choice_bias_is_row else (experts.count,)
+        shape = (1, choices) if own.choice_bias_is_row else (choices,)
         bias = names.tensor(own.choice_bias, *shape)
     by_token, vocabulary = None, names.spec.vocab_size
     if experts.routing.is_by_token:

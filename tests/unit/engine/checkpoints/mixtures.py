@@ -18,7 +18,9 @@ from transformers import (
     HunYuanMoEV1Config,
     HYV3Config,
     Llama4TextConfig,
+    LongcatFlashConfig,
     MellumConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     MiniMaxM3VLTextConfig,
     Mistral4Config,
@@ -37,7 +39,9 @@ from tests.unit.engine.checkpoints.shapes import (
     INDEXED,
     LATENT,
     LLAMA3,
+    LONGCAT,
     MINIMAX_M3,
+    PLAIN,
     ROUTED,
     SHAPE,
     WIDE,
@@ -238,6 +242,38 @@ MIXTURES: dict[str, PreTrainedConfig] = {
         **EXPERTS,
         attention_bias=True,
         mlp_bias=True,
+    ),
+    "longcat flash": LongcatFlashConfig(
+        **LONGCAT, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
+    ),
+    "longcat flash, wide": LongcatFlashConfig(  # widths of the tiled kernels
+        **LONGCAT
+        | {"q_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+        | {"head_dim": 32, "expert_ffn_hidden_size": 32, "zero_expert_num": 6, "moe_topk": 4},
+        attention_bias=True,
+    ),
+    "mimo v2 flash": MiMoV2FlashConfig(  # widths of the tiled kernels
+        **WIDE
+        | ROUTED
+        | {"num_hidden_layers": 4, "head_dim": 96, "v_head_dim": 64, "moe_intermediate_size": 32}
+        | {"n_shared_experts": None},
+        sliding_window=9,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        attention_bias=True,
+    ),
+    "mimo v2 flash, groups": MiMoV2FlashConfig(
+        **SHAPE | ROUTED | {"num_key_value_heads": 1, "n_shared_experts": None},
+        head_dim=16,
+        v_head_dim=24,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        attention_value_scale=None,
+        sliding_window=9,
+        rope_parameters={
+            "full_attention": PLAIN | {"partial_rotary_factor": 0.5},
+            "sliding_attention": PLAIN | {"rope_theta": 100.0, "partial_rotary_factor": 0.25},
+        },
     ),
     "minimax m3": MiniMaxM3VLTextConfig(  # widths of the tiled kernels
         **MINIMAX_M3, index_topk_blocks=2, index_block_size=7

@@ -75,6 +75,19 @@ LATENT: dict[str, Any] = SHAPE | {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
 }
+LONGCAT: dict[str, Any] = {
+    key: value
+    for key, value in LATENT.items()
+    if key not in ("intermediate_size", "num_hidden_layers")
+} | {
+    "num_layers": 2,
+    "head_dim": 8,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 24,
+    "n_routed_experts": 5,
+    "zero_expert_num": 3,
+    "moe_topk": 3,
+}
 ROUTED: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,

@@ -162,6 +162,23 @@ def test_mixture_equals_the_loop_over_its_experts(
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def test_experts_without_weights_return_the_row(case: Case) -> None:
+    """LongCat-Flash; a row may have several of them, or nothing else."""
+    torch.manual_seed(7)
+    together, looped = case.mixtures(SWIGLU, biases=False)
+    for count in (1, 9, 40):
+        rows = torch.randn(count, HIDDEN, dtype=case.kind.dtype)
+        chosen = torch.stack([torch.randperm(EXPERTS + 4)[:PER_ROW] for _ in range(count)])
+        chosen[0] = torch.arange(EXPERTS, EXPERTS + PER_ROW)
+        factors = torch.rand(count, PER_ROW)
+        weights = factors.masked_fill(chosen < EXPERTS, 0).sum(dim=1, keepdim=True)
+        has_weights = factors.masked_fill(chosen >= EXPERTS, 0)
+        own = case.sum(looped, rows, chosen, has_weights)
+        for mixture in (together, looped):
+            ours = case.sum(mixture, rows, chosen, factors)
+            torch.testing.assert_close(ours, own + rows * weights, atol=1e-5, rtol=1e-5)
+
+
 def test_all_rows_may_have_the_same_experts(case: Case) -> None:
     torch.manual_seed(2)
     together, looped = case.mixtures(SWIGLU, biases=True)

@@ -27,6 +27,8 @@ MODELS = {
     "llama": LlamaConfig(**SHAPE),
     "glm4 moe lite": CONFIGS["glm4 moe lite"],
     "deepseek v3.2": CONFIGS["deepseek v3.2"],
+    "longcat flash": CONFIGS["longcat flash"],
+    "mimo v2 flash": CONFIGS["mimo v2 flash"],
     "qwen3 moe": Qwen3MoeConfig(
         **WIDE, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32
     ),

@@ -44,6 +44,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     MellumConfig,
+    MiMoV2FlashConfig,
     MiniCPM3Config,
     MiniMaxM3VLTextConfig,
     Ministral3Config,
@@ -95,7 +96,7 @@ QUANTIZED = (
     *("phimoe", "ernie moe", "hunyuan moe", "ministral3"),
     *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
-    "minimax m3",
+    *("minimax m3", "mimo v2 flash"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
     *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
     *("mamba", "falcon mamba", "jamba", "glm moe dsa", "kimi linear"),
@@ -231,6 +232,12 @@ FAMILIES = {
     "minimax m3": MiniMaxM3VLTextConfig(
         **MINIMAX_M3 | {"swiglu_limit": 7.0}, index_topk_blocks=2, index_block_size=7
     ),
+    "mimo v2 flash": MiMoV2FlashConfig(
+        **WIDE | ROUTED | {"n_shared_experts": None, "routed_scaling_factor": 1.0},
+        v_head_dim=64,
+        sliding_window=9,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
     "hy v3": HYV3Config(**WIDE | {"num_shared_experts": 2}, **EXPERTS),
     "dots1": Dots1Config(**SHAPE | ROUTED, norm_topk_prob=True, sliding_window=None),
     "afmoe": AfmoeConfig(
@@ -331,7 +338,10 @@ def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts", "glm moe dsa"],
+    [
+        *("llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts"),
+        *("glm moe dsa", "mimo v2 flash"),
+    ],
 )
 def test_wrong_values_name_the_file_and_its_key(family: str, tmp_path: Path) -> None:
     """The config.json that is made of a file lies in a directory which nobody knows."""

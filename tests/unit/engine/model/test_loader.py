@@ -15,7 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, GlmMoeDsaConfig, Mistral4Config, Zamba2Config
+from transformers import (
+    AutoConfig,
+    GlmMoeDsaConfig,
+    MiMoV2FlashConfig,
+    Mistral4Config,
+    Zamba2Config,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from services.common.json_values import Json
@@ -49,6 +55,8 @@ ARCHITECTURES = {
     "deepseek v4": "DeepseekV4ForCausalLM",
     "glm4 moe": "Glm4MoeForCausalLM",
     "minimax m2": "MiniMaxM2ForCausalLM",
+    "longcat flash": "LongcatFlashForCausalLM",
+    "mimo v2 flash": "MiMoV2FlashForCausalLM",
     "minimax m3": "MiniMaxM3VLForCausalLM",
     "llama4": "Llama4ForCausalLM",
     "falcon": "FalconForCausalLM",
@@ -255,6 +263,21 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("recurrent gemma", lambda p: set_config(p, hidden_activation="silu"), ["silu", "gelu"]),
     ("recurrent gemma", lambda p: set_config(p, lru_width=65), ["lru_width", "65", "2"]),
     ("recurrent gemma", lambda p: set_config(p, conv1d_width=1), ["conv1d_width", "2"]),
+    ("longcat flash", lambda p: set_config(p, zero_expert_type="copy"), ["zero_expert_type copy"]),
+    ("longcat flash", lambda p: set_config(p, zero_expert_num=-1), ["zero_expert_num", "-1"]),
+    ("longcat flash", lambda p: set_config(p, moe_topk=9), ["moe_topk", "9", "8"]),
+    ("longcat flash", lambda p: set_config(p, n_routed_experts=0), ["n_routed_experts", "0"]),
+    ("longcat flash", lambda p: set_config(p, router_bias=True), ["router_bias"]),
+    ("longcat flash", lambda p: set_config(p, num_layers=1), ["model.layers.1"]),
+    ("mimo v2 flash", lambda p: set_config(p, swa_head_dim=64), ["swa_head_dim", "64", "96"]),
+    ("mimo v2 flash", lambda p: set_config(p, swa_num_attention_heads=8), ["swa_num", "8", "4"]),
+    ("mimo v2 flash", lambda p: set_config(p, swa_num_key_value_heads=3), ["swa_num", "3"]),
+    ("mimo v2 flash", lambda p: set_config(p, n_shared_experts=1), ["n_shared_experts"]),
+    (
+        "mimo v2 flash",
+        lambda p: set_config(p, layer_types=None, hybrid_layer_pattern=[0, 2, 1, 1]),
+        ["hybrid_layer_pattern", "4"],
+    ),
     ("minimax m3", lambda p: set_config(p, index_n_heads=4), ["index_n_heads", "4", "2"]),
     ("minimax m3", lambda p: set_config(p, index_head_dim=8), ["index_head_dim", "8", "16"]),
     ("minimax m3", lambda p: set_config(p, index_local_blocks=3), ["index_local_blocks", "3"]),
@@ -516,7 +539,7 @@ DEFAULTED = [
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
     *("deepseek v3", "solar open", "minimax m2", "hy v3", "glm4 moe lite", "llama4", "afmoe"),
     *("youtu", "minicpm3", "mistral4", "opt", "falcon", "deepseek v3.2", "glm moe dsa"),
-    *("deepseek v4", "minimax m3"),
+    *("deepseek v4", "minimax m3", "mimo v2 flash", "longcat flash"),
     *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
     *("bailing hybrid", "zamba"),
     *("gemma", "recurrent gemma", "cwm", "jais2", "flex olmo", "mellum"),
@@ -614,6 +637,49 @@ def test_published_keys_of_minimax_m3_say_the_same_as_those_of_transformers() ->
         },
     }
     assert ModelSpec.from_config(published) == ModelSpec.from_config(values)
+
+
+def test_published_keys_of_mimo_say_the_same_as_those_of_transformers() -> None:
+    config = MiMoV2FlashConfig(num_hidden_layers=12)
+    values: dict[str, Json] = json.loads(config.to_json_string(use_diff=False))
+    values["architectures"] = ["MiMoV2FlashForCausalLM"]
+    changed = (
+        "layer_types",
+        "mlp_layer_types",
+        "rope_parameters",
+        "rms_norm_eps",
+        "sliding_window",
+    )
+    published = {key: value for key, value in values.items() if key not in changed} | {
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0],
+        "layernorm_epsilon": 1e-5,
+        "moe_layer_freq": [0] + [1] * 11,
+        "n_shared_experts": None,
+        "partial_rotary_factor": 0.334,
+        "rope_theta": 5_000_000,
+        "routed_scaling_factor": None,
+        "scoring_func": "sigmoid",
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+        "swa_head_dim": 192,
+        "swa_num_attention_heads": 64,
+        "swa_num_key_value_heads": 8,
+        "swa_rope_theta": 10000,
+        "swa_v_head_dim": 128,
+        "topk_method": "noaux_tc",
+    }
+    assert ModelSpec.from_config(published) == ModelSpec.from_config(values)
+
+
+@pytest.mark.parametrize("family", ["mimo v2 flash", "longcat flash"])
+def test_layers_of_mtp_that_draft_tokens_are_left_out(family: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, CONFIGS[family])
+    tensors = load_file(tmp_path / WEIGHTS)
+    drafts = {f"model.mtp.layers.0.{name}.weight": torch.ones(64) for name in ("enorm", "hnorm")}
+    save_file(tensors | drafts, tmp_path / WEIGHTS)
+    load_model(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
 )
@@ -224,7 +225,8 @@ def test_half_precision_stays_close_to_float32(
         *("gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"),
         *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
         *("glm4 moe lite", "lfm2", "lfm3", "bamba", "mamba", "minimax", "zamba", "zamba2"),
-        *("deepseek v4", "minimax m3", "recurrent gemma"),
+        *("deepseek v4", "minimax m3", "recurrent gemma", "mimo v2 flash"),
+        "longcat flash, wide",
     ],
 )
 def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:
@@ -317,6 +319,7 @@ MIXED_STEPS: Sequence[Step] = (
     [
         *("qwen3", "qwen3.5", "bamba", "qwen3 moe", "qwen3.5 moe", "gpt-oss", "phimoe, wide heads"),
         *("gemma2", "gemma3", "gemma4, experts", "gemma4, layer inputs", "olmo2", "glm4"),
+        "mimo v2 flash",
     ],
 )
 def test_replayed_pass_equals_single_kernels(
@@ -327,17 +330,22 @@ def test_replayed_pass_equals_single_kernels(
     assert_replayed(tmp_path, monkeypatch)
 
 
+DEEPSEEK_V3 = DeepseekV3Config(
+    **LATENT
+    | ROUTED
+    | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32}
+    | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+)
+
+
 @needs_tiles
+@pytest.mark.parametrize(
+    "config", [DEEPSEEK_V3, CONFIGS["longcat flash, wide"]], ids=lambda config: config.model_type
+)
 def test_replayed_decodes_of_latents_equal_single_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: PreTrainedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch attends for their prompt chunks, so only steps of decodes are recorded."""
-    config = DeepseekV3Config(
-        **LATENT
-        | ROUTED
-        | {"q_lora_rank": 32, "v_head_dim": 24, "moe_intermediate_size": 32}
-        | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
-    )
     make_checkpoint(tmp_path, config)
     steps: Sequence[Step] = (
         ([(0, 20), (1, 33), (2, 1)], None),

@@ -113,6 +113,8 @@ FAMILIES = (
     "zamba",
     "zamba2, adapters",
     "minimax",
+    "longcat flash",
+    "mimo v2 flash",
     "minimax m3",
     "recurrent gemma",
 )

@@ -101,7 +101,7 @@ def _attend(
     dtype = torch.bfloat16
     pages = torch.empty(2, 64, kv_heads, head_dim, dtype=dtype)
     sequences = rows if together else 1
-    shape = PagedShape(heads, kv_heads, head_dim, 64, head_dim**-0.5, cap, window)
+    shape = PagedShape(heads, kv_heads, head_dim, head_dim, 64, head_dim**-0.5, cap, window)
     batch = PagedRows(
         starts=torch.empty(sequences + 1, dtype=torch.int32),
         lengths=torch.empty(sequences, dtype=torch.int32),

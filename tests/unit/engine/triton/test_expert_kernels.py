@@ -136,6 +136,24 @@ def test_grouped_product_equals_the_loop(
 
 
 @interpreted
+def test_experts_without_weights_return_the_row() -> None:
+    """LongCat-Flash; the last of the rows have no other experts."""
+    generator = torch.Generator().manual_seed(4)
+    experts = random_experts(generator, biased=False)
+    inputs = torch.randn(9, HIDDEN, generator=generator)
+    chosen = choose(generator, 9, range(EXPERTS + 3), 3)
+    chosen[5:] = torch.arange(EXPERTS, EXPERTS + 3)
+    factors = torch.rand(9, 3, generator=generator)
+    out, expected = torch.zeros(9, HIDDEN), torch.zeros(9, HIDDEN)
+    mixture = grouped(experts, ACTIVATIONS["silu"])
+    mixture.returns_rows = True
+    mixture.add_to(inputs, chosen, factors, out)
+    loop = TorchOperators(torch.float32, CPU).mixture(experts, EXPERTS, 3, ACTIVATIONS["silu"])
+    loop.add_to(inputs, chosen, factors, expected)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@interpreted
 @pytest.mark.parametrize(("hidden", "width"), [(64, 96), (160, 32)])
 def test_packed_experts_equal_decoded_ones(hidden: int, width: int) -> None:
     """All codes and many scales, groups of odd number included."""

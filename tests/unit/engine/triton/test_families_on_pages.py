@@ -28,6 +28,8 @@ TOKENS = 75
         ("gemma2", paged.PagedAttention),
         ("gpt-oss", paged.PagedAttention),
         ("gemma4, experts", paged.PagedAttention),
+        ("mimo v2 flash", paged.PagedAttention),
+        ("mimo v2 flash", xformers.XformersAttention),
     ],
 )
 def test_logits_equal_those_of_transformers(

@@ -91,10 +91,14 @@ def test_activation_equals_torchs(dtype: torch.dtype, kind: Nonlinearity, gated:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keys_and_values_are_written_to_their_slots_alone(dtype: torch.dtype) -> None:
-    heads = torch.randn(3, 8, 80).to(dtype)
-    keys, values = heads[:, 4:6], heads[:, 6:]
-    caches = [torch.zeros(20, 2, 80, dtype=dtype) for _ in range(2)]
+@pytest.mark.parametrize("value_dim", [80, 24])
+def test_keys_and_values_are_written_to_their_slots_alone(
+    dtype: torch.dtype, value_dim: int
+) -> None:
+    rows = torch.randn(3, 4 * 80 + 2 * 80 + 2 * value_dim).to(dtype)
+    keys = rows[:, 4 * 80 : 6 * 80].view(3, 2, 80)
+    values = rows[:, 6 * 80 :].view(3, 2, value_dim)
+    caches = [torch.zeros(20, 2, width, dtype=dtype) for width in (80, value_dim)]
     slots = torch.tensor([7, 19, 0])
     write_tokens(keys, values, caches[0], caches[1], slots)
     for cache, written in zip(caches, (keys, values), strict=True):

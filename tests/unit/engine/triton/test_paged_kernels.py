@@ -44,6 +44,8 @@ class Case:
     has_sinks: bool = False
     width: int = 5
     """Columns of the block tables; contexts are divided if there are more than 3"""
+    value_dim: int = 0
+    """Width of values; 0: that of keys"""
 
     def __str__(self) -> str:
         return "-".join(f"{value:g}" for value in dataclasses.astuple(self))
@@ -57,6 +59,8 @@ CASES = (
     Case(8, 1, 512),
     Case(2, 1, 96, window=270, cap=2.0, has_sinks=True),
     Case(7, 1, 80, has_sinks=True),
+    Case(4, 2, 48, value_dim=32),
+    Case(8, 1, 32, window=100, has_sinks=True, value_dim=80),
 )
 
 
@@ -82,6 +86,7 @@ class Layer:
             scale=case.head_dim**-0.5,
             cap=case.cap,
             has_sinks=case.has_sinks,
+            value_width=case.value_dim,
         )
         self.sinks = torch.linspace(-2, 3, case.heads) if case.has_sinks else None
 
@@ -117,15 +122,17 @@ class Layer:
         rows, case = len(batch.positions), self.case
         together = torch.randn(rows, case.heads + 2 * case.kv_heads, case.head_dim).to(self.dtype)
         queries = together[:, : case.heads]
-        expected = torch.empty(rows, case.heads * case.head_dim)
+        value_dim = self.spec.attention(0).value_dim
+        expected = torch.empty(rows, case.heads * value_dim)
         none = torch.empty(0)
         read = (queries.float(), none, none, batch, cache, expected)
         plain.attend(0, AttentionStep(*read, self.sinks, is_written=True))
-        out = torch.full((rows, case.heads * case.head_dim), torch.nan, dtype=self.dtype)
+        out = torch.full((rows, case.heads * value_dim), torch.nan, dtype=self.dtype)
         shape = kernels.PagedShape(
             case.heads,
             case.kv_heads,
             case.head_dim,
+            value_dim,
             PAGE,
             self.spec.attention(0).scale,
             case.cap,

@@ -38,7 +38,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return load_spec(path)
 
 
-def make_spec(base: ModelSpec, heads: int, kv_heads: int, head_dim: int, window: int) -> ModelSpec:
+def make_spec(
+    base: ModelSpec, heads: int, kv_heads: int, head_dim: int, window: int, value_width: int = 0
+) -> ModelSpec:
     return one_layer(
         base,
         num_heads=heads,
@@ -46,6 +48,7 @@ def make_spec(base: ModelSpec, heads: int, kv_heads: int, head_dim: int, window:
         head_dim=head_dim,
         window=window,
         scale=head_dim**-0.5,
+        value_width=value_width,
     )
 
 
@@ -95,7 +98,7 @@ class Case:
         self.spec = spec = model.attention(0)
         self.spans = [(1, context) for context in CONTEXTS] + list(CHUNKS)
         self.keys = [torch.randn(c, spec.num_kv_heads, spec.head_dim) for _, c in self.spans]
-        self.values = [torch.randn(c, spec.num_kv_heads, spec.head_dim) for _, c in self.spans]
+        self.values = [torch.randn(c, spec.num_kv_heads, spec.value_dim) for _, c in self.spans]
         self.queries = [torch.randn(n, spec.num_heads, spec.head_dim) for n, _ in self.spans]
         for parts in (self.keys, self.values, self.queries):
             parts[:] = [part.to(dtype) for part in parts]
@@ -192,9 +195,11 @@ class Case:
                 for (i, _, _), length in zip(spans, lengths, strict=True)
             ]
         )
-        together = torch.cat((queries, keys, values), dim=1)
-        queries, keys, values = torch.split(
-            together, [queries.shape[1], keys.shape[1], values.shape[1]], dim=1
+        parts = (queries, keys, values)
+        together = torch.cat([part.flatten(1) for part in parts], dim=1)
+        views = together.split_with_sizes([part[0].numel() for part in parts], dim=1)
+        queries, keys, values = (
+            view.view(part.shape) for view, part in zip(views, parts, strict=True)
         )
         if kept is not None:
             some = keep_last(lengths, kept)
@@ -202,7 +207,8 @@ class Case:
             queries[: len(some.indices)] = queries[some.indices]
             queries = queries[: len(some.indices)]
         rows = len(queries)
-        out = torch.empty(-(-rows // TILE) * TILE, queries[0].numel(), dtype=keys.dtype)
+        width = self.spec.num_heads * self.spec.value_dim
+        out = torch.empty(-(-rows // TILE) * TILE, width, dtype=keys.dtype)
         backend.attend(
             0, AttentionStep(queries, keys, values, batch, cache, out[:rows], self.sinks)
         )
@@ -249,8 +255,11 @@ SHAPES = [
     (6, 2, 96, 0),
     (2, 1, 256, 7),
     (2, 1, 512, 0),
+    (6, 2, 64, 0, 32),
+    (16, 1, 192, 45, 128),
+    (2, 2, 32, 0, 96),
 ]
-"""Query heads, key heads, head dimension, window"""
+"""Query heads, key heads, head dimension, window; width of values, if it is another"""
 
 every_kind = pytest.mark.parametrize(
     ("kind", "dtype", "tolerance"),
@@ -273,7 +282,7 @@ def test_decodes_and_chunks_equal_the_definition(
     kind: str,
     dtype: torch.dtype,
     tolerance: float,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
 ) -> None:
     case = Case(make_spec(base, *shape), dtype)
     attended = case.run(make_backend(kind, case.model, dtype))
@@ -288,7 +297,7 @@ def test_tokens_of_an_image_see_each_other(
     kind: str,
     dtype: torch.dtype,
     tolerance: float,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     narrowed: bool,
 ) -> None:
     """Gemma 3's images; text before and behind them sees what it always sees."""
@@ -309,7 +318,7 @@ def test_fewer_queries_than_keys_attend_to_all_keys(
     kind: str,
     dtype: torch.dtype,
     tolerance: float,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
 ) -> None:
     """Keys of tokens without a query are still written and attended to."""
     case = Case(make_spec(base, *shape), dtype)
@@ -407,7 +416,7 @@ CACHES: dict[torch.dtype, Callable[[Tensor], Tensor]] = {
     ids=str,
 )
 def test_cache_of_another_type_changes_no_more_than_rounding(
-    base: ModelSpec, kind: str, kv_dtype: torch.dtype, shape: tuple[int, int, int, int]
+    base: ModelSpec, kind: str, kv_dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     """Sums stay float32: an error beyond the cache's rounding would add up over the layers."""
     case = Case(make_spec(base, *shape), torch.float32)
