@@ -112,6 +112,7 @@ class Arrangement(IntEnum):
     COPY = 0
     MULTIPLY = 1
     MULTIPLY_BY_SIGMOID = 2
+    MULTIPLY_BY_SOFTPLUS = 3
 
 
 class Kernel(IntEnum):
@@ -590,6 +591,7 @@ class ArrangeCall(ctypes.Structure):
         ("out", c_void_p),
         ("num_rows", c_int64),
         ("width", c_int64),
+        ("columns", c_int64),
         ("row_stride", c_int64),
         ("is_tiled", c_int32),
         ("arrangement", c_int32),

@@ -1,4 +1,4 @@
-"""Factors of single weights that config.json states (Falcon-H1's muP multipliers)."""
+"""Factors of single weights that config.json states, such as Falcon-H1's muP multipliers."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family
 
-__all__ = ["WeightFactors", "read_weight_factors"]
+__all__ = ["WeightFactors", "read_weight_factors", "shared_expert_factors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,12 @@ def read_weight_factors(
         weight = tuple((count, factor * before) for count, factor in factors)
         found += [WeightFactors(f"{name}.weight", weight), WeightFactors(f"{name}.bias", factors)]
     return tuple(each for each in found if any(factor != 1 for _, factor in each.factors))
+
+
+def shared_expert_factors(family: Family, factor: float) -> tuple[WeightFactors, ...]:
+    """Return the factor of what the shared expert adds to the residual."""
+    assert family.names.experts is not None
+    return (WeightFactors(f"{family.names.experts.shared_down}.weight", ((0, factor),)),)
 
 
 def _numbers(config: Config, key: str, count: int) -> tuple[float, ...]:

@@ -47,7 +47,7 @@ class AttentionScratch(Scratch):
     values: Tensor
     """[tokens, kv_heads, head_dim]"""
     gates: Tensor
-    """[tokens, heads * head_dim], or of no width if outputs have no gate"""
+    """[tokens, gates], one for each head or for each of its outputs; of no width: there are none"""
     attended: Tensor
     """[tokens, heads * head_dim], in the layout that products read"""
 
@@ -81,7 +81,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         """
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         is_reader = spec.reads_layer is not None
-        self.scratch_key = ("attention", *shape, spec.has_output_gate, is_reader)
+        self.scratch_key = ("attention", *shape, spec.num_gates, is_reader)
         self._layer = layer if spec.reads_layer is None else spec.reads_layer
         """Layer whose keys and values it reads"""
         self._spec = spec
@@ -94,7 +94,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
 
     def allocate(self, tokens: int) -> AttentionScratch:
         spec, empty = self._spec, self._operators.empty
-        num_gates = spec.num_heads if spec.has_output_gate else 0
+        num_gates = spec.gate_heads
         is_reader = spec.reads_layer is not None
         cached = 0 if is_reader else spec.num_kv_heads
         counts = (num_gates, spec.num_heads, cached, cached)
@@ -104,7 +104,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         if is_reader:  # no token has keys to write
             keys, values = (heads.new_empty(0, spec.num_kv_heads, spec.head_dim) for _ in range(2))
         rotated = heads[:, num_gates : num_gates + spec.num_heads + cached]
-        gates = qkv[:, : num_gates * spec.head_dim]
+        gates = qkv[:, : spec.num_gates]
         attended = empty(tokens, spec.num_heads * spec.head_dim)
         return AttentionScratch(qkv, rotated, queries, keys, values, gates, attended)
 
@@ -162,7 +162,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
             attending, outputs = kept, batch.output_rows
             rows = None if outputs is None else outputs.indices
             self._operators.keep(scratch.queries, rows)
-            if self._spec.has_output_gate:
+            if self._spec.gate is not None:
                 self._operators.keep(scratch.gates, rows)
             batch = batch.narrowed
         if self._spec.is_chunked:
@@ -170,8 +170,9 @@ class AttentionMixer(Mixer[AttentionScratch]):
         is_written = is_written or self._spec.reads_layer is not None
         step = self._step(batch, cache, scratch, attending, is_written)
         self._backend.attend(self._layer, step)
-        if self._spec.has_output_gate:
-            self._operators.multiply_by_sigmoid(attending.gates, attending.attended)
+        if self._spec.gate is not None:
+            function = self._spec.gate.function
+            self._operators.multiply_by_gates(attending.gates, function, attending.attended)
 
     def into(self, scratch: AttentionScratch, out: Tensor) -> None:
         self._weights.output.into(scratch.attended, out)

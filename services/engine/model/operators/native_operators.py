@@ -20,7 +20,7 @@ from services.engine.kernels.library import (
 )
 from services.engine.kernels.memory import allocate
 from services.engine.kernels.tiles import TILE
-from services.engine.model.architecture.activation import SWIGLU, Activation
+from services.engine.model.architecture.activation import SWIGLU, Activation, GateFunction
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.interface import Gate, HeadNorms, Projection
@@ -36,6 +36,11 @@ from services.engine.model.operators.native_mixture import routing_call
 from services.engine.model.operators.torch_operators import TorchOperators, join
 
 __all__ = ["NativeOperators"]
+
+_GATES = {
+    GateFunction.SIGMOID: Arrangement.MULTIPLY_BY_SIGMOID,
+    GateFunction.SOFTPLUS: Arrangement.MULTIPLY_BY_SOFTPLUS,
+}
 
 
 class NativeOperators(TorchOperators):
@@ -59,14 +64,19 @@ class NativeOperators(TorchOperators):
     def multiply(self, factors: Tensor, out: Tensor) -> None:
         self._arrange(factors, out, Arrangement.MULTIPLY)
 
-    def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
-        self._arrange(gates, out, Arrangement.MULTIPLY_BY_SIGMOID)
+    def multiply_by_gates(self, gates: Tensor, function: GateFunction, out: Tensor) -> None:
+        self._arrange(gates, out, _GATES[function], out.shape[1] // gates.shape[1])
 
-    def _arrange(self, rows: Tensor, out: Tensor, arrangement: Arrangement) -> None:
-        assert not self._tiles_inputs or rows.shape[1] % TILE == 0
+    def _arrange(
+        self, rows: Tensor, out: Tensor, arrangement: Arrangement, columns: int = 1
+    ) -> None:
+        """columns: those of `out` for each number of `rows`."""
+        (count, numbers), tile = rows.shape, TILE if self._tiles_inputs else 1
+        assert numbers * columns % tile == 0
+        assert columns == 1 or columns % tile == 0
         call = ArrangeCall(
-            *(rows.data_ptr(), out.data_ptr(), *rows.shape, rows.stride(0)),
-            *(self._tiles_inputs, arrangement, self._code),
+            *(rows.data_ptr(), out.data_ptr(), count, numbers * columns, columns),
+            *(rows.stride(0), self._tiles_inputs, arrangement, self._code),
         )
         self._native.run(Kernel.ARRANGE, call)
 

@@ -28,6 +28,7 @@ TOKENS = 75
         ("gemma2", paged.PagedAttention),
         ("gpt-oss", paged.PagedAttention),
         ("gemma4, experts", paged.PagedAttention),
+        ("laguna", paged.PagedAttention),
     ],
 )
 def test_logits_equal_those_of_transformers(
