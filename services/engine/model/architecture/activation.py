@@ -36,8 +36,8 @@ class GateFunction(Enum):
     SOFTPLUS = "softplus"
 
     def of(self, gates: Tensor) -> Tensor:
-        """Return the factors that gates make, in float32."""
-        return gates.float().sigmoid() if self is GateFunction.SIGMOID else softplus(gates.float())
+        """Return the factors that gates make."""
+        return gates.sigmoid() if self is GateFunction.SIGMOID else softplus(gates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,7 @@ class WindowRule(Enum):
     SPACED = "as layer_types lists, or all but the first and every sliding_window_pattern-th after"
     CHUNKED = "as layer_types lists, or layers with RoPE, which see their own chunk alone"
     LISTED_LOCAL = "those that attention_layers calls local, or every second one"
-    BEHIND_DENSE = (
-        "as layer_types lists, or all but every prefix_dense_sliding_window_pattern-th of the first "
-        "first_k_dense_replace layers and every sliding_window_pattern-th of the others"
-    )
+    BEHIND_DENSE = "as layer_types lists, or as PATTERN in the dense layers and anew behind them"
     EVEN = "if use_sliding_window: as layer_types lists, or even layers below max_window_layers"
 
 
@@ -390,7 +387,7 @@ class Family:
     has_output_gate: bool = False
     """q_proj has a gate of attention's output behind each head's queries"""
     reads_gating: bool = False
-    """gating says whether each head has an output gate or each of its outputs; gates are softplus"""
+    """gating says whether each head has an output gate or each of its outputs; it is a softplus"""
     reads_layer_heads: bool = False
     """num_attention_heads_per_layer may list the heads of each layer"""
     head_bias_key: str | None = None

@@ -410,7 +410,7 @@ class Operators(ABC):
         gates: [n, width / k], each of k neighbouring columns of `out` [n, width]; its first
         dimension may have gaps. With tiles, k must be 1 or a multiple of 32.
         """
-        columns = out.view(*gates.shape, -1)
+        columns = out.view(*gates.shape, out.shape[1] // gates.shape[1])
         columns *= function.of(gates)[..., None]
 
     def keep(self, rows: Tensor, kept: Tensor | None) -> None:
