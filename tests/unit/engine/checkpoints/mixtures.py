@@ -238,7 +238,7 @@ MIXTURES: dict[str, PreTrainedConfig] = {
         global_attn_every_n_layers=3,
         mup_enabled=True,
     ),
-    "cohere2 moe": Cohere2MoeConfig(
+    "cohere2 moe": Cohere2MoeConfig(  # type: ignore[call-arg]
         **COHERE2_MOE,
         first_k_dense_replace=2,
         prefix_dense_intermediate_size=96,
@@ -247,7 +247,7 @@ MIXTURES: dict[str, PreTrainedConfig] = {
         num_shared_experts=2,
         expert_selection_fn="sigmoid",
     ),
-    "cohere2 moe, rms norms": Cohere2MoeConfig(  # as North Mini Code
+    "cohere2 moe, rms norms": Cohere2MoeConfig(  # type: ignore[call-arg]
         **COHERE2_MOE | {"rms_norm_eps": 1e-6, "norm_topk_prob": False},
         first_k_dense_replace=1,
         prefix_dense_intermediate_size=96,

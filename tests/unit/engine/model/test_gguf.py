@@ -244,7 +244,7 @@ FAMILIES = {
         sliding_window=9,
         mup_enabled=True,
     ),
-    "cohere2 moe": Cohere2MoeConfig(
+    "cohere2 moe": Cohere2MoeConfig(  # type: ignore[call-arg]
         **COHERE2_MOE,
         first_k_dense_replace=2,
         prefix_dense_intermediate_size=96,
