@@ -131,7 +131,7 @@ def _read_cohere_experts(file: GgufFile) -> dict[str, Json]:
         **read_later_windows(file, 4),
         **norms,
         "expert_selection_fn": "sigmoid",
-        "logit_scale": file.number(file.own("logit_scale")),
+        "logit_scale": file.positive(file.own("logit_scale")),
     }
 
 

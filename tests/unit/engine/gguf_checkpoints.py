@@ -518,7 +518,7 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         inner = getattr(config, "dense_intermediate_size", inner)
         inner = getattr(config, "prefix_dense_intermediate_size", inner)
         writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
+    writer.add_head_count(getattr(config, "num_attention_heads_per_layer", heads))
     writer.add_head_count_kv(_key_heads(config))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_key_length(head_dim)
@@ -553,7 +553,6 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         has_window = [kind == "sliding_attention" for kind in config.layer_types]
         writer.add_sliding_window_pattern(has_window)
     if config.model_type == "laguna":
-        writer.add_head_count(config.num_attention_heads_per_layer)
         near = config.rope_parameters["sliding_attention"]
         writer.add_rope_freq_base_swa(near["rope_theta"])
         writer.add_rope_dimension_count_swa(int(head_dim * near["partial_rotary_factor"]))

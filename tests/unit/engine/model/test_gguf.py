@@ -368,7 +368,10 @@ def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts", "glm moe dsa"],
+    [
+        *("llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts"),
+        *("glm moe dsa", "cohere2 moe", "laguna"),
+    ],
 )
 def test_wrong_values_name_the_file_and_its_key(family: str, tmp_path: Path) -> None:
     """The config.json that is made of a file lies in a directory which nobody knows."""
