@@ -17,6 +17,7 @@ from services.common.gguf.gguf_gemma import (
     read_gemma3n,
     read_gemma4,
 )
+from services.common.gguf.gguf_laguna import read_laguna
 from services.common.gguf.gguf_latent import (
     choose_latent_model,
     read_block_indexes,
@@ -25,7 +26,12 @@ from services.common.gguf.gguf_latent import (
     read_latent,
     read_unsplit_latent,
 )
-from services.common.gguf.gguf_layers import count_layers, read_delta_net, read_windows
+from services.common.gguf.gguf_layers import (
+    count_layers,
+    read_delta_net,
+    read_later_windows,
+    read_windows,
+)
 from services.common.gguf.gguf_mimo import read_mimo
 from services.common.gguf.gguf_recurrent import (
     read_convolutions,
@@ -54,6 +60,8 @@ class Architecture:
     """Keys that only this architecture has"""
     has_attention: bool = True
     """Some layers have heads of attention"""
+    has_layer_heads: bool = False
+    """Layers may have different numbers of heads"""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -110,6 +118,21 @@ def _read_cohere(file: GgufFile) -> dict[str, Json]:
         "logit_scale": file.number(file.own("logit_scale")),
         **read_windows(file, 4),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+def _read_cohere_experts(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Command A+ and North Mini Code; its epsilon says what its norms are."""
+    norms: dict[str, Json] = {}
+    if file.own("attention.layer_norm_rms_epsilon") not in file.metadata:
+        epsilon = file.positive(file.own("attention.layer_norm_epsilon"))
+        norms = {"layer_norm_eps": epsilon, "rms_norm_eps": None}
+    return {
+        **read_sigmoid_routing(file),
+        **read_later_windows(file, 4),
+        **norms,
+        "expert_selection_fn": "sigmoid",
+        "logit_scale": file.positive(file.own("logit_scale")),
     }
 
 
@@ -341,6 +364,26 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "cohere2": Architecture(
         "Cohere2ForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, extra_keys=_read_cohere
+    ),
+    "cohere2moe": Architecture(
+        "Cohere2MoeForCausalLM",
+        {
+            "intermediate_size": "prefix_dense_intermediate_size",
+            "moe_intermediate_size": "intermediate_size",
+            "moe_layer_start_index": "first_k_dense_replace",
+            "moe_num_shared_experts": "num_shared_experts",
+            "num_local_experts": "num_experts",
+        },
+        _read_cohere_experts,
+    ),
+    "laguna": Architecture(
+        "LagunaForCausalLM",
+        {
+            "num_local_experts": "num_experts",
+            "routed_scaling_factor": "moe_routed_scaling_factor",
+        },
+        read_laguna,
+        has_layer_heads=True,
     ),
     "arcee": Architecture("ArceeForCausalLM"),
     "ernie4_5": Architecture("Ernie4_5ForCausalLM", _USE_BIAS),

@@ -53,7 +53,7 @@ def _common(file: GgufFile, architecture: Architecture) -> dict[str, Json]:
     vocabulary, hidden = _table_shape(file)
     heads = 1
     if architecture.has_attention:
-        heads = file.count(key("attention.head_count"), most=hidden)
+        heads = _heads(file, architecture, hidden)
     head_dim = file.count(key("attention.key_length"), hidden // heads)
     rotated = file.count(key("rope.dimension_count"), head_dim)
     rms = key("attention.layer_norm_rms_epsilon")
@@ -96,6 +96,14 @@ def _common(file: GgufFile, architecture: Architecture) -> dict[str, Json]:
         if shared in file.metadata:
             values["shared_expert_intermediate_size"] = file.count(shared, least=0)
     return values
+
+
+def _heads(file: GgufFile, architecture: Architecture, hidden: int) -> int:
+    """Return the heads of all layers, or of the first one if layers may have different numbers."""
+    key = file.own("attention.head_count")
+    if architecture.has_layer_heads:
+        return max(1, file.integers(key, 1, least=1)[0])
+    return file.count(key, most=hidden)
 
 
 def _table_shape(file: GgufFile) -> tuple[int, int]:

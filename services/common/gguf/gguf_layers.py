@@ -3,7 +3,7 @@
 from services.common.gguf.gguf_file import GgufFile
 from services.common.json_values import Json
 
-__all__ = ["count_layers", "read_delta_net", "read_windows"]
+__all__ = ["count_layers", "read_delta_net", "read_later_windows", "read_windows"]
 
 
 def count_layers(file: GgufFile) -> int:
@@ -25,6 +25,25 @@ def read_windows(file: GgufFile, pattern: int) -> dict[str, Json]:
         "layer_types": [
             "sliding_attention" if each else "full_attention"
             for each in file.integers(key, layers)[:layers]
+        ]
+    }
+
+
+def read_later_windows(file: GgufFile, pattern: int) -> dict[str, Json]:
+    """Return the layers with a window: all but the first of every `pattern`, or as the file lists.
+
+    A file without a window has none.
+    """
+    if file.integer(file.own("attention.sliding_window"), 0) <= 0:
+        return {}
+    found = read_windows(file, pattern)
+    if "layer_types" in found:
+        return found
+    pattern = file.count(file.own("attention.sliding_window_pattern"), pattern)
+    return {
+        "layer_types": [
+            "sliding_attention" if layer % pattern else "full_attention"
+            for layer in range(count_layers(file))
         ]
     }
 

@@ -55,7 +55,7 @@ def read_rope_scaling(file: GgufFile) -> dict[str, Json]:
 
 def _read_yarn(file: GgufFile, prefix: str) -> dict[str, Json]:
     found: dict[str, Json] = {
-        ours: file.number(f"{prefix}.{theirs}")
+        ours: file.positive(f"{prefix}.{theirs}")
         for theirs, ours in _YARN.items()
         if f"{prefix}.{theirs}" in file.metadata
     }

@@ -112,7 +112,8 @@ class Arrangement(IntEnum):
     COPY = 0
     MULTIPLY = 1
     MULTIPLY_BY_SIGMOID = 2
-    ADD_ROWS = 3
+    MULTIPLY_BY_SOFTPLUS = 3
+    ADD_ROWS = 4
 
 
 class Kernel(IntEnum):
@@ -592,6 +593,7 @@ class ArrangeCall(ctypes.Structure):
         ("out", c_void_p),
         ("num_rows", c_int64),
         ("width", c_int64),
+        ("columns", c_int64),
         ("row_stride", c_int64),
         ("is_tiled", c_int32),
         ("arrangement", c_int32),

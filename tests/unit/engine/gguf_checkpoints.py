@@ -46,6 +46,8 @@ ARCHITECTURES = {
     "olmoe": MODEL_ARCH.OLMOE,
     "cohere": MODEL_ARCH.COMMAND_R,
     "cohere2": MODEL_ARCH.COHERE2,
+    "cohere2_moe": MODEL_ARCH.DOTS1,
+    "laguna": MODEL_ARCH.STEP35,
     "arcee": MODEL_ARCH.ARCEE,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
     "granitemoeshared": MODEL_ARCH.GRANITE_MOE,
@@ -110,8 +112,10 @@ ARCHITECTURES = {
 }
 """Architectures of llama.cpp by transformers' model_type"""
 _LATER = {
+    "cohere2_moe": "cohere2moe",
     "deepseek_v32": "deepseek32",
     "hy_v3": "hy_v3",
+    "laguna": "laguna",
     "mellum": "mellum",
     "minimax_m3_vl_text": "minimax-m3",
 }
@@ -132,7 +136,7 @@ _INTERLEAVED = {
     *("internlm3", "ministral3"),
 }
 _SIGMOIDS = {
-    "afmoe",
+    *("afmoe", "cohere2_moe", "laguna"),
     *("deepseek_v32", "glm_moe_dsa", "hy_v3", "kimi_linear"),
     *("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2", "solar_open"),
     *("mimo_v2_flash", "minimax_m3_vl_text"),
@@ -513,8 +517,9 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
         inner = getattr(config, "intermediate_size_mlp", inner)
         inner = getattr(config, "dense_intermediate_size", inner)
+        inner = getattr(config, "prefix_dense_intermediate_size", inner)
         writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
+    writer.add_head_count(getattr(config, "num_attention_heads_per_layer", heads))
     writer.add_head_count_kv(_key_heads(config))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_key_length(head_dim)
@@ -545,6 +550,15 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping or 0.0)
         writer.add_final_logit_softcapping(config.final_logit_softcapping or 0.0)
+    if config.model_type == "cohere2_moe":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        has_window = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_sliding_window_pattern(has_window)
+    if config.model_type == "laguna":
+        near = config.rope_parameters["sliding_attention"]
+        writer.add_rope_freq_base_swa(near["rope_theta"])
+        writer.add_rope_dimension_count_swa(int(head_dim * near["partial_rotary_factor"]))
     if config.model_type.startswith("cohere"):
         writer.add_logit_scale(config.logit_scale)
     if config.model_type.startswith("granite"):
@@ -689,7 +703,8 @@ def _write_routing(writer: GGUFWriter, config: Any) -> None:
     writer.add_leading_dense_block_count(kinds.count("dense") if dense is None else dense)
     shared = _first_of(config, "n_shared_experts", "num_shared_experts")
     writer.add_expert_shared_count(shared or 0)
-    scale = _first_of(config, "routed_scaling_factor", "route_scale", "router_scaling_factor")
+    scales = ("route_scale", "router_scaling_factor", "moe_routed_scaling_factor")
+    scale = _first_of(config, "routed_scaling_factor", *scales)
     if scale is None:
         return
     writer.add_expert_weights_scale(scale)
@@ -824,6 +839,8 @@ def _write_rope(writer: GGUFWriter, config: Any, head_dim: int) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if "original_max_position_embeddings" in rope:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "attention_factor" in rope:
+            writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
         if "beta_fast" in rope:
             writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
             writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])

@@ -35,4 +35,18 @@ inline float exponential(float x) {
   return p * power;
 }
 
+// Returns log(1 + e^x). Of 2 atanh(z) = log((1 + z) / (1 - z)), seven terms leave less than 1e-8
+// for z up to 1/3.
+inline float softplus(float x) {
+  const float power = exponential(-maximum(x, -x)), z = power / (2.0f + power), square = z * z;
+  float sum = 1.0f / 13.0f;
+  sum = sum * square + 1.0f / 11.0f;
+  sum = sum * square + 1.0f / 9.0f;
+  sum = sum * square + 1.0f / 7.0f;
+  sum = sum * square + 1.0f / 5.0f;
+  sum = sum * square + 1.0f / 3.0f;
+  sum = sum * square + 1.0f;
+  return x != x ? x : maximum(x, 0.0f) + 2.0f * z * sum;  // a NaN remains one
+}
+
 }  // namespace

@@ -89,16 +89,19 @@ enum tw_arrangement : int32_t {
   TW_COPY = 0,
   TW_MULTIPLY = 1,
   TW_MULTIPLY_BY_SIGMOID = 2,
-  TW_ADD_ROWS = 3,
+  TW_MULTIPLY_BY_SOFTPLUS = 3,  // log(1 + e^x)
+  TW_ADD_ROWS = 4,
 };
 
-// Copies rows to the layout that products read, or multiplies what lies there by them or by their
-// sigmoid, or adds them to it.
+// Copies rows to the layout that products read, or multiplies what lies there by them or by a
+// function of them, or adds them to it.
 struct tw_arrange {
-  const void *rows;  // [num_rows, width]
+  const void *rows;  // [num_rows, width / columns]
   void *out;         // [num_rows, width], row by row or as a tiled activation
   int64_t num_rows;
   int64_t width;
+  int64_t columns;  // neighbouring columns of `out` that a number of `rows` multiplies; 1 for TW_COPY
+                    // and TW_MULTIPLY; with tiles 1 or a multiple of 32
   int64_t row_stride;  // numbers between two rows
   int32_t is_tiled;    // `out` is in blocks of 32 rows by 32 columns, and width a multiple of 32
   int32_t arrangement;

@@ -152,6 +152,10 @@ void arrange_part(const T *from, T *to, int64_t width, int32_t arrangement) {
       for (int64_t i = 0; i < width; i++)
         store(to + i, load(to[i]) / (1.0f + exponential(-load(from[i]))));
       break;
+    case TW_MULTIPLY_BY_SOFTPLUS:
+#pragma omp simd
+      for (int64_t i = 0; i < width; i++) store(to + i, load(to[i]) * softplus(load(from[i])));
+      break;
     case TW_ADD_ROWS:
 #pragma omp simd
       for (int64_t i = 0; i < width; i++) store(to + i, load(to[i]) + load(from[i]));
@@ -159,15 +163,32 @@ void arrange_part(const T *from, T *to, int64_t width, int32_t arrangement) {
   }
 }
 
+// Multiplies neighbouring numbers by the function of one gate.
+template <typename T>
+void gate_part(float gate, T *to, int64_t width, int32_t arrangement) {
+  const float factor = arrangement == TW_MULTIPLY_BY_SOFTPLUS ? softplus(gate)
+                                                              : 1.0f / (1.0f + exponential(-gate));
+#pragma omp simd
+  for (int64_t i = 0; i < width; i++) store(to + i, load(to[i]) * factor);
+}
+
 template <typename T>
 void arrange_rows(const tw_arrange &a) {
   for_rows(a.num_rows, [=](int64_t row) {
     const T *from = static_cast<const T *>(a.rows) + row * a.row_stride;
     T *out = static_cast<T *>(a.out);
-    if (!a.is_tiled) return arrange_part(from, out + row * a.width, a.width, a.arrangement);
-    T *to = out + row / kBlock * kBlock * a.width + row % kBlock * kBlock;
-    for (int64_t i = 0; i < a.width; i += kBlock)
-      arrange_part(from + i, to + i * kBlock, kBlock, a.arrangement);
+    T *to = out + row * a.width;
+    if (a.is_tiled) to = out + row / kBlock * kBlock * a.width + row % kBlock * kBlock;
+    const int64_t distance = a.is_tiled ? kBlock : 1;  // of neighbouring columns, block by block
+    int64_t part = a.is_tiled ? kBlock : a.width;
+    if (a.columns > 1) {
+      part = minimum(part, a.columns);
+      for (int64_t i = 0; i < a.width; i += part)
+        gate_part(load(from[i / a.columns]), to + i * distance, part, a.arrangement);
+      return;
+    }
+    for (int64_t i = 0; i < a.width; i += part)
+      arrange_part(from + i, to + i * distance, part, a.arrangement);
   });
 }
 

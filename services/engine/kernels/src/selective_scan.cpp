@@ -22,20 +22,6 @@ constexpr int64_t kChannels = 64;  // channels that a thread scans together
 thread_local Buffer memory;
 thread_local Buffer firsts;
 
-// Returns log(1 + e^x). Of 2 atanh(z) = log((1 + z) / (1 - z)), seven terms leave less than 1e-8
-// for z up to 1/3.
-inline float softplus(float x) {
-  const float power = exponential(-maximum(x, -x)), z = power / (2.0f + power), square = z * z;
-  float sum = 1.0f / 13.0f;
-  sum = sum * square + 1.0f / 11.0f;
-  sum = sum * square + 1.0f / 9.0f;
-  sum = sum * square + 1.0f / 7.0f;
-  sum = sum * square + 1.0f / 5.0f;
-  sum = sum * square + 1.0f / 3.0f;
-  sum = sum * square + 1.0f;
-  return x != x ? x : maximum(x, 0.0f) + 2.0f * z * sum;  // a NaN remains one
-}
-
 // Copies rows of `width` numbers, rounded to what `to` holds; from: null for zeros.
 template <typename From, typename To>
 void copy_rows(const From *from, int64_t from_stride, To *to, int64_t to_stride, int64_t rows,

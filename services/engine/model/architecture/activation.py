@@ -6,9 +6,9 @@ from enum import Enum
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
+from torch.nn.functional import gelu, relu, silu, softplus
 
-__all__ = ["SWIGLU", "Activation", "Nonlinearity"]
+__all__ = ["SWIGLU", "Activation", "GateFunction", "Nonlinearity"]
 
 
 class Nonlinearity(Enum):
@@ -27,6 +27,17 @@ class Nonlinearity(Enum):
     """gpt-oss: clamp(gate) * sigmoid(alpha * clamp(gate)) * (clamp(up) + 1)"""
     CLAMPED_SILU = "clamped_silu"
     """DeepSeek V4: silu(clamp(gate)) * clamp(up)"""
+
+
+class GateFunction(Enum):
+    """Functions of the gates that multiply the output of attention."""
+
+    SIGMOID = "sigmoid"
+    SOFTPLUS = "softplus"
+
+    def of(self, gates: Tensor) -> Tensor:
+        """Return the factors that gates make."""
+        return gates.sigmoid() if self is GateFunction.SIGMOID else softplus(gates)
 
 
 @dataclass(frozen=True, slots=True)

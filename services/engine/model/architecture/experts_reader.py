@@ -7,7 +7,7 @@ from services.engine.model.architecture.routing import Routing, Scoring
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family
 
-__all__ = ["expert_layers", "num_experts", "read_experts"]
+__all__ = ["averages_shared_expert", "expert_layers", "num_experts", "read_experts"]
 
 _SPARSE_MIXER = 2
 """Experts of a token that SparseMixer chooses"""
@@ -102,6 +102,22 @@ def _identities(config: Config) -> int:
     return count
 
 
+def averages_shared_expert(config: Config, family: Family) -> bool:
+    """Return whether a layer with experts adds the mean of the shared expert and the others' sum.
+
+    Raises CheckpointError for another combination than the mean and the sum.
+    """
+    if not family.reads_combination or config.integer("moe_num_shared_experts") <= 0:
+        return False
+    strategy, known = config.text("shared_expert_combination_strategy"), ("average", "sum")
+    if strategy not in known:
+        raise CheckpointError(
+            f"{config.file}: shared_expert_combination_strategy {strategy} is not supported. "
+            f"Supported: {', '.join(known)}."
+        )
+    return strategy == "average"
+
+
 def _routing(config: Config, family: Family, count: int, per_token: int) -> Routing:
     assert family.names.experts is not None
     jitter = None
@@ -112,32 +128,35 @@ def _routing(config: Config, family: Family, count: int, per_token: int) -> Rout
                 f"{config.file}: num_experts_per_tok must be {_SPARSE_MIXER}, got {per_token}."
             )
     groups, kept_groups = _expert_groups(config, family, count, per_token)
+    scoring, is_normalized = _scoring(config, family), config.flag("norm_topk_prob", False)
+    if family.normalizes_softmax and scoring is Scoring.SOFTMAX:
+        is_normalized = True  # a softmax over the chosen scores is a share of that over all
+    scale = config.positive_number("routed_scaling_factor", 1.0)
     return Routing(
         per_token,
-        config.flag("norm_topk_prob", False),
+        is_normalized,
         has_bias=bool(family.names.experts.choice_bias) and config.flag("use_expert_bias", True),
         least_sum=config.number("moe_norm_min", 0.0),
         jitter=jitter,
-        scoring=_scoring(config, family),
+        scoring=scoring,
         scales_inputs=family.scales_experts_inputs,
         groups=groups,
         kept_groups=kept_groups,
         group_leaders=2 if family.scores_by_sigmoid or family.ranks_groups_by_two else 1,
-        scale=config.positive_number("routed_scaling_factor", 1.0),
+        scale=scale / 2 if averages_shared_expert(config, family) else scale,
     )
 
 
 def _scoring(config: Config, family: Family) -> Scoring:
-    if not family.reads_scoring:
+    if not family.scorings:
         return Scoring.SIGMOID if family.scores_by_sigmoid else Scoring.SOFTMAX
-    name, known = config.text("scoring_func"), (Scoring.SQRT_SOFTPLUS, Scoring.SIGMOID)
-    for scoring in known:
-        if scoring.value == name:
-            return scoring
-    raise CheckpointError(
-        f"{config.file}: scoring_func {name} is not supported here. Supported: "
-        f"{', '.join(each.value for each in known)}."
-    )
+    name = config.text("scoring_func")
+    if name not in family.scorings:
+        raise CheckpointError(
+            f"{config.file}: {config.file_key('scoring_func')} {name} is not supported here. "
+            f"Supported: {', '.join(family.scorings)}."
+        )
+    return Scoring(name)
 
 
 def _expert_groups(config: Config, family: Family, count: int, per_token: int) -> tuple[int, int]:

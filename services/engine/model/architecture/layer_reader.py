@@ -2,7 +2,7 @@
 
 import math
 
-from services.engine.model.architecture.activation import Activation, Nonlinearity
+from services.engine.model.architecture.activation import Activation, GateFunction, Nonlinearity
 from services.engine.model.architecture.block_reader import with_block_indexes
 from services.engine.model.architecture.compressed_reader import (
     read_compressed_layers,
@@ -18,6 +18,7 @@ from services.engine.model.architecture.gemma3n_layers import gemma3n_layers
 from services.engine.model.architecture.gemma4_layers import gemma4_layers
 from services.engine.model.architecture.latent_reader import read_latent_layers
 from services.engine.model.architecture.layers import (
+    AttentionGate,
     AttentionSpec,
     DenseSpec,
     FeedForwardSpec,
@@ -40,6 +41,7 @@ __all__ = ["read_layers"]
 
 _CHUNK_STEP = 32
 """Number that divides a chunk of attention: blocks of the cache must not belong to two"""
+_GATINGS = ("per-head", "per-element")
 _MOST_WIDTH = 1 << 24
 """Bound of a layer's intermediate size"""
 
@@ -110,17 +112,19 @@ def _attention_layers(
 ) -> list[AttentionSpec]:
     num_heads = config.positive("num_attention_heads")
     num_kv_heads = _kv_heads(config, family, num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"{config.file}: {config.file_key('num_attention_heads')} ({num_heads}) is not a "
-            f"multiple of num_key_value_heads ({num_kv_heads})."
-        )
     local_kv_heads = config.positive("swa_num_key_value_heads", num_kv_heads)
-    if num_heads % local_kv_heads:
-        raise CheckpointError(
-            f"{config.file}: num_attention_heads ({num_heads}) is not a multiple of "
-            f"swa_num_key_value_heads ({local_kv_heads})."
-        )
+    key = "num_attention_heads_per_layer" if family.reads_layer_heads else "num_attention_heads"
+    layer_heads = config.per_layer(key, num_layers, num_heads)
+    for kv_key, kv_heads in (
+        ("num_key_value_heads", num_kv_heads),
+        ("swa_num_key_value_heads", local_kv_heads),
+    ):
+        for count in layer_heads:
+            if count % kv_heads:
+                raise CheckpointError(
+                    f"{config.file}: {config.file_key(key)} ({count}) is not a multiple of "
+                    f"{kv_key} ({kv_heads})."
+                )
     head_dim = _head_dim(config, hidden_size, num_heads)
     local = _local_layers(config, family, num_layers)
     is_chunked = family.windows is WindowRule.CHUNKED
@@ -136,12 +140,12 @@ def _attention_layers(
         window += 1 if window else 0
     has_bias = family.reads_attention_bias and config.flag("attention_bias", False)
     has_qk_norm = family.qk_norm_key is None or config.flag(family.qk_norm_key, False)
-    has_gate = family.has_output_gate or family.names.output_gate is not None
+    gate = _gate(config, family)
     qk_norm = family.qk_norm if has_qk_norm else QkNorm.NONE
     output_key = family.output_bias_key if family.reads_attention_bias else None
     return [
         AttentionSpec(
-            num_heads=num_heads,
+            num_heads=count,
             num_kv_heads=local_kv_heads if is_local else num_kv_heads,
             head_dim=head_dim,
             scale=_attention_scale(config, family, head_dim),
@@ -152,12 +156,15 @@ def _attention_layers(
             output_bias=output_key is not None and config.flag(output_key, False),
             has_sinks=_has_sinks(config, family, is_local),
             qk_norm=_qk_norm_of(qk_norm, rotary),
-            has_output_gate=has_gate,
+            gate=gate,
             is_chunked=is_chunked and is_local,
             value_width=config.positive("value_head_dim", head_dim),
         )
-        for is_local, rotary in zip(
-            local, _rotaries(config, family, local, head_dim, context_length), strict=True
+        for count, is_local, rotary in zip(
+            layer_heads,
+            local,
+            _rotaries(config, family, local, head_dim, context_length),
+            strict=True,
         )
     ]
 
@@ -166,6 +173,22 @@ def _has_sinks(config: Config, family: Family, is_local: bool) -> bool:
     """Return whether a layer has sinks; files of MiMo state it for each of two kinds of layers."""
     key = f"add_{'swa' if is_local else 'full'}_attention_sink_bias"
     return family.names.sinks is not None and config.flag(key, True)
+
+
+def _gate(config: Config, family: Family) -> AttentionGate | None:
+    """Return the gates of attention's output; None: there are none."""
+    if family.has_output_gate:
+        return AttentionGate()
+    if family.names.output_gate is None:
+        return None
+    if not family.reads_gating:
+        return AttentionGate(is_of_heads=family.names.gates_heads)
+    kind = "per-head" if config.values.get("gating") is True else config.text("gating")
+    if kind not in _GATINGS:
+        raise CheckpointError(
+            f"{config.file}: gating {kind} is not supported. Supported: {', '.join(_GATINGS)}."
+        )
+    return AttentionGate(GateFunction.SOFTPLUS, is_of_heads=kind == "per-head")
 
 
 def _kv_heads(config: Config, family: Family, num_heads: int) -> int:
@@ -294,6 +317,8 @@ def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
 def _local_layers(config: Config, family: Family, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it attends over a window only."""
     rule = family.windows
+    if rule is WindowRule.BEHIND_DENSE:
+        config.positive("sliding_window")  # transformers needs it even if no layer has a window
     has_windows = rule is not WindowRule.NONE and config.has("sliding_window")
     if not has_windows or not config.flag("use_sliding_window", True):
         return (False,) * num_layers
@@ -317,6 +342,14 @@ def _local_layers(config: Config, family: Family, num_layers: int) -> tuple[bool
     if rule is WindowRule.SPACED:
         pattern = config.positive("sliding_window_pattern")
         return tuple(layer % pattern != 0 for layer in range(num_layers))
+    if rule is WindowRule.BEHIND_DENSE:
+        first = config.integer("moe_layer_start_index", 0)
+        near = config.positive("prefix_dense_sliding_window_pattern")
+        pattern = config.positive("sliding_window_pattern")
+        return tuple(
+            (layer + 1) % near != 0 if layer < first else (layer - first + 1) % pattern != 0
+            for layer in range(num_layers)
+        )
     if rule is WindowRule.PATTERN:
         pattern = config.positive("sliding_window_pattern")
         return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
@@ -347,13 +380,25 @@ def _rotaries(
         near = RotarySpec.local_from_config(config, head_dim, context_length)
         return tuple(near if is_local else everywhere for is_local in local)
     if family.rotates_windows_only and config.has("sliding_window"):
-        return tuple(everywhere if is_local else None for is_local in local)
+        dense = _rotating_dense_layers(config, family, num_layers)
+        return tuple(
+            everywhere if is_local or layer in dense else None
+            for layer, is_local in enumerate(local)
+        )
     if not family.reads_no_rope_layers:
         return (everywhere,) * num_layers
     nowhere = RotarySpec.growth_from_config(config) if family.reads_temperature else None
     return tuple(
         everywhere if rotates else nowhere for rotates in _rotating_layers(config, num_layers)
     )
+
+
+def _rotating_dense_layers(config: Config, family: Family, num_layers: int) -> set[int]:
+    """Return the layers that have RoPE, even without a window, because they have no experts."""
+    key = "prefix_dense_sliding_window_pattern"
+    if not family.rotates_dense_layers or config.positive(key) != 1:
+        return set()
+    return set(range(num_layers)) - expert_layers(config, family, num_layers)
 
 
 def _rotating_layers(config: Config, num_layers: int) -> list[bool]:

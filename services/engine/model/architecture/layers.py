@@ -4,7 +4,7 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from services.engine.model.architecture.activation import Activation
+from services.engine.model.architecture.activation import Activation, GateFunction
 from services.engine.model.architecture.block_index import BlockIndex
 from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.convolution_shape import ConvolutionShape
@@ -20,6 +20,7 @@ from services.engine.model.checkpoint.family import QkNorm
 
 __all__ = [
     "AltUpSpec",
+    "AttentionGate",
     "AttentionSpec",
     "BesideSpec",
     "DenseSpec",
@@ -33,6 +34,15 @@ __all__ = [
     "ParallelSpec",
     "SharedBlockSpec",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGate:
+    """Gates that multiply the output of attention, made by a product of their own."""
+
+    function: GateFunction = GateFunction.SIGMOID
+    is_of_heads: bool = False
+    """Each head has one gate, rather than each of its outputs"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +66,8 @@ class AttentionSpec:
     has_sinks: bool
     """Each head's softmax has one more logit, without a value"""
     qk_norm: QkNorm
-    has_output_gate: bool
-    """Each output is multiplied by the sigmoid of a product of its own"""
+    gate: AttentionGate | None
+    """Gates of the outputs; None: there are none"""
     norms_values: bool = False
     """Values have an RMSNorm over each head, without a weight"""
     keys_are_values: bool = False
@@ -88,6 +98,18 @@ class AttentionSpec:
     def cached_width(self) -> int:
         """Numbers of a token's keys and values."""
         return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def num_gates(self) -> int:
+        """Gates of a token."""
+        if self.gate is None:
+            return 0
+        return self.num_heads if self.gate.is_of_heads else self.num_heads * self.value_dim
+
+    @property
+    def gate_heads(self) -> int:
+        """Heads that are together as wide as the gates, which padding fills up."""
+        return -(-self.num_gates // self.head_dim)
 
     @property
     def is_plain(self) -> bool:

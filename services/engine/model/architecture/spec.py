@@ -9,6 +9,7 @@ from services.common.gguf.gguf_config import MARK
 from services.common.json_values import Json
 from services.engine.model.architecture.compressed_spec import CompressedSpec
 from services.engine.model.architecture.disentangled import DisentangledSpec
+from services.engine.model.architecture.experts_reader import averages_shared_expert
 from services.engine.model.architecture.griffin_layers import with_griffin_keys
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layer_reader import read_layers
@@ -27,6 +28,7 @@ from services.engine.model.architecture.weight_factors import (
     WeightFactors,
     read_value_factor,
     read_weight_factors,
+    shared_expert_factors,
 )
 from services.engine.model.architecture.zamba_layers import with_zamba_keys
 from services.engine.model.checkpoint.architectures import family_of
@@ -226,6 +228,8 @@ class ModelSpec:
         nested = {} if family.section is None else whole.section(family.section).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
         family = _with_parallel_norms(family, config)
+        if family.reads_norm_kind and config.values.get("rms_norm_eps") is not None:
+            family, config = replace(family, layer_norm=False), config.without("rms_norm_eps")
         if family.has_single_parts:
             config = with_parts(config)
         if family.names.shared_block is not None:
@@ -311,6 +315,8 @@ def _attention(layer: LayerSpec) -> AttentionSpec | None:
 
 
 def _weight_factors(config: Config, family: Family, layer: LayerSpec) -> tuple[WeightFactors, ...]:
+    if averages_shared_expert(config, family):
+        return shared_expert_factors(family, 0.5)
     if not isinstance(layer.mixer, ParallelSpec):
         return read_value_factor(config, family)
     return read_weight_factors(config, family, layer.mixer.mamba)

@@ -1,5 +1,4 @@
-"""Factors of single weights that config.json states: Falcon-H1's muP multipliers, and the one of
-MiMo's values."""
+"""Factors of single weights that config.json states, such as Falcon-H1's muP multipliers."""
 
 from dataclasses import dataclass
 
@@ -7,7 +6,12 @@ from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.family import Family
 
-__all__ = ["WeightFactors", "read_value_factor", "read_weight_factors"]
+__all__ = [
+    "WeightFactors",
+    "read_value_factor",
+    "read_weight_factors",
+    "shared_expert_factors",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,12 @@ def read_value_factor(config: Config, family: Family) -> tuple[WeightFactors, ..
     _, _, value = family.names.qkv
     parts = ("weight", "bias")
     return tuple(WeightFactors(f"{value}.{part}", ((0, factor),)) for part in parts)
+
+
+def shared_expert_factors(family: Family, factor: float) -> tuple[WeightFactors, ...]:
+    """Return the factor of what the shared expert adds to the residual."""
+    assert family.names.experts is not None
+    return (WeightFactors(f"{family.names.experts.shared_down}.weight", ((0, factor),)),)
 
 
 def _numbers(config: Config, key: str, count: int) -> tuple[float, ...]:

@@ -74,7 +74,7 @@ COMPRESSED_FAMILIES: tuple[Family, ...] = (
         refused=("attention_bias", "mlp_bias"),
         required=("norm_topk_prob",),
         clamped_silu=True,
-        reads_scoring=True,
+        scorings=("sqrtsoftplus", "sigmoid"),
         routes_by_token=True,
     ),
 )

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -65,6 +65,10 @@ class Config:
         """Return the file's own name for `key`."""
         own = self.keys.get(key, key)
         return key if own not in self.values and key in self.values else own
+
+    def without(self, key: str) -> "Config":
+        """Return the same object, in which `key` has no other name."""
+        return replace(self, keys={each: name for each, name in self.keys.items() if each != key})
 
     def integer(self, key: str, default: int | None = None) -> int:
         value = self._value(key, default)

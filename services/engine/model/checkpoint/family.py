@@ -46,6 +46,7 @@ class WindowRule(Enum):
     SPACED = "as layer_types lists, or all but the first and every sliding_window_pattern-th after"
     CHUNKED = "as layer_types lists, or layers with RoPE, which see their own chunk alone"
     LISTED_LOCAL = "those that attention_layers calls local, or every second one"
+    BEHIND_DENSE = "as layer_types lists, or as PATTERN in the dense layers and anew behind them"
     EVEN = "if use_sliding_window: as layer_types lists, or even layers below max_window_layers"
 
 
@@ -227,7 +228,8 @@ class TensorNames:
     output_gate: str | None = None
     """Gate of attention's output in a tensor of its own; None: none, or behind the queries"""
     gates_heads: bool = False
-    """`output_gate` has one output for each head, as that of latent attention always has"""
+    """`output_gate` has one output for each head, as that of latent attention always has, unless
+    reads_gating"""
     output: str = "self_attn.o_proj"
     attention_post_norm: str | None = None
     """Norm of attention's output before it joins the residual"""
@@ -387,6 +389,10 @@ class Family:
     """mlp_bias gives router and experts a bias too"""
     has_output_gate: bool = False
     """q_proj has a gate of attention's output behind each head's queries"""
+    reads_gating: bool = False
+    """gating says whether each head has an output gate or each of its outputs; it is a softplus"""
+    reads_layer_heads: bool = False
+    """num_attention_heads_per_layer may list the heads of each layer"""
     head_bias_key: str | None = None
     """Key that gives the output projection a bias; None: it has none"""
     qkv_by_head: bool = False
@@ -401,6 +407,8 @@ class Family:
     """Norms are LayerNorms rather than RMSNorms"""
     norm_bias: bool = True
     """LayerNorms have a bias"""
+    reads_norm_kind: bool = False
+    """Norms are RMSNorms if rms_norm_eps is set"""
     reads_parallel_residual: bool = False
     """use_parallel_residual makes the feed-forward layer read what attention reads"""
     shares_norm: bool = False
@@ -429,6 +437,8 @@ class Family:
     """Sliding-window layers have RoPE frequencies of their own"""
     rotates_windows_only: bool = False
     """If sliding_window is set, layers without a window have no RoPE"""
+    rotates_dense_layers: bool = False
+    """Dense layers without a window have RoPE if prefix_dense_sliding_window_pattern is 1"""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the square root of hidden_size"""
     embedding_key: str | None = None
@@ -477,8 +487,13 @@ class Family:
     """Experts read rows times their weights"""
     mixes_sparsely: bool = False
     """SparseMixer chooses experts, with router_jitter_noise"""
-    reads_scoring: bool = False
-    """scoring_func says how experts are weighed"""
+    scorings: tuple[str, ...] = ()
+    """Values of scoring_func, which says how experts are weighed; empty: it is not read"""
+    reads_combination: bool = False
+    """shared_expert_combination_strategy says whether the shared expert and the sum of the others
+    are added or averaged"""
+    normalizes_softmax: bool = False
+    """A softmax is over the scores of a token's own experts"""
     routes_by_token: bool = False
     """All layers have experts, and tokens' ids choose them in the layers that mlp_layer_types calls
     hash_moe"""

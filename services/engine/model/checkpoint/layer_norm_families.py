@@ -1,8 +1,9 @@
-"""Dense decoders with LayerNorms: a row for each architecture."""
+"""Decoders with LayerNorms: a row for each architecture."""
 
 from dataclasses import replace
 
 from services.engine.model.checkpoint.family import Family, QkNorm, TensorNames, WindowRule
+from services.engine.model.checkpoint.shared_names import DEEPSEEK_EXPERTS
 
 __all__ = ["LAYER_NORM_FAMILIES"]
 
@@ -27,20 +28,54 @@ _COHERE = Family(
     reads_logit_scale=True,
 )
 
+_COHERE2 = replace(
+    _COHERE,
+    architecture="Cohere2ForCausalLM",
+    defaults={
+        **_COHERE.defaults,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    qk_norm=QkNorm.NONE,
+    windows=WindowRule.PATTERN,
+    rotates_windows_only=True,
+)
+
 LAYER_NORM_FAMILIES: tuple[Family, ...] = (
     _COHERE,
+    _COHERE2,
     replace(
-        _COHERE,
-        architecture="Cohere2ForCausalLM",
-        defaults={
-            **_COHERE.defaults,
-            "rope_theta": 10000.0,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
+        _COHERE2,
+        architecture="Cohere2MoeForCausalLM",
+        names=TensorNames(experts=DEEPSEEK_EXPERTS),
+        keys={
+            **_COHERE2.keys,
+            "intermediate_size": "prefix_dense_intermediate_size",
+            "moe_intermediate_size": "intermediate_size",
+            "moe_layer_start_index": "first_k_dense_replace",
+            "moe_num_shared_experts": "num_shared_experts",
+            "scoring_func": "expert_selection_fn",
         },
-        qk_norm=QkNorm.NONE,
-        windows=WindowRule.PATTERN,
-        rotates_windows_only=True,
+        defaults={
+            **_COHERE2.defaults,
+            "expert_selection_fn": "softmax",
+            "head_dim": 128,
+            "norm_topk_prob": True,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 0,
+            "prefix_dense_sliding_window_pattern": 1,
+            "shared_expert_combination_strategy": "average",
+        },
+        reads_norm_kind=True,
+        windows=WindowRule.BEHIND_DENSE,
+        rotates_dense_layers=True,
+        scorings=("softmax", "sigmoid"),
+        normalizes_softmax=True,
+        reads_combination=True,
+        refused=("use_qk_norm",),
+        required=("use_gated_activation", "use_parallel_block"),
     ),
     Family(
         "PhiForCausalLM",

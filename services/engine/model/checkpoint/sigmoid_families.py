@@ -263,6 +263,60 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
         scores_by_sigmoid=True,
     ),
     Family(
+        "LagunaForCausalLM",
+        names=TensorNames(
+            output_gate="self_attn.g_proj",
+            experts=replace(
+                EXPERTS,
+                shared_gate=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+                shared_down="mlp.shared_expert.down_proj",
+                choice_bias="mlp.experts.e_score_correction_bias",
+                choice_bias_is_row=False,
+            ),
+            adapter_names={"mlp.shared_expert.": "mlp.shared_experts."},
+        ),
+        keys={"routed_scaling_factor": "moe_routed_scaling_factor"},
+        defaults={
+            "gating": True,
+            "head_dim": 128,
+            "moe_intermediate_size": 512,
+            "moe_layer_start_index": 1,
+            "norm_topk_prob": True,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_key_value_heads": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 500_000.0,
+                    "partial_rotary_factor": 0.5,
+                },
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 10_000.0,
+                    "partial_rotary_factor": 1.0,
+                },
+            },
+            "shared_expert_intermediate_size": 512,
+            "sliding_window": 512,
+            "sliding_window_pattern": 1,
+        },
+        reads_gating=True,
+        reads_layer_heads=True,
+        qk_norm=QkNorm.HEAD,
+        windows=WindowRule.PATTERN,
+        local_rotary=True,
+        refused=(
+            "attention_bias",
+            "moe_apply_router_weight_on_input",
+            "moe_router_logit_softcapping",
+            "swa_attention_sink_enabled",
+            "swa_rope_parameters",
+        ),
+        required=("norm_topk_prob",),
+        scores_by_sigmoid=True,
+    ),
+    Family(
         "HYV3ForCausalLM",
         names=TensorNames(
             experts=replace(

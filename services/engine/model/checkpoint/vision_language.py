@@ -20,7 +20,17 @@ __all__ = ["VISION_LANGUAGE", "VisionLanguage"]
 
 _SECTION = "text_config"
 
+_COHERE2: JsonObject = {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+}
 _DECODERS: Mapping[str, tuple[str, JsonObject]] = {
+    "cohere2": ("Cohere2ForCausalLM", _COHERE2),
+    "cohere2_moe": ("Cohere2MoeForCausalLM", _COHERE2),
     "llama": (
         "LlamaForCausalLM",
         {
@@ -237,6 +247,14 @@ _KIMI_K25 = VisionLanguage(
     unserved_vision=("*vision_tower.*", "*mm_projector.*"),
 )
 
+_COHERE2_VISION = VisionLanguage(
+    "Cohere2VisionForConditionalGeneration",
+    decoder=None,
+    roots={"language_model.model.": "language_model.lm_head", "model.language_model.": "lm_head"},
+    vision=(),
+    unserved_vision=("*vision_tower.*", "*multi_modal_projector.*"),
+)
+
 _LLAMA4 = VisionLanguage(
     "Llama4ForConditionalGeneration",
     decoder=FAMILIES["Llama4ForCausalLM"],
@@ -307,6 +325,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
         ),
         _GEMMA3N,
         _GEMMA4,
+        _COHERE2_VISION,
         _KIMI_K25,
         _PUBLISHED_MINIMAX_M3,
         _QWEN3_5,

@@ -47,7 +47,7 @@ class AttentionScratch(Scratch):
     values: Tensor
     """[tokens, kv_heads, value_dim]"""
     gates: Tensor
-    """[tokens, heads * value_dim], or of no width if outputs have no gate"""
+    """[tokens, gates], one for each head or for each of its outputs; of no width: there are none"""
     attended: Tensor
     """[tokens, heads * value_dim], in the layout that products read"""
 
@@ -81,7 +81,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         """
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim)
         is_reader = spec.reads_layer is not None
-        self.scratch_key = ("attention", *shape, spec.has_output_gate, is_reader)
+        self.scratch_key = ("attention", *shape, spec.num_gates, is_reader)
         self._layer = layer if spec.reads_layer is None else spec.reads_layer
         """Layer whose keys and values it reads"""
         self._spec = spec
@@ -99,7 +99,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         num_rotated = spec.num_heads + cached
         attended = empty(tokens, spec.num_heads * spec.value_dim)
         widths = (
-            attended.shape[1] if spec.has_output_gate else 0,
+            spec.gate_heads * spec.head_dim,
             num_rotated * spec.head_dim,
             cached * spec.value_dim,
         )
@@ -108,6 +108,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         rotated = heads.view(tokens, num_rotated, spec.head_dim)
         queries, keys = rotated.split_with_sizes((spec.num_heads, cached), dim=1)
         values = values.view(tokens, cached, spec.value_dim)
+        gates = gates[:, : spec.num_gates]
         if is_reader:  # no token has keys to write
             keys = qkv.new_empty(0, spec.num_kv_heads, spec.head_dim)
             values = qkv.new_empty(0, spec.num_kv_heads, spec.value_dim)
@@ -167,7 +168,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
             attending, outputs = kept, batch.output_rows
             rows = None if outputs is None else outputs.indices
             self._operators.keep(scratch.queries, rows)
-            if self._spec.has_output_gate:
+            if self._spec.gate is not None:
                 self._operators.keep(scratch.gates, rows)
             batch = batch.narrowed
         if self._spec.is_chunked:
@@ -175,8 +176,9 @@ class AttentionMixer(Mixer[AttentionScratch]):
         is_written = is_written or self._spec.reads_layer is not None
         step = self._step(batch, cache, scratch, attending, is_written)
         self._backend.attend(self._layer, step)
-        if self._spec.has_output_gate:
-            self._operators.multiply_by_sigmoid(attending.gates, attending.attended)
+        if self._spec.gate is not None:
+            function = self._spec.gate.function
+            self._operators.multiply_by_gates(attending.gates, function, attending.attended)
 
     def into(self, scratch: AttentionScratch, out: Tensor) -> None:
         self._weights.output.into(scratch.attended, out)

@@ -147,14 +147,13 @@ def _widths(names: TensorNames, spec: AttentionSpec) -> tuple[int, ...]:
 
     Those of an output gate with a tensor of its own follow.
     """
-    queries, attended = spec.num_heads * spec.head_dim, spec.num_heads * spec.value_dim
+    queries = spec.num_heads * spec.head_dim
     has_own = names.output_gate is not None
-    if spec.has_output_gate and not has_own:
+    if spec.gate is not None and not has_own:
         queries *= 2
     keys, values = (spec.num_kv_heads * width for width in (spec.head_dim, spec.value_dim))
     count = 0 if spec.reads_layer is not None else 1 if spec.keys_are_values else 2
-    gates = spec.num_heads if names.gates_heads else attended
-    return (queries, *(keys, values)[:count], *(gates,) * has_own)
+    return (queries, *(keys, values)[:count], *(spec.num_gates,) * has_own)
 
 
 def _rows_in_order(
@@ -164,15 +163,14 @@ def _rows_in_order(
 
     widths: rows of the stored parts: queries, keys and values; without values, keys serve as these,
     without keys there is neither. A head's output gate is stored behind its queries, or all are
-    behind the values. Where a head has one gate, all of its outputs have a copy.
+    behind the values. Where a head has one gate, repeated ones fill up the width of whole heads.
     """
     queries, *cached = map(torch.arange, widths)
     if len(cached) == _VALUES + 1:
-        gates, repeats = cached.pop(), 1
-        if reader.spec.family.names.gates_heads:
-            repeats = spec.value_dim
-        yield _VALUES + 1, gates.repeat_interleave(repeats)
-    elif spec.has_output_gate:
+        gates = len(cached.pop())
+        padded = -(-gates // spec.head_dim) * spec.head_dim
+        yield _VALUES + 1, torch.arange(padded) % gates
+    elif spec.gate is not None:
         pairs = queries.view(-1, 2, spec.head_dim)
         queries = pairs[:, 0].flatten()
         yield 0, pairs[:, 1].flatten()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.engine.model.architecture.activation import SWIGLU, Activation
+from services.engine.model.architecture.activation import SWIGLU, Activation, GateFunction
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight
@@ -410,9 +410,14 @@ class Operators(ABC):
         """
         out *= factors
 
-    def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
-        """Multiply `out`, in the layout of products, by the sigmoid of `gates`; both [n, width]."""
-        out *= gates.sigmoid()
+    def multiply_by_gates(self, gates: Tensor, function: GateFunction, out: Tensor) -> None:
+        """Multiply `out`, in the layout of products, by the function of `gates`.
+
+        gates: [n, width / k], each of k neighbouring columns of `out` [n, width]; its first
+        dimension may have gaps. With tiles, k must be 1 or a multiple of 32.
+        """
+        columns = out.view(*gates.shape, out.shape[1] // gates.shape[1])
+        columns *= function.of(gates)[..., None]
 
     def keep(self, rows: Tensor, kept: Tensor | None) -> None:
         """Move the rows `kept` to the front, over the others; None keeps all.

@@ -20,7 +20,7 @@ from services.engine.kernels.library import (
 )
 from services.engine.kernels.memory import allocate
 from services.engine.kernels.tiles import TILE
-from services.engine.model.architecture.activation import SWIGLU, Activation
+from services.engine.model.architecture.activation import SWIGLU, Activation, GateFunction
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.interface import Gate, HeadNorms, Projection
@@ -36,6 +36,11 @@ from services.engine.model.operators.native_mixture import routing_call
 from services.engine.model.operators.torch_operators import TorchOperators, join
 
 __all__ = ["NativeOperators"]
+
+_GATES = {
+    GateFunction.SIGMOID: Arrangement.MULTIPLY_BY_SIGMOID,
+    GateFunction.SOFTPLUS: Arrangement.MULTIPLY_BY_SOFTPLUS,
+}
 
 
 class NativeOperators(TorchOperators):
@@ -59,22 +64,34 @@ class NativeOperators(TorchOperators):
     def multiply(self, factors: Tensor, out: Tensor) -> None:
         self._arrange(factors, out, Arrangement.MULTIPLY)
 
-    def multiply_by_sigmoid(self, gates: Tensor, out: Tensor) -> None:
-        self._arrange(gates, out, Arrangement.MULTIPLY_BY_SIGMOID)
+    def multiply_by_gates(self, gates: Tensor, function: GateFunction, out: Tensor) -> None:
+        self._arrange(gates, out, _GATES[function], out.shape[1] // gates.shape[1])
 
     def add(self, rows: Tensor, out: Tensor) -> None:
         self._run_arrange(rows, out, Arrangement.ADD_ROWS, is_tiled=False)
 
-    def _arrange(self, rows: Tensor, out: Tensor, arrangement: Arrangement) -> None:
-        assert not self._tiles_inputs or rows.shape[1] % TILE == 0
-        self._run_arrange(rows, out, arrangement, is_tiled=self._tiles_inputs)
+    def _arrange(
+        self, rows: Tensor, out: Tensor, arrangement: Arrangement, columns: int = 1
+    ) -> None:
+        tile = TILE if self._tiles_inputs else 1
+        assert rows.shape[1] * columns % tile == 0
+        assert columns == 1 or columns % tile == 0
+        self._run_arrange(rows, out, arrangement, columns, is_tiled=self._tiles_inputs)
 
     def _run_arrange(
-        self, rows: Tensor, out: Tensor, arrangement: Arrangement, *, is_tiled: bool
+        self,
+        rows: Tensor,
+        out: Tensor,
+        arrangement: Arrangement,
+        columns: int = 1,
+        *,
+        is_tiled: bool,
     ) -> None:
+        """columns: those of `out` for each number of `rows`."""
+        count, numbers = rows.shape
         call = ArrangeCall(
-            *(rows.data_ptr(), out.data_ptr(), *rows.shape, rows.stride(0)),
-            *(is_tiled, arrangement, self._code),
+            *(rows.data_ptr(), out.data_ptr(), count, numbers * columns, columns),
+            *(rows.stride(0), is_tiled, arrangement, self._code),
         )
         self._native.run(Kernel.ARRANGE, call)
 

@@ -69,7 +69,7 @@ class Trial(AttentionCalls):
                 output_bias=False,
                 has_sinks=_has_sinks(arguments.get("s_aux"), heads),
                 qk_norm=QkNorm.NONE,
-                has_output_gate=False,
+                gate=None,
             )
         )
         self.modules.append(module)

@@ -2,6 +2,7 @@
 
 from transformers import (
     AfmoeConfig,
+    Cohere2MoeConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV4Config,
@@ -17,6 +18,7 @@ from transformers import (
     GraniteMoeSharedConfig,
     HunYuanMoEV1Config,
     HYV3Config,
+    LagunaConfig,
     Llama4TextConfig,
     LongcatFlashConfig,
     MellumConfig,
@@ -34,9 +36,11 @@ from transformers import (
 )
 
 from tests.unit.engine.checkpoints.shapes import (
+    COHERE2_MOE,
     COMPRESSED,
     EXPERTS,
     INDEXED,
+    LAGUNA,
     LATENT,
     LLAMA3,
     LONGCAT,
@@ -236,6 +240,49 @@ MIXTURES: dict[str, PreTrainedConfig] = {
         sliding_window=9,
         global_attn_every_n_layers=3,
         mup_enabled=True,
+    ),
+    "cohere2 moe": Cohere2MoeConfig(  # type: ignore[call-arg]
+        **COHERE2_MOE,
+        first_k_dense_replace=2,
+        prefix_dense_intermediate_size=96,
+        prefix_dense_sliding_window_pattern=2,
+        sliding_window_pattern=3,
+        num_shared_experts=2,
+        expert_selection_fn="sigmoid",
+    ),
+    "cohere2 moe, rms norms": Cohere2MoeConfig(  # type: ignore[call-arg]
+        **COHERE2_MOE | {"rms_norm_eps": 1e-6, "norm_topk_prob": False},
+        first_k_dense_replace=1,
+        prefix_dense_intermediate_size=96,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"] * 2,
+        expert_selection_fn="sigmoid",
+    ),
+    "cohere2 moe, softmax": Cohere2MoeConfig(
+        **COHERE2_MOE | {"tie_word_embeddings": False},
+        attention_bias=True,
+        norm_topk_prob=False,
+        num_shared_experts=1,
+        shared_expert_combination_strategy="sum",
+    ),
+    "laguna": LagunaConfig(
+        **LAGUNA,
+        num_attention_heads_per_layer=[4, 6, 6, 2],
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        sliding_window=9,
+        moe_routed_scaling_factor=2.5,
+        rope_parameters={
+            "full_attention": {
+                **YARN,
+                "beta_fast": 64.0,
+                "beta_slow": 1.0,
+                "attention_factor": 1.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": PLAIN | {"partial_rotary_factor": 1.0},
+        },
+    ),
+    "laguna, gates of outputs": LagunaConfig(
+        **LAGUNA, gating="per-element", mlp_layer_types=["dense", "dense", "sparse", "sparse"]
     ),
     "hy v3": HYV3Config(
         **WIDE | {"num_shared_experts": 2},

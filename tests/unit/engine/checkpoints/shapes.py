@@ -249,6 +249,21 @@ MINIMAX_M3: dict[str, Any] = WIDE | {
     "index_head_dim": 32,
     "pad_token_id": None,
 }
+COHERE2_MOE: dict[str, Any] = WIDE | {
+    "num_hidden_layers": 6,
+    "intermediate_size": 32,
+    "num_experts": 5,
+    "sliding_window": 9,
+    "logit_scale": 0.5,
+    "tie_word_embeddings": True,
+}
+LAGUNA: dict[str, Any] = WIDE | {
+    "num_hidden_layers": 4,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
 GPT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "n_embd": 64,

@@ -32,6 +32,7 @@ BLOCK = 32
 CHUNK = 40
 FAMILIES = (
     *(
+        "cohere2 moe",
         "deepseek v3",
         "deepseek v4",
         "glm moe dsa",
@@ -39,6 +40,7 @@ FAMILIES = (
         "gpt-oss",
         "bailing hybrid",
         "kimi linear",
+        "laguna",
         "minimax m3",
         "mistral, window",
         "olmo hybrid",

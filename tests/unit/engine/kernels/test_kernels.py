@@ -17,7 +17,12 @@ from services.engine.kernels.build import build
 from services.engine.kernels.freshness import require_current
 from services.engine.kernels.library import InstructionSet, Native
 from services.engine.kernels.memory import Arena, allocate, touch
-from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
+from services.engine.model.architecture.activation import (
+    SWIGLU,
+    Activation,
+    GateFunction,
+    Nonlinearity,
+)
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.operators.interface import HeadNorms, Projection
 from services.engine.model.operators.native_operators import NativeOperators
@@ -61,7 +66,9 @@ def test_rows_with_gaps_are_arranged_and_gate_as_by_torch(
         operators.arrange(gates, out)
         assert torch.equal(out, gates)
         operators.multiply(gates, out)
-        operators.multiply_by_sigmoid(gates, out)
+        for function in GateFunction:
+            operators.multiply_by_gates(gates, function, out)
+            operators.multiply_by_gates(gates[:, :9], function, out)  # each of 7 columns
     assert_close(results[0], results[1], dtype)
 
 
@@ -71,8 +78,13 @@ def test_rows_with_gaps_are_arranged_and_gate_in_tiles(tiled: TiledOperators, ro
     tiles = tiled.empty(rows, 96)
     tiled.arrange(gates, tiles)
     assert torch.equal(tiled.plain(tiles), gates)
-    tiled.multiply_by_sigmoid(gates, tiles)
-    assert_close(tiled.plain(tiles), gates * gates.sigmoid(), torch.bfloat16)
+    for function in GateFunction:
+        for columns in (1, 32, 96):
+            tiled.arrange(gates, tiles)
+            own = gates[:, : 96 // columns]
+            tiled.multiply_by_gates(own, function, tiles)
+            factors = function.of(own).repeat_interleave(columns, dim=1)
+            assert_close(tiled.plain(tiles), gates * factors, torch.bfloat16)
     tiled.arrange(gates, tiles)
     tiled.multiply(gates, tiles)
     assert torch.equal(tiled.plain(tiles), gates * gates)

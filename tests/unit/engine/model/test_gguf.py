@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import (
     AfmoeConfig,
     Cohere2Config,
+    Cohere2MoeConfig,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -40,6 +41,7 @@ from transformers import (
     HYV3Config,
     Jais2Config,
     KimiLinearConfig,
+    LagunaConfig,
     Lfm2MoeConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -75,9 +77,11 @@ from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 from tests.unit.engine.checkpoints.shapes import (
+    COHERE2_MOE,
     EXPERTS,
     GEMMA3N,
     INDEXED,
+    LAGUNA,
     LATENT,
     MAMBA,
     MAMBA1,
@@ -98,6 +102,7 @@ QUANTIZED = (
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
     *("minimax m3", "mimo v2 flash"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
+    *("cohere2 moe", "cohere2 moe, rms norms", "laguna", "laguna, gates of outputs"),
     *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
     *("mamba", "falcon mamba", "jamba", "glm moe dsa", "kimi linear"),
 )
@@ -246,6 +251,38 @@ FAMILIES = {
         sliding_window=9,
         mup_enabled=True,
     ),
+    "cohere2 moe": Cohere2MoeConfig(  # type: ignore[call-arg]
+        **COHERE2_MOE,
+        first_k_dense_replace=2,
+        prefix_dense_intermediate_size=96,
+        num_shared_experts=2,
+        expert_selection_fn="sigmoid",
+    ),
+    "laguna": LagunaConfig(
+        **LAGUNA | {"num_hidden_layers": 5},
+        num_attention_heads_per_layer=[4, 6, 6, 2, 4],
+        layer_types=["full_attention", *["sliding_attention"] * 3, "full_attention"],
+        sliding_window=9,
+        moe_routed_scaling_factor=2.5,
+        rope_parameters={
+            "full_attention": {
+                **YARN,
+                "attention_factor": 1.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
+    "laguna, gates of outputs": LagunaConfig(
+        **LAGUNA,
+        gating="per-element",
+        mlp_layer_types=["dense", "dense", "sparse", "sparse"],
+        sliding_window=0,
+    ),
     "llama4": Llama4TextConfig(
         **SHAPE
         | {
@@ -340,7 +377,7 @@ def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) ->
     "family",
     [
         *("llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts"),
-        *("glm moe dsa", "mimo v2 flash"),
+        *("glm moe dsa", "mimo v2 flash", "cohere2 moe", "laguna"),
     ],
 )
 def test_wrong_values_name_the_file_and_its_key(family: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    Cohere2MoeConfig,
     GlmMoeDsaConfig,
     MiMoV2FlashConfig,
     Mistral4Config,
@@ -45,6 +46,7 @@ ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "gpt-oss": "GptOssForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "cohere2 moe": "Cohere2MoeForCausalLM",
     "ernie moe": "Ernie4_5_MoeForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "phimoe": "PhimoeForCausalLM",
@@ -62,6 +64,7 @@ ARCHITECTURES = {
     "falcon": "FalconForCausalLM",
     "gpt-neo": "GPTNeoForCausalLM",
     "afmoe": "AfmoeForCausalLM",
+    "laguna": "LagunaForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "bailing hybrid": "BailingHybridForCausalLM",
@@ -318,6 +321,33 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("gpt-neo", lambda p: set_config(p, attention_layers=["near"] * 4), ["attention_layers"]),
     ("afmoe", lambda p: set_config(p, attention_bias=True), ["attention_bias"]),
     ("glm4 moe", lambda p: set_config(p, use_qk_norm=False), ["self_attn.k_norm"]),
+    ("cohere2 moe", lambda p: set_config(p, expert_selection_fn="relu"), ["relu", "sigmoid"]),
+    ("cohere2 moe", lambda p: set_config(p, use_parallel_block=False), ["use_parallel_block"]),
+    ("cohere2 moe", lambda p: set_config(p, use_qk_norm=True), ["use_qk_norm"]),
+    ("cohere2 moe", lambda p: set_config(p, sliding_window=None), ["sliding_window"]),
+    (
+        "cohere2 moe",
+        lambda p: set_config(p, shared_expert_combination_strategy="max"),
+        ["shared_expert_combination_strategy", "max", "average"],
+    ),
+    ("laguna", lambda p: set_config(p, gating="per-group"), ["gating", "per-group", "per-head"]),
+    ("laguna", lambda p: set_config(p, gating=False), ["gating"]),
+    ("laguna", lambda p: set_config(p, gating="per-element"), ["g_proj", "[128, 64]"]),
+    ("laguna", lambda p: set_config(p, attention_bias=True), ["attention_bias"]),
+    ("laguna", lambda p: set_config(p, norm_topk_prob=False), ["norm_topk_prob"]),
+    ("laguna", lambda p: set_config(p, moe_router_logit_softcapping=30.0), ["softcapping"]),
+    ("laguna", lambda p: set_config(p, swa_attention_sink_enabled=True), ["sink_enabled"]),
+    ("laguna", lambda p: set_config(p, swa_rope_parameters={"rope_theta": 1e4}), ["swa_rope"]),
+    (
+        "laguna",
+        lambda p: set_config(p, num_attention_heads_per_layer=[4, 3, 4, 4]),
+        ["num_attention_heads_per_layer", "3", "num_key_value_heads", "2"],
+    ),
+    (
+        "laguna",
+        lambda p: set_config(p, num_attention_heads_per_layer=[4, 4]),
+        ["num_attention_heads_per_layer", "4 of them"],
+    ),
     ("deepseek v2", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
     ("minicpm3", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
     ("youtu", lambda p: set_config(p, num_hidden_layers=2), ["model.layers.2"]),
@@ -494,6 +524,25 @@ def test_kimi_linear_lists_must_be_of_integers(key: str, value: Json) -> None:
         ModelSpec.from_config(values)
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_windows_of_cohere2_moe_begin_anew_behind_the_dense_layers(first: int) -> None:
+    """config.json may leave the lists of layers out."""
+    kinds: dict[str, Any] = {
+        "first_k_dense_replace": first,
+        "num_hidden_layers": 7,
+        "prefix_dense_sliding_window_pattern": 2,
+        "sliding_window_pattern": 3,
+    }
+    theirs = Cohere2MoeConfig(**kinds)
+    written = json.loads(theirs.to_json_string(use_diff=False))
+    written |= kinds | {"architectures": ["Cohere2MoeForCausalLM"]}
+    listed = ModelSpec.from_config(written)
+    unlisted = ModelSpec.from_config(written | {"layer_types": None, "mlp_layer_types": None})
+    assert unlisted == listed
+    windows = ["sliding" in kind for kind in theirs.layer_types or []]
+    assert [bool(layer.window) for layer in listed.attention_layers.values()] == windows
+
+
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
     """DeepSeek V3's published files hold one behind the layers of config.json."""
     model = make_checkpoint(tmp_path, CONFIGS["deepseek v3"])
@@ -539,7 +588,7 @@ DEFAULTED = [
     *("qwen2 moe", "olmoe", "phimoe", "granite moe", "ernie moe", "hunyuan moe"),
     *("deepseek v3", "solar open", "minimax m2", "hy v3", "glm4 moe lite", "llama4", "afmoe"),
     *("youtu", "minicpm3", "mistral4", "opt", "falcon", "deepseek v3.2", "glm moe dsa"),
-    *("deepseek v4", "minimax m3", "mimo v2 flash", "longcat flash"),
+    *("deepseek v4", "minimax m3", "mimo v2 flash", "longcat flash", "cohere2 moe", "laguna"),
     *("lfm2", "lfm2 moe", "granite hybrid", "bamba", "falcon h1"),
     *("bailing hybrid", "zamba"),
     *("gemma", "recurrent gemma", "cwm", "jais2", "flex olmo", "mellum"),

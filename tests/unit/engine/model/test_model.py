@@ -225,8 +225,8 @@ def test_half_precision_stays_close_to_float32(
         *("gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"),
         *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
         *("glm4 moe lite", "lfm2", "lfm3", "bamba", "mamba", "minimax", "zamba", "zamba2"),
-        *("deepseek v4", "minimax m3", "recurrent gemma", "mimo v2 flash"),
-        "longcat flash, wide",
+        *("deepseek v4", "minimax m3", "recurrent gemma", "mimo v2 flash", "cohere2 moe"),
+        *("laguna", "longcat flash, wide"),
     ],
 )
 def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ MIXED_STEPS: Sequence[Step] = (
     [
         *("qwen3", "qwen3.5", "bamba", "qwen3 moe", "qwen3.5 moe", "gpt-oss", "phimoe, wide heads"),
         *("gemma2", "gemma3", "gemma4, experts", "gemma4, layer inputs", "olmo2", "glm4"),
-        "mimo v2 flash",
+        *("mimo v2 flash", "cohere2 moe", "laguna", "laguna, gates of outputs"),
     ],
 )
 def test_replayed_pass_equals_single_kernels(

@@ -30,6 +30,7 @@ TOKENS = 75
         ("gemma4, experts", paged.PagedAttention),
         ("mimo v2 flash", paged.PagedAttention),
         ("mimo v2 flash", xformers.XformersAttention),
+        ("laguna", paged.PagedAttention),
     ],
 )
 def test_logits_equal_those_of_transformers(

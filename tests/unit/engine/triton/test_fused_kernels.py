@@ -118,7 +118,7 @@ def fused() -> Iterator[None]:
     [
         *("llama, biases", "qwen3", "gemma3", "olmo2", "phi3, long", "gpt2", "smollm3", "gpt-oss"),
         *("glm", "cohere, norms", "exaone4", "gpt-neox", "apertus", "hunyuan", "ministral3"),
-        *("phimoe", "ernie moe", "glm4 moe"),
+        *("phimoe", "ernie moe", "glm4 moe", "cohere2 moe", "laguna"),
     ],
 )
 def test_family_equals_transformers(tmp_path: Path, name: str) -> None:

@@ -162,6 +162,12 @@ def _rename(name: str, layout: tuple[str, str]) -> str:
             ("model.audio_tower", "model.embed_audio"),
         ),
         (
+            "cohere2 moe",
+            "Cohere2VisionForConditionalGeneration",
+            "language_model.model.",
+            ("vision_tower", "multi_modal_projector"),
+        ),
+        (
             "deepseek v3",
             "KimiK25ForConditionalGeneration",
             "language_model.model.",
@@ -174,7 +180,7 @@ def _rename(name: str, layout: tuple[str, str]) -> str:
             ("vision_model", "multi_modal_projector"),
         ),
     ],
-    ids=["Gemma 3n", "Gemma 4", "Kimi K2.5", "Llama 4"],
+    ids=["Gemma 3n", "Gemma 4", "Command A+", "Kimi K2.5", "Llama 4"],
 )
 def test_text_is_served_from_a_file_with_other_tensors(
     family: str, architecture: str, prefix: str, towers: tuple[str, ...], tmp_path: Path
