@@ -1,4 +1,4 @@
-"""Adapters of tasks inside a checkpoint (Jina v3), behind the whole path."""
+"""Adapters of tasks inside a checkpoint (Jina v3 and v5), behind the whole path."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 
 from tests.services.shim import running_shim
 from tests.stack import running_service
-from tests.text_models import JINA_TASKS, RANK, make_jina_v3, make_jina_v5
+from tests.text_models import JINA_TASKS, RANK, make_jina_v3, make_jina_v5, make_jina_v5_nano
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -149,9 +149,12 @@ async def test_task_beside_another_adapter_is_refused(served: Served) -> None:
     assert (await embedded(served, model="separation", task="separation")).shape[0] == len(TEXTS)
 
 
-async def test_adapters_may_lie_in_directories_of_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [make_jina_v5, make_jina_v5_nano])
+async def test_adapters_may_lie_in_directories_of_the_checkpoint(
+    make: Callable[[Path], Any], tmp_path: Path
+) -> None:
     """As those of Jina v5, whose vectors are the last token's, of length 1."""
-    async with serving(tmp_path, make_jina_v5) as served:
+    async with serving(tmp_path, make) as served:
         ids = [
             (await served.client.post("/tokenize", json={"prompt": text})).json()["tokens"]
             for text in TEXTS

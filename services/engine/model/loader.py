@@ -214,7 +214,7 @@ def load_model(
         bar = LoadProgress(total, shown=progress)
         adapters: Adapters | None = None
         has_peft_names = checkpoint.has_peft_names and whole.family.other_names is None
-        if has_peft_names and not spec.is_encoder:
+        if has_peft_names and (spec.tasks or not spec.is_encoder):
             adapters = Adapters(operators, dtype, device, names.roots)
         try:
             reader = TensorReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
@@ -222,8 +222,13 @@ def load_model(
         finally:
             bar.finish()
     give_back_freed()
+    if adapters is not None:
+        for number, task in enumerate(spec.tasks, 1):
+            adapters.load(number, PeftAdapter.read(directory / _TASKS / task))
     if spec.is_encoder:
-        return WholeTextDecoder(spec, dtype, loaded, operators, attention)
+        whole_texts = WholeTextDecoder(spec, dtype, loaded, operators, attention)
+        whole_texts.adapters = adapters
+        return whole_texts
     decoder = (
         LeadingDecoder(ranks, spec, dtype, loaded, operators, attention)
         if ranks.leads_others
@@ -231,9 +236,6 @@ def load_model(
     )
     decoder.runs_in_pieces = ranks.rank.is_alone  # rank 0 announces whole passes
     decoder.adapters = adapters
-    if adapters is not None:
-        for number, task in enumerate(spec.tasks, 1):
-            adapters.load(number, PeftAdapter.read(directory / _TASKS / task))
     return decoder
 
 

@@ -295,14 +295,15 @@ def pooling_family(name: str, config: Config) -> Family | None:
 
 
 def _jina_v5(config: Config) -> Family:
-    """Return the family of Jina v5. Raises CheckpointError for the one on EuroBERT."""
-    if config.has("mask_token_id"):
-        raise CheckpointError(
-            f"{config.file}: {JINA_V5} on EuroBERT is not supported, because its adapters are not "
-            "read. Serve a checkpoint whose weights contain a task's adapter, as EuroBertModel."
-        )
+    """Return the family of Jina v5: that of Qwen 3 (text-small), or of EuroBERT (text-nano).
+
+    Both have the same architecture and model_type; text-nano's file says `"is_decoder": false`, and
+    that of EuroBERT, which it is made of, always has mask_token_id.
+    """
+    is_encoder = not config.flag("is_decoder", True) or config.has("mask_token_id")
+    base = _DECODERS["EuroBert"] if is_encoder else FAMILIES["Qwen3ForCausalLM"]
     return replace(
-        FAMILIES["Qwen3ForCausalLM"], architecture=JINA_V5, has_logits=False, has_task_adapters=True
+        base, architecture=JINA_V5, has_logits=False, head=(), has_task_adapters=True
     )
 
 

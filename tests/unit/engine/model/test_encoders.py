@@ -627,12 +627,22 @@ def test_what_is_not_read_is_refused_by_name(
         Engine(tmp_path, settings())
 
 
-def test_jina_v5_on_eurobert_is_refused_for_its_adapters(tmp_path: Path) -> None:
-    save_model(tmp_path, ENCODERS["eurobert"])
-    names = {"architectures": ["JinaEmbeddingsV5Model"], "task_names": ["retrieval"]}
-    _change("config.json", **names, mask_token_id=128002)(tmp_path)
-    with pytest.raises(CheckpointError, match="JinaEmbeddingsV5Model on EuroBERT"):
-        load_spec(tmp_path)
+@pytest.mark.parametrize(
+    ("base", "key", "sees_all"),
+    [
+        ("qwen3", {}, False),
+        ("qwen3", {"is_decoder": True}, False),
+        ("eurobert", {}, True),
+        ("eurobert", {"is_decoder": False, "mask_token_id": None}, True),
+    ],
+)
+def test_jina_v5_has_the_mask_of_its_base(
+    base: str, key: dict[str, object], sees_all: bool, tmp_path: Path
+) -> None:
+    """Else the vectors of text-nano come from a causal mask."""
+    save_model(tmp_path, {**ENCODERS, **DECODERS}[base])
+    _change("config.json", architectures=["JinaEmbeddingsV5Model"], **key)(tmp_path)
+    assert load_spec(tmp_path).is_encoder is sees_all
 
 
 @pytest.mark.parametrize("tasks", [["../other"], [".."], [""], ["a", "a"]])
