@@ -23,6 +23,7 @@ from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.quantized_tensors import QuantizedTensors
+from services.engine.model.checkpoint.task_names import adapter_directory
 from services.engine.model.checkpoint.tensors import Checkpoint, TensorFiles
 from services.engine.model.decoder import Decoder
 from services.engine.model.encoder import Encoder
@@ -58,8 +59,6 @@ __all__ = [
 
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
-_TASKS = "adapters"
-"""Directory of the adapters of a decoder's tasks (Jina v5)"""
 _ADA = (8, 9)
 """Compute capability that multiplies FP8"""
 _AMPERE = (8, 0)
@@ -224,7 +223,7 @@ def load_model(
     give_back_freed()
     if adapters is not None:
         for number, task in enumerate(spec.tasks, 1):
-            adapters.load(number, PeftAdapter.read(directory / _TASKS / task))
+            adapters.load(number, PeftAdapter.read(adapter_directory(directory, task)))
     if spec.is_encoder:
         whole_texts = WholeTextDecoder(spec, dtype, loaded, operators, attention)
         whole_texts.adapters = adapters

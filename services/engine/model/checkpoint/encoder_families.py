@@ -302,9 +302,7 @@ def _jina_v5(config: Config) -> Family:
     """
     is_encoder = not config.flag("is_decoder", True) or config.has("mask_token_id")
     base = _DECODERS["EuroBert"] if is_encoder else FAMILIES["Qwen3ForCausalLM"]
-    return replace(
-        base, architecture=JINA_V5, has_logits=False, head=(), has_task_adapters=True
-    )
+    return replace(base, architecture=JINA_V5, has_logits=False, head=(), has_task_adapters=True)
 
 
 def _halves_windows(family: Family, config: Config) -> bool:
