@@ -45,6 +45,7 @@ from transformers import (
     LlamaConfig,
     MellumConfig,
     MiniCPM3Config,
+    MiniMaxConfig,
     MiniMaxM3VLTextConfig,
     Ministral3Config,
     MixtralConfig,
@@ -95,7 +96,7 @@ QUANTIZED = (
     *("phimoe", "ernie moe", "hunyuan moe", "ministral3"),
     *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
-    "minimax m3",
+    *("minimax", "minimax m3"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
     *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
     *("mamba", "falcon mamba", "jamba", "glm moe dsa", "kimi linear"),
@@ -228,6 +229,15 @@ FAMILIES = {
     ),
     "youtu": YoutuConfig(**LATENT),
     "minicpm3": MiniCPM3Config(**LATENT | {"v_head_dim": 16}),
+    "minimax": MiniMaxConfig(
+        **SHAPE | {"num_hidden_layers": 8, "initializer_range": 0.12},
+        layer_types=[*["linear_attention"] * 7, "full_attention"],
+        num_local_experts=5,
+        linear_attn_alpha_factor=1.7,
+        full_attn_alpha_factor=1.7,
+        mlp_alpha_factor=1.7,
+        block_size=16,
+    ),
     "minimax m3": MiniMaxM3VLTextConfig(
         **MINIMAX_M3 | {"swiglu_limit": 7.0}, index_topk_blocks=2, index_block_size=7
     ),
