@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
     EuroBertConfig,
@@ -38,6 +42,7 @@ __all__ = [
     "make_jina_v5",
     "make_jina_v5_nano",
     "make_scorer",
+    "make_splade",
 ]
 
 CONTEXT = 64
@@ -231,6 +236,17 @@ def _save_jina_v5(path: Path, model: Any, further: Mapping[str, Any]) -> Any:
                 tensors[f"{layer}.lora_B.weight"] = 0.3 * torch.randn(outputs, RANK)
         save_file(tensors, folder / "adapter_model.safetensors")
     return model
+
+
+def make_splade(path: Path) -> Path:
+    """Make a checkpoint as sentence-transformers saves it: weights of the vocabulary."""
+    base = path.with_name(f"{path.name}-base")
+    size = _save_tokenizer(base)
+    torch.manual_seed(0)
+    BertForMaskedLM(BertConfig(vocab_size=size, **_SHAPE)).save_pretrained(base)
+    modules = [Transformer(str(base), transformer_task="fill-mask"), SpladePooling("max")]
+    SparseEncoder(modules=modules, device="cpu").save(str(path))
+    return path
 
 
 def make_scorer(path: Path) -> Path:
