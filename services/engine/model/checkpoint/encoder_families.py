@@ -22,6 +22,7 @@ COLBERT = "HF_ColBERT"
 """Architecture of colbert-ir's checkpoints: BERT and a projection of each token"""
 JINA_V5 = "JinaEmbeddingsV5Model"
 """Architecture of Jina v5: Qwen 3 or EuroBERT, and an adapter for each task"""
+_JINA_V4 = "JinaEmbeddingsV4Model"
 _CLASSIFIER = "ForSequenceClassification"
 
 
@@ -258,11 +259,18 @@ def pooling_family(name: str, config: Config) -> Family | None:
     """Return the family of a checkpoint that only makes embeddings or scores; None = it is none.
 
     name: its architecture in config.json, such as BertForSequenceClassification or Qwen3Model.
+    Raises CheckpointError for values of config.json, and for Jina v4, that are not served.
     """
     if name == COLBERT and config.text("model_type", "bert") == "bert":
         return replace(ENCODERS["BertModel"], architecture=name)
     if name == JINA_V5:
         return _jina_v5(config)
+    if name == _JINA_V4:
+        raise CheckpointError(
+            f"{config.file}: {name} is not supported, because only the checkpoint's code knows its "
+            "adapters. Serve a checkpoint whose weights contain a task's adapter, such as "
+            "jinaai/jina-embeddings-v4-vllm-retrieval, with --pooling mean."
+        )
     classifies = name.endswith(_CLASSIFIER)
     stem = name.removesuffix(_CLASSIFIER).removesuffix("ForMaskedLM").removesuffix("Model")
     if (encoder := ENCODERS.get(f"{stem}Model")) is not None:

@@ -47,6 +47,8 @@ from services.engine.engine import Engine
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.loader import load_spec
 from services.engine.settings import EngineSettings
+from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.checkpoints.images import IMAGES
 from tests.unit.engine.checkpoints.shapes import SHAPE, WIDE
 
 ENCODER: dict[str, Any] = {
@@ -350,6 +352,23 @@ def test_decoder_equals_transformers(family: str, pooling: str, tmp_path: Path) 
     expected = torch.nn.functional.normalize(torch.stack(pooled))
     torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_texts_of_a_model_that_reads_images_have_the_mean_of_their_states(tmp_path: Path) -> None:
+    """As Jina v4's checkpoints with a task's adapter in their weights, which are Qwen 2.5-VL."""
+    model = make_checkpoint(tmp_path, IMAGES["qwen2.5 vl, tied"])
+    with Engine(tmp_path, settings(pooling="mean", max_step_tokens=16)) as engine:
+        vectors = engine.embed(texts())
+    states = [hidden_states(model.model, ids).mean(dim=0) for ids in texts()]
+    expected = torch.nn.functional.normalize(torch.stack(states))
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_jina_v4_is_refused_with_what_is_served_instead(tmp_path: Path) -> None:
+    save_model(tmp_path, ENCODERS["bert"])
+    _change("config.json", architectures=["JinaEmbeddingsV4Model"])(tmp_path)
+    with pytest.raises(CheckpointError, match="jina-embeddings-v4-vllm-retrieval, with --pooling"):
+        load_spec(tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
