@@ -1,18 +1,24 @@
 """Small random checkpoints that embed or score texts, with a WordPiece tokenizer as BERT has."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import WordPiece
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     BertModel,
+    EuroBertConfig,
+    EuroBertModel,
     JinaEmbeddingsV3Config,
     JinaEmbeddingsV3Model,
     PreTrainedTokenizerFast,
@@ -34,7 +40,9 @@ __all__ = [
     "make_embedder",
     "make_jina_v3",
     "make_jina_v5",
+    "make_jina_v5_nano",
     "make_scorer",
+    "make_splade",
 ]
 
 CONTEXT = 64
@@ -177,22 +185,43 @@ def make_jina_v3(path: Path) -> Any:
 
 
 def make_jina_v5(path: Path) -> Any:
-    """Make a checkpoint of Qwen 3 with a directory for the adapter of each of JINA_TASKS.
+    """Make a checkpoint of text-small: Qwen 3, and an adapter of each of JINA_TASKS.
 
     Returns transformers' model of its weights, without adapters.
     """
     size = _save_tokenizer(path)
     torch.manual_seed(0)
     config = Qwen3Config(**_SHAPE, vocab_size=size, num_key_value_heads=1, head_dim=16)
-    model: Any = Qwen3Model(config)
+    return _save_jina_v5(path, Qwen3Model(config), {})
+
+
+def make_jina_v5_nano(path: Path) -> Any:
+    """Make a checkpoint of text-nano: EuroBERT, and an adapter of each of JINA_TASKS.
+
+    Returns transformers' model of its weights, without adapters.
+    """
+    size = _save_tokenizer(path)
+    torch.manual_seed(0)
+    config = EuroBertConfig(**_SHAPE, vocab_size=size, num_key_value_heads=1, pad_token_id=0)
+    return _save_jina_v5(path, EuroBertModel(config), {"is_decoder": False})
+
+
+def _save_jina_v5(path: Path, model: Any, further: Mapping[str, Any]) -> Any:
+    """Save a model with a directory for the adapter of each of JINA_TASKS, and return it.
+
+    further: keys of config.json.
+    """
     model.eval()
     model.save_pretrained(path)
     values = json.loads((path / "config.json").read_text()) | {
         "architectures": ["JinaEmbeddingsV5Model"],
         "model_type": "jina_embeddings_v5",
         "task_names": [*JINA_TASKS],
+        **further,
     }
     (path / "config.json").write_text(json.dumps(values))
+    listed = [{"idx": 0, "name": "0", "path": "", "type": "custom_st.Transformer"}]
+    (path / "modules.json").write_text(json.dumps(listed))
     for task in JINA_TASKS:
         folder = path / "adapters" / task
         folder.mkdir(parents=True)
@@ -207,6 +236,17 @@ def make_jina_v5(path: Path) -> Any:
                 tensors[f"{layer}.lora_B.weight"] = 0.3 * torch.randn(outputs, RANK)
         save_file(tensors, folder / "adapter_model.safetensors")
     return model
+
+
+def make_splade(path: Path) -> Path:
+    """Make a checkpoint as sentence-transformers saves it: weights of the vocabulary."""
+    base = path.with_name(f"{path.name}-base")
+    size = _save_tokenizer(base)
+    torch.manual_seed(0)
+    BertForMaskedLM(BertConfig(vocab_size=size, **_SHAPE)).save_pretrained(base)
+    modules = [Transformer(str(base), transformer_task="fill-mask"), SpladePooling("max")]
+    SparseEncoder(modules=modules, device="cpu").save(str(path))
+    return path
 
 
 def make_scorer(path: Path) -> Path:

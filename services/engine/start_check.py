@@ -12,8 +12,14 @@ from services.engine.host_memory import free_host_memory, in_units
 from services.engine.kernels.freshness import require_current
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from services.engine.model.checkpoint.encoder_families import JINA_V5
 from services.engine.model.checkpoint.model_code import ModelCode, code_of
 from services.engine.model.checkpoint.stored_weights import StoredWeights
+from services.engine.model.checkpoint.task_names import (
+    TASKS_IN_DIRECTORIES,
+    adapter_directory,
+    read_tasks,
+)
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings, parse_bytes, parse_share
 from tokenwire.serving.checkpoint_folder import gguf_of
@@ -57,11 +63,22 @@ def check_config(config: Config, settings: EngineSettings) -> None:
 
 
 def stored_weights(model: Path) -> StoredWeights:
-    """Return the sizes of a checkpoint's weights. Raises CheckpointError or GgufError."""
+    """Return the sizes of a checkpoint's weights, and of the adapters that are loaded with them.
+
+    Raises CheckpointError or GgufError.
+    """
     gguf = _gguf(model)
     if gguf is not None:
         return StoredWeights.of_gguf(GgufFile(gguf))
-    return StoredWeights.of_directory(model)
+    return StoredWeights.of_directory(model, _adapters(model))
+
+
+def _adapters(model: Path) -> list[Path]:
+    """Return the directories of the adapters of tasks, which are loaded with the weights."""
+    config = Config.read(model / "config.json")
+    if not config.has("architectures") or JINA_V5 not in config.texts("architectures"):
+        return []
+    return [adapter_directory(model, task) for task in read_tasks(config, TASKS_IN_DIRECTORIES)]
 
 
 def check_room(weights: StoredWeights, config: Config | None, settings: EngineSettings) -> None:

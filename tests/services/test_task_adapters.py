@@ -1,8 +1,8 @@
-"""Adapters of tasks inside a checkpoint (Jina v3), behind the whole path."""
+"""Adapters of tasks inside a checkpoint (Jina v3 and v5), behind the whole path."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import normalize
 
-from tests.services.shim import running_shim
-from tests.stack import running_service
-from tests.text_models import JINA_TASKS, RANK, make_jina_v3, make_jina_v5
+from tests.services.text_stack import running_text_stack
+from tests.text_models import JINA_TASKS, RANK, make_jina_v3, make_jina_v5, make_jina_v5_nano
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -38,20 +37,8 @@ class Served:
 async def serving(folder: Path, make: Callable[[Path], Any]) -> AsyncIterator[Served]:
     path = folder / "model"
     model = make(path)
-    of = ("--model", str(path))
-    flags = ("--dtype", "float32", "--device", "cpu")
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(
-            running_service("engine", *of, *flags, log=folder / "engine.log")
-        )
-        tokenizer = await stack.enter_async_context(
-            running_service(
-                "tokenizer", *of, "--engine", engine.target, log=folder / "tokenizer.log"
-            )
-        )
-        shim = await stack.enter_async_context(running_shim("--tokenizer", tokenizer.target))
-        client = httpx.AsyncClient(base_url=shim.url, timeout=60)
-        yield Served(await stack.enter_async_context(client), path, model)
+    async with running_text_stack(path) as stack:
+        yield Served(stack.client, path, model)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -149,9 +136,12 @@ async def test_task_beside_another_adapter_is_refused(served: Served) -> None:
     assert (await embedded(served, model="separation", task="separation")).shape[0] == len(TEXTS)
 
 
-async def test_adapters_may_lie_in_directories_of_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [make_jina_v5, make_jina_v5_nano])
+async def test_adapters_may_lie_in_directories_of_the_checkpoint(
+    make: Callable[[Path], Any], tmp_path: Path
+) -> None:
     """As those of Jina v5, whose vectors are the last token's, of length 1."""
-    async with serving(tmp_path, make_jina_v5) as served:
+    async with serving(tmp_path, make) as served:
         ids = [
             (await served.client.post("/tokenize", json={"prompt": text})).json()["tokens"]
             for text in TEXTS

@@ -1,7 +1,6 @@
 """Vectors and weights of single tokens of BGE-M3 behind the whole path."""
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import linear, normalize
 from transformers import AutoModel
 
-from tests.services.shim import assert_documented, running_shim
-from tests.stack import running_service
+from tests.services.shim import assert_documented
+from tests.services.text_stack import running_text_stack
 from tests.text_models import make_bge_m3
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -32,21 +31,9 @@ class Served:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    folder = tmp_path_factory.mktemp("weights")
-    path = make_bge_m3(folder / "bge")
-    model = ("--model", str(path))
-    flags = ("--dtype", "float32", "--device", "cpu", "--pooling", "cls")
-    async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(
-            running_service("engine", *model, *flags, log=folder / "engine.log")
-        )
-        target = ("--engine", engine.target)
-        tokenizer = await stack.enter_async_context(
-            running_service("tokenizer", *model, *target, log=folder / "tokenizer.log")
-        )
-        shim = await stack.enter_async_context(running_shim("--tokenizer", tokenizer.target))
-        client = httpx.AsyncClient(base_url=shim.url, timeout=60)
-        yield Served(await stack.enter_async_context(client), path)
+    path = make_bge_m3(tmp_path_factory.mktemp("weights") / "bge")
+    async with running_text_stack(path, "--pooling", "cls") as stack:
+        yield Served(stack.client, path)
 
 
 async def pooled(served: Served, **body: Any) -> list[Any]:

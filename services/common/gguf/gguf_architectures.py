@@ -38,6 +38,7 @@ from services.common.gguf.gguf_recurrent import (
     read_falcon_h1,
     read_granite_hybrid,
     read_jamba,
+    read_lightning,
     read_mamba,
     read_nemotron_h,
     read_selective,
@@ -428,6 +429,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "kimi-linear": Architecture("KimiLinearForCausalLM", _KIMI_KEYS, read_kimi_linear),
     "hy_v3": Architecture("HYV3ForCausalLM", _HUNYUAN_KEYS, read_hunyuan_routing),
     "dots1": Architecture("Dots1ForCausalLM", _DEEPSEEK_KEYS, read_sigmoid_routing),
+    "minimax-01": Architecture("MiniMaxForCausalLM", extra_keys=read_lightning),
     "minimax-m2": Architecture(
         "MiniMaxM2ForCausalLM",
         extra_keys=lambda file: {**read_sigmoid_routing(file), "norm_topk_prob": True},

@@ -3,7 +3,13 @@
 from services.common.gguf.gguf_file import GgufFile
 from services.common.json_values import Json
 
-__all__ = ["count_layers", "read_delta_net", "read_later_windows", "read_windows"]
+__all__ = [
+    "count_layers",
+    "read_delta_net",
+    "read_later_windows",
+    "read_recurrent_layers",
+    "read_windows",
+]
 
 
 def count_layers(file: GgufFile) -> int:
@@ -48,18 +54,29 @@ def read_later_windows(file: GgufFile, pattern: int) -> dict[str, Json]:
     }
 
 
-def read_delta_net(file: GgufFile) -> dict[str, Json]:
-    """Return the keys of Qwen's hybrids, whose layers are gated delta nets or attention."""
+def read_recurrent_layers(file: GgufFile, interval: int) -> dict[str, Json]:
+    """Return which layers are recurrent, with the others attention.
+
+    interval: every so many-th layer is attention, if the file does not say which.
+    """
     own, layers = file.own, count_layers(file)
-    interval = file.count(own("full_attention_interval"), 4)
+    interval = file.count(own("full_attention_interval"), interval)
     recurrent = file.numbers(own("attention.recurrent_layers")) or [
         (layer + 1) % interval for layer in range(layers)
     ]
-    value_heads = file.count(own("ssm.time_step_rank"))
     return {
         "layer_types": [
             "linear_attention" if each else "full_attention" for each in recurrent[:layers]
-        ],
+        ]
+    }
+
+
+def read_delta_net(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of Qwen's hybrids, whose layers are gated delta nets or attention."""
+    own = file.own
+    value_heads = file.count(own("ssm.time_step_rank"))
+    return {
+        **read_recurrent_layers(file, 4),
         "linear_conv_kernel_dim": file.count(own("ssm.conv_kernel")),
         "linear_key_head_dim": file.count(own("ssm.state_size")),
         "linear_num_key_heads": file.count(own("ssm.group_count")),

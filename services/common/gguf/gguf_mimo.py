@@ -34,13 +34,16 @@ def read_mimo(file: GgufFile) -> dict[str, Json]:
             f"{file.path}: {key} must be one number for the layers with a window and one for the "
             "others."
         )
-    values = {
+    values: dict[str, Json] = {
         key: next(iter(numbers))
         for key, numbers in zip(
             ("num_key_value_heads", "swa_num_key_value_heads"), by_kind.values(), strict=True
         )
         if numbers
     }
+    factor = own("attention.value_scale")  # files of older converters leave it to the model
+    if factor in file.metadata:
+        values["attention_value_scale"] = file.positive(factor)
     return {
         **windows,
         **values,

@@ -1,7 +1,7 @@
 """Recurrent layers of a GGUF file, as keys of config.json."""
 
 from services.common.gguf.gguf_file import GgufError, GgufFile
-from services.common.gguf.gguf_layers import count_layers
+from services.common.gguf.gguf_layers import count_layers, read_recurrent_layers
 from services.common.json_values import Json
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "read_falcon_h1",
     "read_granite_hybrid",
     "read_jamba",
+    "read_lightning",
     "read_mamba",
     "read_nemotron_h",
     "read_selective",
@@ -101,6 +102,19 @@ def read_jamba(file: GgufFile) -> dict[str, Json]:
             "sparse" if f"blk.{layer}.ffn_gate_inp.weight" in file.tensors else "dense"
             for layer in range(count_layers(file))
         ],
+    }
+
+
+def read_lightning(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of MiniMax-01, whose layers are lightning attention or attention.
+
+    The converter takes only models whose parts have one factor on the residual, and none of their
+    own.
+    """
+    factor = file.positive(file.own("residual_scale"))
+    return {
+        **read_recurrent_layers(file, 8),
+        **{f"{part}_alpha_factor": factor for part in ("linear_attn", "full_attn", "mlp")},
     }
 
 

@@ -23,6 +23,7 @@ from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.quantized_tensors import QuantizedTensors
+from services.engine.model.checkpoint.task_names import adapter_directory
 from services.engine.model.checkpoint.tensors import Checkpoint, TensorFiles
 from services.engine.model.decoder import Decoder
 from services.engine.model.encoder import Encoder
@@ -59,8 +60,6 @@ __all__ = [
 
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
-_TASKS = "adapters"
-"""Directory of the adapters of a decoder's tasks (Jina v5)"""
 _ADA = (8, 9)
 """Compute capability that multiplies FP8"""
 _AMPERE = (8, 0)
@@ -216,7 +215,7 @@ def load_model(
         bar = LoadProgress(total, shown=progress)
         adapters: Adapters | None = None
         has_peft_names = checkpoint.has_peft_names and whole.family.other_names is None
-        if has_peft_names and not spec.is_encoder:
+        if has_peft_names and (spec.tasks or not spec.is_encoder):
             adapters = Adapters(operators, dtype, device, names.roots)
         try:
             reader = TensorReader(checkpoint, whole, dtype, device, operators, bar, shard, adapters)
@@ -224,8 +223,13 @@ def load_model(
         finally:
             bar.finish()
     give_back_freed()
+    if adapters is not None:
+        for number, task in enumerate(spec.tasks, 1):
+            adapters.load(number, PeftAdapter.read(adapter_directory(directory, task)))
     if spec.is_encoder:
-        return WholeTextDecoder(spec, dtype, loaded, operators, attention)
+        whole_texts = WholeTextDecoder(spec, dtype, loaded, operators, attention)
+        whole_texts.adapters = adapters
+        return whole_texts
     decoder = (
         LeadingDecoder(ranks, spec, dtype, loaded, operators, attention)
         if ranks.leads_others
@@ -233,9 +237,6 @@ def load_model(
     )
     decoder.runs_in_pieces = ranks.rank.is_alone  # rank 0 announces whole passes
     decoder.adapters = adapters
-    if adapters is not None:
-        for number, task in enumerate(spec.tasks, 1):
-            adapters.load(number, PeftAdapter.read(directory / _TASKS / task))
     return decoder
 
 

@@ -78,6 +78,7 @@ ARCHITECTURES = {
     "llama4_text": MODEL_ARCH.LLAMA4,
     "mistral4": MODEL_ARCH.MISTRAL4,
     "dots1": MODEL_ARCH.DOTS1,
+    "minimax": MODEL_ARCH.MINIMAXM2,
     "minimax_m2": MODEL_ARCH.MINIMAXM2,
     "solar_open": MODEL_ARCH.GLM4_MOE,
     "glm4_moe": MODEL_ARCH.GLM4_MOE,
@@ -117,6 +118,7 @@ _LATER = {
     "hy_v3": "hy_v3",
     "laguna": "laguna",
     "mellum": "mellum",
+    "minimax": "minimax-01",
     "minimax_m3_vl_text": "minimax-m3",
 }
 """Names of architectures that this version of the package lacks; their tensors have the names of
@@ -142,6 +144,13 @@ _SIGMOIDS = {
     *("mimo_v2_flash", "minimax_m3_vl_text"),
 }
 """Families whose experts are weighed by sigmoids"""
+_LIGHTNING = {
+    "norm": "attn_norm_2",
+    "out_proj": "attn_output",
+    "output_gate": "attn_gate",
+    "qkv_proj": "attn_qkv",
+}
+"""Names of lightning attention's modules, which this version of the package lacks"""
 _WITHOUT_ATTENTION = {"falcon_mamba", "mamba", "mamba2"}
 _WITHOUT_OFFSET = ("gemma2", "gemma3_", "minimax_m3", "qwen3_5", "qwen3_next", "nemotron")
 """Families to whose norms the converter adds 1"""
@@ -295,6 +304,9 @@ def _name(names: Any, name: str) -> str:
     layer = name.removeprefix("model.layers.").partition(".")[0]
     if name.endswith("mlp.exp_probs_b"):
         return f"blk.{layer}.exp_probs_b"
+    module, _, end = name.partition(".self_attn.")[2].partition(".")
+    if module in _LIGHTNING:
+        return f"blk.{layer}.{_LIGHTNING[module]}.{end}"
     block, _, part = name.rpartition(".self_attn.indexer.")
     if block and re.match("[qk]_(proj|norm)", part) and ".bias" not in part:
         return f"blk.{layer}.indexer.{part}"
@@ -315,7 +327,7 @@ def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor
         return
     if config.model_type == "nemotron_h":  # as in published files
         name = re.sub("^model", "backbone", name)
-    if ".act_fn." in name:  # values of the header
+    if ".act_fn." in name or name.endswith(("slope_rate", "_decay")):  # values of the header
         return
     if name.endswith("moe_statics.e_score_correction_bias"):
         layer = name.partition(".mlp.")[0]
@@ -566,6 +578,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "minimax":
+        writer.add_residual_scale(config.mlp_alpha_factor)
     counts = ("num_local_experts", "num_experts", "moe_num_experts")
     if experts := next((n for each in counts if (n := getattr(config, each, None))), None):
         writer.add_expert_count(experts)

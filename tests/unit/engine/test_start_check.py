@@ -1,17 +1,22 @@
 """Checks before torch is loaded: the architecture, and the memory for the weights."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from services.common.settings import StartupError
 from services.engine import start_check
+from services.engine.host_memory import in_units
 from services.engine.model.checkpoint.config import Config
 from services.engine.settings import EngineSettings
 from services.engine.start_check import check_room, check_start, require_room, stored_weights
+from tests.text_models import make_jina_v3, make_jina_v5, make_jina_v5_nano
 from tests.unit.engine.tiny import make_checkpoint
 
 FLOAT32 = 4
@@ -56,6 +61,23 @@ def test_decoded_weights_that_cannot_fit_are_refused_with_those_that_stay_as_the
 def test_weights_that_stay_as_they_are_need_the_memory_of_their_file(tmp_path: Path) -> None:
     numbers = {"a.weight": torch.zeros(4, 8, dtype=torch.bfloat16), "b.weight": torch.zeros(3)}
     save_file(numbers, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
     weights = stored_weights(tmp_path)
     assert weights.num_bytes("full", None) == 4 * 8 * 2 + 3 * 4
     assert weights.num_bytes("full", FLOAT32) == weights.num_bytes("decoded", None) == 35 * 4
+
+
+@pytest.mark.parametrize("make", [make_jina_v3, make_jina_v5, make_jina_v5_nano])
+def test_adapters_of_tasks_count_in_the_memory_of_the_weights(
+    make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """Else an engine whose adapters don't fit is killed while it loads them."""
+    base = sum(tensor.numel() for tensor in make(tmp_path).state_dict().values())
+    weights = stored_weights(tmp_path)
+    stored = [load_file(file) for file in tmp_path.rglob("*.safetensors")]
+    held = sum(t.numel() for tensors in stored for name, t in tensors.items() if ".lora_" in name)
+    assert weights.adapters == held > 0
+    assert weights.num_bytes("full", FLOAT32) == (base + held) * FLOAT32
+    assert weights.num_bytes("int8", FLOAT32) == base + held * FLOAT32
+    with pytest.raises(StartupError, match=re.escape(f"{in_units(held * FLOAT32)} of memory are")):
+        require_room(weights, "full", base * FLOAT32, FLOAT32, ())

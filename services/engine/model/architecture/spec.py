@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from services.common.gguf.gguf_config import MARK
@@ -37,6 +36,11 @@ from services.engine.model.checkpoint.family import Family, ImageSight
 from services.engine.model.checkpoint.fp8 import Fp8Format
 from services.engine.model.checkpoint.gguf_families import gguf_family
 from services.engine.model.checkpoint.schemes import SCHEMES, Scheme
+from services.engine.model.checkpoint.task_names import (
+    STACKED_TASKS,
+    TASKS_IN_DIRECTORIES,
+    read_tasks,
+)
 
 __all__ = ["ModelSpec", "dtype_of", "quantization_of"]
 
@@ -298,15 +302,10 @@ class ModelSpec:
 
 def _tasks(config: Config, family: Family) -> tuple[str, ...]:
     """Return the tasks whose adapters a checkpoint holds. Raises CheckpointError for odd names."""
-    key = "task_names" if family.has_task_adapters else "lora_adaptations"
+    if family.has_task_adapters:
+        return read_tasks(config, TASKS_IN_DIRECTORIES)
     has_tasks = family.encoder is not None and family.encoder.has_tasks
-    if not (has_tasks or family.has_task_adapters) or not config.has(key):
-        return ()
-    tasks = config.texts(key)
-    are_names = all(task not in ("", "..") and Path(task).name == task for task in tasks)
-    if not are_names or len(set(tasks)) < len(tasks):
-        raise CheckpointError(f"{config.file}: {key} must hold names of directories, each once.")
-    return tasks
+    return read_tasks(config, STACKED_TASKS) if has_tasks else ()
 
 
 def _attention(layer: LayerSpec) -> AttentionSpec | None:

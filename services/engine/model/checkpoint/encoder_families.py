@@ -22,6 +22,7 @@ COLBERT = "HF_ColBERT"
 """Architecture of colbert-ir's checkpoints: BERT and a projection of each token"""
 JINA_V5 = "JinaEmbeddingsV5Model"
 """Architecture of Jina v5: Qwen 3 or EuroBERT, and an adapter for each task"""
+_JINA_V4 = "JinaEmbeddingsV4Model"
 _CLASSIFIER = "ForSequenceClassification"
 
 
@@ -258,11 +259,18 @@ def pooling_family(name: str, config: Config) -> Family | None:
     """Return the family of a checkpoint that only makes embeddings or scores; None = it is none.
 
     name: its architecture in config.json, such as BertForSequenceClassification or Qwen3Model.
+    Raises CheckpointError for values of config.json, and for Jina v4, that are not served.
     """
     if name == COLBERT and config.text("model_type", "bert") == "bert":
         return replace(ENCODERS["BertModel"], architecture=name)
     if name == JINA_V5:
         return _jina_v5(config)
+    if name == _JINA_V4:
+        raise CheckpointError(
+            f"{config.file}: {name} is not supported, because only the checkpoint's code knows its "
+            "adapters. Serve a checkpoint whose weights contain a task's adapter, such as "
+            "jinaai/jina-embeddings-v4-vllm-retrieval, with --pooling mean."
+        )
     classifies = name.endswith(_CLASSIFIER)
     stem = name.removesuffix(_CLASSIFIER).removesuffix("ForMaskedLM").removesuffix("Model")
     if (encoder := ENCODERS.get(f"{stem}Model")) is not None:
@@ -295,15 +303,14 @@ def pooling_family(name: str, config: Config) -> Family | None:
 
 
 def _jina_v5(config: Config) -> Family:
-    """Return the family of Jina v5. Raises CheckpointError for the one on EuroBERT."""
-    if config.has("mask_token_id"):
-        raise CheckpointError(
-            f"{config.file}: {JINA_V5} on EuroBERT is not supported, because its adapters are not "
-            "read. Serve a checkpoint whose weights contain a task's adapter, as EuroBertModel."
-        )
-    return replace(
-        FAMILIES["Qwen3ForCausalLM"], architecture=JINA_V5, has_logits=False, has_task_adapters=True
-    )
+    """Return the family of Jina v5: that of Qwen 3 (text-small), or of EuroBERT (text-nano).
+
+    Both have the same architecture and model_type; text-nano's file says `"is_decoder": false`, and
+    that of EuroBERT, which it is made of, always has mask_token_id.
+    """
+    is_encoder = not config.flag("is_decoder", True) or config.has("mask_token_id")
+    base = _DECODERS["EuroBert"] if is_encoder else FAMILIES["Qwen3ForCausalLM"]
+    return replace(base, architecture=JINA_V5, has_logits=False, head=(), has_task_adapters=True)
 
 
 def _halves_windows(family: Family, config: Config) -> bool:

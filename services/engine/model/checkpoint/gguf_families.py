@@ -20,6 +20,7 @@ from services.engine.model.checkpoint.family import (
 )
 from services.engine.model.checkpoint.recurrent_names import (
     ConvolutionNames,
+    LightningNames,
     MambaNames,
     SelectiveNames,
 )
@@ -91,6 +92,9 @@ _CHANNEL_DELTA_NET = DeltaNetNames(
 """Kimi's, in which each channel of a key decays"""
 _CONVOLUTION = ConvolutionNames(
     inputs="shortconv.in_proj", convolution="shortconv.conv", output="shortconv.out_proj"
+)
+_LIGHTNING = LightningNames(
+    inputs="attn_qkv", gate="attn_gate", norm="attn_norm_2.weight", output="attn_output"
 )
 _MAMBA = MambaNames(
     inputs="ssm_in",
@@ -231,6 +235,7 @@ def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
         block_index=None if names.block_index is None else _BLOCK_INDEX,
         delta_net=None if names.delta_net is None else _delta_net(names.delta_net),
         convolution=None if names.convolution is None else _CONVOLUTION,
+        lightning=None if names.lightning is None else _LIGHTNING,
         mamba=None if names.mamba is None else _MAMBA,
         selective=None if names.selective is None else _selective(names.selective),
         beside=_BESIDE,

@@ -1,10 +1,10 @@
 """Sizes of a checkpoint's weights, from the headers of its files alone. Free of torch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 
 from services.common.gguf.gguf_file import GgufFile
@@ -27,6 +27,8 @@ _EMBEDDINGS = (
     "embed.weight",
 )
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "head.weight")
+_ADAPTERS = (".lora_A", ".lora_B", ".lora_A.weight", ".lora_B.weight")
+"""Ends of the names of adapters of tasks, beside the weights (Jina v3) and in files of their own"""
 _MXFP4 = ("_blocks", "_scales")
 """Ends of the names of experts in MXFP4"""
 _BYTES_OF_FORMAT = {"int8": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4": 0.5625}
@@ -62,6 +64,8 @@ class StoredWeights:
     """Bytes of codes that products can read where they lie: in blocks, row by row"""
     is_rounded: bool = False
     """Weights in floating point were rounded before the file was written, so no flag rounds them"""
+    adapters: int = 0
+    """Numbers of the adapters of tasks, which are of --dtype whatever the weights are"""
 
     @staticmethod
     def of_gguf(file: GgufFile) -> "StoredWeights":
@@ -70,9 +74,13 @@ class StoredWeights:
         return replace(weights, is_rounded=not _kinds(file) <= _PLAIN)
 
     @staticmethod
-    def of_directory(directory: Path) -> "StoredWeights":
-        """Return the sizes of the safetensors files. Raises CheckpointError for damaged ones."""
-        files = sorted(directory.glob("*.safetensors"))
+    def of_directory(directory: Path, adapters: Iterable[Path] = ()) -> "StoredWeights":
+        """Return the sizes of the safetensors files. Raises CheckpointError for damaged ones.
+
+        adapters: directories of the adapters that are loaded with the weights.
+        """
+        folders = (directory, *adapters)
+        files = [file for each in folders for file in sorted(each.glob("*.safetensors"))]
         return _total([tensor for file in files for tensor in _tensors(file)])
 
     @staticmethod
@@ -96,14 +104,18 @@ class StoredWeights:
         weights: value of --weights. number_bytes: those of a number of --dtype; None = numbers stay
         as they are, which are float32 if they are decoded.
         """
+        adapters = self.adapters * ceil(number_bytes or _FLOAT32_BYTES)
         if weights == "decoded":
-            return int((self.floats + self.coded) * (number_bytes or _FLOAT32_BYTES))
+            return adapters + int((self.floats + self.coded) * (number_bytes or _FLOAT32_BYTES))
         coded_bytes = self.coded_bytes - (self.mapped_bytes if weights == "mapped" else 0)
         each = _BYTES_OF_FORMAT.get(weights, number_bytes)
-        return coded_bytes + (self.float_bytes if each is None else int(self.floats * each))
+        floats = self.float_bytes if each is None else int(self.floats * each)
+        return adapters + coded_bytes + floats
 
 
 def _total(tensors: list[_Tensor]) -> StoredWeights:
+    adapters = sum(tensor.numbers for tensor in tensors if tensor.name.endswith(_ADAPTERS))
+    tensors = [tensor for tensor in tensors if not tensor.name.endswith(_ADAPTERS)]
     if any(_is_named(tensor, _HEADS) for tensor in tensors):
         tensors = [tensor for tensor in tensors if not _is_named(tensor, _EMBEDDINGS)]
     coded = [tensor for tensor in tensors if not tensor.float_bytes]
@@ -113,6 +125,7 @@ def _total(tensors: list[_Tensor]) -> StoredWeights:
         sum(tensor.num_bytes for tensor in coded),
         sum(tensor.numbers * tensor.float_bytes for tensor in tensors),
         sum(tensor.num_bytes for tensor in coded if tensor.is_mappable),
+        adapters=adapters,
     )
 
 

@@ -55,11 +55,6 @@ class AttentionScratch(Scratch):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.qkv, self.attended
 
-    def first(self, tokens: int) -> "AttentionScratch":
-        views = (self.qkv, self.rotated, self.queries, self.keys, self.values)
-        others = (self.gates, self.attended)
-        return AttentionScratch(*(view[:tokens] for view in (*views, *others)))
-
 
 class AttentionMixer(Mixer[AttentionScratch]):
     """The attention of layer `layer`."""

@@ -50,10 +50,6 @@ class BlockScratch(Scratch):
     def tensors(self) -> tuple[Tensor, ...]:
         return *self.attention.tensors, self.index, self.out
 
-    def first(self, tokens: int) -> "BlockScratch":
-        attention = self.attention.first(tokens)
-        return BlockScratch(attention, self.index[:tokens], self.out[:tokens])
-
 
 class BlockMixer(Mixer[BlockScratch]):
     """The attention of layer `layer`, which sees the blocks that its indexer chooses."""

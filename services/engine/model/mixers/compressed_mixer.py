@@ -94,18 +94,11 @@ class CompressedScratch(Scratch):
     """float32 [tokens, heads] of the indexer"""
 
     @property
-    def _all(self) -> tuple[Tensor | None, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         own = self.query_vectors, self.normed, self.queries, self.keys, self.out, self.arranged
         index = self.index_tokens, self.index_queries, self.head_weights
-        return (*own, self.compressed, *index)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for tensor in self._all if tensor is not None)
-
-    def first(self, tokens: int) -> "CompressedScratch":
-        parts = (None if each is None else each[:tokens] for each in self._all)
-        return CompressedScratch(*parts)  # type: ignore[arg-type]
+        every = (*own, self.compressed, *index)
+        return tuple(tensor for tensor in every if tensor is not None)
 
 
 class CompressedMixer(Mixer[CompressedScratch]):

@@ -61,19 +61,6 @@ class DeltaNetScratch(RecurrentScratch):
         joined = (self.inputs, self.rates, self.out, self.arranged)
         return (*joined, self.gate, self.decay) if self.has_pairs else joined
 
-    def first(self, tokens: int) -> "DeltaNetScratch":
-        return DeltaNetScratch(
-            inputs=self.inputs[:tokens],
-            mixed=self.mixed[:tokens],
-            gate=self.gate[:tokens],
-            rates=self.rates[:tokens],
-            beta=self.beta[:tokens],
-            decay=self.decay[:tokens],
-            out=self.out[:tokens],
-            arranged=self.arranged[:tokens],
-            has_pairs=self.has_pairs,
-        )
-
 
 class DeltaNetMixer(RecurrentMixer[DeltaNetScratch]):
     """The gated delta net of layer `layer`."""

@@ -19,9 +19,6 @@ class EmptyScratch(Scratch):
     def tensors(self) -> tuple[Tensor, ...]:
         return ()
 
-    def first(self, tokens: int) -> "EmptyScratch":
-        return self
-
 
 class EmptyMixer(Mixer[EmptyScratch]):
     """A mixer that adds nothing to the residual."""

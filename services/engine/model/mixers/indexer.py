@@ -9,6 +9,7 @@ from torch.nn.functional import layer_norm
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.mixers.interface import Scratch
 from services.engine.model.mixers.latent_pages import (
     PIECE,
     LatentBuffer,
@@ -37,7 +38,7 @@ class IndexWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class IndexScratch:
+class IndexScratch(Scratch):
     """Outputs of an indexer's projections."""
 
     queries: Tensor
@@ -50,9 +51,6 @@ class IndexScratch:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         return self.queries, self.keys, self.head_weights
-
-    def first(self, tokens: int) -> "IndexScratch":
-        return IndexScratch(*(tensor[:tokens] for tensor in self.tensors))
 
     def keep(self, operators: Operators, rows: Tensor | None) -> None:
         """Move the queries of `rows` to the front."""

@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,17 +15,30 @@ from services.engine.model.attention import KVCache
 __all__ = ["Mixer", "Scratch"]
 
 
+@dataclass(frozen=True, slots=True)
 class Scratch(ABC):
-    """Buffers of a mixer, [tokens, …] each. All layers of one shape share them."""
+    """Buffers of a mixer, [tokens, …] each, or groups of them. All layers of one shape share them.
+
+    Those of a kind are a dataclass.
+    """
 
     @property
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
         """The allocated tensors."""
 
-    @abstractmethod
-    def first(self, tokens: int) -> "Scratch":
+    def first(self, tokens: int) -> Self:
         """View the buffers of the first `tokens` tokens."""
+        held = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return replace(self, **{name: _first(value, tokens) for name, value in held})
+
+
+def _first(value: object, tokens: int) -> object:
+    if isinstance(value, Tensor):
+        return value[:tokens]
+    if isinstance(value, Scratch):
+        return value.first(tokens)
+    return tuple(_first(each, tokens) for each in value) if isinstance(value, tuple) else value
 
 
 S = TypeVar("S", bound=Scratch)

@@ -93,21 +93,6 @@ class LatentScratch(Scratch):
         own = *joined, self.out, self.arranged
         return own if self.index is None else (*own, *self.index.tensors)
 
-    def first(self, tokens: int) -> "LatentScratch":
-        return LatentScratch(
-            query_vectors=self.query_vectors[:tokens],
-            normed=self.normed[:tokens],
-            queries=self.queries[:tokens],
-            shared_queries=self.shared_queries[:tokens],
-            latents=self.latents[:tokens],
-            vectors=self.vectors[:tokens],
-            shared_keys=self.shared_keys[:tokens],
-            out=self.out[:tokens],
-            arranged=self.arranged[:tokens],
-            gates=self.gates[:tokens],
-            index=None if self.index is None else self.index.first(tokens),
-        )
-
 
 class LatentMixer(Mixer[LatentScratch]):
     """The latent attention of layer `layer`."""

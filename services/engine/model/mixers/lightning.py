@@ -50,9 +50,6 @@ class LightningScratch(RecurrentScratch):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.inputs, self.gate, self.out, self.arranged
 
-    def first(self, tokens: int) -> "LightningScratch":
-        return LightningScratch(*(tensor[:tokens] for tensor in self.tensors))
-
 
 class LightningMixer(RecurrentMixer[LightningScratch]):
     """The lightning attention of layer `layer`, computed by torch."""

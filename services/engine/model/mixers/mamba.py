@@ -57,18 +57,6 @@ class MambaScratch(RecurrentScratch):
         joined = (self.inputs, self.steps, self.convolved)
         return *joined, self.scanned, self.out, self.arranged
 
-    def first(self, tokens: int) -> "MambaScratch":
-        return MambaScratch(
-            inputs=self.inputs[:tokens],
-            gate=self.gate[:tokens],
-            mixed=self.mixed[:tokens],
-            steps=self.steps[:tokens],
-            convolved=self.convolved[:tokens],
-            scanned=self.scanned[:tokens],
-            out=self.out[:tokens],
-            arranged=self.arranged[:tokens],
-        )
-
 
 class MambaMixer(RecurrentMixer[MambaScratch]):
     """The Mamba-2 layer `layer`."""

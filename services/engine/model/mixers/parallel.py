@@ -24,9 +24,6 @@ class ParallelScratch(Scratch):
     def tensors(self) -> tuple[Tensor, ...]:
         return *self.attention.tensors, *self.recurrent.tensors
 
-    def first(self, tokens: int) -> "ParallelScratch":
-        return ParallelScratch(self.attention.first(tokens), self.recurrent.first(tokens))
-
 
 class ParallelMixer(Mixer[ParallelScratch]):
     """Two mixers that read the same norm of the residual."""

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -36,9 +36,6 @@ class ProjectedScratch(RecurrentScratch):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.inputs, self.out, self.arranged
 
-    def first(self, tokens: int) -> "ProjectedScratch":
-        return ProjectedScratch(*(tensor[:tokens] for tensor in self.tensors))
-
 
 R = TypeVar("R", bound=RecurrentScratch)
 
@@ -68,7 +65,7 @@ class RecurrentMixer(Mixer[R], Generic[R]):
     ) -> None:
         assert batch.states is not None
         tokens = len(batch.token_ids)
-        mine = scratch if len(scratch.out) == tokens else cast(R, scratch.first(tokens))
+        mine = scratch if len(scratch.out) == tokens else scratch.first(tokens)
         self.advance(mine, cache.states[self._layer], batch.states)
         if kept is not None:
             outputs = batch.output_rows

@@ -65,19 +65,6 @@ class SelectiveScratch(RecurrentScratch):
         joined = (self.inputs, self.convolved, self.factors, self.narrow)
         return *joined, self.steps, self.out, self.arranged
 
-    def first(self, tokens: int) -> "SelectiveScratch":
-        return SelectiveScratch(
-            inputs=self.inputs[:tokens],
-            mixed=self.mixed[:tokens],
-            gate=self.gate[:tokens],
-            convolved=self.convolved[:tokens],
-            factors=self.factors[:tokens],
-            narrow=self.narrow[:tokens],
-            steps=self.steps[:tokens],
-            out=self.out[:tokens],
-            arranged=self.arranged[:tokens],
-        )
-
 
 class SelectiveMixer(RecurrentMixer[SelectiveScratch]):
     """The Mamba layer `layer`."""

@@ -23,9 +23,6 @@ class SelectiveHeadsScratch(Scratch):
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for head in self.heads for tensor in head.tensors)
 
-    def first(self, tokens: int) -> "SelectiveHeadsScratch":
-        return SelectiveHeadsScratch(tuple(head.first(tokens) for head in self.heads))
-
 
 class SelectiveHeads(Mixer[SelectiveHeadsScratch]):
     """The Mamba layer `layer`: the sum of what its heads add to the residual."""

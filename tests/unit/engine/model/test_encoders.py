@@ -47,6 +47,8 @@ from services.engine.engine import Engine
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.loader import load_spec
 from services.engine.settings import EngineSettings
+from tests.unit.engine.checkpoints.files import make_checkpoint
+from tests.unit.engine.checkpoints.images import IMAGES
 from tests.unit.engine.checkpoints.shapes import SHAPE, WIDE
 
 ENCODER: dict[str, Any] = {
@@ -352,6 +354,23 @@ def test_decoder_equals_transformers(family: str, pooling: str, tmp_path: Path) 
     torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_texts_of_a_model_that_reads_images_have_the_mean_of_their_states(tmp_path: Path) -> None:
+    """As Jina v4's checkpoints with a task's adapter in their weights, which are Qwen 2.5-VL."""
+    model = make_checkpoint(tmp_path, IMAGES["qwen2.5 vl, tied"])
+    with Engine(tmp_path, settings(pooling="mean", max_step_tokens=16)) as engine:
+        vectors = engine.embed(texts())
+    states = [hidden_states(model.model, ids).mean(dim=0) for ids in texts()]
+    expected = torch.nn.functional.normalize(torch.stack(states))
+    torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_jina_v4_is_refused_with_what_is_served_instead(tmp_path: Path) -> None:
+    save_model(tmp_path, ENCODERS["bert"])
+    _change("config.json", architectures=["JinaEmbeddingsV4Model"])(tmp_path)
+    with pytest.raises(CheckpointError, match="jina-embeddings-v4-vllm-retrieval, with --pooling"):
+        load_spec(tmp_path)
+
+
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
 def test_vectors_equal_those_of_sentence_transformers(mode: str, tmp_path: Path) -> None:
     """With everything that modules.json names behind the transformer."""
@@ -627,12 +646,22 @@ def test_what_is_not_read_is_refused_by_name(
         Engine(tmp_path, settings())
 
 
-def test_jina_v5_on_eurobert_is_refused_for_its_adapters(tmp_path: Path) -> None:
-    save_model(tmp_path, ENCODERS["eurobert"])
-    names = {"architectures": ["JinaEmbeddingsV5Model"], "task_names": ["retrieval"]}
-    _change("config.json", **names, mask_token_id=128002)(tmp_path)
-    with pytest.raises(CheckpointError, match="JinaEmbeddingsV5Model on EuroBERT"):
-        load_spec(tmp_path)
+@pytest.mark.parametrize(
+    ("base", "key", "sees_all"),
+    [
+        ("qwen3", {}, False),
+        ("qwen3", {"is_decoder": True}, False),
+        ("eurobert", {}, True),
+        ("eurobert", {"is_decoder": False, "mask_token_id": None}, True),
+    ],
+)
+def test_jina_v5_has_the_mask_of_its_base(
+    base: str, key: dict[str, object], sees_all: bool, tmp_path: Path
+) -> None:
+    """Else the vectors of text-nano come from a causal mask."""
+    save_model(tmp_path, {**ENCODERS, **DECODERS}[base])
+    _change("config.json", architectures=["JinaEmbeddingsV5Model"], **key)(tmp_path)
+    assert load_spec(tmp_path).is_encoder is sees_all
 
 
 @pytest.mark.parametrize("tasks", [["../other"], [".."], [""], ["a", "a"]])

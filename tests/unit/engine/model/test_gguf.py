@@ -48,6 +48,7 @@ from transformers import (
     MellumConfig,
     MiMoV2FlashConfig,
     MiniCPM3Config,
+    MiniMaxConfig,
     MiniMaxM3VLTextConfig,
     Ministral3Config,
     MixtralConfig,
@@ -100,7 +101,7 @@ QUANTIZED = (
     *("phimoe", "ernie moe", "hunyuan moe", "ministral3"),
     *("glm", "glm4", "exaone4", "seed oss", "hunyuan", "apertus", "nemotron", "gpt-neox", "phi"),
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
-    *("minimax m3", "mimo v2 flash"),
+    *("minimax", "minimax m3", "mimo v2 flash"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
     *("cohere2 moe", "cohere2 moe, rms norms", "laguna", "laguna, gates of outputs"),
     *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
@@ -234,6 +235,15 @@ FAMILIES = {
     ),
     "youtu": YoutuConfig(**LATENT),
     "minicpm3": MiniCPM3Config(**LATENT | {"v_head_dim": 16}),
+    "minimax": MiniMaxConfig(
+        **SHAPE | {"num_hidden_layers": 8, "initializer_range": 0.12},
+        layer_types=[*["linear_attention"] * 7, "full_attention"],
+        num_local_experts=5,
+        linear_attn_alpha_factor=1.7,
+        full_attn_alpha_factor=1.7,
+        mlp_alpha_factor=1.7,
+        block_size=16,
+    ),
     "minimax m3": MiniMaxM3VLTextConfig(
         **MINIMAX_M3 | {"swiglu_limit": 7.0}, index_topk_blocks=2, index_block_size=7
     ),
