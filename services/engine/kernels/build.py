@@ -87,6 +87,7 @@ _X86_64 = (
     _Unit("experts.cpp", _AVX2, "TW_EXPERTS=experts_avx2"),
     _Unit("experts.cpp", _AVX512, "TW_EXPERTS=experts_avx512"),
     _Unit("grouped.cpp", _AVX2, "TW_GROUPED=grouped_avx2"),
+    _Unit("grouped.cpp", (*_AVX2, "-mavxvnni"), "TW_GROUPED=grouped_avx_vnni"),
     _Unit("grouped.cpp", (*_AVX512, *_VNNI), "TW_GROUPED=grouped_vnni"),
     _Unit("float_linear.cpp", _AVX2, "TW_MULTIPLY_FLOATS=float_linear_avx2"),
     _Unit("float_linear.cpp", _AVX512, "TW_MULTIPLY_FLOATS=float_linear_avx512"),

@@ -31,7 +31,15 @@ bool detect_vnni() {
 
 const bool has_vnni = detect_vnni();
 
-// Not every compiler's __builtin_cpu_supports knows this one.
+// Not every compiler's __builtin_cpu_supports knows AVX-VNNI: VNNI of 256 bits without AVX-512.
+bool detect_avx_vnni() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & (1u << 4);
+}
+
+const bool has_avx_vnni = detect_avx_vnni();
+
+// Nor this one.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && c & (1u << 29);
@@ -193,6 +201,7 @@ void tw_grouped_linear(const tw_grouped *grouped) {
   call.out = static_cast<uint8_t *>(call.out) + call.first_output * element;
 #if defined(TW_X86_64)
   if (in_use >= TW_AVX512 && has_vnni) return grouped_vnni(&call);
+  if (in_use >= TW_AVX2 && has_avx_vnni) return grouped_avx_vnni(&call);
   if (in_use >= TW_AVX2) return grouped_avx2(&call);
 #endif
   grouped_baseline(&call);

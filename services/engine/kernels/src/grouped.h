@@ -6,5 +6,6 @@
 decltype(tw_grouped_linear) grouped_baseline;
 #if defined(TW_X86_64)
 decltype(tw_grouped_linear) grouped_avx2;
+decltype(tw_grouped_linear) grouped_avx_vnni;
 decltype(tw_grouped_linear) grouped_vnni;
 #endif

@@ -33,6 +33,11 @@ FORMATS = [
 """Bits and groups"""
 LEVELS = ((4, 16), (4, 32), (6, 16), (6, 32), (8, 32))
 """Those of ggml's blocks of 256"""
+KERNELS = [
+    *((bits, group, Numbers.HALVES) for bits in (4, 6, 8) for group in (16, 32)),
+    *((*form, Numbers.LEVELS) for form in LEVELS),
+]
+"""Formats with kernels of their own"""
 INPUTS = 768
 BLOCKS = [
     *(GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q5_0),
@@ -173,14 +178,53 @@ def test_codes_are_packed_from_the_blocks_of_a_file(
     assert_near(out, rounded_rows(x) @ part.decode().T)
 
 
-def test_product_of_a_row_is_independent_of_other_rows(operators: GroupedOperators) -> None:
-    projection = operators.grouped_projection([random_weight(64, 1024, 4, 32)], None)
-    x = random_rows(150, 1024)
-    together, alone = torch.empty(150, 64), torch.empty(1, 64)
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(("bits", "group", "numbers"), KERNELS)
+def test_product_of_a_row_is_independent_of_other_rows(
+    operators: GroupedOperators, bits: int, group: int, numbers: Numbers, zero: bool
+) -> None:
+    """Few rows are multiplied by other kernels than many, and some of these by the first four."""
+    inputs = 1280 if numbers is Numbers.LEVELS else 1056  # no multiple of 512, a panel
+    weight = random_weight(40, inputs, bits, group, numbers=numbers, zero=zero)
+    projection = operators.grouped_projection([weight], None)
+    x = random_rows(70, inputs)
+    together, alone = torch.empty(70, 40), torch.empty(1, 40)
     projection.into(x, together)
-    for row in (0, 20, 66, 149):
+    for row in (0, 3, 4, 63, 64, 69):
         projection.into(x[row : row + 1], alone)
         assert torch.equal(alone[0], together[row])
+    for rows in (2, 3, 4, 5, 6, 7, 8, 11):
+        out = torch.full((rows + 1, 43), 7.0)
+        projection.into(x[:rows], out[:rows, :40])
+        assert torch.equal(out[:rows, :40], together[:rows])
+        assert (out[rows] == 7).all()
+        assert (out[:, 40:] == 7).all()
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(("bits", "group", "numbers"), KERNELS)
+def test_largest_sums_of_products_are_exact(
+    operators: GroupedOperators, bits: int, group: int, numbers: Numbers, zero: bool, rows: int
+) -> None:
+    """Sums of 16 bits would wrap around if one product more were added to them."""
+    most = 2**bits - 1
+    codes = torch.zeros(8, 256, dtype=torch.uint8)
+    codes[1] = most
+    codes[2, ::2] = codes[3, 1::2] = codes[4, : group // 2] = most
+    codes[5] = torch.arange(256) % 4 // 2 * most
+    codes[6] = torch.arange(256) % 2 * most
+    each = torch.full((8, 256 // group), 1.0)
+    scales = GroupNumbers(each)
+    if numbers is Numbers.LEVELS:
+        levels = torch.full(each.shape, -128, dtype=torch.int8)
+        scales = GroupNumbers(levels, torch.full((8, 1), 1 / 128).half())
+    weight = QuantizedWeight(codes, bits, scales, None if zero else scales)
+    signs = torch.stack((torch.ones(256), -torch.ones(256), torch.arange(256) % 2 * 2.0 - 1))
+    x, out = signs.repeat(2, 1)[:rows], torch.empty(rows, 8)
+    operators.grouped_projection([weight], None).into(x, out)
+    expected = x.double() @ weight.decode().double().T
+    torch.testing.assert_close(out.double(), expected, atol=0.05, rtol=1e-5)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
