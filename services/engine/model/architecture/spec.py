@@ -21,6 +21,7 @@ from services.engine.model.architecture.layers import (
 )
 from services.engine.model.architecture.lightning_reader import residual_factor
 from services.engine.model.architecture.modal_tokens import ModalTokens, read_modal_tokens
+from services.engine.model.architecture.mosaic_keys import with_mosaic_keys
 from services.engine.model.architecture.single_parts import with_parts
 from services.engine.model.architecture.weight_factors import WeightFactors, read_weight_factors
 from services.engine.model.architecture.zamba_layers import with_zamba_keys
@@ -95,9 +96,11 @@ class ModelSpec:
 
     @property
     def has_pair_scores(self) -> bool:
-        """True if scores have an addend that depends on the distance of two tokens."""
+        """True if an encoder's scores have an addend that depends on the distance of two tokens."""
         encoder = self.family.encoder
-        has_bias = encoder is not None and (encoder.attention_bias is not None or encoder.has_alibi)
+        if encoder is None:
+            return False
+        has_bias = encoder.attention_bias is not None or self.family.has_alibi
         return has_bias or self.disentangled is not None
 
     @property
@@ -213,8 +216,12 @@ class ModelSpec:
         if whole.has(MARK):
             family = gguf_family(family, whole.section(MARK))
         nested = {} if family.section is None else whole.section(family.section).values
+        for part in family.parts:
+            nested = nested | whole.section(part).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
         family = _with_parallel_norms(family, config)
+        if family.parts:
+            config = with_mosaic_keys(config)
         if family.has_single_parts:
             config = with_parts(config)
         if family.names.shared_block is not None:

@@ -116,6 +116,9 @@ class AttentionStep:
     """[rows, heads * head_dim], contiguous; to be filled"""
     sinks: Tensor | None = None
     """float32 [heads], one more logit in each head's softmax; None = there are none"""
+    slopes: Tensor | None = None
+    """float32 [heads], what each head subtracts from a score for a token of distance between a
+    query and an earlier key (ALiBi); None = nothing"""
     cache_group: int = 0
     """Number of the layer's cache group, whose tables `batch` has"""
     is_written: bool = False

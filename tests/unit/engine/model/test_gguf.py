@@ -97,6 +97,7 @@ QUANTIZED = (
     *("stablelm", "stablelm, norms", "internlm3", "olmo3", "glm4 moe", "minimax m2", "afmoe"),
     "minimax m3",
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
+    *("bloom, six heads", "mpt, clipped", "dbrx"),
     *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
     *("mamba", "falcon mamba", "jamba", "glm moe dsa", "kimi linear"),
 )

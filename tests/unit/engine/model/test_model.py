@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,9 +16,11 @@ from transformers import (
     DeepseekV3Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
+    MptConfig,
     PreTrainedModel,
     Qwen3Config,
 )
+from transformers.models.mpt import modeling_mpt
 
 import services.engine.model.attention
 import services.engine.model.loader
@@ -39,6 +42,7 @@ from tests.unit.engine.checkpoints.shapes import (
     GEMMA3N,
     GEMMA4,
     LATENT,
+    MPT,
     ROUTED,
     SHAPE,
     VOCABULARY,
@@ -224,7 +228,7 @@ def test_half_precision_stays_close_to_float32(
         *("gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"),
         *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
         *("glm4 moe lite", "lfm2", "lfm3", "bamba", "mamba", "minimax", "zamba", "zamba2"),
-        *("deepseek v4", "minimax m3", "recurrent gemma"),
+        *("deepseek v4", "minimax m3", "recurrent gemma", "bloom", "mpt", "dbrx"),
     ],
 )
 def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:
@@ -262,6 +266,22 @@ def test_apertus_without_learned_activation_equals_transformers(tmp_path: Path) 
     driver = Driver(load_model(tmp_path, torch.float32), [tokens])
     driver.step([(0, TOKENS)])
     assert_equal(driver.logits[0], reference_logits(model, tokens))
+
+
+def test_mpt_has_the_slopes_and_the_scale_of_its_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPT 7B StoryWriter's slopes are less steep; transformers ignores these keys."""
+    attention = {"alibi_bias_max": 16, "attn_impl": "triton"}
+    config = MptConfig(**MPT, n_heads=2, attn_config=attention, logit_scale="inv_sqrt_d_model")
+    model, tokens = make_checkpoint(tmp_path, config), random_tokens(TOKENS, 1)
+    biases = partial(modeling_mpt.build_mpt_alibi_tensor, alibi_bias_max=16)
+    monkeypatch.setattr(model.transformer, "build_mpt_alibi_tensor", biases)
+    model.config.architectures = ["MPTForCausalLM"]  # as in published files
+    model.config.save_pretrained(tmp_path)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, TOKENS)])
+    assert_equal(driver.logits[0], reference_logits(model, tokens) / MPT["d_model"] ** 0.5)
 
 
 @needs_tiles
@@ -317,6 +337,7 @@ MIXED_STEPS: Sequence[Step] = (
     [
         *("qwen3", "qwen3.5", "bamba", "qwen3 moe", "qwen3.5 moe", "gpt-oss", "phimoe, wide heads"),
         *("gemma2", "gemma3", "gemma4, experts", "gemma4, layer inputs", "olmo2", "glm4"),
+        *("bloom", "mpt", "dbrx"),
     ],
 )
 def test_replayed_pass_equals_single_kernels(
