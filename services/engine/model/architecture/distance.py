@@ -29,11 +29,12 @@ def distance_buckets(distances: Tensor) -> Tensor:
 
 
 def alibi_slopes(num_heads: int, bias: float) -> Tensor:
-    """Return what each head subtracts from a score for a token of distance: float32 [heads].
+    """Return each head's slope, by which its scores fall for each token of distance.
 
-    bias: exponent of the smallest slope, 2 ** -bias. Heads beyond a power of two have the odd
-    exponents of twice as many. Source: Press et al., "Train Short, Test Long: Attention with Linear
-    Biases Enables Input Length Extrapolation", 2022 (https://arxiv.org/abs/2108.12409).
+    Returns float32 [heads]. bias: exponent of the smallest slope, 2 ** -bias. Heads beyond a power
+    of two have the odd exponents of twice as many. Source: Press et al., "Train Short, Test Long:
+    Attention with Linear Biases Enables Input Length Extrapolation", 2022
+    (https://arxiv.org/abs/2108.12409).
     """
     whole = 2 ** (num_heads.bit_length() - 1)
     exponents = [-bias * (head + 1) / whole for head in range(whole)]

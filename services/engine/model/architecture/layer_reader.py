@@ -276,6 +276,8 @@ def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
         raise CheckpointError(f"{config.file}: scale_attn_by_inverse_layer_idx is not supported.")
     if not config.flag("scale_attn_weights", True):
         return 1.0
+    if family.parts and config.has("softmax_scale"):
+        return config.positive_number("softmax_scale")
     if family.reads_multipliers:
         usual = head_dim**-0.5 if family.has_parallel_mixers else 1.0
         return config.positive_number("attention_multiplier", usual)

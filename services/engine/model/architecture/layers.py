@@ -71,7 +71,7 @@ class AttentionSpec:
     alibi_bias: float = 0.0
     """Exponent of the smallest slope by which scores fall with the distance (ALiBi); 0: none"""
     clip: float = 0.0
-    """Largest size of a number in queries, keys and values before the rotation; 0: unlimited"""
+    """Bound of the numbers in queries, keys and values, before the rotation; 0: none"""
     index: BlockIndex | None = None
     """Indexer that chooses the blocks of tokens that are seen; None: all are"""
 

@@ -1,4 +1,4 @@
-"""Keys of MosaicML's models, DBRX and MPT, that other families have under no name."""
+"""Keys of MosaicML's models, DBRX and MPT, as other families have them."""
 
 from dataclasses import replace
 
@@ -31,9 +31,9 @@ def with_mosaic_keys(config: Config) -> Config:
 
 
 def _of_mpt(config: Config) -> dict[str, Json]:
-    """Return the keys of attention, the feed-forward layer and the logits as MPT's code reads them.
+    """Return further keys as MPT's own code reads them (https://github.com/mosaicml/llm-foundry).
 
-    Some of them transformers ignores (https://github.com/mosaicml/llm-foundry).
+    transformers ignores them.
     """
     hidden_size = config.positive("hidden_size")
     values: dict[str, Json] = {"logit_scale": 1.0}
@@ -46,8 +46,6 @@ def _of_mpt(config: Config) -> dict[str, Json]:
         raise CheckpointError(f"{config.file}: norm_type {norm} is not supported.")
     if config.has("expansion_ratio"):
         values["intermediate_size"] = config.positive("expansion_ratio") * hidden_size
-    if config.has("softmax_scale"):
-        values["query_pre_attn_scalar"] = config.positive_number("softmax_scale") ** -2
     if config.values.get("logit_scale") == "inv_sqrt_d_model":
         values["logit_scale"] = hidden_size**-0.5
     elif config.has("logit_scale"):

@@ -117,8 +117,7 @@ class AttentionStep:
     sinks: Tensor | None = None
     """float32 [heads], one more logit in each head's softmax; None = there are none"""
     slopes: Tensor | None = None
-    """float32 [heads], what each head subtracts from a score for a token of distance between a
-    query and an earlier key (ALiBi); None = nothing"""
+    """float32 [heads], by which scores fall for each token of distance (ALiBi); None = none"""
     cache_group: int = 0
     """Number of the layer's cache group, whose tables `batch` has"""
     is_written: bool = False

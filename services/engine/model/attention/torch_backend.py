@@ -160,10 +160,9 @@ class TorchAttention(AttentionBackend):
             )
             grouped = piece.reshape(1, spec.num_kv_heads, -1, spec.head_dim)
             seen = (keys[:, :, :end], values[:, :, :end])
-            index = torch.arange(end, device=self._device)
-            distances = (index - torch.arange(last - rows, last, device=self._device)[:, None])[
-                None
-            ]
+            keys_at = torch.arange(end, device=self._device)
+            rows_at = torch.arange(last - rows, last, device=self._device)
+            distances = (keys_at - rows_at[:, None])[None]
             attended = self._attend_in_float32(layer, step, grouped, *seen, mask, distances)
             pieces.append(attended.view(1, spec.num_heads, rows, spec.head_dim))
         return torch.cat(pieces, dim=2)

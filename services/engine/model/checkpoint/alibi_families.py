@@ -86,6 +86,6 @@ _MPT = Family(
 ALIBI_FAMILIES: tuple[Family, ...] = (
     _BLOOM,
     _MPT,
-    # the name in the published files, whose own code transformers' models replace
+    # Published files name MosaicML's own class.
     replace(_MPT, architecture="MPTForCausalLM"),
 )

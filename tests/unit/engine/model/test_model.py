@@ -1,6 +1,7 @@
 """The forward pass equals that of transformers for any chunking and batching."""
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     ApertusConfig,
@@ -282,6 +284,25 @@ def test_mpt_has_the_slopes_and_the_scale_of_its_own_code(
     driver = Driver(load_model(tmp_path, torch.float32), [tokens])
     driver.step([(0, TOKENS)])
     assert_equal(driver.logits[0], reference_logits(model, tokens) / MPT["d_model"] ** 0.5)
+
+
+def test_mpt_with_few_key_heads_equals_one_that_repeats_them(tmp_path: Path) -> None:
+    """Replit Code 1.5, whose files transformers can't load."""
+    model, tokens = make_checkpoint(tmp_path, MptConfig(**MPT, n_heads=4)), random_tokens(TOKENS, 1)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for layer, block in enumerate(model.transformer.blocks):
+        parts = block.attn.Wqkv.weight.data.view(3, 2, 2, -1, MPT["d_model"])
+        parts[1:, :, 1] = parts[1:, :, 0]
+        few = [parts[0].flatten(0, 2), *parts[1:, :, 0].flatten(1, 2)]
+        tensors[f"transformer.blocks.{layer}.attn.Wqkv.weight"] = torch.cat(few)
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["attn_config"] |= {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, TOKENS)])
+    assert_equal(driver.logits[0], reference_logits(model, tokens))
 
 
 @needs_tiles
