@@ -676,7 +676,8 @@ def _write_nemotron(writer: GGUFWriter, config: Any) -> None:
 
 def _with_common_keys(writer: GGUFWriter, config: Any) -> Any:
     """Return a config with the names that other families have, and write what they lack."""
-    attention, experts = (getattr(config, f"{part}_config", None) for part in ("attn", "ffn"))
+    attention: Any = getattr(config, "attn_config", None)
+    experts: Any = getattr(config, "ffn_config", None)
     if config.model_type == "mpt":
         writer.add_max_alibi_bias(attention.alibi_bias_max)
     if clip := getattr(attention, "clip_qkv", None):
