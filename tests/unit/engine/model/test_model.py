@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import pytest
 import torch
@@ -290,8 +290,8 @@ def test_mpt_with_few_key_heads_equals_one_that_repeats_them(tmp_path: Path) -> 
     """Replit Code 1.5, whose files transformers can't load."""
     model, tokens = make_checkpoint(tmp_path, MptConfig(**MPT, n_heads=4)), random_tokens(TOKENS, 1)
     file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    for layer, block in enumerate(model.transformer.blocks):
+    tensors, decoder = load_file(file), cast(Any, model.transformer)
+    for layer, block in enumerate(decoder.blocks):
         parts = block.attn.Wqkv.weight.data.view(3, 2, 2, -1, MPT["d_model"])
         parts[1:, :, 1] = parts[1:, :, 0]
         few = [parts[0].flatten(0, 2), *parts[1:, :, 0].flatten(1, 2)]
