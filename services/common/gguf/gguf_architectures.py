@@ -209,6 +209,16 @@ def _read_falcon(file: GgufFile) -> dict[str, Json]:
     }
 
 
+def _read_clip(file: GgufFile) -> dict[str, Json]:
+    return {"clip_qkv": file.number(file.own("attention.clamp_kqv"), 0.0) or None}
+
+
+def _read_mpt(file: GgufFile) -> dict[str, Json]:
+    """Return the keys of MPT's attention. A largest bias of 0 marks a model without ALiBi."""
+    bias = file.number("mpt.attention.max_alibi_bias", 0.0)
+    return {**_read_clip(file), "alibi": bias != 0, "alibi_bias_max": bias or None}
+
+
 _MAVERICK_EXPERTS = 128
 
 
@@ -354,6 +364,26 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "rms_norm_eps": "layer_norm_epsilon",
         },
         _read_falcon,
+    ),
+    "bloom": Architecture(
+        "BloomForCausalLM",
+        {"max_position_embeddings": "seq_length", "rms_norm_eps": "layer_norm_epsilon"},
+    ),
+    "mpt": Architecture(
+        "MptForCausalLM",
+        {"max_position_embeddings": "max_seq_len", "rms_norm_eps": "layer_norm_epsilon"},
+        _read_mpt,
+    ),
+    "dbrx": Architecture(
+        "DbrxForCausalLM",
+        {
+            "intermediate_size": "ffn_hidden_size",
+            "max_position_embeddings": "max_seq_len",
+            "num_experts_per_tok": "moe_top_k",
+            "num_key_value_heads": "kv_n_heads",
+            "num_local_experts": "moe_num_experts",
+        },
+        _read_clip,
     ),
     "gpt-oss": Architecture("GptOssForCausalLM", extra_keys=_read_gpt_oss),
     "qwen35": Architecture("Qwen3_5ForCausalLM", extra_keys=read_delta_net),

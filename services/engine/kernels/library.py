@@ -258,6 +258,7 @@ class AttentionCall(ctypes.Structure):
         ("context_lengths", c_void_p),
         ("block_tables", c_void_p),
         ("sinks", c_void_p),
+        ("slopes", c_void_p),
         ("ends", c_void_p),
         ("row_stride", c_int64),
         ("table_stride", c_int64),
@@ -565,6 +566,7 @@ class ScaleCall(ctypes.Structure):
         ("num_rows", c_int64),
         ("width", c_int64),
         ("factor", c_float),
+        ("limit", c_float),
         ("dtype", c_int32),
     ]
 

@@ -65,6 +65,7 @@ class Manifest:
     root: str
     """Beginning of the decoder's tensor names"""
     embedding: StoredTensor
+    embedding_norm: StoredNorm | None
     positions: StoredTensor | None
     layers: tuple[StoredLayer, ...]
     final_norm: StoredNorm
@@ -86,6 +87,9 @@ class Manifest:
         return Manifest(
             root=root,
             embedding=StoredTensor(f"{root}{names.embedding}.weight", table),
+            embedding_norm=None
+            if names.embedding_norm is None
+            else stored_norm(spec, f"{root}{names.embedding_norm}"),
             positions=positions,
             layers=tuple(_layer(spec, index, root) for index in range(spec.num_layers)),
             final_norm=stored_norm(spec, f"{root}{names.final_norm}"),

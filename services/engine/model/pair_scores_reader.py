@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from services.engine.model.architecture.distance import distance_buckets
+from services.engine.model.architecture.distance import alibi_slopes, distance_buckets
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.pair_scores import (
     AlibiScores,
@@ -31,8 +31,8 @@ def read_pair_scores(
 ) -> PairScores | None:
     """Return the addends of a model's scores; None: there are none. read: reads a tensor."""
     assert spec.family.encoder is not None
-    if spec.family.encoder.has_alibi:
-        return AlibiScores(spec.attention(0).num_heads, device)
+    if (attention := spec.attention(0)).alibi_bias:
+        return AlibiScores(alibi_slopes(attention.num_heads, attention.alibi_bias).to(device))
     if manifest.bias is not None:
         return _by_bucket(spec, read(manifest.bias).to(device, dtype))
     if manifest.distances is not None:

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from services.engine.model.altup_reader import read_altup
 from services.engine.model.architecture.layers import BesideSpec, LayerSpec, NoFeedForward
@@ -21,6 +23,7 @@ from services.engine.model.manifest import (
 from services.engine.model.mixers.stored import read_mixer
 from services.engine.model.modal_reader import with_modal_tokens
 from services.engine.model.parts.feed_forward_reader import FeedForwardReader
+from services.engine.model.parts.stored import StoredNorm
 from services.engine.model.parts.stored_feed_forward import StoredShortcut
 from services.engine.model.parts.tensor_reader import TensorReader, without_mean
 from services.engine.model.residual import NormedResidual, OneStream, Residual
@@ -29,6 +32,9 @@ from services.engine.model.shared_block_reader import SharedBlockReader
 from services.engine.model.shortcut import ShortcutEnd, ShortcutStart
 
 __all__ = ["WeightReader"]
+
+_ROWS = 4096
+"""Rows of a table that are normed at once"""
 
 
 class WeightReader:
@@ -51,7 +57,11 @@ class WeightReader:
             head_bias = self._reader.shard.rows(self._reader.tensor(manifest.head_bias))
         head_bias = self._reader.with_norm_bias(head, head_bias, manifest.final_norm)
         output = self._reader.projection([head], head_bias, self._reader.operators.for_logits())
-        embedding = self._embedding(manifest.embedding)
+        embedding = (
+            self._embedding(manifest.embedding)
+            if manifest.embedding_norm is None
+            else self._normed_embedding(manifest.embedding, manifest.embedding_norm)
+        )
         modal_tokens = zip(manifest.modal_tokens, self._reader.spec.modal_tokens, strict=True)
         for stored, tokens in modal_tokens:
             embedding = with_modal_tokens(self._reader, stored, tokens, embedding)
@@ -170,6 +180,19 @@ class WeightReader:
             # the pages.
             return TensorEmbedding(weight)
         return TensorEmbedding(self._own(weight))
+
+    def _normed_embedding(self, table: StoredTensor, norm: StoredNorm) -> Embedding:
+        """Read a table whose rows have a LayerNorm, which is computed here, some rows at a time."""
+        reader, epsilon = self._reader, self._reader.spec.norm_epsilon
+        weight = reader.tensor(norm.weight).float()
+        bias = None if norm.bias is None else reader.tensor(norm.bias).float()
+        stored = reader.tensor(table)
+        normed = torch.empty(stored.shape, dtype=reader.dtype, device=reader.device)
+        for first in range(0, len(stored), _ROWS):
+            part = slice(first, first + _ROWS)
+            rows = layer_norm(stored[part].float(), weight.shape, weight, bias, epsilon)
+            normed[part] = without_mean(rows, 1)
+        return TensorEmbedding(normed)
 
     def _table(self, table: StoredTensor) -> Tensor:
         weight = self._reader.tensor(table)

@@ -74,6 +74,9 @@ ARCHITECTURES = {
     "mimo_v2_flash": MODEL_ARCH.MIMO2,
     "falcon": MODEL_ARCH.FALCON,
     "gpt_bigcode": MODEL_ARCH.STARCODER,
+    "bloom": MODEL_ARCH.BLOOM,
+    "mpt": MODEL_ARCH.MPT,
+    "dbrx": MODEL_ARCH.DBRX,
     "afmoe": MODEL_ARCH.AFMOE,
     "llama4_text": MODEL_ARCH.LLAMA4,
     "mistral4": MODEL_ARCH.MISTRAL4,
@@ -321,6 +324,12 @@ def _name(names: Any, name: str) -> str:
 
 def _split(name: str, tensor: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the converter makes of one: experts and their two products apart."""
+    if config.model_type == "bloom":  # as in published files
+        name = name.removeprefix("transformer.")
+    if config.model_type == "dbrx" and ".experts." in name:
+        stack = tensor.view(-1, config.ffn_config.ffn_hidden_size, tensor.shape[1])
+        yield f"{name}.weight", stack.transpose(1, 2) if name.endswith("w2") else stack
+        return
     if config.model_type == "nemotron_h" and ".experts." in name:
         layer, _, product = name.rpartition(".mixer.experts.")
         yield f"{layer}.mlp.experts.{product}.weight", tensor
@@ -422,7 +431,7 @@ def _laid_out(name: str, tensor: Tensor, config: Any) -> Tensor:
     has_offset = kind == "gemma" or kind.startswith(_WITHOUT_OFFSET)
     if has_offset and name.endswith("norm.weight"):
         return tensor + 1
-    if kind == "gpt_neox" and "query_key_value" in name:
+    if kind in ("bloom", "gpt_neox") and "query_key_value" in name:
         by_head = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
         return by_head.transpose(0, 1).reshape(tensor.shape)
     if kind == "falcon" and "query_key_value" in name:
@@ -521,6 +530,8 @@ def _write_metadata(writer: GGUFWriter, config: Any) -> None:
     if config.model_type in _WITHOUT_ATTENTION:
         _write_recurrent(writer, config)
         return
+    if config.model_type in ("bloom", "mpt", "dbrx"):
+        config = _with_common_keys(writer, config)
     heads = config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -702,6 +713,29 @@ def _write_nemotron(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
+
+
+def _with_common_keys(writer: GGUFWriter, config: Any) -> Any:
+    """Return a config with the names that other families have, and write what they lack."""
+    attention: Any = getattr(config, "attn_config", None)
+    experts: Any = getattr(config, "ffn_config", None)
+    if config.model_type == "mpt":
+        writer.add_max_alibi_bias(attention.alibi_bias_max)
+    if clip := getattr(attention, "clip_qkv", None):
+        writer.add_clamp_kqv(clip)
+    found = {key: getattr(config, key, None) for key in ("rope_parameters", "layer_norm_epsilon")}
+    if experts is not None:
+        found |= {"layer_norm_epsilon": 1e-5, "num_key_value_heads": attention.kv_n_heads}
+        found |= {"intermediate_size": experts.ffn_hidden_size}
+        found |= {"num_experts": experts.moe_num_experts, "moe_k": experts.moe_top_k}
+    return SimpleNamespace(
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_hidden_layers=config.num_hidden_layers,
+        max_position_embeddings=_first_of(config, "seq_length", "max_seq_len"),
+        **found,
+    )
 
 
 def _key_heads(config: Any) -> int:

@@ -45,12 +45,13 @@ struct tw_row_norm {
 };
 void tw_norm_rows(const tw_row_norm *norm);
 
-// Multiplies rows by a factor. 0 clears them, whatever they hold.
+// Multiplies rows by a factor, and bounds the products. 0 clears them, whatever they hold.
 struct tw_scale {
   void *rows;  // [num_rows, width]
   int64_t num_rows;
   int64_t width;
   float factor;
+  float limit;  // largest size of a product; infinity: unlimited
   int32_t dtype;
 };
 void tw_scale_rows(const tw_scale *scale);
@@ -181,6 +182,9 @@ struct tw_attention {
   const int32_t *context_lengths;  // [sequences]
   const int32_t *block_tables;   // [sequences, table_stride]
   const float *sinks;  // [num_kv_heads * group] extra logits of the softmax without values, or null
+  // [num_kv_heads * group] what a score loses for each token between its query and an earlier key
+  // (ALiBi), or null
+  const float *slopes;
   // [query_starts[sequences]] index after the last key that a query sees, rising within a sequence;
   // null: each query sees the keys up to its own.
   const int32_t *ends;

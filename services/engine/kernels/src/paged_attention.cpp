@@ -236,6 +236,7 @@ class Attention {
   void weigh(const Unit &unit, int64_t r, const Span<Number> &span, Scratch &s) const {
     Lanes scores[kSpanLanes];
     read_scores(s.scores + r * kSpan, span, scores);
+    if (a_.slopes) lower_by_distance(unit, r, span, scores);
     hide(unit, r, span, scores);
     Lanes highest = scores[0];
     for (int64_t i = 1; i < kSpanLanes; i++) highest = at_least(scores[i], highest);
@@ -265,11 +266,30 @@ class Attention {
     }
   }
 
+  // Returns the position of a row's own key.
+  int64_t position_of(const Unit &unit, int64_t r) const {
+    return a_.context_lengths[unit.sequence] - a_.query_starts[unit.sequence + 1] +
+           token_of(unit, r);
+  }
+
+  // Adds the bias of each key's distance to scores. A run lies in one block, so its keys follow each
+  // other.
+  void lower_by_distance(const Unit &unit, int64_t r, const Span<Number> &span,
+                         Lanes *scores) const {
+    const float slope = a_.slopes[head_of(unit, r)] * kLog2E;
+    const int64_t position = position_of(unit, r);
+    Lanes lane;
+    for (int64_t i = 0; i < kLanes; i++) lane[i] = static_cast<float>(i);
+    for (int64_t i = 0; i < kSpanLanes; i++) {
+      const int64_t place = span.first + i * kLanes;
+      const int64_t key = place / places_ * a_.block_size + place % places_;
+      scores[i] += slope * (lane + static_cast<float>(key - position));
+    }
+  }
+
   // Makes the weights of the keys that a row does not see zero.
   void hide(const Unit &unit, int64_t r, const Span<Number> &span, Lanes *scores) const {
-    const int64_t token = token_of(unit, r);
-    const int64_t position = a_.context_lengths[unit.sequence] -
-                             a_.query_starts[unit.sequence + 1] + token;
+    const int64_t token = token_of(unit, r), position = position_of(unit, r);
     const int64_t seen = a_.window ? position + 1 - a_.window : 0;
     const int64_t oldest = place_of(larger(seen, unit.first_key));
     const int64_t end =

@@ -71,7 +71,11 @@ void scale_rows(const tw_scale &s) {
       return;
     }
 #pragma omp simd
-    for (int64_t i = 0; i < s.width; i++) store(to + i, load(to[i]) * s.factor);
+    for (int64_t i = 0; i < s.width; i++) {
+      const float product = load(to[i]) * s.factor;
+      const float above = product < -s.limit ? -s.limit : product;  // a NaN stays
+      store(to + i, above > s.limit ? s.limit : above);
+    }
   });
 }
 

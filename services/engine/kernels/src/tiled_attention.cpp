@@ -99,6 +99,7 @@ class Attention {
         Scored scored{span.first + step * kTileInner, step, smaller(step + steps, span.num_steps)};
         score(unit, span, scored, prefetch, s);
         if (a_.cap) cap_scores(unit.num_rows, scored.width(), s);
+        if (a_.slopes) lower_by_distance(unit, scored, s);
         weigh(unit, scored, prefetch, s);
       }
       gather(unit, span, prefetch, s);
@@ -272,6 +273,22 @@ class Attention {
     for (int64_t r = 0; r < num_rows; r++)
       for (float *at = s.scores + r * kScoreStride, *end = at + width; at < end; at += kLanes)
         _mm512_store_ps(at, _mm512_mul_ps(grow, tanh(_mm512_mul_ps(shrink, _mm512_load_ps(at)))));
+  }
+
+  // Adds the bias of each key's distance to unscaled scores.
+  void lower_by_distance(const Unit &unit, const Scored &scored, Scratch &s) const {
+    const __m512 lane =
+        _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int64_t r = 0; r < unit.num_rows; r++) {
+      const __m512 slope = _mm512_set1_ps(a_.slopes[s.heads[r]] / a_.scale);
+      float *scores = s.scores + r * kScoreStride;
+      const int64_t first = scored.first - position(unit, r, s);
+      for (int64_t i = 0; i < scored.width(); i += kLanes) {
+        const __m512 distance = _mm512_add_ps(lane, _mm512_set1_ps(static_cast<float>(first + i)));
+        _mm512_store_ps(scores + i,
+                        _mm512_fmadd_ps(slope, distance, _mm512_load_ps(scores + i)));
+      }
+    }
   }
 
   // Turns scores into weights by an online softmax (https://arxiv.org/abs/1805.02867). Any base

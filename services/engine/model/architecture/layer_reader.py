@@ -42,6 +42,8 @@ __all__ = ["read_layers"]
 _CHUNK_STEP = 32
 """Number that divides a chunk of attention: blocks of the cache must not belong to two"""
 _GATINGS = ("per-head", "per-element")
+_ALIBI_BIAS = 8.0
+"""Exponent of ALiBi's smallest slope in its paper"""
 _MOST_WIDTH = 1 << 24
 """Bound of a layer's intermediate size"""
 
@@ -142,6 +144,7 @@ def _attention_layers(
     has_qk_norm = family.qk_norm_key is None or config.flag(family.qk_norm_key, False)
     gate = _gate(config, family)
     qk_norm = family.qk_norm if has_qk_norm else QkNorm.NONE
+    alibi_bias = config.positive_number("alibi_bias_max", _ALIBI_BIAS) if family.has_alibi else 0.0
     output_key = family.output_bias_key if family.reads_attention_bias else None
     return [
         AttentionSpec(
@@ -159,6 +162,8 @@ def _attention_layers(
             gate=gate,
             is_chunked=is_chunked and is_local,
             value_width=config.positive("value_head_dim", head_dim),
+            alibi_bias=alibi_bias,
+            clip=_clip(config) if family.reads_clip else 0.0,
         )
         for count, is_local, rotary in zip(
             layer_heads,
@@ -195,6 +200,10 @@ def _kv_heads(config: Config, family: Family, num_heads: int) -> int:
     if family.reads_multi_query and not config.flag("new_decoder_architecture", False):
         return 1 if config.flag("multi_query", True) else num_heads
     return config.positive("num_key_value_heads", num_heads)
+
+
+def _clip(config: Config) -> float:
+    return config.positive_number("clip_qkv") if config.has("clip_qkv") else 0.0
 
 
 def _qk_norm_of(norm: QkNorm, rotary: RotarySpec | None) -> QkNorm:
@@ -306,6 +315,8 @@ def _attention_scale(config: Config, family: Family, head_dim: int) -> float:
         raise CheckpointError(f"{config.file}: scale_attn_by_inverse_layer_idx is not supported.")
     if not config.flag("scale_attn_weights", True):
         return 1.0
+    if family.parts and config.has("softmax_scale"):
+        return config.positive_number("softmax_scale")
     if family.reads_multipliers:
         usual = head_dim**-0.5 if family.has_parallel_mixers else 1.0
         return config.positive_number("attention_multiplier", usual)
@@ -368,7 +379,7 @@ def _rotaries(
     if family.names.positions is not None or (family.rotates_with_base and not has_base):
         return (None,) * num_layers
     encoder = family.encoder
-    if encoder is not None and (encoder.is_disentangled or encoder.has_alibi):
+    if family.has_alibi or (encoder is not None and encoder.is_disentangled):
         return (None,) * num_layers
     if family.reads_position_type and (
         not config.has("position_embedding_type")

@@ -78,6 +78,10 @@ class AttentionSpec:
     """Layer whose keys and values this one reads; None: it has its own"""
     input_width: int = 0
     """Width of what it reads; 0: that of the residual"""
+    alibi_bias: float = 0.0
+    """Exponent of the smallest slope by which scores fall with the distance (ALiBi); 0: none"""
+    clip: float = 0.0
+    """Bound of the numbers in queries, keys and values, before the rotation; 0: none"""
     index: BlockIndex | None = None
     """Indexer that chooses the blocks of tokens that are seen; None: all are"""
     value_width: int = 0
@@ -113,8 +117,8 @@ class AttentionSpec:
 
     @property
     def is_plain(self) -> bool:
-        """True if attention is a plain softmax, without soft cap and sinks."""
-        return not self.cap and not self.has_sinks
+        """True if attention is a plain softmax, without soft cap, sinks and biases."""
+        return not self.cap and not self.has_sinks and not self.alibi_bias
 
     @property
     def widths(self) -> Set[int]:

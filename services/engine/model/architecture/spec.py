@@ -22,6 +22,7 @@ from services.engine.model.architecture.layers import (
 from services.engine.model.architecture.lightning_reader import residual_factor
 from services.engine.model.architecture.mimo_layers import with_mimo_keys
 from services.engine.model.architecture.modal_tokens import ModalTokens, read_modal_tokens
+from services.engine.model.architecture.mosaic_keys import with_mosaic_keys
 from services.engine.model.architecture.single_parts import with_parts
 from services.engine.model.architecture.weight_factors import (
     WeightFactors,
@@ -106,9 +107,11 @@ class ModelSpec:
 
     @property
     def has_pair_scores(self) -> bool:
-        """True if scores have an addend that depends on the distance of two tokens."""
+        """True if an encoder's scores have an addend that depends on the distance of two tokens."""
         encoder = self.family.encoder
-        has_bias = encoder is not None and (encoder.attention_bias is not None or encoder.has_alibi)
+        if encoder is None:
+            return False
+        has_bias = encoder.attention_bias is not None or self.family.has_alibi
         return has_bias or self.disentangled is not None
 
     @property
@@ -230,10 +233,14 @@ class ModelSpec:
         if whole.has(MARK):
             family = gguf_family(family, whole.section(MARK))
         nested = {} if family.section is None else whole.section(family.section).values
+        for part in family.parts:
+            nested = nested | whole.section(part).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
         family = _with_parallel_norms(family, config)
         if family.reads_norm_kind and config.values.get("rms_norm_eps") is not None:
             family, config = replace(family, layer_norm=False), config.without("rms_norm_eps")
+        if family.parts:
+            config = with_mosaic_keys(config)
         if family.has_single_parts:
             config = with_parts(config)
         if family.names.shared_block is not None:

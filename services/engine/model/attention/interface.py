@@ -117,6 +117,8 @@ class AttentionStep:
     """[rows, heads * value_dim], contiguous; to be filled"""
     sinks: Tensor | None = None
     """float32 [heads], one more logit in each head's softmax; None = there are none"""
+    slopes: Tensor | None = None
+    """float32 [heads], by which scores fall for each token of distance (ALiBi); None = none"""
     cache_group: int = 0
     """Number of the layer's cache group, whose tables `batch` has"""
     is_written: bool = False

@@ -116,6 +116,7 @@ def _call(spec: AttentionSpec, layer: int, step: AttentionStep) -> AttentionCall
         batch.context_lengths.data_ptr(),
         batch.block_tables.data_ptr(),
         None if step.sinks is None else step.sinks.data_ptr(),
+        None if step.slopes is None else step.slopes.data_ptr(),
         None if batch.visible_ends is None else batch.visible_ends.data_ptr(),
         queries.stride(0),
         batch.block_tables.stride(0),

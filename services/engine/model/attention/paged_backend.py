@@ -145,6 +145,7 @@ class PagedAttention(TorchAttention):
             cache.values[layer].transpose(1, 2),
             step.sinks,
             step.out[part],
+            step.slopes,
         )
         if shared is None or shape.window:
             attend_pages(shape, rows, *operands)

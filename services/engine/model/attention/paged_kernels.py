@@ -1,4 +1,6 @@
-"""Attention over a paged KV cache in Triton: soft caps, sinks, windows, any head dimension to 512.
+"""Attention over a paged KV cache in Triton, with any head dimension to 512.
+
+Layers may have soft caps, sinks, windows and biases by distance (ALiBi).
 
 The online softmax is FlashAttention's (Dao 2023, arXiv:2307.08691); the division of long contexts
 is Flash-Decoding's.
@@ -74,14 +76,15 @@ def attend_pages(
     values: Tensor,
     sinks: Tensor | None,
     out: Tensor,
+    slopes: Tensor | None = None,
 ) -> None:
     """Fill `out` with the attention of each row over its sequence's context.
 
     queries: [rows, heads, head_dim], where only rows may have gaps. keys, values: contiguous
     [pages, page, kv_heads, head_dim] and [pages, page, kv_heads, value_dim]. sinks: float32 [heads]
-    or None. out: contiguous [rows, heads, value_dim]. Launches depend on the shapes of tensors, on
-    `longest` and `most_tokens`, and on whether there are `ends` and `sinks`, never on the content
-    of tensors.
+    or None. out: contiguous [rows, heads, value_dim]. slopes: float32 [heads] of ALiBi, or None.
+    Launches depend on the shapes of tensors, on `longest` and `most_tokens`, and on whether there
+    are `ends`, `sinks` and `slopes`, never on the content of tensors.
     """
     rows, sequences = len(queries), len(batch.lengths)
     group = shape.heads // shape.kv_heads
@@ -96,7 +99,7 @@ def attend_pages(
     if shape.window:
         tokens = min(tokens, shape.window + tile.queries)
     splits = count_splits(programs, rows, shape.heads, shape.value_dim, tokens, evens=is_decode)
-    operands = _Operands(shape, batch, queries, keys, values)
+    operands = _Operands(shape, batch, queries, keys, values, slopes)
     if splits == 1:
         operands.attend(tile, tiles, 1, sinks, out)
         return
@@ -114,6 +117,7 @@ def attend_shared(
     values: Tensor,
     sinks: Tensor | None,
     out: Tensor,
+    slopes: Tensor | None = None,
 ) -> None:
     """Do the same for decodes whose contexts begin with the same pages, and read these once.
 
@@ -137,7 +141,7 @@ def attend_shared(
         )
         for count, tile in ((tiles, together), (rows, alone))
     )
-    operands = _Operands(shape, batch, queries, keys, values)
+    operands = _Operands(shape, batch, queries, keys, values, slopes)
     parts = _Parts.allocate(out, shape, shared_parts + own_parts)
     operands.attend(together, tiles, shared_parts, sinks, parts, shared, is_together=True)
     operands.attend(alone, rows, own_parts, None, parts, shared, first_part=shared_parts)
@@ -187,6 +191,7 @@ class _Operands:
     queries: Tensor
     keys: Tensor
     values: Tensor
+    slopes: Tensor | None
 
     def attend(
         self,
@@ -219,6 +224,7 @@ class _Operands:
             batch.lengths,
             batch.ends,
             sinks,
+            self.slopes,
             shared,
             len(batch.lengths),
             self.queries.stride(0),
@@ -262,6 +268,7 @@ def _attend(
     lengths: tl.tensor,
     ends: tl.tensor,
     sinks: tl.tensor,
+    slopes: tl.tensor,
     shared: tl.tensor,
     sequences: tl.tensor,
     query_stride: tl.tensor,
@@ -356,6 +363,10 @@ def _attend(
         highest = tl.where(is_first, sink, highest)
         total = tl.where(is_first, 1.0, total)
     attended = tl.zeros((tile_rows, padded_value), tl.float32)
+    if slopes is not None:
+        slope = tl.load(slopes + head, mask=is_row, other=0.0) * log2_e
+        if is_together:
+            position = tl.load(lengths + query, mask=is_row, other=1) - 1
 
     # Not the greatest of `end`: a part whose bounds come from a reduction is not pipelined.
     behind_queries = tl.minimum(first_query + tile_queries, count)
@@ -397,6 +408,8 @@ def _attend(
             scores = cap * log2_e - 2 * cap * log2_e / (grown + 1)
         else:
             scores = scores * (scale * log2_e)
+        if slopes is not None:
+            scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         visible = key[None, :] < end[:, None]
         if window > 0:
             visible = visible & (key[None, :] > position[:, None] - window)

@@ -43,14 +43,11 @@ class DistanceScores(PairScores):
 
 
 class AlibiScores(PairScores):
-    """The distance times a negative factor of each head (https://arxiv.org/abs/2108.12409)."""
+    """The distance times a negative factor of each head, in both directions (ALiBi)."""
 
-    def __init__(self, num_heads: int, device: torch.device) -> None:
-        whole = 2 ** (num_heads.bit_length() - 1)
-        exponents = [-8 * (head + 1) / whole for head in range(whole)]
-        # further heads have the odd exponents of twice as many
-        exponents += [-4 * (2 * head + 1) / whole for head in range(num_heads - whole)]
-        self._slopes = 2.0 ** torch.tensor(exponents, device=device)
+    def __init__(self, slopes: Tensor) -> None:
+        """slopes: float32 [heads]."""
+        self._slopes = slopes
 
     def addends(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
         index = torch.arange(queries.shape[1], device=queries.device)

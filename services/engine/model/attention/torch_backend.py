@@ -20,7 +20,7 @@ _PIECE = 256
 class TorchAttention(AttentionBackend):
     """Gathers each sequence's blocks and calls torch's scaled_dot_product_attention.
 
-    With soft caps or sinks, it computes the softmax itself, in float32. A layer's keys are
+    With soft caps, sinks or slopes, it computes the softmax itself, in float32. A layer's keys are
     [blocks, kv_heads, block_size, head_dim], its values [blocks, kv_heads, block_size, value_dim].
     """
 
@@ -89,7 +89,9 @@ class TorchAttention(AttentionBackend):
                 grouped, keys, values, attn_mask=mask, scale=spec.scale
             )
         else:
-            attended = self._attend_in_float32(layer, step.sinks, grouped, keys, values, mask)
+            distances = (positions - lengths + 1)[:, None]
+            operands = (grouped, keys, values, mask, distances)
+            attended = self._attend_in_float32(layer, step, *operands)
         step.out[:count] = attended.reshape(count, -1)
 
     def _prefill(self, layer: int, step: AttentionStep) -> None:
@@ -110,14 +112,14 @@ class TorchAttention(AttentionBackend):
             attend = self._sdpa if spec.is_plain else self._attend_in_pieces
             ends = batch.visible_ends
             own = None if ends is None else ends[start : start + length]
-            attended = attend(layer, step.sinks, chunk, keys, values, own)
+            attended = attend(layer, step, chunk, keys, values, own)
             out[start : start + length] = attended[0].transpose(0, 1)
             start += length
 
     def _sdpa(
         self,
         layer: int,
-        _: Tensor | None,
+        _: AttentionStep,
         chunk: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -138,7 +140,7 @@ class TorchAttention(AttentionBackend):
     def _attend_in_pieces(
         self,
         layer: int,
-        sinks: Tensor | None,
+        step: AttentionStep,
         chunk: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -158,27 +160,35 @@ class TorchAttention(AttentionBackend):
             )
             grouped = piece.reshape(1, spec.num_kv_heads, -1, spec.head_dim)
             seen = (keys[:, :, :end], values[:, :, :end])
-            attended = self._attend_in_float32(layer, sinks, grouped, *seen, mask)
+            keys_at = torch.arange(end, device=self._device)
+            rows_at = torch.arange(last - rows, last, device=self._device)
+            distances = (keys_at - rows_at[:, None])[None]
+            attended = self._attend_in_float32(layer, step, grouped, *seen, mask, distances)
             pieces.append(attended.view(1, spec.num_heads, rows, spec.value_dim))
         return torch.cat(pieces, dim=2)
 
     def _attend_in_float32(
         self,
         layer: int,
-        sinks: Tensor | None,
+        step: AttentionStep,
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
         mask: Tensor,
+        distances: Tensor,
     ) -> Tensor:
-        """Attend with a softmax whose scores are soft-capped or have a sink beside them.
+        """Attend with a softmax whose scores are soft-capped or biased, or have a sink beside them.
 
         queries: [n, kv_heads, rows, head_dim], one row for each query of each head in the group.
+        distances: [n, queries, keys], place of the key less that of the query.
         """
-        spec = self._spec.attention(layer)
+        spec, sinks = self._spec.attention(layer), step.sinks
         scores = queries.float() @ keys.float().transpose(2, 3) * spec.scale
         if cap := spec.cap:
             scores = (scores / cap).tanh() * cap
+        if step.slopes is not None:
+            slopes = step.slopes.view(spec.num_kv_heads, -1, 1, 1)
+            scores += (slopes * distances[:, None, None]).flatten(2, 3)
         scores = scores.masked_fill(~mask, -torch.inf)
         if sinks is None:
             # a row that sees no key has the weights NaN

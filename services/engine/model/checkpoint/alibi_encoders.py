@@ -21,10 +21,10 @@ JINA_V2 = Family(
     defaults={"attention_bias": True, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
     reads_attention_bias=True,
     layer_norm=True,
+    has_alibi=True,
     encoder=EncoderTraits(
         "embeddings.LayerNorm",
         token_types="embeddings.token_type_embeddings",
-        has_alibi=True,
         head=(HeadStage("bert.pooler.dense", "tanh"), HeadStage("classifier", narrows=True)),
     ),
     has_logits=False,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from services.engine.model.checkpoint.alibi_families import ALIBI_FAMILIES
 from services.engine.model.checkpoint.compressed_families import COMPRESSED_FAMILIES
 from services.engine.model.checkpoint.delta_families import DELTA_FAMILIES
 from services.engine.model.checkpoint.dense_families import DENSE_FAMILIES
@@ -23,6 +24,7 @@ FAMILIES: Mapping[str, Family] = {
         *GEMMA_FAMILIES,
         *LAYER_NORM_FAMILIES,
         *GPT_FAMILIES,
+        *ALIBI_FAMILIES,
         *EXPERT_FAMILIES,
         *SIGMOID_FAMILIES,
         *LATENT_FAMILIES,

@@ -73,6 +73,9 @@ class ExpertStack:
     """Files of some programs hold the last two dimensions in the other order"""
     suffix: str = ""
     """End of the tensor's name"""
+    is_flat: bool = False
+    """Experts are rows of one matrix: gate and up of [experts * outputs, inputs] each, and down
+    [experts * inputs, outputs]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +216,8 @@ class TensorNames:
     roots: Mapping[str, str] = field(default_factory=lambda: {"model.": _HEAD, "": _HEAD})
     """Alternative prefixes of names, and with each the whole name of the output projection"""
     embedding: str = "embed_tokens"
+    embedding_norm: str | None = None
+    """LayerNorm of a decoder's embedding"""
     positions: str | None = None
     """Learned position embedding, instead of RoPE"""
     layers: str = "layers"
@@ -327,8 +332,6 @@ class EncoderTraits:
     """Embedding of the distance of two tokens, a number for each head: their score's addend"""
     is_disentangled: bool = False
     """Scores add up products of tokens with the embedding of their distance"""
-    has_alibi: bool = False
-    """Scores fall with the distance of two tokens (ALiBi)"""
     has_tasks: bool = False
     """Files may hold the adapters of the tasks in lora_adaptations"""
     up_comes_first: bool = False
@@ -375,6 +378,8 @@ class Family:
     """Keys of Llama's config.json that have another name in this family's"""
     section: str | None = None
     """Object of config.json that describes the decoder of a multimodal model"""
+    parts: tuple[str, ...] = ()
+    """Objects of config.json that describe the parts of a layer, as MosaicML's models have them"""
     defaults: JsonObject = field(default_factory=dict)
     """Defaults of transformers for absent keys, under the file's own names"""
     qkv_bias: bool = False
@@ -387,6 +392,10 @@ class Family:
     """mlp_bias gives gate, up and down a bias"""
     experts_have_bias: bool = False
     """mlp_bias gives router and experts a bias too"""
+    has_alibi: bool = False
+    """Scores fall with the distance of two tokens (ALiBi), by alibi_bias_max, instead of RoPE"""
+    reads_clip: bool = False
+    """clip_qkv bounds queries, keys and values"""
     has_output_gate: bool = False
     """q_proj has a gate of attention's output behind each head's queries"""
     reads_gating: bool = False

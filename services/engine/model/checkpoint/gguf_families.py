@@ -41,6 +41,8 @@ _INTERLEAVED = {
 """Families whose queries and keys llama.cpp reorders for its own RoPE"""
 _POST_ATTENTION_NORM = {"Glm4MoeForCausalLM", "GptOssForCausalLM", "SeedOssForCausalLM"}
 """Families whose feed-forward layers' norm has the name of one behind attention"""
+_ATTENTION_OUTPUT_NORM = {"DbrxForCausalLM"}
+"""Families whose feed-forward layers' norm has the name of one of attention's output"""
 _UNFUSED_GATES = {"GraniteMoeHybridForCausalLM", "MiniMaxM3VLForCausalLM"}
 """Families whose dense layers' two products are apart, while transformers stores them as one"""
 _IGNORED = ("rope_freqs.weight", "rope_factors_*.weight", "*.attn_rot_embd", "dense_*.weight")
@@ -153,6 +155,8 @@ def gguf_family(family: Family, mark: Config) -> Family:
         names = replace(names, feed_forward_norm="attn_norm")
     if family.architecture in _POST_ATTENTION_NORM:
         names = replace(names, feed_forward_norm="post_attention_norm")
+    if family.architecture in _ATTENTION_OUTPUT_NORM:
+        names = replace(names, feed_forward_norm="attn_output_norm")
     if family.architecture in _UNFUSED_GATES:
         names = replace(names, gate=("ffn_gate", "ffn_up"))
     if family.architecture == "MiniCPM3ForCausalLM":
@@ -215,6 +219,7 @@ def _names(names: TensorNames, fused_qkv: bool, gated: bool) -> TensorNames:
     return TensorNames(
         roots={"": "output"},
         embedding="token_embd",
+        embedding_norm=None if names.embedding_norm is None else "token_embd_norm",
         positions=None if names.positions is None else "position_embd",
         layers="blk",
         final_norm="output_norm" if names.convolution is None else "token_embd_norm",

@@ -31,6 +31,8 @@ class AttentionWeights:
     sinks: Tensor | None
     """float32 [heads], one more logit in each head's softmax"""
     output: Projection
+    slopes: Tensor | None = None
+    """float32 [heads], of ALiBi in decoders"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class AttentionMixer(Mixer[AttentionScratch]):
         self, rows: Tensor, scratch: AttentionScratch, rotations: Sequence[Rotation]
     ) -> None:
         self._weights.qkv.into(rows, scratch.qkv)
+        if self._spec.clip:
+            self._operators.clip(scratch.qkv, self._spec.clip)
         is_rotated = self._spec.qk_norm in (QkNorm.HEAD_ROTATED, QkNorm.HEAD_UNWEIGHTED)
         if not is_rotated:
             self._norm_heads(scratch)
@@ -199,5 +203,6 @@ class AttentionMixer(Mixer[AttentionScratch]):
             cache=cache,
             out=attending.attended,
             sinks=self._weights.sinks,
+            slopes=self._weights.slopes,
             is_written=is_written,
         )

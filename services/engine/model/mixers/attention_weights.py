@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from services.engine.model.architecture.distance import alibi_slopes
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.checkpoint.family import QkNorm, TensorNames
@@ -90,6 +91,7 @@ def read_attention(
         value_norm=_value_norm(reader, spec),
         sinks=None if stored.sinks is None else _sinks(reader, stored.sinks),
         output=reader.residual_projection(stored.output),
+        slopes=_slopes(reader, spec) if spec.alibi_bias else None,
     )
 
 
@@ -214,6 +216,11 @@ def _value_norm(reader: TensorReader, spec: AttentionSpec) -> HeadNorms | None:
 
 def _sinks(reader: TensorReader, sinks: StoredTensor) -> Tensor:
     return reader.shard.rows(reader.tensor(sinks)).to(reader.device, torch.float32, copy=True)
+
+
+def _slopes(reader: TensorReader, spec: AttentionSpec) -> Tensor:
+    slopes = alibi_slopes(spec.num_heads, spec.alibi_bias)
+    return reader.shard.rows(slopes).to(reader.device, copy=True)
 
 
 def to_half_split(

@@ -399,6 +399,10 @@ class Operators(ABC):
         """Multiply rows [n, width] by a factor other than 0."""
         rows *= factor
 
+    def clip(self, rows: Tensor, limit: float) -> None:
+        """Replace numbers beyond ±limit in rows [n, width] by these bounds."""
+        rows.clamp_(-limit, limit)
+
     def plain(self, rows: Tensor) -> Tensor:
         """Return rows of a product's input row by row; a view where they lie so."""
         return rows

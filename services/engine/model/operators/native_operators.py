@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from ctypes import byref
+from math import inf
 from typing import ClassVar
 
 import torch
@@ -173,8 +174,11 @@ class NativeOperators(TorchOperators):
     def scale(self, rows: Tensor, factor: float) -> None:
         self._scale(rows, factor)
 
-    def _scale(self, rows: Tensor, factor: float) -> None:
-        call = ScaleCall(rows.data_ptr(), *rows.shape, factor, DTYPES[rows.dtype])
+    def clip(self, rows: Tensor, limit: float) -> None:
+        self._scale(rows, 1.0, limit)
+
+    def _scale(self, rows: Tensor, factor: float, limit: float = inf) -> None:
+        call = ScaleCall(rows.data_ptr(), *rows.shape, factor, limit, DTYPES[rows.dtype])
         self._native.run(Kernel.SCALE, call)
 
     def keep(self, rows: Tensor, kept: Tensor | None) -> None:

@@ -270,6 +270,9 @@ class FeedForwardReader:
         )
 
     def _stacked_experts(self, content: StackedExperts) -> Iterator[ExpertWeights]:
+        if content.layout.is_flat:
+            yield from self._flat_experts(content)
+            return
         shard = self._reader.shard
         for gate, gate_bias, down, down_bias in zip(
             self._stack(content.gate, content.layout),
@@ -289,6 +292,14 @@ class FeedForwardReader:
                 up_bias=biases[1],
                 down_bias=down_bias,
             )
+
+    def _flat_experts(self, content: StackedExperts) -> Iterator[ExpertWeights]:
+        reader = self._reader
+        stacks = map(reader.tensor, (*content.gate, *content.down))
+        for gate, up, down in zip(*(each.chunk(content.count) for each in stacks), strict=True):
+            down_part, _ = reader.partial_of(down.T, None)
+            shard = reader.shard
+            yield ExpertWeights(shard.outputs(gate), shard.outputs(up), down_part, None, None, None)
 
     def _stack(self, content: tuple[StoredTensor, ...], layout: ExpertStack) -> Iterator[Weight]:
         """Yield each expert's weight as [outputs, inputs]."""

@@ -50,7 +50,9 @@ class StackedExperts:
     """
 
     layout: ExpertStack
+    count: int
     gate: tuple[StoredTensor, ...]
+    """Gate and up of all experts, in one tensor unless the layout is flat"""
     gate_bias: StoredTensor | None
     down: tuple[StoredTensor, ...]
     down_bias: StoredTensor | None
@@ -210,12 +212,18 @@ def _stacked_experts(
             StoredTensor(f"{prefix}_scales", groups, dtype="U8"),
         )
 
+    if layout.is_flat:
+        shape = (experts.count * experts.width, hidden)
+        flat = [names.tensor(f"{name}{layout.suffix}", *shape) for name in (*own.gate, own.down)]
+        return StackedExperts(layout, experts.count, tuple(flat[:-1]), None, (flat[-1],), None)
+
     def bias(name: str, outputs: int) -> StoredTensor | None:
         return names.tensor(f"{name}_bias", experts.count, outputs) if experts.has_bias else None
 
     gate, down = own.gate[0], own.down
     return StackedExperts(
         layout=layout,
+        count=experts.count,
         gate=stack(gate, hidden, both),
         gate_bias=bias(gate, both),
         down=stack(down, experts.width, hidden),

@@ -3,6 +3,7 @@
 from transformers import (
     ApertusConfig,
     ArceeConfig,
+    BloomConfig,
     Cohere2Config,
     CohereConfig,
     CwmConfig,
@@ -30,6 +31,7 @@ from transformers import (
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
+    MptConfig,
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
@@ -47,6 +49,7 @@ from transformers import (
 )
 
 from tests.unit.engine.checkpoints.shapes import (
+    BLOOM,
     DYNAMIC,
     FALCON,
     GEMMA3N,
@@ -56,6 +59,7 @@ from tests.unit.engine.checkpoints.shapes import (
     LINEAR,
     LLAMA3,
     LONGROPE,
+    MPT,
     PLAIN,
     SHAPE,
     VOCABULARY,
@@ -260,6 +264,11 @@ DENSE: dict[str, PreTrainedConfig] = {
     "falcon, in turn": FalconConfig(
         **FALCON, num_attention_heads=2, multi_query=False, parallel_attn=False, bias=True
     ),
+    "bloom": BloomConfig(**BLOOM, n_head=2),
+    "bloom, six heads": BloomConfig(**BLOOM | {"hidden_size": 96}, n_head=6),
+    "mpt": MptConfig(**MPT, n_heads=2),
+    "mpt, clipped": MptConfig(**MPT | {"d_model": 96}, n_heads=6, attn_config={"clip_qkv": 0.7}),
+    "mpt, scaled": MptConfig(**MPT, n_heads=4, attn_config={"softmax_scale": 0.5}),
     "youtu": YoutuConfig(**LATENT, rope_interleave=False),
     "minicpm3": MiniCPM3Config(**LATENT, scale_emb=3, dim_model_base=40),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32),

@@ -3,6 +3,7 @@
 from transformers import (
     AfmoeConfig,
     Cohere2MoeConfig,
+    DbrxConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV4Config,
@@ -38,6 +39,7 @@ from transformers import (
 from tests.unit.engine.checkpoints.shapes import (
     COHERE2_MOE,
     COMPRESSED,
+    DBRX,
     EXPERTS,
     INDEXED,
     LAGUNA,
@@ -82,6 +84,24 @@ MIXTURES: dict[str, PreTrainedConfig] = {
         **SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 1},
         num_local_experts=5,
         router_jitter_noise=0.3,
+    ),
+    "dbrx": DbrxConfig(
+        **DBRX,
+        n_heads=2,
+        attn_config={"kv_n_heads": 1, "clip_qkv": 0.7, "rope_theta": 500.0},
+        ffn_config={"ffn_hidden_size": 32, "moe_num_experts": 5, "moe_top_k": 2},
+    ),
+    "dbrx, plain sums": DbrxConfig(
+        **DBRX,
+        n_heads=4,
+        attn_config={"kv_n_heads": 4, "clip_qkv": 8, "rope_theta": 500.0},
+        ffn_config={
+            "ffn_act_fn": {"name": "gelu"},
+            "ffn_hidden_size": 24,
+            "moe_num_experts": 5,
+            "moe_top_k": 2,
+            "moe_normalize_expert_weights": None,
+        },
     ),
     "granite moe": GraniteMoeConfig(
         **SHAPE,

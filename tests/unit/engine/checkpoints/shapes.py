@@ -49,6 +49,28 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 MROPE = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
+BLOOM: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "n_layer": 3,
+    "seq_length": 256,
+    "initializer_range": 0.2,
+}
+MPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "n_layers": 3,
+    "max_seq_len": 256,
+    "initializer_range": 0.2,
+}
+DBRX: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "n_layers": 3,
+    "max_seq_len": 256,
+    "initializer_range": 0.2,
+    "rope_parameters": PLAIN,
+}
 DELTA_NET: dict[str, Any] = {
     "initializer_range": 0.12,
     "num_hidden_layers": 4,

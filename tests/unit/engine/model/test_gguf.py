@@ -104,6 +104,7 @@ QUANTIZED = (
     *("minimax", "minimax m3", "mimo v2 flash"),
     *("mistral4", "llama4", "falcon", "falcon, two norms", "gpt bigcode"),
     *("cohere2 moe", "cohere2 moe, rms norms", "laguna", "laguna, gates of outputs"),
+    *("bloom, six heads", "mpt, clipped", "dbrx"),
     *("lfm2", "granite hybrid", "nemotron h", "falcon h1", "mamba2, biases"),
     *("mamba", "falcon mamba", "jamba", "glm moe dsa", "kimi linear"),
 )

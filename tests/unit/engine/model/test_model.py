@@ -1,24 +1,29 @@
 """The forward pass equals that of transformers for any chunking and batching."""
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     ApertusConfig,
     DeepseekV3Config,
     Gemma3nTextConfig,
     Gemma4TextConfig,
+    MptConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
 )
+from transformers.models.mpt import modeling_mpt
 
 import services.engine.model.attention
 import services.engine.model.loader
@@ -40,6 +45,7 @@ from tests.unit.engine.checkpoints.shapes import (
     GEMMA3N,
     GEMMA4,
     LATENT,
+    MPT,
     ROUTED,
     SHAPE,
     VOCABULARY,
@@ -226,7 +232,7 @@ def test_half_precision_stays_close_to_float32(
         *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
         *("glm4 moe lite", "lfm2", "lfm3", "bamba", "mamba", "minimax", "zamba", "zamba2"),
         *("deepseek v4", "minimax m3", "recurrent gemma", "mimo v2 flash", "cohere2 moe"),
-        *("laguna", "longcat flash, wide"),
+        *("laguna", "longcat flash, wide", "bloom", "mpt", "dbrx"),
     ],
 )
 def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:
@@ -261,6 +267,41 @@ def test_apertus_without_learned_activation_equals_transformers(tmp_path: Path) 
     """Its file then has no constants of an activation."""
     config = ApertusConfig(**SHAPE | {"num_attention_heads": 2, "hidden_act": "silu"})
     model, tokens = make_checkpoint(tmp_path, config), random_tokens(TOKENS, 1)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, TOKENS)])
+    assert_equal(driver.logits[0], reference_logits(model, tokens))
+
+
+def test_mpt_has_the_slopes_and_the_scale_of_its_own_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MPT 7B StoryWriter's slopes are less steep; transformers ignores these keys."""
+    attention = {"alibi_bias_max": 16, "attn_impl": "triton"}
+    config = MptConfig(**MPT, n_heads=2, attn_config=attention, logit_scale="inv_sqrt_d_model")
+    model, tokens = make_checkpoint(tmp_path, config), random_tokens(TOKENS, 1)
+    biases = partial(modeling_mpt.build_mpt_alibi_tensor, alibi_bias_max=16)
+    monkeypatch.setattr(model.transformer, "build_mpt_alibi_tensor", biases)
+    model.config.architectures = ["MPTForCausalLM"]  # as in published files
+    model.config.save_pretrained(tmp_path)
+    driver = Driver(load_model(tmp_path, torch.float32), [tokens])
+    driver.step([(0, TOKENS)])
+    assert_equal(driver.logits[0], reference_logits(model, tokens) / MPT["d_model"] ** 0.5)
+
+
+def test_mpt_with_few_key_heads_equals_one_that_repeats_them(tmp_path: Path) -> None:
+    """Replit Code 1.5, whose files transformers can't load."""
+    model, tokens = make_checkpoint(tmp_path, MptConfig(**MPT, n_heads=4)), random_tokens(TOKENS, 1)
+    file = tmp_path / "model.safetensors"
+    tensors, decoder = load_file(file), cast(Any, model.transformer)
+    for layer, block in enumerate(decoder.blocks):
+        parts = block.attn.Wqkv.weight.data.view(3, 2, 2, -1, MPT["d_model"])
+        parts[1:, :, 1] = parts[1:, :, 0]
+        few = [parts[0].flatten(0, 2), *parts[1:, :, 0].flatten(1, 2)]
+        tensors[f"transformer.blocks.{layer}.attn.Wqkv.weight"] = torch.cat(few)
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["attn_config"] |= {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     driver = Driver(load_model(tmp_path, torch.float32), [tokens])
     driver.step([(0, TOKENS)])
     assert_equal(driver.logits[0], reference_logits(model, tokens))
@@ -320,6 +361,7 @@ MIXED_STEPS: Sequence[Step] = (
         *("qwen3", "qwen3.5", "bamba", "qwen3 moe", "qwen3.5 moe", "gpt-oss", "phimoe, wide heads"),
         *("gemma2", "gemma3", "gemma4, experts", "gemma4, layer inputs", "olmo2", "glm4"),
         *("mimo v2 flash", "cohere2 moe", "laguna", "laguna, gates of outputs"),
+        *("bloom", "mpt", "dbrx"),
     ],
 )
 def test_replayed_pass_equals_single_kernels(

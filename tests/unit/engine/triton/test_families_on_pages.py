@@ -27,6 +27,8 @@ TOKENS = 75
         ("llama", xformers.XformersAttention),
         ("gemma2", paged.PagedAttention),
         ("gpt-oss", paged.PagedAttention),
+        ("bloom", paged.PagedAttention),
+        ("mpt", xformers.XformersAttention),
         ("gemma4, experts", paged.PagedAttention),
         ("mimo v2 flash", paged.PagedAttention),
         ("mimo v2 flash", xformers.XformersAttention),

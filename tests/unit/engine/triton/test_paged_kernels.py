@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
+from services.engine.model.architecture.distance import alibi_slopes
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention.interface import AttentionStep
 from services.engine.model.attention.torch_backend import TorchAttention
@@ -42,6 +43,7 @@ class Case:
     window: int = 0
     cap: float = 0.0
     has_sinks: bool = False
+    alibi_bias: float = 0.0
     width: int = 5
     """Columns of the block tables; contexts are divided if there are more than 3"""
     value_dim: int = 0
@@ -61,6 +63,8 @@ CASES = (
     Case(7, 1, 80, has_sinks=True),
     Case(4, 2, 48, value_dim=32),
     Case(8, 1, 32, window=100, has_sinks=True, value_dim=80),
+    Case(6, 6, 32, alibi_bias=8.0),
+    Case(8, 2, 64, window=100, has_sinks=True, alibi_bias=16.0),
 )
 
 
@@ -87,8 +91,10 @@ class Layer:
             cap=case.cap,
             has_sinks=case.has_sinks,
             value_width=case.value_dim,
+            alibi_bias=case.alibi_bias,
         )
         self.sinks = torch.linspace(-2, 3, case.heads) if case.has_sinks else None
+        self.slopes = alibi_slopes(case.heads, case.alibi_bias) if case.alibi_bias else None
 
     def run(
         self,
@@ -126,7 +132,7 @@ class Layer:
         expected = torch.empty(rows, case.heads * value_dim)
         none = torch.empty(0)
         read = (queries.float(), none, none, batch, cache, expected)
-        plain.attend(0, AttentionStep(*read, self.sinks, is_written=True))
+        plain.attend(0, AttentionStep(*read, self.sinks, self.slopes, is_written=True))
         out = torch.full((rows, case.heads * value_dim), torch.nan, dtype=self.dtype)
         shape = kernels.PagedShape(
             case.heads,
@@ -151,6 +157,7 @@ class Layer:
             cache.values[0].transpose(1, 2).to(self.dtype).contiguous(),
             self.sinks,
             out,
+            self.slopes,
         )
         if shared is None:
             kernels.attend_pages(shape, paged, *operands)

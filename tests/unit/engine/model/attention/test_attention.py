@@ -1,6 +1,7 @@
 """All attention backends agree with the definition in float64."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.cache_groups import layer_groups
+from services.engine.model.architecture.distance import alibi_slopes
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import torch_backend
 from services.engine.model.attention.interface import AttentionBackend, AttentionStep, KVCache
@@ -96,6 +98,8 @@ class Case:
         self.model = model
         self.sinks = sinks
         self.spec = spec = model.attention(0)
+        has_slopes = spec.alibi_bias > 0
+        self.slopes = alibi_slopes(spec.num_heads, spec.alibi_bias) if has_slopes else None
         self.spans = [(1, context) for context in CONTEXTS] + list(CHUNKS)
         self.keys = [torch.randn(c, spec.num_kv_heads, spec.head_dim) for _, c in self.spans]
         self.values = [torch.randn(c, spec.num_kv_heads, spec.value_dim) for _, c in self.spans]
@@ -209,9 +213,8 @@ class Case:
         rows = len(queries)
         width = self.spec.num_heads * self.spec.value_dim
         out = torch.empty(-(-rows // TILE) * TILE, width, dtype=keys.dtype)
-        backend.attend(
-            0, AttentionStep(queries, keys, values, batch, cache, out[:rows], self.sinks)
-        )
+        operands = (queries, keys, values, batch, cache, out[:rows], self.sinks, self.slopes)
+        backend.attend(0, AttentionStep(*operands))
         return (to_rows(out) if self.tiled else out)[:rows].float()
 
     def expected(self, rounded: Callable[[Tensor], Tensor] = lambda heads: heads) -> Tensor:
@@ -236,6 +239,8 @@ class Case:
                 seen &= torch.arange(context) > at - window
             if cap := spec.cap:
                 scores = cap * torch.tanh(scores / cap)
+            if self.slopes is not None:
+                scores += self.slopes.double()[:, None, None] * (torch.arange(context) - at)
             scores = scores.masked_fill(~seen, -torch.inf)
             if sinks is None:
                 weights = scores.softmax(-1)
@@ -371,6 +376,48 @@ def test_soft_caps_and_sinks_equal_the_definition(
     expected = case.expected()
     torch.testing.assert_close(case.run(backend), expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(case.run(backend, stale=torch.nan), case.run(backend))
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias"),
+    [
+        *(((12, 12, 32, 0), 8.0), ((7, 1, 128, 0), 16.0), ((40, 1, 32, 130), 8.0)),
+        *(((6, 2, 96, 45), 8.0), ((2, 1, 512, 0), 16.0)),
+    ],
+    ids=str,
+)
+@every_kind
+def test_biases_by_distance_equal_the_definition(
+    base: ModelSpec,
+    kind: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    shape: tuple[int, int, int, int],
+    bias: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The slopes of BLOOM and MPT: the steepest hide far keys, the flattest hardly any."""
+    monkeypatch.setattr(torch_backend, "_PIECE", 32)
+    case = Case(one_layer(make_spec(base, *shape), alibi_bias=bias), dtype)
+    backend = make_backend(kind, case.model, dtype)
+    expected = case.expected()
+    torch.testing.assert_close(case.run(backend), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(case.run(backend, stale=torch.nan), case.run(backend))
+
+
+@pytest.mark.parametrize("block", [24, 40])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("kind", OLDER)
+def test_distances_are_those_of_tokens_in_blocks_with_places_to_spare(
+    base: ModelSpec, kind: str, kv_dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of 24 tokens has room for 32, which must not count as further apart."""
+    monkeypatch.setattr(sys.modules[__name__], "BLOCK", block)
+    case = Case(one_layer(make_spec(base, 6, 2, 24, 45), alibi_bias=8.0), torch.float32)
+    attended = case.run(make_backend(kind, case.model, torch.float32, kv_dtype))
+    expected = case.expected(CACHES[kv_dtype])
+    tolerance = 3e-3 if kv_dtype == torch.int8 else 1e-5
+    torch.testing.assert_close(attended, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(
