@@ -7,7 +7,7 @@ from torch import Tensor
 
 from services.engine.model.checkpoint.quantized import StoredRows
 
-__all__ = ["Embedding", "ModalEmbedding", "StoredEmbedding", "TensorEmbedding"]
+__all__ = ["Embedding", "ModalEmbedding", "NormedEmbedding", "StoredEmbedding", "TensorEmbedding"]
 
 
 class Embedding(ABC):
@@ -57,3 +57,19 @@ class ModalEmbedding(Embedding):
         has_row = (numbers >= 0) & (numbers < len(self._rows))
         rows = self._rows[numbers.clamp(0, len(self._rows) - 1)]
         torch.where(has_row[:, None], rows, out, out=out)
+
+
+class NormedEmbedding(Embedding):
+    """A table whose rows are RMSNormed as they are read."""
+
+    def __init__(self, table: Embedding, weight: Tensor, epsilon: float) -> None:
+        """weight: [width] in the model's dtype."""
+        self._table = table
+        self._weight = weight
+        self._epsilon = epsilon
+
+    def read(self, ids: Tensor, out: Tensor) -> None:
+        self._table.read(ids, out)
+        exact = out.float()
+        scale = torch.rsqrt(exact.square().mean(dim=1, keepdim=True) + self._epsilon)
+        out.copy_((exact * scale).to(out.dtype) * self._weight)

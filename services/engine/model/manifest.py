@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.layers import (
     AttentionSpec,
+    ConvolvedFeedForward,
     MixerSpec,
     NoFeedForward,
     NoMixer,
@@ -65,6 +66,7 @@ class Manifest:
     root: str
     """Beginning of the decoder's tensor names"""
     embedding: StoredTensor
+    embedding_norm: StoredNorm | None
     positions: StoredTensor | None
     layers: tuple[StoredLayer, ...]
     final_norm: StoredNorm
@@ -82,10 +84,13 @@ class Manifest:
         if names.positions is not None:
             shape = (spec.context_length + spec.position_offset, spec.hidden_size)
             positions = StoredTensor(f"{root}{names.positions}.weight", shape)
-        table = (spec.vocab_size, spec.hidden_size)
+        table = (spec.stored_vocab_size or spec.vocab_size, spec.hidden_size)
         return Manifest(
             root=root,
             embedding=StoredTensor(f"{root}{names.embedding}.weight", table),
+            embedding_norm=None
+            if names.embedding_norm is None
+            else stored_norm(spec, f"{root}{names.embedding_norm}"),
             positions=positions,
             layers=tuple(_layer(spec, index, root) for index in range(spec.num_layers)),
             final_norm=stored_norm(spec, f"{root}{names.final_norm}"),
@@ -117,7 +122,9 @@ def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
         altup = stored_altup(names, LayerNames(spec, root), layer.altup, index)
     shares_norm = spec.parallel_residual and spec.family.shares_norm
     return StoredLayer(
-        mixer_norm=_mixer_norm(names, own.attention_norm, layer.mixer),
+        mixer_norm=names.norm(own.feed_forward_norm)
+        if isinstance(layer.mixer, ConvolvedFeedForward)
+        else _mixer_norm(names, own.attention_norm, layer.mixer),
         mixer=stored_mixer(names, layer.mixer),
         mixer_post_norm=mixer_post_norm,
         feed_forward_norm=None

@@ -6,10 +6,15 @@ from torch import Tensor
 
 from services.engine.model.altup_reader import read_altup
 from services.engine.model.architecture.layers import BesideSpec, LayerSpec, NoFeedForward
-from services.engine.model.checkpoint.quantized import Weight
+from services.engine.model.checkpoint.quantized import Weight, split
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.decoder import DecoderWeights, LayerWeights
-from services.engine.model.embedding import Embedding, StoredEmbedding, TensorEmbedding
+from services.engine.model.embedding import (
+    Embedding,
+    NormedEmbedding,
+    StoredEmbedding,
+    TensorEmbedding,
+)
 from services.engine.model.hyper_reader import read_hyper_connections
 from services.engine.model.layer_inputs import LayerInput, LayerInputs
 from services.engine.model.manifest import (
@@ -43,13 +48,15 @@ class WeightReader:
         positions = (
             None if manifest.positions is None else self._own(self._table(manifest.positions))
         )
-        head = self._reader.shard.outputs(self._head(manifest))
+        head = self._reader.shard.outputs(self._without_padding(self._head(manifest)))
         head_bias = None
         if manifest.head_bias is not None:
             head_bias = self._reader.shard.rows(self._reader.tensor(manifest.head_bias))
         head_bias = self._reader.with_norm_bias(head, head_bias, manifest.final_norm)
         output = self._reader.projection([head], head_bias, self._reader.operators.for_logits())
         embedding = self._embedding(manifest.embedding)
+        if (norm := self._reader.norm(manifest.embedding_norm)) is not None:
+            embedding = NormedEmbedding(embedding, norm, self._reader.spec.norm_epsilon)
         modal_tokens = zip(manifest.modal_tokens, self._reader.spec.modal_tokens, strict=True)
         for stored, tokens in modal_tokens:
             embedding = with_modal_tokens(self._reader, stored, tokens, embedding)
@@ -74,6 +81,11 @@ class WeightReader:
         return (
             self._reader.checkpoint.tensor(manifest.embedding) if quantized is None else quantized
         )
+
+    def _without_padding(self, head: Weight) -> Weight:
+        """Return the rows of the output projection that make logits."""
+        used, rows = self._reader.spec.vocab_size, head.shape[0]
+        return head if rows == used else split(head, [used, rows - used])[0]
 
     def _layer(self, stored: StoredLayer, spec: LayerSpec) -> LayerWeights:
         if stored.shared_block is not None:

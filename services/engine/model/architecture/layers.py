@@ -13,6 +13,7 @@ from services.engine.model.architecture.gated_unit_shape import GatedUnitShape
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.lightning_shape import LightningShape
 from services.engine.model.architecture.mamba_shape import MambaShape
+from services.engine.model.architecture.relative_shape import RelativeShape
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.architecture.selective_shape import SelectiveShape
@@ -22,6 +23,7 @@ __all__ = [
     "AltUpSpec",
     "AttentionSpec",
     "BesideSpec",
+    "ConvolvedFeedForward",
     "DenseSpec",
     "ExpertsSpec",
     "FeedForwardSpec",
@@ -70,6 +72,8 @@ class AttentionSpec:
     """Width of what it reads; 0: that of the residual"""
     index: BlockIndex | None = None
     """Indexer that chooses the blocks of tokens that are seen; None: all are"""
+    relative: RelativeShape | None = None
+    """Addends of scores by distance, and short convolutions; None: there are none"""
 
     @property
     def page_width(self) -> int:
@@ -85,7 +89,10 @@ class AttentionSpec:
     @property
     def widths(self) -> Set[int]:
         """Widths of the activations."""
-        return {self.head_dim, *(() if self.index is None else (self.index.width,))}
+        widths = {self.head_dim, *(() if self.index is None else (self.index.width,))}
+        if self.relative is not None:
+            widths.add(self.num_heads * self.relative.rank)
+        return widths
 
     def part(self, count: int) -> "AttentionSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
@@ -177,6 +184,8 @@ class ExpertsSpec:
     """True if the experts are stored as MXFP4"""
     shared: DenseSpec | None
     """The expert that every token has; None: there is none"""
+    weighed_shared: int = 0
+    """Last of the `count` experts, which every token has, weighed together with its others"""
 
     @property
     def inner_width(self) -> int:
@@ -214,9 +223,31 @@ class BesideSpec:
         return BesideSpec(self.dense.part(count), self.experts.part(count))
 
 
+@dataclass(frozen=True, slots=True)
+class ConvolvedFeedForward:
+    """A feed-forward layer whose output is convolved over the tokens of its sequence.
+
+    It is a mixer, because it combines tokens.
+    """
+
+    content: DenseSpec | ExpertsSpec
+    conv_width: int
+    """Tokens that the convolution reads"""
+
+    @property
+    def widths(self) -> Set[int]:
+        """Widths of the activations."""
+        return {self.content.width, self.content.inner_width}
+
+    def part(self, count: int) -> "ConvolvedFeedForward":
+        """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        return replace(self, content=self.content.part(count))
+
+
 MixerSpec: TypeAlias = (
     AttentionSpec
     | CompressedSpec
+    | ConvolvedFeedForward
     | ConvolutionShape
     | DeltaShape
     | GatedUnitShape
@@ -295,6 +326,13 @@ class LayerSpec:
     """None: the layer is no shared block"""
     follows_block: bool = False
     """The layer reads the output of a shared block beside the residual"""
+
+    @property
+    def content(self) -> FeedForwardSpec:
+        """The feed-forward layer, which may be a part of the mixer."""
+        if isinstance(self.mixer, ConvolvedFeedForward):
+            return self.mixer.content
+        return self.feed_forward
 
     def part(self, count: int) -> "LayerSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""

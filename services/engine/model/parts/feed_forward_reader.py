@@ -55,6 +55,9 @@ from services.engine.model.parts.tensor_reader import (
 
 __all__ = ["FeedForwardReader"]
 
+_ALWAYS = 1e6
+"""Bias with which an expert is chosen before all others, whose weights are at most 1"""
+
 
 class FeedForwardReader:
     """Reader of the feed-forward layers of one checkpoint."""
@@ -167,7 +170,7 @@ class FeedForwardReader:
         router = reader.operators.exact_projection(decoded(weight), bias)
         reader.step_bytes += mixture.weight_bytes + router.weight_bytes
         router = reader.adapted(router, self._router_site(stored, norm))
-        bias = self._choice_bias(stored.choice_bias)
+        bias = self._choice_bias(stored.choice_bias, content.weighed_shared)
         by_token = self._by_token(stored.by_token, content.count)
         shared = self._shared_expert(stored.shared, content.shared, norm)
         routed = mixture.routed(router, routing, bias, None if shared is None else shared.parts)
@@ -190,6 +193,8 @@ class FeedForwardReader:
         reader = self._reader
         if isinstance(stored.experts, StackedExperts):
             operators, experts = reader.operators, self._stacked_experts(stored.experts)
+            if content.weighed_shared:
+                experts = chain(experts, self._shared_stack(stored, stored.experts.layout))
         else:
             parts = ((expert.gate, expert.down) for expert in stored.experts)
             operators = reader.operators_of(*chain.from_iterable(parts))
@@ -204,10 +209,12 @@ class FeedForwardReader:
         per_token = content.routing.per_token
         return operators.mixture(experts, content.count, per_token, content.activation)
 
-    def _choice_bias(self, stored: StoredTensor | None) -> Tensor | None:
+    def _choice_bias(self, stored: StoredTensor | None, shared: int) -> Tensor | None:
+        """Read the bias of the choice. shared: last experts, which every token has."""
         if stored is None:
             return None
-        bias = self._reader.tensor(stored).flatten()
+        bias = self._reader.tensor(stored).float().flatten()
+        bias = torch.cat((bias, bias.new_full((shared,), _ALWAYS)))
         return bias.to(self._reader.device, torch.float32, copy=True)
 
     def _by_token(self, stored: StoredTensor | None, count: int) -> TokenExperts | None:
@@ -266,6 +273,19 @@ class FeedForwardReader:
                 up_bias=biases[1],
                 down_bias=down_bias,
             )
+
+    def _shared_stack(self, stored: StoredExperts, layout: ExpertStack) -> Iterator[ExpertWeights]:
+        """Read the shared experts that the router weighs."""
+        *gate, down = map(self._reader.tensor, stored.weighed_shared)
+        outputs = self._reader.shard.outputs
+        for number, weight in enumerate(down):
+            if len(gate) == 1:
+                both = gate[0][number]
+                parts = [both[rows] for rows in _halves(len(both), layout)]
+            else:
+                parts = [each[number] for each in gate]
+            part, _ = self._reader.partial_of(weight, None)
+            yield ExpertWeights(outputs(parts[0]), outputs(parts[1]), part, None, None, None)
 
     def _stack(self, content: tuple[StoredTensor, ...], layout: ExpertStack) -> Iterator[Weight]:
         """Yield each expert's weight as [outputs, inputs]."""
@@ -333,7 +353,8 @@ class FeedForwardReader:
         spec, fold = self._reader.spec, self._reader.fold_residual
         names = spec.family.names.experts
         assert names is not None
-        count, width, hidden = experts.count, experts.width, spec.hidden_size
+        width, hidden = experts.width, spec.hidden_size
+        count = experts.count - experts.weighed_shared
         module = f"{content.prefix}{names.module}.experts"
         module = module.removeprefix(self._reader.root)
         stacked = content.experts if isinstance(content.experts, StackedExperts) else None
@@ -352,6 +373,8 @@ class FeedForwardReader:
             both = StackedPart(f"{module}.{first}", products * width, number, count)
             outputs = StackedPart(f"{module}.down_proj", hidden, number, count)
             yield replace(gate, stacked=both), replace(down, stacked=outputs)
+        for _ in range(experts.weighed_shared):  # no adapter changes them
+            yield Site((), hidden, order), Site((), width)
 
 
 def _halves(outputs: int, layout: ExpertStack) -> tuple[slice, slice]:

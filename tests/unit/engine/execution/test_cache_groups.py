@@ -37,6 +37,7 @@ FAMILIES = (
         "glm moe dsa",
         "gemma3",
         "gpt-oss",
+        "inkling",
         "bailing hybrid",
         "kimi linear",
         "minimax m3",

@@ -70,6 +70,7 @@ ARCHITECTURES = {
     "falcon mamba": "FalconMambaForCausalLM",
     "jamba": "JambaForCausalLM",
     "recurrent gemma": "RecurrentGemmaForCausalLM",
+    "inkling": "InklingForCausalLM",
     "zamba": "ZambaForCausalLM",
     "zamba2": "Zamba2ForCausalLM",
     "minimax": "MiniMaxForCausalLM",

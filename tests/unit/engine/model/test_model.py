@@ -224,7 +224,7 @@ def test_half_precision_stays_close_to_float32(
         *("gemma2", "gemma3", "olmo2", "starcoder2", "gpt2", "mixtral", "qwen3 moe", "gpt-oss"),
         *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
         *("glm4 moe lite", "lfm2", "lfm3", "bamba", "mamba", "minimax", "zamba", "zamba2"),
-        *("deepseek v4", "minimax m3", "recurrent gemma"),
+        *("deepseek v4", "minimax m3", "recurrent gemma", "inkling"),
     ],
 )
 def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ FAMILIES = (
     "minimax",
     "minimax m3",
     "recurrent gemma",
+    "inkling",
 )
 _WIDE: dict[str, Any] = {
     "vocab_size": 97,
@@ -156,6 +157,7 @@ ADAPTED = (
     "minicpm3",
     "minimax m3",
     "recurrent gemma",
+    "inkling",
     "lfm2",
     "lfm3",
     "granite hybrid, dense",

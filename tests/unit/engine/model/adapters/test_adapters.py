@@ -36,6 +36,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "granite moe": {"target_parameters": [*_OF_GRANITE, "block_sparse_moe.router.weight"]},
     "phimoe": {"target_parameters": STACKS},
     "qwen2 moe": {"target_parameters": [*STACKS, "mlp.gate.weight"]},
+    "inkling": {"target_parameters": [*STACKS, "mlp.gate.weight"]},
     "qwen3 vl moe": {"target_parameters": STACKS},
 }
 """Adapters of parameters that stack all experts"""
