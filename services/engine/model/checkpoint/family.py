@@ -243,6 +243,8 @@ class TensorNames:
     feed_forward_norm: str | None = "post_attention_layernorm"
     gate: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Two tensors, or one that stacks their outputs"""
+    gate_alternates: bool = False
+    """Outputs of both products alternate in the one tensor of `gate`"""
     down: str = "mlp.down_proj"
     feed_forward_post_norm: str | None = None
     activation: str | None = None

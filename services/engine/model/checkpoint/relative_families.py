@@ -1,9 +1,14 @@
 """Decoders with addends of attention's scores by distance: a row for each architecture."""
 
 from services.engine.model.checkpoint.attention_names import RelativeNames
-from services.engine.model.checkpoint.family import ExpertTensorNames, Family, TensorNames
+from services.engine.model.checkpoint.family import (
+    ExpertStack,
+    ExpertTensorNames,
+    Family,
+    TensorNames,
+)
 
-__all__ = ["RELATIVE_FAMILIES"]
+__all__ = ["PUBLISHED_INKLING", "RELATIVE_FAMILIES"]
 
 RELATIVE_FAMILIES: tuple[Family, ...] = (
     Family(
@@ -53,3 +58,38 @@ RELATIVE_FAMILIES: tuple[Family, ...] = (
         scores_by_sigmoid=True,
     ),
 )
+
+PUBLISHED_INKLING = TensorNames(
+    embedding="embed",
+    embedding_norm="embed_norm",
+    attention_norm="attn_norm",
+    qkv=("attn.wq_du", "attn.wk_dv", "attn.wv_dv"),
+    query_norm="attn.q_norm",
+    key_norm="attn.k_norm",
+    output="attn.wo_ud",
+    feed_forward_norm="mlp_norm",
+    gate=("mlp.w13_dn",),
+    gate_alternates=True,
+    down="mlp.w2_md",
+    relative=RelativeNames(
+        states="attn.wr_du",
+        table="attn.rel_logits_proj.proj",
+        keys="attn.k_sconv",
+        values="attn.v_sconv",
+        output="attn_sconv",
+        feed_forward="mlp_sconv",
+    ),
+    experts=ExpertTensorNames(
+        router="mlp.gate",
+        gate=("mlp.experts.w13_weight",),
+        down="mlp.experts.w2_weight",
+        stack=ExpertStack(alternates=True),
+        shared_stack=(
+            "mlp.shared_experts.shared_w13_weight",
+            "mlp.shared_experts.shared_w2_weight",
+        ),
+        choice_bias="mlp.gate.bias",
+        choice_bias_is_row=False,
+    ),
+)
+"""Names in the files of Thinking Machines"""

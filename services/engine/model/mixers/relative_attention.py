@@ -97,7 +97,7 @@ class RelativeAttention:
         if spec.window:
             hidden |= distances >= spec.window
         weights = scores.masked_fill_(hidden[:, None], -torch.inf).softmax(dim=3)
-        attended = weights.flatten(1, 2) @ values
+        attended: Tensor = weights.flatten(1, 2) @ values
         return attended.view(grouped.shape).transpose(0, 1).flatten(1, 2)
 
     def _addends(self, states: Tensor, distances: Tensor) -> Tensor:

@@ -152,7 +152,7 @@ class RelativeMixer(Mixer[RelativeScratch]):
         pages = cache.latents[self._layer]
         rows = torch.cat((own.keys.flatten(1), own.values.flatten(1)), dim=1)
         pages.flatten(0, 1)[batch.slots] = rows
-        factors = mine.states.unflatten(1, (self._spec.num_heads, self._spec.relative.rank))
+        factors = mine.states.view(-1, self._spec.num_heads, self._spec.relative.rank)
         self._attention.attend(own.queries, factors, pages, batch, mine.attended)
         self._operators.arrange(mine.attended, own.attended)
         self._projections.into(own, mine.out)

@@ -51,6 +51,7 @@ from services.engine.model.parts.tensor_reader import (
     WeightAndBias,
     shard_rows,
     split_parts,
+    take_rows,
 )
 
 __all__ = ["FeedForwardReader"]
@@ -144,11 +145,18 @@ class FeedForwardReader:
     def _dense_gate(self, stored: StoredDense, content: DenseSpec, norm: StoredNorm | None) -> Gate:
         reader = self._reader
         activation = self._activation(content.activation, stored.activation)
-        parts = reader.linear(stored.gate, norm)
+        parts, alternates = (
+            reader.linear(stored.gate, norm),
+            reader.spec.family.names.gate_alternates,
+        )
+        if alternates:
+            rows = torch.arange(2 * content.width).view(content.width, 2).T.flatten()
+            parts = [take_rows(part, rows) for part in parts]
         halves = self._gate_parts(parts, 2 if activation.gated else 1)
         gate = reader.gate(halves, activation, reader.operators_of(stored.gate))
         if reader.adapters is not None:
-            order = self._order_of_gate(content.width, 2 if activation.gated else 1)
+            products = 2 if activation.gated else 1
+            order = self._order_of_gate(content.width, products, alternates=alternates)
             gate.adapt(reader.adapters.delta(reader.site(stored.gate, norm, order)))
         return gate
 
