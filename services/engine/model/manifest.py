@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.layers import (
     AttentionSpec,
+    ConvolvedFeedForward,
     MixerSpec,
     NoFeedForward,
     NoMixer,
@@ -83,7 +84,7 @@ class Manifest:
         if names.positions is not None:
             shape = (spec.context_length + spec.position_offset, spec.hidden_size)
             positions = StoredTensor(f"{root}{names.positions}.weight", shape)
-        table = (spec.vocab_size, spec.hidden_size)
+        table = (spec.stored_vocab_size or spec.vocab_size, spec.hidden_size)
         return Manifest(
             root=root,
             embedding=StoredTensor(f"{root}{names.embedding}.weight", table),
@@ -121,7 +122,9 @@ def _layer(spec: ModelSpec, index: int, root: str) -> StoredLayer:
         altup = stored_altup(names, LayerNames(spec, root), layer.altup, index)
     shares_norm = spec.parallel_residual and spec.family.shares_norm
     return StoredLayer(
-        mixer_norm=_mixer_norm(names, own.attention_norm, layer.mixer),
+        mixer_norm=names.norm(own.feed_forward_norm)
+        if isinstance(layer.mixer, ConvolvedFeedForward)
+        else _mixer_norm(names, own.attention_norm, layer.mixer),
         mixer=stored_mixer(names, layer.mixer),
         mixer_post_norm=mixer_post_norm,
         feed_forward_norm=None

@@ -13,6 +13,7 @@ from services.engine.model.hyper_connections import HYPER_ROWS
 from services.engine.model.mixers.block_attention import block_numbers
 from services.engine.model.mixers.compressed_attention import compressed_numbers
 from services.engine.model.mixers.latent_pages import latent_numbers
+from services.engine.model.mixers.relative_attention import relative_numbers
 
 __all__ = ["pass_bytes"]
 
@@ -28,7 +29,7 @@ _TEMPORARIES = 4
 
 def pass_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int, context: int) -> int:
     """Return the most memory that a pass takes for experts, streams, shared blocks, and attention
-    that is latent, compressed or to chosen blocks.
+    that is latent, compressed, to chosen blocks, or with addends by distance.
 
     spec: this rank's part; rows: sequences of the pass, at most; context: tokens of the longest.
     """
@@ -44,13 +45,17 @@ def pass_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int, cont
         block_numbers(layer, tokens, context) * _FLOAT
         for layer in set(spec.indexed_layers.values())
     )
+    relative = (
+        relative_numbers(layer, tokens, context) * _FLOAT
+        for layer in set(spec.relative_layers.values())
+    )
     mixtures = (
         _experts_bytes(experts, tokens, spec.hidden_size, dtype.itemsize)
-        for experts in {_experts_of(layer.feed_forward) for layer in spec.layers}
+        for experts in {_experts_of(layer.content) for layer in spec.layers}
         if experts is not None
     )
     blocks = _shared_blocks_bytes(spec, tokens, dtype.itemsize)
-    parts = (*latents, *compressed, *chosen, _streams_bytes(spec, tokens), blocks)
+    parts = (*latents, *compressed, *chosen, *relative, _streams_bytes(spec, tokens), blocks)
     return max(parts) + max(mixtures, default=0)
 
 

@@ -4,14 +4,18 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
+from torch.nn.functional import layer_norm, rms_norm
 
 from services.engine.model.altup_reader import read_altup
 from services.engine.model.architecture.layers import BesideSpec, LayerSpec, NoFeedForward
-from services.engine.model.checkpoint.quantized import Weight
+from services.engine.model.checkpoint.quantized import Weight, split
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.decoder import DecoderWeights, LayerWeights
-from services.engine.model.embedding import Embedding, StoredEmbedding, TensorEmbedding
+from services.engine.model.embedding import (
+    Embedding,
+    StoredEmbedding,
+    TensorEmbedding,
+)
 from services.engine.model.hyper_reader import read_hyper_connections
 from services.engine.model.layer_inputs import LayerInput, LayerInputs
 from services.engine.model.manifest import (
@@ -51,7 +55,7 @@ class WeightReader:
         positions = (
             None if manifest.positions is None else self._own(self._table(manifest.positions))
         )
-        head = self._reader.shard.outputs(self._head(manifest))
+        head = self._reader.shard.outputs(self._without_padding(self._head(manifest)))
         head_bias = None
         if manifest.head_bias is not None:
             head_bias = self._reader.shard.rows(self._reader.tensor(manifest.head_bias))
@@ -86,6 +90,11 @@ class WeightReader:
         return (
             self._reader.checkpoint.tensor(manifest.embedding) if quantized is None else quantized
         )
+
+    def _without_padding(self, head: Weight) -> Weight:
+        """Return the rows of the output projection that make logits."""
+        used, rows = self._reader.spec.vocab_size, head.shape[0]
+        return head if rows == used else split(head, [used, rows - used])[0]
 
     def _layer(self, stored: StoredLayer, spec: LayerSpec) -> LayerWeights:
         if stored.shared_block is not None:
@@ -182,7 +191,7 @@ class WeightReader:
         return TensorEmbedding(self._own(weight))
 
     def _normed_embedding(self, table: StoredTensor, norm: StoredNorm) -> Embedding:
-        """Read a table whose rows have a LayerNorm, which is computed here, some rows at a time."""
+        """Read a table whose rows have a norm, which is computed here, some rows at a time."""
         reader, epsilon = self._reader, self._reader.spec.norm_epsilon
         weight = reader.tensor(norm.weight).float()
         bias = None if norm.bias is None else reader.tensor(norm.bias).float()
@@ -190,8 +199,12 @@ class WeightReader:
         normed = torch.empty(stored.shape, dtype=reader.dtype, device=reader.device)
         for first in range(0, len(stored), _ROWS):
             part = slice(first, first + _ROWS)
-            rows = layer_norm(stored[part].float(), weight.shape, weight, bias, epsilon)
-            normed[part] = without_mean(rows, 1)
+            rows = stored[part].float()
+            if reader.spec.family.layer_norm:
+                rows = without_mean(layer_norm(rows, weight.shape, weight, bias, epsilon), 1)
+            else:
+                rows = rms_norm(rows, weight.shape, weight, epsilon)
+            normed[part] = rows
         return TensorEmbedding(normed)
 
     def _table(self, table: StoredTensor) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.engine.model.architecture.compressed_spec import CompressedSpec
+from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
 
 __all__ = ["LayerGroup", "layer_groups"]
@@ -43,14 +44,14 @@ def layer_groups(spec: ModelSpec) -> tuple[LayerGroup, ...]:
         return (LayerGroup(0, (), 0),)
     for index, layer in spec.paged_layers.items():
         layers.setdefault(0 if spec.is_encoder else layer.window, []).append(index)
-    if joint:
-        layers[0] = sorted([*layers.get(0, ()), *joint])
+    for index, each in joint.items():
+        layers.setdefault(each.window if isinstance(each, AttentionSpec) else 0, []).append(index)
 
     def width(index: int) -> int:
         return (joint[index] if index in joint else spec.attention(index)).page_width
 
     return tuple(
-        LayerGroup(window, tuple(layers[window]), sum(map(width, layers[window])))
+        LayerGroup(window, tuple(sorted(layers[window])), sum(map(width, layers[window])))
         for window in sorted(layers)
     )
 

@@ -78,15 +78,19 @@ def read_experts(
             f"{count + identities} experts."
         )
     width = config.positive("moe_intermediate_size", dense.width)
+    assert family.names.experts is not None
+    shared = config.positive("moe_num_shared_experts") if family.names.experts.shared_stack else 0
+    routing = _routing(config, family, count, per_token)
     return ExpertsSpec(
-        count=count,
-        routing=_routing(config, family, count, per_token),
+        count=count + shared,
+        routing=replace(routing, per_token=per_token + shared),
         width=width,
         activation=dense.activation,
         has_bias=dense.has_bias and family.experts_have_bias,
         is_mxfp4=has_mxfp4,
         shared=_shared_expert(config, family, dense, width),
         identities=identities,
+        weighed_shared=shared,
     )
 
 

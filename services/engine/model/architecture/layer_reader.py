@@ -30,6 +30,10 @@ from services.engine.model.architecture.layers import (
 from services.engine.model.architecture.lightning_reader import with_normed_residual
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.recurrent_reader import read_recurrent_layers
+from services.engine.model.architecture.relative_reader import (
+    read_relative_layers,
+    with_convolved_parts,
+)
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.shortcut_layers import shortcut_layers
 from services.engine.model.architecture.single_parts import single_parts
@@ -74,6 +78,8 @@ def read_layers(
     mixers: list[MixerSpec] = []
     if family.names.compressed is not None:
         mixers += read_compressed_layers(config, context_length, num_layers)
+    elif family.names.relative is not None:
+        mixers += read_relative_layers(config, num_layers)
     elif family.names.latent is None:
         attention = _attention_layers(config, family, hidden_size, context_length, num_layers)
         has_indexes = family.names.block_index is not None
@@ -89,6 +95,8 @@ def read_layers(
     else:
         mixers = [recurrent.get(layer, mixer) for layer, mixer in enumerate(mixers)]
     feed_forwards = _feed_forward_layers(config, family, hidden_size, num_layers, has_mxfp4)
+    if family.names.relative is not None:
+        return with_convolved_parts(config, mixers, feed_forwards)
     if family.has_single_parts:
         return single_parts(config, mixers, feed_forwards)
     if family.names.sublayer_modules:

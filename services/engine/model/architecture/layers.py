@@ -13,6 +13,7 @@ from services.engine.model.architecture.gated_unit_shape import GatedUnitShape
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.lightning_shape import LightningShape
 from services.engine.model.architecture.mamba_shape import MambaShape
+from services.engine.model.architecture.relative_shape import RelativeShape
 from services.engine.model.architecture.rotary import RotarySpec
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.architecture.selective_shape import SelectiveShape
@@ -23,6 +24,7 @@ __all__ = [
     "AttentionGate",
     "AttentionSpec",
     "BesideSpec",
+    "ConvolvedFeedForward",
     "DenseSpec",
     "ExpertsSpec",
     "FeedForwardSpec",
@@ -86,6 +88,8 @@ class AttentionSpec:
     """Indexer that chooses the blocks of tokens that are seen; None: all are"""
     value_width: int = 0
     """Width of a head's values; 0: that of its keys"""
+    relative: RelativeShape | None = None
+    """Addends of scores by distance, and short convolutions; None: there are none"""
 
     @property
     def page_width(self) -> int:
@@ -123,8 +127,12 @@ class AttentionSpec:
     @property
     def widths(self) -> Set[int]:
         """Widths of the activations."""
-        index = () if self.index is None else (self.index.width,)
-        return {self.head_dim, self.value_dim, *index}
+        widths = {self.head_dim, self.value_dim}
+        if self.index is not None:
+            widths.add(self.index.width)
+        if self.relative is not None:
+            widths.add(self.num_heads * self.relative.rank)
+        return widths
 
     def part(self, count: int) -> "AttentionSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
@@ -219,6 +227,8 @@ class ExpertsSpec:
     """The expert that every token has; None: there is none"""
     identities: int = 0
     """Experts without weights, numbered behind the others, which return what they read"""
+    weighed_shared: int = 0
+    """Last of the `count` experts, which every token has, weighed together with its others"""
 
     @property
     def num_choices(self) -> int:
@@ -264,9 +274,31 @@ class BesideSpec:
         return replace(self, dense=self.dense.part(count), experts=self.experts.part(count))
 
 
+@dataclass(frozen=True, slots=True)
+class ConvolvedFeedForward:
+    """A feed-forward layer whose output is convolved over the tokens of its sequence.
+
+    It is a mixer, because it combines tokens.
+    """
+
+    content: DenseSpec | ExpertsSpec
+    conv_width: int
+    """Tokens that the convolution reads"""
+
+    @property
+    def widths(self) -> Set[int]:
+        """Widths of the activations."""
+        return {self.content.width, self.content.inner_width}
+
+    def part(self, count: int) -> "ConvolvedFeedForward":
+        """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""
+        return replace(self, content=self.content.part(count))
+
+
 MixerSpec: TypeAlias = (
     AttentionSpec
     | CompressedSpec
+    | ConvolvedFeedForward
     | ConvolutionShape
     | DeltaShape
     | GatedUnitShape
@@ -350,6 +382,13 @@ class LayerSpec:
     """The layer reads the output of a shared block beside the residual"""
     follows_shortcut: bool = False
     """The layer ends with the addition of what the experts of the layer before have returned"""
+
+    @property
+    def content(self) -> FeedForwardSpec:
+        """The feed-forward layer, which may be a part of the mixer."""
+        if isinstance(self.mixer, ConvolvedFeedForward):
+            return self.mixer.content
+        return self.feed_forward
 
     def part(self, count: int) -> "LayerSpec":
         """Return the shape of one of `count` equal parts. Raises ValueError if there are none."""

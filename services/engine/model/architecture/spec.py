@@ -23,6 +23,7 @@ from services.engine.model.architecture.lightning_reader import residual_factor
 from services.engine.model.architecture.mimo_layers import with_mimo_keys
 from services.engine.model.architecture.modal_tokens import ModalTokens, read_modal_tokens
 from services.engine.model.architecture.mosaic_keys import with_mosaic_keys
+from services.engine.model.architecture.relative_reader import with_inkling_keys
 from services.engine.model.architecture.single_parts import with_parts
 from services.engine.model.architecture.weight_factors import (
     WeightFactors,
@@ -95,6 +96,8 @@ class ModelSpec:
     """Factors of weights, by which they are multiplied at loading"""
     num_labels: int = 0
     """Scores of a text; 0: the checkpoint has no head that scores texts"""
+    stored_vocab_size: int = 0
+    """Rows of the tables of tokens, the first `vocab_size` of which are used; 0: so many"""
     tasks: tuple[str, ...] = ()
     """Tasks whose adapters the checkpoint holds"""
     disentangled: DisentangledSpec | None = None
@@ -161,12 +164,12 @@ class ModelSpec:
     def has_experts(self) -> bool:
         """True if a layer is a mixture of experts."""
         kinds = (ExpertsSpec, BesideSpec)
-        return any(isinstance(layer.feed_forward, kinds) for layer in self.layers)
+        return any(isinstance(layer.content, kinds) for layer in self.layers)
 
     @property
     def gates_experts(self) -> bool:
         """True if all experts have a gate."""
-        layers = (layer.feed_forward for layer in self.layers)
+        layers = (layer.content for layer in self.layers)
         experts = (each.experts if isinstance(each, BesideSpec) else each for each in layers)
         return all(each.activation.gated for each in experts if isinstance(each, ExpertsSpec))
 
@@ -177,7 +180,7 @@ class ModelSpec:
         return {
             index: layer
             for index, layer in layers
-            if layer.reads_layer is None and layer.index is None
+            if layer.reads_layer is None and layer.index is None and layer.relative is None
         }
 
     @property
@@ -187,9 +190,16 @@ class ModelSpec:
         return {index: layer for index, layer in layers if layer.index is not None}
 
     @property
+    def relative_layers(self) -> Mapping[int, AttentionSpec]:
+        """The layers whose scores have addends by distance, and whose pages hold keys and values
+        together, by number."""
+        layers = self.attention_layers.items()
+        return {index: layer for index, layer in layers if layer.relative is not None}
+
+    @property
     def joint_layers(self) -> Mapping[int, LatentSpec | AttentionSpec]:
         """The layers whose pages hold all of a token in one row, by number."""
-        return {**self.latent_layers, **self.indexed_layers}
+        return {**self.latent_layers, **self.indexed_layers, **self.relative_layers}
 
     @property
     def input_width(self) -> int:
@@ -249,6 +259,8 @@ class ModelSpec:
             config = with_griffin_keys(config)
         if family.has_mimo_keys:
             config = with_mimo_keys(config)
+        if family.names.relative is not None:
+            config = with_inkling_keys(config)
         stored_as = quantization_of(config, family)
         hidden_size = config.positive("hidden_size")
         context_length = config.positive("max_position_embeddings")
@@ -300,6 +312,7 @@ class ModelSpec:
             else config.integer("type_vocab_size", 2),
             weight_factors=_weight_factors(config, family, layers[0]),
             num_labels=_num_labels(config) if family.head else 0,
+            stored_vocab_size=config.integer("stored_vocab_size", 0),
             tasks=_tasks(config, family),
             disentangled=DisentangledSpec.from_config(config)
             if encoder is not None and encoder.is_disentangled

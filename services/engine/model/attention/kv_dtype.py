@@ -46,6 +46,8 @@ def _reason(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | 
         return f"{spec.architecture} is an encoder, which keeps nothing of earlier tokens"
     if spec.latent_layers or spec.compressed_layers:
         return f"{spec.architecture} keeps latents instead of keys and values, in --dtype"
+    if spec.relative_layers:
+        return f"{spec.architecture} keeps keys and values in rows for torch, in --dtype"
     if not spec.paged_layers:
         return f"{spec.architecture} keeps states, and neither keys nor values"
     if device.type != "cpu":

@@ -1,8 +1,8 @@
-"""Tensor names of latent attention and of indexers."""
+"""Tensor names of latent attention, of indexers, and of addends by distance."""
 
 from dataclasses import dataclass
 
-__all__ = ["BlockIndexNames", "IndexNames", "LatentNames"]
+__all__ = ["BlockIndexNames", "IndexNames", "LatentNames", "RelativeNames"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +41,25 @@ class LatentNames:
     value, latent]"""
     index: IndexNames | None = None
     """None: layers attend to all tokens"""
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeNames:
+    """Tensor names of what Inkling's layers have beside attention and the feed-forward layer.
+
+    Those of products and convolutions are without .weight.
+    """
+
+    states: str = "self_attn.r_proj"
+    """Product that makes the factors of the table's rows"""
+    table: str = "self_attn.rel_logits_proj.proj"
+    """Addends of scores by distance"""
+    keys: str = "self_attn.k_sconv.conv1d"
+    values: str = "self_attn.v_sconv.conv1d"
+    output: str = "attn_sconv.conv1d"
+    feed_forward: str = "mlp_sconv.conv1d"
+    """Convolutions of these four"""
+    dense_scale: str = "mlp.global_scale"
+    """Factor of a dense layer's output"""
+    experts_scale: str = "mlp.gate.global_scale"
+    """Factor of the weights of all experts"""

@@ -13,6 +13,7 @@ from services.engine.model.checkpoint.gpt_families import GPT_FAMILIES
 from services.engine.model.checkpoint.latent_families import LATENT_FAMILIES
 from services.engine.model.checkpoint.layer_norm_families import LAYER_NORM_FAMILIES
 from services.engine.model.checkpoint.recurrent_families import RECURRENT_FAMILIES
+from services.engine.model.checkpoint.relative_families import RELATIVE_FAMILIES
 from services.engine.model.checkpoint.sigmoid_families import SIGMOID_FAMILIES
 
 __all__ = ["FAMILIES"]
@@ -31,6 +32,7 @@ FAMILIES: Mapping[str, Family] = {
         *COMPRESSED_FAMILIES,
         *DELTA_FAMILIES,
         *RECURRENT_FAMILIES,
+        *RELATIVE_FAMILIES,
     )
 }
 """Families by architecture name, as in config.json."""

@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from services.engine.model.checkpoint.attention_names import BlockIndexNames, LatentNames
+from services.engine.model.checkpoint.attention_names import (
+    BlockIndexNames,
+    LatentNames,
+    RelativeNames,
+)
 from services.engine.model.checkpoint.compressed_names import CompressedNames, HyperNames
 from services.engine.model.checkpoint.config import JsonObject
 from services.engine.model.checkpoint.recurrent_names import (
@@ -93,6 +97,9 @@ class ExpertTensorNames:
     shared_down: str = ""
     shared_router: str = ""
     """Product whose sigmoid is the factor of the shared expert; empty: there is no factor"""
+    shared_stack: tuple[str, ...] = ()
+    """Full names of the stacks of shared experts that the router weighs, in the layout of `stack`:
+    gate and up apart or together, then down; empty: there are no such experts"""
     module: str = "mlp"
     """Module of router and experts in transformers 5, whose names adapters have"""
     choice_bias: str = ""
@@ -217,7 +224,7 @@ class TensorNames:
     """Alternative prefixes of names, and with each the whole name of the output projection"""
     embedding: str = "embed_tokens"
     embedding_norm: str | None = None
-    """LayerNorm of a decoder's embedding"""
+    """Norm of the embeddings of a decoder"""
     positions: str | None = None
     """Learned position embedding, instead of RoPE"""
     layers: str = "layers"
@@ -241,6 +248,8 @@ class TensorNames:
     feed_forward_norm: str | None = "post_attention_layernorm"
     gate: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Two tensors, or one that stacks their outputs"""
+    gate_alternates: bool = False
+    """Outputs of both products alternate in the one tensor of `gate`"""
     down: str = "mlp.down_proj"
     feed_forward_post_norm: str | None = None
     activation: str | None = None
@@ -274,6 +283,8 @@ class TensorNames:
     """Tensors of latent attention; None: layers have queries, keys and values"""
     block_index: BlockIndexNames | None = None
     """Tensors of indexers that choose blocks of tokens; None: there are none"""
+    relative: RelativeNames | None = None
+    """Tensors of addends of scores by distance, and of short convolutions; None: there are none"""
     compressed: CompressedNames | None = None
     """Tensors of compressed attention; None: layers have queries, keys and values"""
     hyper: HyperNames | None = None

@@ -14,6 +14,7 @@ from services.engine.model.checkpoint.family import (
     MultimodalAxes,
     WindowRule,
 )
+from services.engine.model.checkpoint.relative_families import PUBLISHED_INKLING
 from services.engine.model.checkpoint.shared_names import MIXTRAL_EXPERTS
 
 __all__ = ["VISION_LANGUAGE", "VisionLanguage"]
@@ -295,6 +296,15 @@ _PUBLISHED_MINIMAX_M3 = VisionLanguage(
     others=("mtp.*", "*.mtp.*"),
 )
 
+_INKLING = VisionLanguage(
+    "InklingForConditionalGeneration",
+    decoder=replace(FAMILIES["InklingForCausalLM"], names=PUBLISHED_INKLING),
+    roots={"model.llm.": "model.llm.unembed"},
+    vision=(),
+    unserved_vision=("model.visual.*",),
+    others=("model.audio.*", "model.mtp.*"),
+)
+
 VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
     model.architecture: model
     for model in (
@@ -307,6 +317,7 @@ VISION_LANGUAGE: Mapping[str, VisionLanguage] = {
         _LLAVA,
         replace(_LLAVA, architecture="Mistral3ForConditionalGeneration"),
         _IDEFICS3,
+        _INKLING,
         _LLAMA4,
         replace(_IDEFICS3, architecture="SmolVLMForConditionalGeneration"),
         _QWEN2_VL,

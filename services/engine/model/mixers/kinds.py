@@ -12,7 +12,12 @@ from services.engine.model.architecture.convolution_shape import ConvolutionShap
 from services.engine.model.architecture.delta_shape import DeltaShape
 from services.engine.model.architecture.gated_unit_shape import GatedUnitShape
 from services.engine.model.architecture.latent_spec import LatentSpec
-from services.engine.model.architecture.layers import AttentionSpec, MixerSpec, ParallelSpec
+from services.engine.model.architecture.layers import (
+    AttentionSpec,
+    ConvolvedFeedForward,
+    MixerSpec,
+    ParallelSpec,
+)
 from services.engine.model.architecture.lightning_shape import LightningShape
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.architecture.rotary import Rotaries, Rotary
@@ -23,6 +28,7 @@ from services.engine.model.mixers.attention import AttentionMixer, AttentionWeig
 from services.engine.model.mixers.block_mixer import BlockMixer, BlockWeights
 from services.engine.model.mixers.compressed_mixer import CompressedMixer, CompressedWeights
 from services.engine.model.mixers.convolution import ConvolutionMixer, ConvolutionWeights
+from services.engine.model.mixers.convolved import ConvolvedMixer, ConvolvedWeights
 from services.engine.model.mixers.delta_net import DeltaNetMixer, DeltaNetWeights
 from services.engine.model.mixers.delta_rule_choice import choose_delta_rule
 from services.engine.model.mixers.empty import EmptyMixer
@@ -33,6 +39,7 @@ from services.engine.model.mixers.lightning import LightningMixer, LightningWeig
 from services.engine.model.mixers.mamba import MambaMixer, MambaWeights
 from services.engine.model.mixers.mamba_scan_choice import choose_mamba_scan
 from services.engine.model.mixers.parallel import ParallelMixer
+from services.engine.model.mixers.relative_mixer import RelativeMixer, RelativeWeights
 from services.engine.model.mixers.runs import RunGroups
 from services.engine.model.mixers.selective import SelectiveMixer, SelectiveWeights
 from services.engine.model.mixers.selective_heads import SelectiveHeads
@@ -55,12 +62,14 @@ MixerWeights: TypeAlias = (
     | BlockWeights
     | CompressedWeights
     | ConvolutionWeights
+    | ConvolvedWeights
     | DeltaNetWeights
     | GatedUnitWeights
     | LatentWeights
     | LightningWeights
     | MambaWeights
     | ParallelWeights
+    | RelativeWeights
     | tuple[SelectiveWeights, ...]
 )
 
@@ -118,6 +127,10 @@ class MixerMaker:
             assert isinstance(spec, ConvolutionShape)
             operators, runs = self._operators, self._runs
             return ConvolutionMixer(layer, spec, weights, operators, runs, self._dtype)
+        if isinstance(weights, ConvolvedWeights):
+            assert isinstance(spec, ConvolvedFeedForward)
+            operators, runs = self._operators, self._runs
+            return ConvolvedMixer(layer, spec, weights, operators, runs, self._dtype)
         if isinstance(weights, GatedUnitWeights):
             assert isinstance(spec, GatedUnitShape)
             operators, runs = self._operators, self._runs
@@ -161,6 +174,19 @@ class MixerMaker:
             operators, epsilon = self._operators, self._epsilon
             return BlockMixer(
                 layer, spec, weights, attention, rotation, operators, buffer, group, epsilon
+            )
+        if isinstance(weights, RelativeWeights):
+            return RelativeMixer(
+                layer,
+                spec,
+                weights,
+                self._attention(layer, spec, weights.attention),
+                self._operators,
+                self._latents.latents,
+                self._runs,
+                self._groups[layer],
+                self._epsilon,
+                self._dtype,
             )
         return self._attention(layer, spec, weights)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from services.engine.batch.step_batch import StateSegments
 from services.engine.batch.transfer import to_device
 
-__all__ = ["RunGroups", "Runs", "convolve"]
+__all__ = ["RunGroups", "Runs", "convolve", "convolve_rows"]
 
 
 _MOST = 256
@@ -75,6 +75,17 @@ def convolve(
         total = product if total is None else total + product
     assert total is not None
     return total
+
+
+def convolve_rows(rows: Tensor, state: Tensor, groups: Sequence[Runs], factors: Tensor) -> None:
+    """Convolve each channel in place, and store the state behind each run.
+
+    rows: [tokens, ...], `channels` numbers of each token; state, factors: as for `convolve`.
+    """
+    for runs in groups:
+        inputs = rows[runs.rows]
+        convolved = convolve(inputs.flatten(2), state, runs, factors, None)
+        rows[runs.rows] = convolved.to(rows.dtype).view(inputs.shape)
 
 
 def _group(segments: StateSegments) -> list[Runs]:

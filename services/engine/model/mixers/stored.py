@@ -10,6 +10,7 @@ from services.engine.model.architecture.gated_unit_shape import GatedUnitShape
 from services.engine.model.architecture.latent_spec import LatentSpec
 from services.engine.model.architecture.layers import (
     AttentionSpec,
+    ConvolvedFeedForward,
     MixerSpec,
     NoMixer,
     ParallelSpec,
@@ -59,6 +60,14 @@ from services.engine.model.mixers.lightning_weights import (
     stored_lightning,
 )
 from services.engine.model.mixers.mamba_weights import StoredMamba, read_mamba, stored_mamba
+from services.engine.model.mixers.relative_weights import (
+    StoredConvolved,
+    StoredRelative,
+    read_convolved,
+    read_relative,
+    stored_convolved,
+    stored_relative,
+)
 from services.engine.model.mixers.selective_weights import (
     StoredSelective,
     read_selective,
@@ -81,12 +90,14 @@ StoredMixer: TypeAlias = (
     | StoredBlocks
     | StoredCompressed
     | StoredConvolution
+    | StoredConvolved
     | StoredDeltaNet
     | StoredGatedUnit
     | StoredLatent
     | StoredLightning
     | StoredMamba
     | StoredParallel
+    | StoredRelative
     | StoredSelective
 )
 
@@ -115,6 +126,10 @@ def stored_mixer(names: LayerNames, spec: MixerSpec) -> StoredMixer | None:
         return stored_latent(names, spec)
     if isinstance(spec, CompressedSpec):
         return stored_compressed(names, spec)
+    if isinstance(spec, ConvolvedFeedForward):
+        return stored_convolved(names, spec)
+    if spec.relative is not None:
+        return stored_relative(names, spec)
     return stored_attention(names, spec) if spec.index is None else stored_blocks(names, spec)
 
 
@@ -160,7 +175,12 @@ def read_mixer(
     if isinstance(stored, StoredCompressed):
         assert isinstance(spec, CompressedSpec)
         return read_compressed(reader, stored, spec, norm)
+    if isinstance(stored, StoredConvolved):
+        assert isinstance(spec, ConvolvedFeedForward)
+        return read_convolved(reader, stored, spec, norm)
     assert isinstance(spec, AttentionSpec)
+    if isinstance(stored, StoredRelative):
+        return read_relative(reader, stored, spec, norm)
     if isinstance(stored, StoredBlocks):
         return read_blocks(reader, stored, spec, norm)
     return read_attention(reader, stored, spec, norm)

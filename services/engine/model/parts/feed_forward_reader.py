@@ -52,9 +52,13 @@ from services.engine.model.parts.tensor_reader import (
     WeightAndBias,
     shard_rows,
     split_parts,
+    take_rows,
 )
 
 __all__ = ["FeedForwardReader"]
+
+_ALWAYS = 1e6
+"""Bias with which an expert is chosen before all others, whose weights are at most 1"""
 
 
 class FeedForwardReader:
@@ -152,11 +156,18 @@ class FeedForwardReader:
     def _dense_gate(self, stored: StoredDense, content: DenseSpec, norm: StoredNorm | None) -> Gate:
         reader = self._reader
         activation = self._activation(content.activation, stored.activation)
-        parts = reader.linear(stored.gate, norm)
+        parts, alternates = (
+            reader.linear(stored.gate, norm),
+            reader.spec.family.names.gate_alternates,
+        )
+        if alternates:
+            rows = torch.arange(2 * content.width).view(content.width, 2).T.flatten()
+            parts = [take_rows(part, rows) for part in parts]
         halves = self._gate_parts(parts, 2 if activation.gated else 1)
         gate = reader.gate(halves, activation, reader.operators_of(stored.gate))
         if reader.adapters is not None:
-            order = self._order_of_gate(content.width, 2 if activation.gated else 1)
+            products = 2 if activation.gated else 1
+            order = self._order_of_gate(content.width, products, alternates=alternates)
             gate.adapt(reader.adapters.delta(reader.site(stored.gate, norm, order)))
         return gate
 
@@ -178,7 +189,8 @@ class FeedForwardReader:
         router = reader.operators.exact_projection(decoded(weight), bias)
         reader.step_bytes += mixture.weight_bytes + router.weight_bytes
         router = reader.adapted(router, self._router_site(stored, norm))
-        bias, factors = self._choice_bias(stored.choice_bias), self._identity_factors(content)
+        bias = self._choice_bias(stored.choice_bias, content.weighed_shared)
+        factors = self._identity_factors(content)
         by_token = self._by_token(stored.by_token, content.count)
         shared = self._shared_expert(stored.shared, content.shared, norm)
         parts = None if shared is None else shared.parts
@@ -203,6 +215,8 @@ class FeedForwardReader:
         reader = self._reader
         if isinstance(stored.experts, StackedExperts):
             operators, experts = reader.operators, self._stacked_experts(stored.experts)
+            if content.weighed_shared:
+                experts = chain(experts, self._shared_stack(stored, stored.experts.layout))
         else:
             parts = ((expert.gate, expert.down) for expert in stored.experts)
             operators = reader.operators_of(*chain.from_iterable(parts))
@@ -227,10 +241,12 @@ class FeedForwardReader:
         factors[content.count :] = 0
         return factors
 
-    def _choice_bias(self, stored: StoredTensor | None) -> Tensor | None:
+    def _choice_bias(self, stored: StoredTensor | None, shared: int) -> Tensor | None:
+        """Read the bias of the choice. shared: last experts, which every token has."""
         if stored is None:
             return None
-        bias = self._reader.tensor(stored).flatten()
+        bias = self._reader.tensor(stored).float().flatten()
+        bias = torch.cat((bias, bias.new_full((shared,), _ALWAYS)))
         return bias.to(self._reader.device, torch.float32, copy=True)
 
     def _by_token(self, stored: StoredTensor | None, count: int) -> TokenExperts | None:
@@ -301,6 +317,19 @@ class FeedForwardReader:
             shard = reader.shard
             yield ExpertWeights(shard.outputs(gate), shard.outputs(up), down_part, None, None, None)
 
+    def _shared_stack(self, stored: StoredExperts, layout: ExpertStack) -> Iterator[ExpertWeights]:
+        """Read the shared experts that the router weighs."""
+        *gate, down = map(self._reader.tensor, stored.weighed_shared)
+        outputs = self._reader.shard.outputs
+        for number, weight in enumerate(down):
+            if len(gate) == 1:
+                both = gate[0][number]
+                parts = [both[rows] for rows in _halves(len(both), layout)]
+            else:
+                parts = [each[number] for each in gate]
+            part, _ = self._reader.partial_of(weight, None)
+            yield ExpertWeights(outputs(parts[0]), outputs(parts[1]), part, None, None, None)
+
     def _stack(self, content: tuple[StoredTensor, ...], layout: ExpertStack) -> Iterator[Weight]:
         """Yield each expert's weight as [outputs, inputs]."""
         if content[0].dtype is None:
@@ -367,7 +396,8 @@ class FeedForwardReader:
         spec, fold = self._reader.spec, self._reader.fold_residual
         names = spec.family.names.experts
         assert names is not None
-        count, width, hidden = experts.count, experts.width, spec.hidden_size
+        width, hidden = experts.width, spec.hidden_size
+        count = experts.count - experts.weighed_shared
         module = f"{content.prefix}{names.module}.experts"
         module = module.removeprefix(self._reader.root)
         stacked = content.experts if isinstance(content.experts, StackedExperts) else None
@@ -386,6 +416,8 @@ class FeedForwardReader:
             both = StackedPart(f"{module}.{first}", products * width, number, experts.num_choices)
             outputs = StackedPart(f"{module}.down_proj", hidden, number, count)
             yield replace(gate, stacked=both), replace(down, stacked=outputs)
+        for _ in range(experts.weighed_shared):  # no adapter changes them
+            yield Site((), hidden, order), Site((), width)
 
 
 def _halves(outputs: int, layout: ExpertStack) -> tuple[slice, slice]:

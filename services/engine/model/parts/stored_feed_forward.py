@@ -68,6 +68,8 @@ class StoredExperts:
     """Integers [vocab_size, per_token], the experts of each token id; None: scores choose"""
     experts: tuple[StoredDense, ...] | StackedExperts
     shared: "StoredSharedExpert | None"
+    weighed_shared: tuple[StoredTensor, ...] = ()
+    """Stacks of the shared experts that the router weighs: gate and up, or both in one; down"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,8 @@ def _experts(names: LayerNames, experts: ExpertsSpec) -> StoredExperts:
     router = names.linear((own.router,), (choices,), names.spec.hidden_size, experts.has_bias)
     bias = None
     if experts.routing.has_bias:
-        shape = (1, choices) if own.choice_bias_is_row else (choices,)
+        chosen = choices - experts.weighed_shared
+        shape = (1, chosen) if own.choice_bias_is_row else (chosen,)
         bias = names.tensor(own.choice_bias, *shape)
     by_token, vocabulary = None, names.spec.vocab_size
     if experts.routing.is_by_token:
@@ -172,7 +175,8 @@ def _experts(names: LayerNames, experts: ExpertsSpec) -> StoredExperts:
     shared = None if experts.shared is None else _shared_expert(names, own, experts.shared)
     if own.are_stacked:
         stacked = _stacked_experts(names, own, experts)
-        return StoredExperts(names.prefix, router, bias, by_token, stacked, shared)
+        also = _shared_stack(names, own, experts)
+        return StoredExperts(names.prefix, router, bias, by_token, stacked, shared, also)
     stored = []
     for number in range(experts.count):
         gate = tuple(name.format(number) for name in own.gate)
@@ -190,6 +194,19 @@ def _shared_expert(
     )
 
 
+def _shared_stack(
+    names: LayerNames, own: ExpertTensorNames, experts: ExpertsSpec
+) -> tuple[StoredTensor, ...]:
+    """Name the stacks of the shared experts that the router weighs."""
+    if not experts.weighed_shared:
+        return ()
+    *gate, down = own.shared_stack
+    count, hidden, width = experts.weighed_shared, names.spec.hidden_size, experts.width
+    outputs = 2 * width // len(gate)
+    gates = (names.tensor(name, count, outputs, hidden) for name in gate)
+    return (*gates, names.tensor(down, count, hidden, width))
+
+
 def _stacked_experts(
     names: LayerNames, own: ExpertTensorNames, experts: ExpertsSpec
 ) -> StackedExperts:
@@ -198,7 +215,8 @@ def _stacked_experts(
     def stack(name: str, inputs: int, outputs: int) -> tuple[StoredTensor, ...]:
         if not experts.is_mxfp4:
             shape = (inputs, outputs) if layout.transposed else (outputs, inputs)
-            tensor = names.tensor(f"{name}{layout.suffix}", experts.count, *shape)
+            count = experts.count - experts.weighed_shared
+            tensor = names.tensor(f"{name}{layout.suffix}", count, *shape)
             return (replace(tensor, in_any_order=layout.in_any_order),)
         if inputs % mxfp4.GROUP_SIZE:
             raise CheckpointError(

@@ -4,6 +4,8 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     Idefics3Config,
+    InklingConfig,
+    InklingTextConfig,
     LlamaConfig,
     LlavaConfig,
     MiniMaxM3VLConfig,
@@ -29,6 +31,7 @@ from transformers import (
 from tests.unit.engine.checkpoints.shapes import (
     DELTA_NET,
     EXPERTS,
+    INKLING,
     MINIMAX_M3,
     MROPE,
     QWEN_VISION,
@@ -105,5 +108,14 @@ IMAGES: dict[str, PreTrainedConfig] = {
             **MINIMAX_M3, index_topk_blocks=3, index_block_size=4, index_local_blocks=2
         ),
         vision_config=VISION,
+    ),
+    "inkling, with images": InklingConfig(
+        text_config=InklingTextConfig(
+            **INKLING,
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            local_layer_ids=[1],
+        ),
+        vision_config={"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1},
+        audio_config={"n_mel_bins": 2, "mel_vocab_size": 4},
     ),
 }

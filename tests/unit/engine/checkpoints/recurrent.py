@@ -6,6 +6,7 @@ from transformers import (
     FalconH1Config,
     FalconMambaConfig,
     GraniteMoeHybridConfig,
+    InklingTextConfig,
     JambaConfig,
     KimiLinearConfig,
     LaraMiniConfig,
@@ -29,6 +30,7 @@ from transformers import (
 from tests.unit.engine.checkpoints.shapes import (
     DELTA_NET,
     EXPERTS,
+    INKLING,
     LATENT,
     MAMBA,
     MAMBA1,
@@ -37,6 +39,7 @@ from tests.unit.engine.checkpoints.shapes import (
     NEMOTRON_H,
     OLMO_HYBRID,
     SHAPE,
+    VOCABULARY,
     WIDE,
     ZAMBA2,
 )
@@ -233,5 +236,17 @@ RECURRENT: dict[str, PreTrainedConfig] = {
         full_attn_beta_factor=0.7,
         mlp_beta_factor=0.7,
         block_size=16,
+    ),
+    "inkling": InklingTextConfig(
+        **INKLING,
+        layer_types=["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        log_scaling_n_floor=20,
+    ),
+    "inkling, padded": InklingTextConfig(
+        **INKLING | {"vocab_size": VOCABULARY + 7, "n_shared_experts": 1},
+        unpadded_vocab_size=VOCABULARY,
+        local_layer_ids=[0],
+        conv_kernel_size=3,
     ),
 }

@@ -302,3 +302,17 @@ FALCON: dict[str, Any] = {
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
 }
+INKLING: dict[str, Any] = WIDE | {
+    "initializer_range": 0.1,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 1,
+    "swa_head_dim": 32,
+    "sliding_window_size": 9,
+    "rel_extent": 24,
+    "d_rel": 16,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "route_scale": 2.5,
+    "logits_mup_width_multiplier": 2.0,
+}

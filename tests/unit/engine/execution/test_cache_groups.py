@@ -38,6 +38,7 @@ FAMILIES = (
         "glm moe dsa",
         "gemma3",
         "gpt-oss",
+        "inkling",
         "bailing hybrid",
         "kimi linear",
         "laguna",

@@ -232,7 +232,7 @@ def test_half_precision_stays_close_to_float32(
         *("cohere, norms", "glm4", "gpt-neox", "nemotron", "apertus", "hunyuan", "seed oss"),
         *("glm4 moe lite", "lfm2", "lfm3", "bamba", "mamba", "minimax", "zamba", "zamba2"),
         *("deepseek v4", "minimax m3", "recurrent gemma", "mimo v2 flash", "cohere2 moe"),
-        *("laguna", "longcat flash, wide", "bloom", "mpt", "dbrx"),
+        *("laguna", "longcat flash, wide", "bloom", "mpt", "dbrx", "inkling"),
     ],
 )
 def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV4Config,
+    InklingTextConfig,
     MiniMaxM3VLTextConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
@@ -23,7 +24,7 @@ from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint
-from tests.unit.engine.checkpoints.shapes import COMPRESSED, MINIMAX_M3, SHAPE, ZAMBA2
+from tests.unit.engine.checkpoints.shapes import COMPRESSED, INKLING, MINIMAX_M3, SHAPE, ZAMBA2
 
 MIB = 1 << 20
 LARGE: Mapping[str, PreTrainedConfig] = {
@@ -53,6 +54,11 @@ LARGE: Mapping[str, PreTrainedConfig] = {
         **MINIMAX_M3
         | {"num_hidden_layers": 2, "max_position_embeddings": 8192}
         | {"layer_types": ["minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense"] * 2},
+    ),
+    "addends by distance": InklingTextConfig(
+        **INKLING | {"num_hidden_layers": 1, "max_position_embeddings": 8192},
+        layer_types=["hybrid"],
+        mlp_layer_types=["dense"],
     ),
     "streams": DeepseekV4Config(
         **COMPRESSED

@@ -123,6 +123,7 @@ FAMILIES = (
     "mimo v2 flash",
     "minimax m3",
     "recurrent gemma",
+    "inkling",
 )
 _WIDE: dict[str, Any] = {
     "vocab_size": 97,
@@ -167,6 +168,7 @@ ADAPTED = (
     "minicpm3",
     "minimax m3",
     "recurrent gemma",
+    "inkling",
     "lfm2",
     "lfm3",
     "granite hybrid, dense",

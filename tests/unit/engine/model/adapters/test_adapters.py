@@ -36,6 +36,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "granite moe": {"target_parameters": [*_OF_GRANITE, "block_sparse_moe.router.weight"]},
     "phimoe": {"target_parameters": STACKS},
     "qwen2 moe": {"target_parameters": [*STACKS, "mlp.gate.weight"]},
+    "inkling": {"target_parameters": [*STACKS, "mlp.gate.weight"]},
     "qwen3 vl moe": {"target_parameters": STACKS},
 }
 """Adapters of parameters that stack all experts"""
@@ -43,10 +44,10 @@ _ROUGH = ("gemma4, shared keys",)
 """Models whose rounding random adapters amplify: ours and transformers' are each within 1.1e-4 of
 float64, and up to 2e-4 apart"""
 
-_WITHOUT = ("afmoe", "deepseek v4", "minimax m3, with images")
+_WITHOUT = ("afmoe", "deepseek v4", "minimax m3, with images", "inkling, with images")
 """Models without adapters: PEFT makes none where an output gate has the name of an expert's
-product, DeepSeek V4's are refused at the start, and published files of MiniMax M3 have other names
-than the modules that PEFT adapts"""
+product, DeepSeek V4's are refused at the start, and published files of MiniMax M3 and of Inkling
+have other names than the modules that PEFT adapts"""
 
 
 def load(decoder: Decoder, number: int, folder: Path) -> None:

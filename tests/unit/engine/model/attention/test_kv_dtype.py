@@ -108,6 +108,7 @@ def run(decoder: Decoder, tokens: torch.Tensor, chunks: list[int]) -> torch.Tens
     [
         ("deepseek v3", "DeepseekV3ForCausalLM keeps latents instead of keys and values"),
         ("mamba2", "Mamba2ForCausalLM keeps states, and neither keys nor values"),
+        ("inkling", "InklingForCausalLM keeps keys and values in rows for torch"),
     ],
 )
 def test_family_without_keys_refuses_their_type(tmp_path: Path, family: str, reason: str) -> None:
