@@ -122,6 +122,6 @@ def _attention(config: Config, prefix: str, window: int, relative: RelativeShape
         output_bias=False,
         has_sinks=False,
         qk_norm=QkNorm.HEAD,
-        has_output_gate=False,
+        gate=None,
         relative=relative,
     )
