@@ -81,7 +81,7 @@ def _stack(model: Path, flags: Sequence[str]) -> float:
     def ask() -> bool:
         try:
             with urllib.request.urlopen(request, timeout=_DEADLINE) as answer:
-                return answer.readline().startswith(b"data:")
+                return bool(answer.readline().startswith(b"data:"))
         except (urllib.error.URLError, ConnectionError):
             return False
 
