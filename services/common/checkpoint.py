@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from services.common.gguf.checkpoint_files import write_checkpoint
 from services.common.gguf.gguf_file import GgufError
+from services.common.process import collector_paused
 from services.common.settings import CheckpointSettings, ServerSettings, StartupError
 from services.common.tokenizer_files.definition import TokenizerError
 from services.common.tokenizer_files.other_tokenizers import (
@@ -65,7 +66,8 @@ def opened_checkpoint(path: Path) -> Iterator[Path]:
         directory = Path(name)
         try:
             if gguf is not None:
-                write_checkpoint(gguf, directory)
+                with collector_paused():  # collections would visit every token, again and again
+                    write_checkpoint(gguf, directory)
             elif other is not None:
                 _write_tokenizer(other, directory)
         except GgufError as error:

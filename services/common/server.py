@@ -35,7 +35,7 @@ from services.common.telemetry import LOST_LOG_LINES, serve_metrics
 from tokenwire.channel_options import MESSAGE_LIMITS, QUIET
 from tokenwire.serving.addresses import METRICS_PORT_OFFSET, address, is_loopback, why_unusable
 
-__all__ = ["SERVER_OPTIONS", "Application", "main"]
+__all__ = ["SERVER_OPTIONS", "Application", "main", "run"]
 
 _LOG = logging.getLogger("server")
 _UNIX = "unix:"
@@ -111,6 +111,11 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
     except StartupError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    run(name, settings, make)
+
+
+def run(name: str, settings: S, make: Callable[[S], Application]) -> None:
+    """Do `main` with settings that have been read."""
     try:
         service_logging.configure(name, settings.log_level, LOST_LOG_LINES.inc)
         raise_file_limit()

@@ -1,19 +1,18 @@
 """Command line: python -m services.engine, or torchrun -m services.engine."""
 
 import sys
+from functools import partial
 from typing import NoReturn
 
-from services.common.process import collector_paused
-from services.common.server import main
+from services.common.process import collector_paused, raise_file_limit
 from services.common.settings import StartupError, parse
-from services.engine.application import EngineApplication
 from services.engine.frontend.child_process import limit_thread_spinning
+from services.engine.frontend.loop_client import spawn_loop
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
 
 
-def _follow() -> NoReturn:
-    settings = parse(EngineSettings, "python -m services.engine", "TOKENWIRE_ENGINE")
+def _follow(settings: EngineSettings) -> NoReturn:
     limit_thread_spinning()
     # imported here only: the gRPC process of rank 0 must stay free of torch
     with collector_paused():
@@ -22,11 +21,21 @@ def _follow() -> NoReturn:
     run(settings)
 
 
+def _lead(settings: EngineSettings) -> None:
+    raise_file_limit()  # which the loop process inherits
+    loop = spawn_loop()  # first: its import of torch is the longest part of a quick start
+    # imported here only: the loop process, which imports this module, needs no gRPC server
+    from services.common.server import run
+    from services.engine.application import EngineApplication
+
+    run("engine", settings, partial(EngineApplication, loop))
+
+
 if __name__ == "__main__":
     try:
-        if not Rank.from_environment().leads:
-            _follow()
+        settings = parse(EngineSettings, "python -m services.engine", "TOKENWIRE_ENGINE")
+        leads = Rank.from_environment().leads
     except StartupError as error:
-        print(f"engine: {error}", file=sys.stderr)
+        print(f"engine: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    main("engine", EngineSettings, EngineApplication)
+    _lead(settings) if leads else _follow(settings)

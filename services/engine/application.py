@@ -12,6 +12,7 @@ from services.common.background import keep_running
 from services.common.server import Application
 from services.common.telemetry import describe_build
 from services.engine.frontend import metrics
+from services.engine.frontend.child_process import Child
 from services.engine.frontend.control_service import EngineControlServicer
 from services.engine.frontend.engine_service import EngineServicer
 from services.engine.frontend.frontend import Frontend
@@ -40,11 +41,11 @@ class EngineApplication(Application):
 
     peer_methods = frozenset(f"/{_CONTROL}/{method}" for method in _PEER_METHODS)
 
-    def __init__(self, settings: EngineSettings) -> None:
-        """Check the model and the memory. Raises StartupError."""
+    def __init__(self, loop: Child, settings: EngineSettings) -> None:
+        """Check the model and the memory. Raises StartupError. loop: the loop process."""
         check_start(settings)
         super().__init__()
-        self._frontend = Frontend(settings, self._on_failure)
+        self._frontend = Frontend(settings, loop, self._on_failure)
         self._engine = EngineServicer(self._frontend, settings)
         self._control = EngineControlServicer(self._frontend, settings, self.set_serving)
         self._has_vllm_metrics = settings.vllm_metrics

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors.torch import load_file, save_file
 
 from services.engine.frontend.frontend import Frontend
+from services.engine.frontend.loop_client import spawn_loop
 from services.engine.frontend.matchers import Matchers
 from services.engine.settings import EngineSettings
 from tests.services.engine_client import (
@@ -212,7 +213,8 @@ async def test_request_whose_grammar_compiles_fails_with_engine_lost(
 async def test_abort_after_the_deadline_timer_reports_aborted(embedded_model: Path) -> None:
     """The deadline's timer has fired, but the request has not ended yet."""
     settings = EngineSettings(model=embedded_model, grammar="127.0.0.1:1")
-    frontend = Frontend(settings, lambda why: None)
+    loop = spawn_loop()
+    frontend = Frontend(settings, loop, lambda why: None)
     matchers = Matchers(
         [settings.grammar],
         vocabulary_size=8192,
@@ -230,6 +232,7 @@ async def test_abort_after_the_deadline_timer_reports_aborted(embedded_model: Pa
         await compiling
     assert ended.value.reason == "ABORTED"
     await matchers.aclose()
+    loop.link.close()
 
 
 async def test_refused_requests_hold_nothing_and_are_told_different_times(

@@ -22,7 +22,7 @@ from services.engine.execution.model_runner import StepCapacity, max_logit_rows
 from services.engine.execution.step_memory import measure_steps
 from services.engine.host_memory import in_units
 from services.engine.kernels.library import instruction_set
-from services.engine.kernels.memory import touch
+from services.engine.kernels.memory import populate_behind
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
@@ -266,7 +266,7 @@ def _allocate_cache(
     slots = need.state_slots(num_blocks)
     cache = decoder.allocate_cache(blocks, num_states=slots + (is_on_gpu and slots > 0))
     if not is_on_gpu:
-        touch((*cache.pages, *chain.from_iterable(cache.states.values())))
+        populate_behind([*cache.pages, *chain.from_iterable(cache.states.values())])
     size = need.bytes(num_blocks)
     _LOG.debug(
         "KV cache: %d blocks of %d tokens, %.2f GiB, allocated in %.1f s",

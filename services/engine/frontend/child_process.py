@@ -5,35 +5,55 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
 from services.common.settings import StartupError
 from services.engine.framing import Unpacker, pack
 from tokenwire.serving.exit_status import exit_status
 
-__all__ = ["ChildProcess", "limit_thread_spinning"]
+__all__ = ["Child", "ChildProcess", "limit_thread_spinning", "spawn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process that runs, and our end of the socket to it."""
+
+    process: BaseProcess
+    link: socket.socket
+
+
+def spawn(name: str, run: Callable[..., None], *arguments: object) -> Child:
+    """Start a process that calls `run(*arguments, link)`, and return at once."""
+    ours, theirs = socket.socketpair()
+    # spawn: a fork of this process would share its event loop and threads
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=run, args=(*arguments, theirs), name=name, daemon=True)
+    limit_thread_spinning()
+    process.start()
+    theirs.close()
+    return Child(process, ours)
 
 
 class ChildProcess(asyncio.Protocol):
-    """Starts a process, sends it messages, and hands its messages to a callback."""
+    """Sends messages to a process, and hands its messages to a callback."""
 
     def __init__(
         self,
-        name: str,
         title: str,
         on_message: Callable[[Any], None],
         on_death: Callable[[str], None],
     ) -> None:
-        """name: the process's own; title: its name in messages, such as "The loop process".
+        """title: the process's name in messages, such as "The loop process".
 
         on_message: called with each message but the first, which `start` returns.
         on_death: called with a sentence when the process dies after its first message.
         """
-        self._name = name
         self._title = title
         self._on_message = on_message
         self._on_death = on_death
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process: BaseProcess | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._unpacker = Unpacker()
         self._first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -41,21 +61,15 @@ class ChildProcess(asyncio.Protocol):
         self._is_stopping = False
         self._has_ended = False
 
-    async def start(self, run: Callable[..., None], *arguments: object) -> Any:
-        """Call `run(*arguments, link)` in the process. Returns its first message.
+    async def start(self, child: Child, *messages: object) -> Any:
+        """Send a process its first messages, and return the first one that it sends.
 
         Raises StartupError if it dies before.
         """
-        ours, theirs = socket.socketpair()
-        # spawn: a fork of this process would share its event loop and threads
-        context = multiprocessing.get_context("spawn")
-        self._process = context.Process(
-            target=run, args=(*arguments, theirs), name=self._name, daemon=True
-        )
-        limit_thread_spinning()
-        self._process.start()
-        theirs.close()
-        await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
+        self._process = child.process
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=child.link)
+        for message in messages:
+            self.send(message)
         first = await self._first
         if first is None:
             raise StartupError(

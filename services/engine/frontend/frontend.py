@@ -25,6 +25,7 @@ from services.engine.frontend import events, request_accounting
 from services.engine.frontend.adapter_registry import Adapter, AdapterRegistry, parse_adapters
 from services.engine.frontend.admission import Admission
 from services.engine.frontend.cache_mirror import CacheMirror
+from services.engine.frontend.child_process import Child
 from services.engine.frontend.image_client import ImageClient
 from services.engine.frontend.image_placement import place_images
 from services.engine.frontend.loop_client import LoopClient
@@ -99,13 +100,15 @@ class _LiveRequest:
 class Frontend:
     """Hands requests to the loop and routes its outputs to their sinks."""
 
-    def __init__(self, settings: EngineSettings, on_failure: Callable[[str], None]) -> None:
-        """on_failure: called with a message when the loop process has died."""
+    def __init__(
+        self, settings: EngineSettings, loop: Child, on_failure: Callable[[str], None]
+    ) -> None:
+        """loop: the loop process; on_failure: called with a message when it has died."""
         self._settings = settings
         self._max_requests = settings.max_running + settings.max_waiting
         self._on_failure = on_failure
         self._admission: Admission | None = None
-        self._loop = LoopClient(settings, self._on_output, self._on_death)
+        self._loop = LoopClient(settings, loop, self._on_output, self._on_death)
         self._images: ImageClient | None = None
         self._matchers: Matchers | None = None
         self._preparations = Preparations(settings.max_waiting, self.notify)

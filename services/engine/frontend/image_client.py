@@ -19,7 +19,7 @@ from services.common.sharing.fair_queue import FairQueue
 from services.common.sharing.shares import Shares
 from services.common.sharing.tenant_cache import TenantCache
 from services.engine.frontend import metrics
-from services.engine.frontend.child_process import ChildProcess
+from services.engine.frontend.child_process import ChildProcess, spawn
 from services.engine.frontend.preparations import queue_full
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings, parse_bytes
@@ -120,10 +120,9 @@ class ImageClient:
 
     async def start(self) -> None:
         """Start the process and wait until its weights are loaded. Raises StartupError."""
-        process = ChildProcess(
-            "tokenwire-engine-images", "The image encoder", self._on_encoded, self._on_death
-        )
-        first: Any = await process.start(_run, self._settings)
+        process = ChildProcess("The image encoder", self._on_encoded, self._on_death)
+        child = spawn("tokenwire-engine-images", _run, self._settings)
+        first: Any = await process.start(child)
         if isinstance(first, EncoderFailed):
             await process.stop()
             raise StartupError(first.message)

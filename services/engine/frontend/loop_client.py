@@ -1,37 +1,46 @@
 """Client of the loop process: start, commands, outputs and end."""
 
+import signal
 import socket
 from collections.abc import Callable
 from typing import Any
 
 from services.common.process import collector_paused
 from services.common.settings import StartupError
-from services.engine.frontend.child_process import ChildProcess
+from services.engine.frontend.child_process import Child, ChildProcess, spawn
 from services.engine.messages import Command, LoopFailed, ModelDescription, StepOutput
 from services.engine.settings import EngineSettings
 
-__all__ = ["LoopClient"]
+__all__ = ["LoopClient", "spawn_loop"]
+
+
+def spawn_loop() -> Child:
+    """Start the loop process, which imports torch and then waits for `LoopClient.start`.
+
+    The import takes a second or two, in which this process reads and checks the model's files.
+    """
+    return spawn("tokenwire-engine-loop", _run)
 
 
 class LoopClient:
-    """Starts the loop process, sends it commands, and hands its outputs to a callback."""
+    """Lets the loop process load, sends it commands, and hands its outputs to a callback."""
 
     def __init__(
         self,
         settings: EngineSettings,
+        child: Child,
         on_output: Callable[[StepOutput], None],
         on_death: Callable[[str], None],
     ) -> None:
         self._settings = settings
+        self._child = child
         self._on_death = on_death
         self._is_ready = False
-        self._process = ChildProcess(
-            "tokenwire-engine-loop", "The loop process", on_output, self._on_end
-        )
+        self._process = ChildProcess("The loop process", on_output, self._on_end)
 
     async def start(self) -> ModelDescription:
-        """Start the process and wait until the model is loaded. Raises StartupError."""
-        first: Any = await self._process.start(_run, self._settings)
+        """Wait until the process has loaded the model. Raises StartupError."""
+        first: Any = await self._process.start(self._child, self._settings)
         if isinstance(first, LoopFailed):
             raise StartupError(first.message)
         self._is_ready = True
@@ -51,9 +60,10 @@ class LoopClient:
             self._on_death(why)
 
 
-def _run(settings: EngineSettings, link: socket.socket) -> None:
+def _run(link: socket.socket) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gRPC process decides when to stop
     # imported in the loop process only: the gRPC process must stay free of torch
     with collector_paused():
         from services.engine.loop.loop_process import run
 
-    run(settings, link)
+    run(link)

@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import mmap
+import os
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -12,10 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Arena", "allocate", "give_back_files", "give_back_freed", "touch"]
+__all__ = ["Arena", "allocate", "give_back_files", "give_back_freed", "populate_behind", "touch"]
 
 _SLAB_BYTES = 64 << 20
 _TOUCHED_AT_ONCE = 8
+_POPULATED_AT_ONCE = 8 << 20
+"""Bytes that one call faults in; while it runs, the process can map no further memory"""
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; Python has no name for it"""
+_NICENESS = 19
 _ALIGNMENT = 64
 """Bytes of a cache line"""
 
@@ -43,6 +50,46 @@ def touch(tensors: Iterable[Tensor]) -> None:
     with ThreadPoolExecutor(_TOUCHED_AT_ONCE) as pool:
         for _ in pool.map(_touch, tensors):
             pass
+
+
+def populate_behind(tensors: Sequence[Tensor]) -> threading.Thread:
+    """Fault in the pages of CPU tensors while the process goes on, and leave their content.
+
+    A KV cache of many gigabytes takes seconds, in which the first steps use its first pages alone.
+    Steps may write to the tensors meanwhile. As with `touch`, a machine that lacks the memory kills
+    the process. Systems without such a call fault the pages in before this returns.
+    Returns the thread that does it.
+    """
+    pieces = [
+        (tensor.data_ptr() + first, min(_POPULATED_AT_ONCE, tensor.nbytes - first))
+        for first in range(0, max((each.nbytes for each in tensors), default=0), _POPULATED_AT_ONCE)
+        for tensor in tensors
+        if first < tensor.nbytes
+    ]
+    if pieces and not _populate(*pieces[0]):
+        touch(tensors)
+        pieces = []
+    thread = threading.Thread(target=_populate_all, args=(pieces[1:], tensors), daemon=True)
+    thread.start()
+    return thread
+
+
+def _populate_all(pieces: Sequence[tuple[int, int]], held: Sequence[Tensor]) -> None:
+    """Fault in pieces, each an address and bytes, of tensors that are held until the end."""
+    if sys.platform.startswith("linux"):  # where each thread has a niceness of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    for address, num_bytes in pieces:
+        _populate(address, num_bytes)
+
+
+def _populate(address: int, num_bytes: int) -> bool:
+    """Fault in a piece's pages; return whether the system can."""
+    if not sys.platform.startswith("linux"):
+        return False
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = ctypes.c_size_t(address + num_bytes - first)
+    madvise = ctypes.CDLL(None).madvise
+    return bool(madvise(ctypes.c_void_p(first), length, _MADV_POPULATE_WRITE) == 0)
 
 
 def _touch(tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Process of the step loop: it loads the model, then takes commands and sends outputs.
+"""Process of the step loop: it gets its settings, loads the model, takes commands, sends outputs.
 
 A process of its own, because a busy interpreter thread beside the loop delays every step.
 """
@@ -36,12 +36,16 @@ _LEAST_SHARE = 0.1
 """Turn of the image encoder, at least, as a multiple of a step's time"""
 
 
-def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
+def run(link: socket.socket) -> NoReturn:
     """Run the loop until the gRPC process closes `link`; exit with 1 or 2 after a failure."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the gRPC process decides when to stop
-    service_logging.configure("engine", settings.log_level)
     messages = _MessageSocket(link)
+    try:
+        settings = messages.settings()
+    except (ConnectionError, EOFError):
+        end_process(0)  # the gRPC process has refused to start, and has said why
+    # The gRPC process decides when to stop. It ends a loop process without settings by this signal.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    service_logging.configure("engine", settings.log_level)
     try:
         loaded = load_loop(settings)
     except (CheckpointError, StartupError) as error:
@@ -99,6 +103,18 @@ class _MessageSocket:
 
     def send(self, message: object) -> None:
         self._link.sendall(pack(message))
+
+    def settings(self) -> EngineSettings:
+        """Wait for the first message. Raises EOFError when the peer is gone."""
+        while True:
+            data = self._link.recv(1 << 20)
+            if not data:
+                raise EOFError
+            settings: EngineSettings
+            settings, *commands = self._unpacker.feed(data) or [None]
+            if settings is not None:
+                self._arrived.extend(commands)
+                return settings
 
     def wait(self, timeout: float | None) -> None:
         """Return when a command has come, or after `timeout` seconds."""

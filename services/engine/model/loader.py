@@ -21,6 +21,7 @@ from services.engine.model.attention.kv_dtype import resolve_kv_dtype
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.fp8 import Fp8Tensors
 from services.engine.model.checkpoint.generation import generation_config
+from services.engine.model.checkpoint.gguf_tensors import GgufTensors
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.quantized_tensors import QuantizedTensors
 from services.engine.model.checkpoint.task_names import adapter_directory
@@ -325,9 +326,6 @@ def open_tensors(directory: Path, spec: ModelSpec, *, maps: bool = False) -> Ten
     maps: quantized weights stay in the files.
     """
     if (directory / PARTS).is_dir():
-        # imported here only: gguf imports much of what is installed, such as mistral_common
-        from services.engine.model.checkpoint.gguf_tensors import GgufTensors
-
         return GgufTensors(directory, maps=maps)
     if spec.tasks and not spec.family.has_task_adapters:
         return TaskTensors(directory)

@@ -24,7 +24,7 @@ ITS_START = "import importlib, sys; importlib.import_module(sys.argv[1])"
         (EVERY_MODULE, "services.tokenizer"),
         (EVERY_MODULE, "services.grammar"),
         (EVERY_MODULE, "services.engine.scheduling"),  # policy, which the step loop calls
-        (ITS_START, "services.engine.__main__"),  # the gRPC side; the step loop is another process
+        (ITS_START, "services.engine.application"),  # the step loop is another process
     ],
 )
 def test_torch_is_loaded_by_the_step_loop_alone(program: str, name: str) -> None:
@@ -34,7 +34,12 @@ def test_torch_is_loaded_by_the_step_loop_alone(program: str, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "name", ["services.engine.loop.loop_process", "services.engine.vision.encoder_process"]
+    "name",
+    [
+        "services.engine.__main__",  # which every process that the engine starts imports
+        "services.engine.loop.loop_process",
+        "services.engine.vision.encoder_process",
+    ],
 )
 def test_processes_that_compute_load_no_grpc(name: str) -> None:
     """gRPC would lengthen each restart of the engine, and nothing in these processes calls it."""

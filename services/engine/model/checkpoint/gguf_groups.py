@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from services.common.gguf.ggml_types import BLOCK_SIZES, GgmlType
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.quantized import (
     BlockCodes,
@@ -27,7 +27,7 @@ from services.engine.model.checkpoint.quantized import (
 
 __all__ = ["has_codes", "read_groups"]
 
-_KIND = GGMLQuantizationType
+_KIND = GgmlType
 _FORM = NumberForm
 _Array: TypeAlias = npt.NDArray[Any]
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -61,7 +61,7 @@ class _Format:
     """Number that each code stands for, before the scale; empty if the code itself is the number"""
 
 
-def has_codes(kind: GGMLQuantizationType, *, mapped: bool = False) -> bool:
+def has_codes(kind: GgmlType, *, mapped: bool = False) -> bool:
     """Return whether blocks are codes in groups; others are decoded at loading.
 
     mapped: whether the kernels also read their scales and offsets from the file.
@@ -70,9 +70,7 @@ def has_codes(kind: GGMLQuantizationType, *, mapped: bool = False) -> bool:
     return form is not None and (not mapped or form.form is not None)
 
 
-def read_groups(
-    rows: _Array, kind: GGMLQuantizationType, *, mapped: bool = False
-) -> QuantizedWeight | None:
+def read_groups(rows: _Array, kind: GgmlType, *, mapped: bool = False) -> QuantizedWeight | None:
     """Return the weights of rows [outputs, bytes of a row]; None if `kind` has no codes.
 
     The codes stay where they are. mapped: so do their scales and offsets.
@@ -80,7 +78,7 @@ def read_groups(
     form = _FORMATS.get(kind)
     if form is None:
         return None
-    num_codes, num_bytes = GGML_QUANT_SIZES[kind]
+    num_codes, num_bytes = BLOCK_SIZES[kind]
     layout = BlockLayout(num_bytes, num_codes, form.planes, form.lift)
     codes = BlockCodes(torch.from_numpy(rows), layout)
     if mapped and form.form is not None:
@@ -202,7 +200,7 @@ def _small_floats(blocks: _Array) -> tuple[_Numbers, None]:
 
 _PAIRS = 32
 """Bytes of a run of 1 or 2 bits in the formats of 256 weights"""
-_FORMATS: dict[Any, _Format] = {
+_FORMATS: dict[GgmlType, _Format] = {
     _KIND.Q4_0: _Format(4, [Plane(2, 16, 16, 4)], _scale, _FORM.SCALE),
     _KIND.Q4_1: _Format(4, [Plane(4, 16, 16, 4)], _scale_and_offset, _FORM.SCALE_AND_OFFSET),
     _KIND.Q5_0: _Format(

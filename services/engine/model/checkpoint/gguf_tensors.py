@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from services.common.gguf.checkpoint_files import PARTS
+from services.common.gguf.ggml_types import BLOCK_SIZES, GgmlType
 from services.common.gguf.gguf_file import GgufError, GgufFile, GgufTensor
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.gguf_groups import has_codes, read_groups
@@ -22,7 +22,7 @@ from services.engine.model.checkpoint.tensors import FoundTensor, StoredTensor, 
 
 __all__ = ["GgufTensors"]
 
-_KIND = GGMLQuantizationType
+_KIND = GgmlType
 _PLAIN = {_KIND.F32: torch.float32, _KIND.F16: torch.float16, _KIND.BF16: torch.bfloat16}
 _READ = (
     *_PLAIN,
@@ -32,8 +32,18 @@ _READ = (
     *(_KIND.IQ3_S, _KIND.IQ3_XXS, _KIND.IQ2_S, _KIND.IQ2_XS, _KIND.IQ2_XXS, _KIND.IQ1_M),
     *(_KIND.IQ1_S, _KIND.TQ1_0, _KIND.TQ2_0),
 )
-_NEWER_KINDS = {42: "Q2_0"}
-"""Names of ggml's types that the package lacks"""
+_OTHER_NAMES = {
+    9: "Q8_1",
+    15: "Q8_K",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    41: "Q1_0",
+    42: "Q2_0",
+}
+"""Names of ggml's types that are not read"""
 _MATRIX = 2
 _EXPERTS = "_exps."
 """Part of the name of a tensor that stacks all experts of a layer"""
@@ -52,7 +62,7 @@ class _Place:
 
     file: Path
     start: int
-    kind: GGMLQuantizationType
+    kind: GgmlType
     shape: tuple[int, ...]
     factor: float = 1.0
     """Number that all weights are multiplied by; only those in NVFP4 have one"""
@@ -60,7 +70,7 @@ class _Place:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row, which is the last dimension."""
-        block, size = GGML_QUANT_SIZES[self.kind]
+        block, size = BLOCK_SIZES[self.kind]
         return self.shape[-1] // block * size
 
     @property
@@ -94,11 +104,22 @@ class _GgufRows:
     place: _Place
 
     def decode(self, index: Tensor) -> Tensor:
-        return _decoded(self.data[index.numpy()], self.place)
+        rows = self.data[index.numpy()]
+        groups = read_groups(rows, self.place.kind)
+        if groups is None:
+            return _decoded(rows, self.place)
+        return _scaled(groups.decode(), self.place)
 
 
 def _decoded(rows: npt.NDArray[np.uint8], place: _Place) -> Tensor:
-    numbers = torch.from_numpy(dequantize(rows, place.kind))
+    """Return numbers of any type, a few rows at a time, so that large tensors need little room."""
+    # imported here only: gguf imports much of what is installed, such as mistral_common
+    from gguf import GGMLQuantizationType, dequantize
+
+    return _scaled(torch.from_numpy(dequantize(rows, GGMLQuantizationType(place.kind))), place)
+
+
+def _scaled(numbers: Tensor, place: _Place) -> Tensor:
     return numbers if place.factor == 1 else numbers * place.factor
 
 
@@ -191,14 +212,13 @@ class GgufTensors(TensorFiles):
     def _add(self, tensor: GgufTensor, file_size: int) -> None:
         names = ", ".join(kind.name for kind in _READ)
         if tensor.kind not in _READ:
-            named = _NEWER_KINDS | {kind.value: kind.name for kind in _KIND}
-            kind = named.get(tensor.kind, f"the unknown type {tensor.kind}")
+            kind = _OTHER_NAMES.get(tensor.kind, f"the unknown type {tensor.kind}")
             raise CheckpointError(
                 f"{tensor.file}: the tensor {tensor.name} is stored as {kind}, which is not "
                 f"supported. Supported: {names}."
             )
         place = _Place(tensor.file, tensor.start, _KIND(tensor.kind), tensor.shape)
-        block, _ = GGML_QUANT_SIZES[place.kind]
+        block, _ = BLOCK_SIZES[place.kind]
         if tensor.shape[-1] % block:
             raise CheckpointError(
                 f"{tensor.file}: the rows of {tensor.name} have {tensor.shape[-1]} numbers, which "

@@ -242,13 +242,16 @@ class QuantizedWeight:
     def decode(self) -> Tensor:
         """Return the weight, float32 [outputs, inputs]."""
         scales = self.scales.float()
-        zero = 0.0 if self.values else -float(2 ** (self.bits - 1))
-        offsets = zero * scales if self.offsets is None else self.offsets.float()
         codes = self.codes if isinstance(self.codes, Tensor) else self.codes.decode()
         if self.values:
             codes = torch.tensor(self.values, dtype=torch.int8)[codes.int()]
-        codes = codes.float().view(*scales.shape, -1)
-        weight = (codes * scales[..., None] + offsets[..., None]).view(self.shape)
+        numbers = codes.float().view(*scales.shape, -1)
+        if self.offsets is None:  # rounded once, as in ggml
+            zero = 0 if self.values else 2 ** (self.bits - 1)
+            weight = (numbers - zero) * scales[..., None]
+        else:
+            weight = numbers * scales[..., None] + self.offsets.float()[..., None]
+        weight = weight.view(self.shape)
         return weight if self.order is None else weight[:, self.order]
 
     def rows(self, index: Tensor | slice) -> "QuantizedWeight":

@@ -139,7 +139,7 @@ class ByteOperators(TiledOperators):
         outputs, inputs = weights[0].codes.shape
         columns = len(weights) * round_up(outputs, TILE_OUTPUTS)
         columns = round_up(columns, PANEL_OUTPUTS)
-        tiles = self.arena.take(columns * inputs, torch.int8).zero_()
+        tiles = self.arena.take(columns * inputs, torch.int8)
         scales = torch.zeros(columns // TILE_OUTPUTS, TILE_OUTPUTS)
         for first, weight in enumerate(weights):
             codes = weight.codes.contiguous()

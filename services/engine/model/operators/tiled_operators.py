@@ -239,9 +239,8 @@ class TiledOperators(NativeOperators):
             groups, num_bytes = mapped_call(weights, columns, alternate=alternate)
             return Packed(Format.GROUPS, None, groups=groups, mapped_bytes=num_bytes)
         groups = weights[0].call(round_up(outputs, PANEL_OUTPUTS))
+        # Zeros: packing writes neither to a second weight's missing tiles nor behind the outputs.
         packed = self.arena.take(self.native.grouped_bytes(groups), torch.uint8)
-        if alternate or outputs % PANEL_OUTPUTS:
-            packed.zero_()
         place = packed.data_ptr()
         for first, weight in enumerate(weights):
             if alternate:

@@ -43,7 +43,7 @@ def load_on_transformers(
     """Load the checkpoint whose config.json is `config`. Arguments as of `load_any_model`.
 
     Raises CheckpointError before the weights are read if the model can't be served, or not by
-    several ranks.
+    several ranks. Raises StartupError likewise if the cache can't have `kv_dtype`.
     """
     if (directory / PARTS).is_dir():
         raise StartupError(
@@ -54,6 +54,10 @@ def load_on_transformers(
     plan = ModelPlan.of(config, dtype, shard.count)
     spec = with_known_ends(plan.spec, directory)
     operators = choose_operators(spec, dtype, device, weights)
+    tiled = isinstance(operators, TiledOperators)
+    attention = choose_backend(
+        spec, dtype, device, tiled=tiled, with_xformers=with_xformers, kv_dtype=kv_dtype
+    )
     with open_tensors(directory, spec) as checkpoint:
         if checkpoint.is_quantized and weights not in ("full", "decoded"):
             raise StartupError(
@@ -68,10 +72,6 @@ def load_on_transformers(
         finally:
             bar.finish()
     give_back_freed()
-    tiled = isinstance(operators, TiledOperators)
-    attention = choose_backend(
-        spec, dtype, device, tiled=tiled, with_xformers=with_xformers, kv_dtype=kv_dtype
-    )
     parts = (plan, spec, dtype, device, operators, attention, reader.step_bytes)
     model = LeadingModel(ranks, *parts) if ranks.leads_others else TransformersModel(*parts)
     model.adapters = adapters

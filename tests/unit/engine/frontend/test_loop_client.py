@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.frontend.loop_client import LoopClient
+from services.engine.framing import pack
+from services.engine.frontend.loop_client import LoopClient, spawn_loop
 from services.engine.loop.loop_process import run
 from services.engine.messages import SetMasks
 from services.engine.settings import EngineSettings
@@ -18,7 +19,7 @@ async def test_failed_step_ends_the_process_and_logs_the_reason(
 ) -> None:
     died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     settings = EngineSettings(model=embedded_model, dtype="float32", kv_memory="16MiB")
-    client = LoopClient(settings, on_output=lambda _: None, on_death=died.set_result)
+    client = LoopClient(settings, spawn_loop(), on_output=lambda _: None, on_death=died.set_result)
     await client.start()
     client.send(SetMasks(masks=None))  # type: ignore[arg-type]
     assert "exit code 1" in await died
@@ -32,10 +33,20 @@ def test_loop_whose_grpc_process_is_gone_prints_nothing(
 ) -> None:
     """If another service fails first, its message must be the last one on the terminal."""
     ours, theirs = socket.socketpair()
-    ours.close()
     model = embedded_model if loads else tmp_path
     settings = EngineSettings(model=model, dtype="float32", kv_memory="16MiB", log_level="warning")
-    process = multiprocessing.get_context("spawn").Process(target=run, args=(settings, theirs))
+    ours.sendall(pack(settings))
+    ours.close()
+    process = multiprocessing.get_context("spawn").Process(target=run, args=(theirs,))
     process.start()
     process.join()
+    assert capfd.readouterr().err == ""
+
+
+def test_loop_that_gets_no_settings_ends_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    """It starts before the flags' model is checked: a refused start would leave it behind."""
+    loop = spawn_loop()
+    loop.link.close()
+    loop.process.join()
+    assert loop.process.exitcode == 0
     assert capfd.readouterr().err == ""

@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from torch.nn.functional import silu
 
+from services.common.gguf.ggml_types import GgmlType
 from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, Numbers
 from services.engine.model.architecture.activation import SWIGLU
@@ -165,7 +166,7 @@ def test_weights_in_several_formats_are_multiplied_as_one(operators: GroupedOper
 def test_codes_are_packed_from_the_blocks_of_a_file(
     operators: GroupedOperators, kind: GGMLQuantizationType
 ) -> None:
-    weight = read_groups(random_blocks((40, INPUTS), kind), kind)
+    weight = read_groups(random_blocks((40, INPUTS), kind), GgmlType(kind))
     assert weight is not None
     weights = [weight.rows(torch.randperm(40)), weight.rows(slice(3, 20))]
     x, out = random_rows(3, INPUTS), torch.empty(3, 57)

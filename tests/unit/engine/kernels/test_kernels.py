@@ -16,7 +16,7 @@ from services.common.settings import StartupError
 from services.engine.kernels.build import build
 from services.engine.kernels.freshness import require_current
 from services.engine.kernels.library import InstructionSet, Native
-from services.engine.kernels.memory import Arena, allocate, touch
+from services.engine.kernels.memory import Arena, allocate, populate_behind, touch
 from services.engine.model.architecture.activation import (
     SWIGLU,
     Activation,
@@ -335,6 +335,20 @@ def test_touched_memory_causes_no_page_faults() -> None:
     for tensor in tensors:
         tensor.numpy()[:] = 1
     # Untouched memory causes at least 96 faults, one per huge page.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20
+
+
+def test_memory_populated_behind_keeps_what_steps_write_meanwhile() -> None:
+    """Otherwise the first requests would lose their keys and values."""
+    tensors = [allocate((64 << 20,), torch.uint8)[:-100] for _ in range(3)]
+    populating = populate_behind(tensors)
+    for tensor in tensors:
+        tensor.numpy()[::4096] = 7
+    populating.join()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for tensor in tensors:
+        assert (tensor.numpy()[::4096] == 7).all()
+        tensor.numpy()[:] = 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 20
 
 

@@ -14,6 +14,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from services.common.gguf.ggml_types import GgmlType
 from services.common.settings import StartupError
 from services.engine.kernels.build import LIBRARY
 from services.engine.kernels.library import InstructionSet, Native, native
@@ -56,7 +57,10 @@ def rows_for(operators: Operators, count: int, width: int) -> Tensor:
 def both(outputs: int, kind: K) -> tuple[QuantizedWeight, QuantizedWeight]:
     """Return a weight that is packed in memory, and the same from the file."""
     blocks = random_blocks((outputs, INPUTS), kind)
-    packed, mapped = read_groups(blocks, kind), read_groups(blocks, kind, mapped=True)
+    packed, mapped = (
+        read_groups(blocks, GgmlType(kind)),
+        read_groups(blocks, GgmlType(kind), mapped=True),
+    )
     assert packed is not None
     assert mapped is not None
     return packed, mapped
@@ -101,7 +105,10 @@ def test_parts_of_a_mapped_weight_have_its_numbers(kind: K) -> None:
     """Ranks and rotated heads take some of a weight's rows or columns, unread."""
     block, _ = GGML_QUANT_SIZES[kind]
     blocks = random_blocks((40, 4 * block), kind)
-    packed, mapped = read_groups(blocks, kind), read_groups(blocks, kind, mapped=True)
+    packed, mapped = (
+        read_groups(blocks, GgmlType(kind)),
+        read_groups(blocks, GgmlType(kind), mapped=True),
+    )
     assert packed is not None
     assert mapped is not None
     order = torch.randperm(40)
@@ -210,7 +217,7 @@ def _without_others(file: Path) -> list[QuantizedWeight]:
         memory = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE)
     data = torch.frombuffer(memory, dtype=torch.uint8).numpy()
     experts = [part.reshape(WIDTH, -1) for part in np.split(data, EXPERTS)]
-    weights = [read_groups(expert, K.Q8_0, mapped=True) for expert in experts]
+    weights = [read_groups(expert, GgmlType.Q8_0, mapped=True) for expert in experts]
     assert experts[0].nbytes % mmap.PAGESIZE == 0
     for number, expert in enumerate(experts):
         if number not in KEPT:

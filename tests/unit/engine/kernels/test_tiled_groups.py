@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from torch.nn.functional import silu
 
+from services.common.gguf.ggml_types import GgmlType
 from services.engine.kernels.library import InstructionSet, Numbers, instruction_set
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
 from services.engine.model.checkpoint.gguf_groups import read_groups
@@ -130,7 +131,7 @@ def test_weights_in_several_formats_are_multiplied_as_one(operators: TiledOperat
 def test_codes_are_packed_from_the_blocks_of_a_file(
     operators: TiledOperators, kind: GGMLQuantizationType
 ) -> None:
-    weight = read_groups(random_blocks((64, INPUTS), kind), kind)
+    weight = read_groups(random_blocks((64, INPUTS), kind), GgmlType(kind))
     assert weight is not None
     gate, up = weight.rows(torch.randperm(64)), weight.rows(torch.randperm(64))
     for count in (3, 40):

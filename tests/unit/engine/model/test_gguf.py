@@ -66,6 +66,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from services.common.checkpoint import opened_checkpoint
+from services.common.gguf.ggml_types import GgmlType
 from services.common.gguf.gguf_config import config_of
 from services.common.gguf.gguf_file import GgufError, GgufFile
 from services.common.settings import StartupError
@@ -499,7 +500,7 @@ def test_parts_of_a_weight_are_those_of_its_numbers(kind: K) -> None:
     block, _ = GGML_QUANT_SIZES[kind]
     blocks = random_blocks((40, 4 * block), kind)
     whole = torch.from_numpy(dequantize(blocks, kind))
-    weight = read_groups(blocks, kind)
+    weight = read_groups(blocks, GgmlType(kind))
     assert weight is not None
     assert weight.shape == tuple(whole.shape)
     order = torch.randperm(40)

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 import services.engine.model.checkpoint.model_code
+from services.common.settings import StartupError
 from services.engine.execution.model_loader import load_any_model
 from services.engine.model.checkpoint.config import CheckpointError
 
@@ -69,3 +70,13 @@ def test_rotation_that_depends_on_other_sequences_is_refused(tmp_path: Path) -> 
     write_config(tmp_path, config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
     with pytest.raises(CheckpointError, match="longrope"):
         load_any_model(tmp_path, torch.float32, "transformers")
+
+
+def test_cache_type_that_this_machine_lacks_is_refused_before_weights_are_read(
+    tmp_path: Path,
+) -> None:
+    """A large model would load for a minute first. This checkpoint has no weights to read."""
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+    write_config(tmp_path, config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(StartupError, match="--kv-dtype int8: only the compiled CPU kernels"):
+        load_any_model(tmp_path, torch.float16, "transformers", kv_dtype="int8")
