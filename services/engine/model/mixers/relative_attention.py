@@ -19,8 +19,9 @@ def relative_numbers(spec: AttentionSpec, tokens: int, context: int) -> int:
     if spec.window:
         context = min(context, spec.window + tokens)
     row = _row_numbers(spec, context)
-    # keys and values as they are gathered, and in float32
-    return 2 * context * spec.page_width + min(max(PIECE, row), tokens * row)
+    # Keys and values as they are gathered, and in float32. Pieces count twice: the allocator keeps
+    # what one has freed, which is too small for the next one, whose context is longer.
+    return 2 * context * spec.page_width + 2 * min(max(PIECE, row), tokens * row)
 
 
 def _row_numbers(spec: AttentionSpec, context: int) -> int:

@@ -16,7 +16,8 @@ from services.engine.model.attention import cache_kernel
 from services.engine.model.operators import fused_kernels
 
 SIZES = dict.fromkeys(
-    ("row_stride", "out_stride", "columns", "token_stride", "num_heads", "num_queries", "half"),
+    ("row_stride", "out_stride", "columns", "key_columns", "value_columns")
+    + ("token_stride", "num_heads", "num_queries", "half"),
     "i32",
 )
 NUMBERS = dict.fromkeys(("epsilon", "alpha", "limit"), "fp32")

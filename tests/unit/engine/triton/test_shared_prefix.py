@@ -32,7 +32,7 @@ def test_tokens_are_those_of_prompts_that_run_alone(
     monkeypatch.setattr(paged, "_DTYPES", (torch.float32,))
     monkeypatch.setattr(loader, "native", None)
     monkeypatch.setattr(loader, "choose_backend", lambda *model, **_: paged.PagedAttention(*model))
-    monkeypatch.setattr(loaded_model, "touch", lambda _: None)  # pages lie as on a GPU
+    monkeypatch.setattr(loaded_model, "populate_behind", lambda _: None)  # pages lie as on a GPU
     monkeypatch.setattr(model_runner, "_LEAST_SHARERS", 3)
     monkeypatch.setattr(model_runner, "_LEAST_SHARED", 64)
     shared: list[int] = []
