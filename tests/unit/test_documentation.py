@@ -44,6 +44,18 @@ def test_no_page_has_both_sides_of_a_conflict(page: Path) -> None:
     assert marks == []
 
 
+def test_map_has_every_folder_of_code() -> None:
+    """A newcomer finds the place of a change in the map, where three folders were missing."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = page.partition("\n## Map\n")[2].partition("\n## ")[0]
+    named = {Path(path).name for path in re.findall(r"`([\w./]+)/`", rows)}
+    modules = [*ROOT.glob("services/*/**/*.py"), *ROOT.glob("tokenwire/**/*.py")]
+    folders = {module.parent.relative_to(ROOT) for module in modules}
+    inner = {folder for folder in folders if "pb" not in folder.parts and len(folder.parts) > 1}
+    services = {Path("services", name) for name in ("engine", "grammar", "http_shim", "tokenizer")}
+    assert [folder for folder in inner - services if folder.name not in named] == []
+
+
 def test_every_flag_of_the_services_stands_in_a_page(capsys: pytest.CaptureFixture[str]) -> None:
     """An operator who searches the pages for what --help prints finds what it is for."""
     with pytest.raises(SystemExit):
