@@ -164,7 +164,7 @@ def make(name: str, path: Path) -> None:
 
 def texts_of(count: int) -> list[str]:
     """Return texts of random words."""
-    words = (_ROOT / "docs/operations.md").read_text().split()
+    words = (_ROOT / "docs/running.md").read_text().split()
     source = random.Random(0)
     lengths = (max(2, round(source.gauss(_WORDS, _WORDS / 3))) for _ in range(count))
     return [" ".join(source.choices(words, k=length)) for length in lengths]

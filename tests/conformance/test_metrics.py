@@ -27,7 +27,7 @@ def refuse(self, name, *arguments, **options):
 ctypes.CDLL.__init__ = refuse
 """
 _ONLY_WITH_REDIS = {"tokenwire_shared_limits"}  # tests/services/test_shared_limits.py
-_DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
+_DOCUMENT = Path(__file__).parents[2] / "docs" / "watching.md"
 
 
 def test_exposed_metrics_are_the_documented_metrics(stack: Stack) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 _FOLDER = _ROOT / "deploy" / "observability"
-_DOCUMENTED = set(re.findall(r"`(tokenwire_\w+)`", (_ROOT / "docs" / "operations.md").read_text()))
+_DOCUMENTED = set(re.findall(r"`(tokenwire_\w+)`", (_ROOT / "docs" / "watching.md").read_text()))
 """All metrics; another test compares them with the served ones"""
 _SUFFIXES = ("_bucket", "_count", "_sum")
 

@@ -26,6 +26,11 @@ __all__ = ["document", "openapi"]
 
 Json = dict[str, Any]
 
+_INTRODUCTION = (
+    "Language models with OpenAI's APIs (completions, chats, responses, embeddings, files and "
+    "batches), Anthropic's messages, rankings, scores and classes of texts, and routes for tokens. "
+    "GET /v1/models lists the models with what they do."
+)
 _ERRORS: Mapping[int, str] = {
     400: "The request is invalid; `param` names the field.",
     401: "The API key is missing, unknown or revoked.",
@@ -100,7 +105,7 @@ def document() -> Json:
         "info": {
             "title": "Tokenwire",
             "version": version("tokenwire"),
-            "description": "Language models with OpenAI's completions and chat APIs.",
+            "description": _INTRODUCTION,
         },
         "paths": paths,
         "components": {
