@@ -3,14 +3,8 @@
 from dataclasses import replace
 
 from services.engine.model.checkpoint.attention_names import BlockIndexNames
-from services.engine.model.checkpoint.family import (
-    ExpertStack,
-    ExpertTensorNames,
-    Family,
-    QkNorm,
-    TensorNames,
-    WindowRule,
-)
+from services.engine.model.checkpoint.expert_names import ExpertStack, ExpertTensorNames
+from services.engine.model.checkpoint.family import Family, QkNorm, TensorNames, WindowRule
 from services.engine.model.checkpoint.shared_names import (
     BIASED_EXPERTS,
     DEEPSEEK_KEYS,

@@ -16,7 +16,7 @@ from services.engine.model.architecture.layers import (
     FeedForwardSpec,
 )
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.checkpoint.family import ExpertStack
+from services.engine.model.checkpoint.expert_names import ExpertStack
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import (
     Weight,
