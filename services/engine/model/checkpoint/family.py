@@ -393,7 +393,7 @@ class Family:
     has_modal_tokens: bool = False
     """Marks of images and sounds have embeddings apart from the text's, as Gemma 3n's do"""
     has_mimo_keys: bool = False
-    """config.json has MiMo's keys of layers with a window"""
+    """config.json has MiMo's keys of layers with a window, and of attention's values"""
     local_rotary: bool = False
     """Sliding-window layers have RoPE frequencies of their own"""
     rotates_windows_only: bool = False
