@@ -123,7 +123,10 @@ def _read_cohere(file: GgufFile) -> dict[str, Json]:
 
 
 def _read_cohere_experts(file: GgufFile) -> dict[str, Json]:
-    """Return the keys of Command A+ and North Mini Code; its epsilon says what its norms are."""
+    """Return the keys of Command A+, which has LayerNorms, and North Mini Code, which has RMSNorms.
+
+    The name of the epsilon tells them apart.
+    """
     norms: dict[str, Json] = {}
     if file.own("attention.layer_norm_rms_epsilon") not in file.metadata:
         epsilon = file.positive(file.own("attention.layer_norm_epsilon"))
