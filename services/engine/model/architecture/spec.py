@@ -51,8 +51,11 @@ _MOST = {
     "num_experts": 65_536,
     "num_local_experts": 65_536,
     "zero_expert_num": 65_536,
+    "hidden_size": 1 << 24,
+    "head_dim": 65_536,
+    "qk_rope_head_dim": 65_536,
 }
-"""Largest counts of parts whose tensors are listed, far above those of published models"""
+"""Largest counts and widths that are read, far above those of published models"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +373,7 @@ def quantization_of(config: Config, family: Family) -> Fp8Format | Scheme | Lite
 
 
 def _check_counts(config: Config) -> None:
-    """Raise CheckpointError for more layers or experts than could be listed."""
+    """Raise CheckpointError for values that would fill the memory before a tensor is missed."""
     for key, most in _MOST.items():
         count = config.values.get(config.file_key(key))
         if isinstance(count, int) and count > most:

@@ -283,7 +283,9 @@ FAMILY_DEFECTS: list[tuple[str, Callable[[Path], object], list[str]]] = [
     ("mimo v2 flash", lambda p: set_config(p, swa_num_key_value_heads=3), ["swa_num", "3"]),
     ("mimo v2 flash", lambda p: set_config(p, n_shared_experts=1), ["n_shared_experts"]),
     ("mimo v2 flash", lambda p: set_config(p, num_hidden_layers=10**12), ["num_hidden_layers"]),
-    ("mimo v2 flash", lambda p: set_config(p, hidden_size=10**400), ["hidden_size", "64 bits"]),
+    ("mimo v2 flash", lambda p: set_config(p, hidden_size=10**12), ["hidden_size", "at most"]),
+    ("mimo v2 flash", lambda p: set_config(p, head_dim=10**12), ["head_dim", "at most"]),
+    ("mimo v2 flash", lambda p: set_config(p, v_head_dim=10**400), ["v_head_dim", "64 bits"]),
     ("mimo v2 flash", lambda p: set_config(p, attention_value_scale=0), ["attention_value_scale"]),
     (
         "mimo v2 flash",
