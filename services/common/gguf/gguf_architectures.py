@@ -123,7 +123,10 @@ def _read_cohere(file: GgufFile) -> dict[str, Json]:
 
 
 def _read_cohere_experts(file: GgufFile) -> dict[str, Json]:
-    """Return the keys of Command A+ and North Mini Code; its epsilon says what its norms are."""
+    """Return the keys of Command A+, which has LayerNorms, and North Mini Code, which has RMSNorms.
+
+    The name of the epsilon tells them apart.
+    """
     norms: dict[str, Json] = {}
     if file.own("attention.layer_norm_rms_epsilon") not in file.metadata:
         epsilon = file.positive(file.own("attention.layer_norm_epsilon"))
@@ -210,13 +213,18 @@ def _read_falcon(file: GgufFile) -> dict[str, Json]:
 
 
 def _read_clip(file: GgufFile) -> dict[str, Json]:
-    return {"clip_qkv": file.number(file.own("attention.clamp_kqv"), 0.0) or None}
+    return {"clip_qkv": _positive_or_none(file, file.own("attention.clamp_kqv"))}
 
 
 def _read_mpt(file: GgufFile) -> dict[str, Json]:
     """Return the keys of MPT's attention. A largest bias of 0 marks a model without ALiBi."""
-    bias = file.number("mpt.attention.max_alibi_bias", 0.0)
-    return {**_read_clip(file), "alibi": bias != 0, "alibi_bias_max": bias or None}
+    bias = _positive_or_none(file, "mpt.attention.max_alibi_bias")
+    return {**_read_clip(file), "alibi": bias is not None, "alibi_bias_max": bias}
+
+
+def _positive_or_none(file: GgufFile, key: str) -> float | None:
+    """Return a number above 0; None if the file states 0 or none. Raises GgufError for another."""
+    return file.positive(key) if file.number(key, 0.0) else None
 
 
 _MAVERICK_EXPERTS = 128

@@ -110,7 +110,7 @@ class GgufFile:
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a whole number, or the one that all entries of a list are."""
         value = self.metadata.get(key, default)
-        if isinstance(value, list) and len(set(value)) == 1:
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(key, "a whole number")

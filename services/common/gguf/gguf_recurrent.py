@@ -108,8 +108,7 @@ def read_jamba(file: GgufFile) -> dict[str, Json]:
 def read_lightning(file: GgufFile) -> dict[str, Json]:
     """Return the keys of MiniMax-01, whose layers are lightning attention or attention.
 
-    The converter takes only models whose parts have one factor on the residual, and none of their
-    own.
+    The converter accepts only models whose parts all have the same factor on the residual.
     """
     factor = file.positive(file.own("residual_scale"))
     return {

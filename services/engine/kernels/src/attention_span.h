@@ -1,6 +1,10 @@
-// Spans of cached keys and values, and their prefetch as suits the instruction set.
+// Spans of cached keys and values: what a row sees of them, their last values, and their prefetch as
+// suits the instruction set.
 #pragma once
 
+#include <immintrin.h>
+
+#include "powers.h"
 #include "tiles.h"
 #if defined(__AMX_BF16__)
 #include "amx.h"
@@ -30,11 +34,37 @@ struct Scored {
   int64_t width() const { return (end - step) * kTileInner; }
 };
 
+// Keys scored together that a row sees: first to last - 1.
+struct Visible {
+  int first, last;
+
+  __mmask16 lanes(int64_t i) const {
+    const __m512i index = _mm512_add_epi32(
+        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+        _mm512_set1_epi32(static_cast<int>(i)));
+    return _mm512_cmplt_epi32_mask(index, _mm512_set1_epi32(last)) &
+           _mm512_cmpge_epi32_mask(index, _mm512_set1_epi32(first));
+  }
+};
+
+// Copies the value tiles of 32 tokens to `to`, with zeros for tokens from `count` on, and returns it.
+inline const uint16_t *clean(const uint16_t *from, int64_t count, int64_t width, uint16_t *to) {
+  for (int64_t tile = 0; tile < width / kTileRows; tile++)
+    for (int64_t pair = 0; pair < kTileRows; pair++) {
+      int64_t left = count - 2 * pair;  // tokens of a pair alternate
+      __mmask32 kept = left >= 2 ? 0xffffffff : left == 1 ? 0x55555555 : 0;
+      int64_t at = tile * kTile + pair_row(pair) * kPair;
+      _mm512_store_si512(to + at, _mm512_maskz_loadu_epi16(kept, from + at));
+    }
+  return to;
+}
+
 // Prefetch of a span, a little at a time: block after block, or along all blocks at once
 // (kPrefetchesAlong).
 class Prefetch {
  public:
-  // Covers so many lines of each step's keys and of its values in `calls` calls of advance().
+  // Covers `key_lines` lines of each step's keys and `value_lines` of its values in `calls` calls of
+  // advance().
   Prefetch(const Span &span, int64_t key_lines, int64_t value_lines, int64_t calls)
       : span_(span),
         key_lines_(key_lines),

@@ -39,7 +39,7 @@ bool detect_avx_vnni() {
 
 const bool has_avx_vnni = detect_avx_vnni();
 
-// Nor this one.
+// Not every compiler's __builtin_cpu_supports knows F16C either.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && c & (1u << 29);

@@ -138,7 +138,7 @@ class Attention {
     return head * (places_ / kRun) + place / kRun;
   }
 
-  // Returns the scales of the tokens of a run whose heads have so many numbers.
+  // Returns the scales of the tokens of a run whose heads have `width` numbers.
   static const float *scales_of(const Number *run, int64_t width) {
     return reinterpret_cast<const float *>(run + kRun * width);
   }

@@ -313,19 +313,6 @@ class Attention {
     }
   }
 
-  // Keys scored together that a row sees: first to last - 1.
-  struct Visible {
-    int first, last;
-
-    __mmask16 lanes(int64_t i) const {
-      const __m512i index = _mm512_add_epi32(
-          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-          _mm512_set1_epi32(static_cast<int>(i)));
-      return _mm512_cmplt_epi32_mask(index, _mm512_set1_epi32(last)) &
-             _mm512_cmpge_epi32_mask(index, _mm512_set1_epi32(first));
-    }
-  };
-
   // Returns the factor that scales scores and converts them to base 2.
   float scale() const { return a_.scale * kLog2E; }
 
@@ -427,7 +414,7 @@ class Attention {
     // NaN is NaN.
     if (int64_t left = span.count % kTileInner) {
       const uint16_t *&tail = span.values[span.num_steps - 1];
-      tail = clean(tail, left, s.tail);
+      tail = clean(tail, left, a_.value_dim, s.tail);
     }
     for (int64_t i = 0; i < a_.value_dim; i += kPair) {
       float *state = s.state + i;
@@ -439,18 +426,6 @@ class Attention {
                                       tile + kTile};
                      });
     }
-  }
-
-  // Returns a copy of 32 tokens' value tiles with zeros for tokens from `count` on.
-  const uint16_t *clean(const uint16_t *from, int64_t count, uint16_t *to) const {
-    for (int64_t tile = 0; tile < a_.value_dim / kTileRows; tile++)
-      for (int64_t pair = 0; pair < kTileRows; pair++) {
-        int64_t left = count - 2 * pair;  // tokens of a pair alternate
-        __mmask32 kept = left >= 2 ? 0xffffffff : left == 1 ? 0x55555555 : 0;
-        int64_t at = tile * kTile + pair_row(pair) * kPair;
-        _mm512_store_si512(to + at, _mm512_maskz_loadu_epi16(kept, from + at));
-      }
-    return to;
   }
 
   void keep(const Unit &unit, const Scratch &s) const {

@@ -122,7 +122,9 @@ def _attention_layers(
 ) -> list[AttentionSpec]:
     num_heads = config.positive("num_attention_heads")
     num_kv_heads = _kv_heads(config, family, num_heads)
-    local_kv_heads = config.positive("swa_num_key_value_heads", num_kv_heads)
+    local_kv_heads = num_kv_heads
+    if family.has_mimo_keys:
+        local_kv_heads = config.positive("swa_num_key_value_heads", num_kv_heads)
     key = "num_attention_heads_per_layer" if family.reads_layer_heads else "num_attention_heads"
     layer_heads = config.per_layer(key, num_layers, num_heads)
     for kv_key, kv_heads in (
@@ -169,7 +171,7 @@ def _attention_layers(
             qk_norm=_qk_norm_of(qk_norm, rotary),
             gate=gate,
             is_chunked=is_chunked and is_local,
-            value_width=config.positive("value_head_dim", head_dim),
+            value_width=config.positive("v_head_dim") if family.has_mimo_keys else head_dim,
             alibi_bias=alibi_bias,
             clip=_clip(config) if family.reads_clip else 0.0,
         )

@@ -116,7 +116,7 @@ class AttentionSpec:
 
     @property
     def gate_heads(self) -> int:
-        """Heads that are together as wide as the gates, which padding fills up."""
+        """Heads of `head_dim` numbers each that hold the gates, with padding behind these."""
         return -(-self.num_gates // self.head_dim)
 
     @property
@@ -228,7 +228,8 @@ class ExpertsSpec:
     identities: int = 0
     """Experts without weights, numbered behind the others, which return what they read"""
     weighed_shared: int = 0
-    """Last of the `count` experts, which every token has, weighed together with its others"""
+    """Experts that every token has, the last ones of `count`. The router weighs them together with
+    those that it chooses"""
 
     @property
     def num_choices(self) -> int:

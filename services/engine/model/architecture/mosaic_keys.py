@@ -44,6 +44,8 @@ def _of_mpt(config: Config) -> dict[str, Json]:
         )
     if "rms" in (norm := config.text("norm_type", "layernorm")):
         raise CheckpointError(f"{config.file}: norm_type {norm} is not supported.")
+    if (window := config.integer("sliding_window_size", -1)) > 0:
+        raise CheckpointError(f"{config.file}: sliding_window_size {window} is not supported.")
     if config.has("expansion_ratio"):
         values["intermediate_size"] = config.positive("expansion_ratio") * hidden_size
     if config.values.get("logit_scale") == "inv_sqrt_d_model":

@@ -46,6 +46,17 @@ from services.engine.model.checkpoint.task_names import (
 
 __all__ = ["ModelSpec", "dtype_of", "quantization_of"]
 
+_MOST = {
+    "num_hidden_layers": 4096,
+    "num_experts": 65_536,
+    "num_local_experts": 65_536,
+    "zero_expert_num": 65_536,
+    "hidden_size": 1 << 24,
+    "head_dim": 65_536,
+    "qk_rope_head_dim": 65_536,
+}
+"""Largest counts and widths that are read, far above those of published models"""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -97,7 +108,7 @@ class ModelSpec:
     num_labels: int = 0
     """Scores of a text; 0: the checkpoint has no head that scores texts"""
     stored_vocab_size: int = 0
-    """Rows of the tables of tokens, the first `vocab_size` of which are used; 0: so many"""
+    """Rows of the tables of tokens, the first `vocab_size` of which are used; 0: all are"""
     tasks: tuple[str, ...] = ()
     """Tasks whose adapters the checkpoint holds"""
     disentangled: DisentangledSpec | None = None
@@ -246,6 +257,7 @@ class ModelSpec:
         for part in family.parts:
             nested = nested | whole.section(part).values
         config = Config(file, {**family.defaults, **nested, **values}, family.keys)
+        _check_counts(config)
         family = _with_parallel_norms(family, config)
         if family.reads_norm_kind and config.values.get("rms_norm_eps") is not None:
             family, config = replace(family, layer_norm=False), config.without("rms_norm_eps")
@@ -358,6 +370,14 @@ def quantization_of(config: Config, family: Family) -> Fp8Format | Scheme | Lite
         f"fp8, {', '.join(SCHEMES)}, and mxfp4 for the experts of gpt-oss; or serve a float32, "
         "bfloat16 or float16 checkpoint."
     )
+
+
+def _check_counts(config: Config) -> None:
+    """Raise CheckpointError for values that would fill the memory before a tensor is missed."""
+    for key, most in _MOST.items():
+        count = config.values.get(config.file_key(key))
+        if isinstance(count, int) and count > most:
+            raise CheckpointError(f"{config.file}: {config.file_key(key)} must be at most {most}.")
 
 
 def _with_parallel_norms(family: Family, config: Config) -> Family:

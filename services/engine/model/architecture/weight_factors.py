@@ -62,11 +62,18 @@ def read_weight_factors(
 
 
 def read_value_factor(config: Config, family: Family) -> tuple[WeightFactors, ...]:
-    """Read the factor of attention's values, if there is one. Raises CheckpointError."""
-    factor = config.number("attention_value_scale", 1.0)
+    """Read MiMo's factor of attention's values, if there is one. Raises CheckpointError."""
+    if not family.has_mimo_keys:
+        return ()
+    factor = config.positive_number("attention_value_scale", 1.0)
     if factor == 1:
         return ()
-    _, _, value = family.names.qkv
+    if len(family.names.qkv) == 1:
+        raise CheckpointError(
+            f"{config.file}: {family.architecture} with queries, keys and values in one tensor is "
+            "not supported."
+        )
+    *_, value = family.names.qkv
     parts = ("weight", "bias")
     return tuple(WeightFactors(f"{value}.{part}", ((0, factor),)) for part in parts)
 

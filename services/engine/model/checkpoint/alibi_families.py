@@ -79,7 +79,7 @@ _MPT = Family(
     reads_logit_scale=True,
     gated=False,
     inner_factor=4,
-    refused=("prefix_lm", "qk_ln"),
+    refused=("prefix_lm", "qk_gn", "qk_ln"),
     required=("alibi", "no_bias"),
 )
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from services.engine.model.checkpoint.compressed_names import CompressedNames, HyperNames
-from services.engine.model.checkpoint.family import ExpertTensorNames, Family, TensorNames
+from services.engine.model.checkpoint.expert_names import ExpertTensorNames
+from services.engine.model.checkpoint.family import Family, TensorNames
 
 __all__ = ["COMPRESSED_FAMILIES"]
 

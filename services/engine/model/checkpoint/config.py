@@ -21,6 +21,8 @@ class CheckpointError(Exception):
 
 _UNBOUNDED = {"Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON lacks, as transformers names them under the key __float__"""
+_INTEGERS = 1 << 63
+"""Size from which on integers are refused: neither a tensor's shape nor a float could hold all"""
 
 
 def _as_number(item: Json) -> float | None:
@@ -28,9 +30,16 @@ def _as_number(item: Json) -> float | None:
     if isinstance(item, dict):
         name = item.get("__float__")
         return _UNBOUNDED.get(name) if isinstance(name, str) else None
-    if isinstance(item, bool) or not isinstance(item, int | float):
+    if isinstance(item, float):
+        return item
+    return None if (number := _as_integer(item)) is None else float(number)
+
+
+def _as_integer(item: Json) -> int | None:
+    """Return an integer of 64 bits; None if `item` is another value."""
+    if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= _INTEGERS:
         return None
-    return float(item)
+    return item
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +59,7 @@ class Config:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(f"{path} does not exist.") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} does not hold a JSON object.")
@@ -67,13 +76,13 @@ class Config:
         return key if own not in self.values and key in self.values else own
 
     def without(self, key: str) -> "Config":
-        """Return the same object, in which `key` has no other name."""
+        """Return a config that finds `key` under this name alone, and not under the file's own."""
         return replace(self, keys={each: name for each, name in self.keys.items() if each != key})
 
     def integer(self, key: str, default: int | None = None) -> int:
-        value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._wrong(key, "an integer")
+        value = _as_integer(self._value(key, default))
+        if value is None:
+            raise self._wrong(key, "an integer of 64 bits")
         return value
 
     def positive(self, key: str, default: int | None = None) -> int:
@@ -84,9 +93,10 @@ class Config:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        number = value if isinstance(value, float) else _as_integer(value)
+        if number is None:
             raise self._wrong(key, "a number")
-        return float(value)
+        return float(number)
 
     def positive_number(self, key: str, default: float | None = None) -> float:
         value = self.number(key, default)
@@ -124,7 +134,7 @@ class Config:
         """Return the token ids under `key`: an integer, a list of integers, or absent."""
         value = self._find(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
-        ids = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+        ids = [number for item in items if (number := _as_integer(item)) is not None]
         if len(ids) != len(items):
             raise self._wrong(key, "a token id or a list of them")
         return tuple(ids)
@@ -134,7 +144,7 @@ class Config:
         items = self._value(key, None)
         if not isinstance(items, list):
             raise self._wrong(key, "a list of integers")
-        numbers = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+        numbers = [number for item in items if (number := _as_integer(item)) is not None]
         if len(numbers) != len(items):
             raise self._wrong(key, "a list of integers")
         return tuple(numbers)
@@ -144,7 +154,7 @@ class Config:
         items = self._find(key)
         if not isinstance(items, list):
             return (self.positive(key, default),) * num_layers
-        numbers = [item for item in items if type(item) is int and item > 0]
+        numbers = [number for item in items if (number := _as_integer(item)) and number > 0]
         if len(numbers) != len(items) or len(numbers) != num_layers:
             raise self._wrong(key, f"a positive integer or {num_layers} of them")
         return tuple(numbers)

@@ -2,14 +2,8 @@
 
 from dataclasses import replace
 
-from services.engine.model.checkpoint.family import (
-    ExpertStack,
-    ExpertTensorNames,
-    Family,
-    QkNorm,
-    TensorNames,
-    WindowRule,
-)
+from services.engine.model.checkpoint.expert_names import ExpertStack, ExpertTensorNames
+from services.engine.model.checkpoint.family import Family, QkNorm, TensorNames, WindowRule
 from services.engine.model.checkpoint.shared_names import (
     EXPERTS,
     HUNYUAN,

@@ -11,6 +11,7 @@ from services.engine.model.checkpoint.attention_names import (
 )
 from services.engine.model.checkpoint.compressed_names import CompressedNames, HyperNames
 from services.engine.model.checkpoint.config import JsonObject
+from services.engine.model.checkpoint.expert_names import ExpertTensorNames
 from services.engine.model.checkpoint.recurrent_names import (
     ConvolutionNames,
     GatedUnitNames,
@@ -24,8 +25,6 @@ __all__ = [
     "BesideNames",
     "DeltaNetNames",
     "EncoderTraits",
-    "ExpertStack",
-    "ExpertTensorNames",
     "Family",
     "HeadStage",
     "ImageSight",
@@ -63,64 +62,6 @@ class QkNorm(Enum):
     HEAD_UNWEIGHTED = "RMSNorm over each head without weights, after the rotation if there is one"
     HEAD_LAYER_NORM = "LayerNorm over each head with weights of its own, before the rotation"
     ALL_HEADS = "RMSNorm over all heads of a token together, before the rotation"
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStack:
-    """Layout of a tensor that stacks the weights of all experts."""
-
-    transposed: bool = False
-    """It is [experts, inputs, outputs] rather than [experts, outputs, inputs]"""
-    alternates: bool = False
-    """Outputs of gate and up alternate; else all of the gate's come first"""
-    in_any_order: bool = False
-    """Files of some programs hold the last two dimensions in the other order"""
-    suffix: str = ""
-    """End of the tensor's name"""
-    is_flat: bool = False
-    """Experts are rows of one matrix: gate and up of [experts * outputs, inputs] each, and down
-    [experts * inputs, outputs]"""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTensorNames:
-    """Tensor names of a mixture of experts; "{}" stands for the number of an expert."""
-
-    router: str
-    gate: tuple[str, ...]
-    down: str
-    """Down projection of an expert, or without "{}" the tensor that stacks those of all experts"""
-    stack: ExpertStack = ExpertStack()
-    """Layout of the tensors that stack all experts"""
-    shared_gate: tuple[str, ...] = ()
-    """The expert that every token has; empty: there is none"""
-    shared_down: str = ""
-    shared_router: str = ""
-    """Product whose sigmoid is the factor of the shared expert; empty: there is no factor"""
-    shared_stack: tuple[str, ...] = ()
-    """Full names of the stacks of shared experts that the router weighs, in the layout of `stack`:
-    gate and up apart or together, then down; empty: there are no such experts"""
-    module: str = "mlp"
-    """Module of router and experts in transformers 5, whose names adapters have"""
-    choice_bias: str = ""
-    """Bias of the weights for the choice alone; empty: there is none"""
-    choice_bias_is_row: bool = True
-    """True if the file stores `choice_bias` as [1, experts], False for [experts]"""
-    by_token: str = ""
-    """Full name of the table with the experts of each token id; empty: there is none"""
-    router_name: str = ""
-    """The router's name in that module; empty: the last part of `router`"""
-    output_bias: str = ""
-    """Whole name of a bias of the sum of a token's experts, if a file has it; empty: none has"""
-
-    @property
-    def are_stacked(self) -> bool:
-        return "{}" not in self.down
-
-    @property
-    def router_module(self) -> str:
-        """The router's name in transformers 5."""
-        return f"{self.module}.{self.router_name or self.router.rpartition('.')[2]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +393,7 @@ class Family:
     has_modal_tokens: bool = False
     """Marks of images and sounds have embeddings apart from the text's, as Gemma 3n's do"""
     has_mimo_keys: bool = False
-    """config.json has MiMo's keys of layers with a window"""
+    """config.json has MiMo's keys of layers with a window, and of attention's values"""
     local_rotary: bool = False
     """Sliding-window layers have RoPE frequencies of their own"""
     rotates_windows_only: bool = False

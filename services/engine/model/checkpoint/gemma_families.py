@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from services.engine.model.checkpoint.expert_names import ExpertTensorNames
 from services.engine.model.checkpoint.family import (
     AltUpNames,
-    ExpertTensorNames,
     Family,
     QkNorm,
     TensorNames,

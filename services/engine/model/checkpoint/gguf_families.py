@@ -8,11 +8,11 @@ from services.engine.model.checkpoint.attention_names import (
     LatentNames,
 )
 from services.engine.model.checkpoint.config import Config
+from services.engine.model.checkpoint.expert_names import ExpertTensorNames
 from services.engine.model.checkpoint.family import (
     AltUpNames,
     BesideNames,
     DeltaNetNames,
-    ExpertTensorNames,
     Family,
     HeadStage,
     LayerInputNames,

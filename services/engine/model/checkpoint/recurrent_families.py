@@ -2,9 +2,8 @@
 
 from dataclasses import replace
 
+from services.engine.model.checkpoint.expert_names import ExpertStack, ExpertTensorNames
 from services.engine.model.checkpoint.family import (
-    ExpertStack,
-    ExpertTensorNames,
     Family,
     QkNorm,
     SharedBlockNames,

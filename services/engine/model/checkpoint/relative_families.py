@@ -1,12 +1,8 @@
 """Decoders with addends of attention's scores by distance: a row for each architecture."""
 
 from services.engine.model.checkpoint.attention_names import RelativeNames
-from services.engine.model.checkpoint.family import (
-    ExpertStack,
-    ExpertTensorNames,
-    Family,
-    TensorNames,
-)
+from services.engine.model.checkpoint.expert_names import ExpertStack, ExpertTensorNames
+from services.engine.model.checkpoint.family import Family, TensorNames
 
 __all__ = ["PUBLISHED_INKLING", "RELATIVE_FAMILIES"]
 

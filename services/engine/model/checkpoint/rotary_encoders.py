@@ -4,13 +4,8 @@ from dataclasses import replace
 
 from services.engine.model.checkpoint.config import Config
 from services.engine.model.checkpoint.encoder_heads import ROBERTA_HEAD, language_head
-from services.engine.model.checkpoint.family import (
-    EncoderTraits,
-    ExpertTensorNames,
-    Family,
-    HeadStage,
-    TensorNames,
-)
+from services.engine.model.checkpoint.expert_names import ExpertTensorNames
+from services.engine.model.checkpoint.family import EncoderTraits, Family, HeadStage, TensorNames
 
 __all__ = ["ROTARY_ENCODERS", "rotary_encoder"]
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from services.engine.model.checkpoint.config import JsonObject
-from services.engine.model.checkpoint.family import ExpertTensorNames, TensorNames
+from services.engine.model.checkpoint.expert_names import ExpertTensorNames
+from services.engine.model.checkpoint.family import TensorNames
 
 __all__ = [
     "BIASED_EXPERTS",

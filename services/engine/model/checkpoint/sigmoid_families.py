@@ -3,14 +3,8 @@
 from dataclasses import replace
 
 from services.engine.model.checkpoint.attention_names import BlockIndexNames
-from services.engine.model.checkpoint.family import (
-    ExpertStack,
-    ExpertTensorNames,
-    Family,
-    QkNorm,
-    TensorNames,
-    WindowRule,
-)
+from services.engine.model.checkpoint.expert_names import ExpertStack, ExpertTensorNames
+from services.engine.model.checkpoint.family import Family, QkNorm, TensorNames, WindowRule
 from services.engine.model.checkpoint.shared_names import (
     BIASED_EXPERTS,
     DEEPSEEK_KEYS,
@@ -239,7 +233,7 @@ SIGMOID_FAMILIES: tuple[Family, ...] = (
             experts=replace(BIASED_EXPERTS, shared_gate=(), shared_down=""),
             ignored=("*.rotary_emb.inv_freq", "model.mtp.*"),
         ),
-        keys={"num_local_experts": "n_routed_experts", "value_head_dim": "v_head_dim"},
+        keys={"num_local_experts": "n_routed_experts"},
         defaults={
             "add_full_attention_sink_bias": False,
             "attention_value_scale": 0.707,

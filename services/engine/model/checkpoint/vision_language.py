@@ -5,15 +5,9 @@ from dataclasses import dataclass, replace
 
 from services.engine.model.checkpoint.attention_names import BlockIndexNames
 from services.engine.model.checkpoint.config import CheckpointError, Config, JsonObject
+from services.engine.model.checkpoint.expert_names import ExpertStack, ExpertTensorNames
 from services.engine.model.checkpoint.families import FAMILIES
-from services.engine.model.checkpoint.family import (
-    ExpertStack,
-    ExpertTensorNames,
-    Family,
-    ImageSight,
-    MultimodalAxes,
-    WindowRule,
-)
+from services.engine.model.checkpoint.family import Family, ImageSight, MultimodalAxes, WindowRule
 from services.engine.model.checkpoint.relative_families import PUBLISHED_INKLING
 from services.engine.model.checkpoint.shared_names import MIXTRAL_EXPERTS
 

@@ -40,10 +40,6 @@ class ConvolvedScratch(Scratch):
     def tensors(self) -> tuple[Tensor, ...]:
         return self.out, self.inner, *self.spares
 
-    def first(self, tokens: int) -> "ConvolvedScratch":
-        spares = tuple(spare[:tokens] for spare in self.spares)
-        return ConvolvedScratch(self.out[:tokens], self.inner[:tokens], spares)
-
 
 class ConvolvedMixer(Mixer[ConvolvedScratch]):
     """The feed-forward layer of layer `layer`, whose output for the last tokens is its state."""

@@ -60,10 +60,6 @@ class RelativeScratch(Scratch):
     def tensors(self) -> tuple[Tensor, ...]:
         return *self.attention.tensors, self.states, self.attended, self.out
 
-    def first(self, tokens: int) -> "RelativeScratch":
-        others = (self.states, self.attended, self.out)
-        return RelativeScratch(self.attention.first(tokens), *(each[:tokens] for each in others))
-
 
 class RelativeMixer(Mixer[RelativeScratch]):
     """The attention of layer `layer`, whose keys, values and output are convolved.

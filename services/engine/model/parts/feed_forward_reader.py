@@ -16,7 +16,7 @@ from services.engine.model.architecture.layers import (
     FeedForwardSpec,
 )
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.checkpoint.family import ExpertStack
+from services.engine.model.checkpoint.expert_names import ExpertStack
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import (
     Weight,
@@ -156,10 +156,8 @@ class FeedForwardReader:
     def _dense_gate(self, stored: StoredDense, content: DenseSpec, norm: StoredNorm | None) -> Gate:
         reader = self._reader
         activation = self._activation(content.activation, stored.activation)
-        parts, alternates = (
-            reader.linear(stored.gate, norm),
-            reader.spec.family.names.gate_alternates,
-        )
+        parts = reader.linear(stored.gate, norm)
+        alternates = reader.spec.family.names.gate_alternates
         if alternates:
             rows = torch.arange(2 * content.width).view(content.width, 2).T.flatten()
             parts = [take_rows(part, rows) for part in parts]
@@ -413,7 +411,9 @@ class FeedForwardReader:
                 stored = content.experts[number]
                 gate = self._reader.site(stored.gate, norm, order)
                 down = self._reader.residual_site(stored.down)
-            both = StackedPart(f"{module}.{first}", products * width, number, experts.num_choices)
+            # transformers gives experts without weights a place in the first parameter alone
+            choices = count + experts.identities
+            both = StackedPart(f"{module}.{first}", products * width, number, choices)
             outputs = StackedPart(f"{module}.down_proj", hidden, number, count)
             yield replace(gate, stacked=both), replace(down, stacked=outputs)
         for _ in range(experts.weighed_shared):  # no adapter changes them

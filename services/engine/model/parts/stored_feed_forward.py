@@ -14,7 +14,7 @@ from services.engine.model.architecture.layers import (
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.checkpoint.family import ExpertStack, ExpertTensorNames
+from services.engine.model.checkpoint.expert_names import ExpertStack, ExpertTensorNames
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
 

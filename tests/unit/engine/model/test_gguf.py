@@ -1,5 +1,6 @@
 """GGUF files: every family, every format of weights, and what is wrong with a file."""
 
+import copy
 import itertools
 import json
 from collections.abc import Callable
@@ -385,11 +386,31 @@ def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, name: str) ->
     torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
 
 
+def test_factor_of_values_is_the_one_that_the_file_states(tmp_path: Path) -> None:
+    """MiMo's; without the key of later converters, it is that of the first models."""
+    config = copy.deepcopy(FAMILIES["mimo v2 flash"])
+    config.attention_value_scale = 0.25
+    model = make_checkpoint(tmp_path / "checkpoint", config)
+    key = "mimo2.attention.value_scale"
+    write_gguf(tmp_path / "model.gguf", model, further=lambda w: w.add_float32(key, 0.25))
+    tokens = random_tokens(TOKENS, 1)
+    ours = logits_of(loaded(tmp_path / "model.gguf"), tokens)
+    torch.testing.assert_close(ours, reference_logits(model, tokens), atol=1e-4, rtol=0)
+
+
+def test_values_with_a_factor_must_have_a_tensor_of_their_own(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "checkpoint", FAMILIES["mimo v2 flash"])
+    write_gguf(tmp_path / "model.gguf", model, fuses_qkv=True)
+    with pytest.raises(CheckpointError, match=r"model\.gguf: .* in one tensor"):
+        loaded(tmp_path / "model.gguf")
+
+
 @pytest.mark.parametrize(
     "family",
     [
         *("llama", "granite", "qwen3 next", "deepseek v3", "gemma3n", "gemma4, experts"),
-        *("glm moe dsa", "mimo v2 flash", "cohere2 moe", "laguna"),
+        *("glm moe dsa", "mimo v2 flash", "cohere2 moe", "laguna", "minimax"),
+        *("bloom, six heads", "mpt, clipped", "dbrx"),
     ],
 )
 def test_wrong_values_name_the_file_and_its_key(family: str, tmp_path: Path) -> None:

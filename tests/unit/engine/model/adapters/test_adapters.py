@@ -37,6 +37,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "phimoe": {"target_parameters": STACKS},
     "qwen2 moe": {"target_parameters": [*STACKS, "mlp.gate.weight"]},
     "inkling": {"target_parameters": [*STACKS, "mlp.gate.weight"]},
+    "longcat flash": {"target_parameters": STACKS},
     "qwen3 vl moe": {"target_parameters": STACKS},
 }
 """Adapters of parameters that stack all experts"""
