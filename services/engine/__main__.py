@@ -4,7 +4,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from services.common.process import collector_paused, raise_file_limit
+from services.common.process import collector_paused, open_standard_files, raise_file_limit
 from services.common.settings import StartupError, parse
 from services.engine.frontend.child_process import limit_thread_spinning
 from services.engine.frontend.loop_client import spawn_loop
@@ -28,10 +28,11 @@ def _lead(settings: EngineSettings) -> None:
     from services.common.server import run
     from services.engine.application import EngineApplication
 
-    run("engine", settings, partial(EngineApplication, loop))
+    run("engine", settings, partial(EngineApplication, loop), loop.link)
 
 
 if __name__ == "__main__":
+    open_standard_files()
     try:
         settings = parse(EngineSettings, "python -m services.engine", "TOKENWIRE_ENGINE")
         leads = Rank.from_environment().leads
