@@ -5,13 +5,26 @@ import contextlib
 import gc
 import os
 import resource
+import select
 import signal
+import socket
+import sys
+import threading
 from collections.abc import Iterator
 from typing import NoReturn
 
 from services.common import logging as service_logging
 
-__all__ = ["collector_paused", "end_process", "raise_file_limit", "stop_signal"]
+__all__ = [
+    "collector_paused",
+    "end_process",
+    "ends_with_peer",
+    "open_standard_files",
+    "raise_file_limit",
+    "stop_signal",
+]
+
+_STDERR = 2
 
 
 @contextlib.contextmanager
@@ -32,6 +45,40 @@ def end_process(code: int) -> NoReturn:
     """End the process at once, once its log is written. It skips torch's slow teardown."""
     service_logging.flush()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def ends_with_peer(link: socket.socket) -> Iterator[None]:
+    """End this process at once, with exit code 0, if a socket's peer closes it meanwhile.
+
+    For work of seconds without a look at the socket: a peer that was killed says nothing else.
+    """
+    is_over = threading.Event()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(link, 0)  # a hang-up is reported in any case, data is not
+        poll.poll()
+        if not is_over.is_set():
+            end_process(0)
+
+    threading.Thread(target=watch, name="peer", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def open_standard_files() -> None:
+    """Open standard input, output and error that the caller closed, on the null device.
+
+    Sockets would take their numbers: libuv aborts a process that closes a socket of such a number.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(number, True)
+    os.close(number)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(_STDERR, "w", closefd=False)
 
 
 def raise_file_limit() -> None:

@@ -6,6 +6,7 @@ import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import grpc
@@ -22,7 +23,7 @@ from services.common.checkpoint import opened
 from services.common.failed_start import tell_reason
 from services.common.faults import follow_faults
 from services.common.interceptor import RpcInterceptor
-from services.common.process import raise_file_limit, stop_signal
+from services.common.process import open_standard_files, raise_file_limit, stop_signal
 from services.common.settings import (
     LimitSettings,
     ServerSettings,
@@ -106,6 +107,7 @@ class Application(ABC):
 
 def main(name: str, settings_type: type[S], make: Callable[[S], Application]) -> None:
     """Run a service process; exit with 0, 1 (failed), 2 (could not start) or 130 (interrupted)."""
+    open_standard_files()
     try:
         settings = parse(settings_type, f"python -m services.{name}", f"TOKENWIRE_{name.upper()}")
     except StartupError as error:
@@ -114,12 +116,24 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
     run(name, settings, make)
 
 
-def run(name: str, settings: S, make: Callable[[S], Application]) -> None:
-    """Do `main` with settings that have been read."""
+def run(
+    name: str,
+    settings: S,
+    make: Callable[[S], Application],
+    held: AbstractContextManager[object] | None = None,
+) -> None:
+    """Do `main` with settings that have been read.
+
+    held: left when the service has ended, or before a failed start is held for `hold_on_error`.
+    """
     try:
         service_logging.configure(name, settings.log_level, LOST_LOG_LINES.inc)
         raise_file_limit()
-        with tracing.exporting(name, settings.otlp_endpoint), opened(settings) as opened_settings:
+        with (
+            held or nullcontext(),
+            tracing.exporting(name, settings.otlp_endpoint),
+            opened(settings) as opened_settings,
+        ):
             code = uvloop.run(_serve(opened_settings, make))
     except StartupError as error:
         service_logging.flush()

@@ -4,9 +4,9 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from services.common.process import collector_paused, raise_file_limit
+from services.common.process import collector_paused, open_standard_files, raise_file_limit
 from services.common.settings import StartupError, parse
-from services.engine.frontend.child_process import limit_thread_spinning
+from services.engine.frontend.child_process import Child, limit_thread_spinning
 from services.engine.frontend.loop_client import spawn_loop
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
@@ -21,21 +21,23 @@ def _follow(settings: EngineSettings) -> NoReturn:
     run(settings)
 
 
-def _lead(settings: EngineSettings) -> None:
-    raise_file_limit()  # which the loop process inherits
-    loop = spawn_loop()  # first: its import of torch is the longest part of a quick start
+def _lead(settings: EngineSettings, loop: Child) -> None:
     # imported here only: the loop process, which imports this module, needs no gRPC server
     from services.common.server import run
     from services.engine.application import EngineApplication
 
-    run("engine", settings, partial(EngineApplication, loop))
+    run("engine", settings, partial(EngineApplication, loop), loop.link)
 
 
 if __name__ == "__main__":
+    open_standard_files()
     try:
         settings = parse(EngineSettings, "python -m services.engine", "TOKENWIRE_ENGINE")
         leads = Rank.from_environment().leads
+        if leads:
+            raise_file_limit()  # which the loop process inherits
+            loop = spawn_loop()  # first: its import of torch is the longest part of a quick start
     except StartupError as error:
         print(f"engine: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
-    _lead(settings) if leads else _follow(settings)
+    _lead(settings, loop) if leads else _follow(settings)

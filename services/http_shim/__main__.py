@@ -24,7 +24,7 @@ from services.common import tracing
 from services.common.accounts.account import Account
 from services.common.accounts.keyring import Keyring, open_keyring
 from services.common.background import keep_running
-from services.common.process import raise_file_limit, stop_signal
+from services.common.process import open_standard_files, raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
 from services.common.sharing.fair_executor import use_fair_threads
 from services.common.targets import parse_targets, warn_of_clear_text
@@ -77,6 +77,7 @@ class Server(uvicorn.Server):
 
 def main() -> None:
     """Run the server. Exits with 0, or with 2 if it could not start."""
+    open_standard_files()
     try:
         settings = parse(HttpShimSettings, "python -m services.http_shim", "TOKENWIRE_HTTP_SHIM")
         if settings.fd < 0:

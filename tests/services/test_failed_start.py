@@ -11,6 +11,13 @@ from tests.stack import free_ports
 from tokenwire.serving.health import why_not_serving
 
 
+def has_loop(service: int) -> bool:
+    """Return whether an engine's loop process runs, which holds the memory of torch."""
+    children = Path(f"/proc/{service}/task/{service}/children").read_text().split()
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
+    return any("spawn_main" in command for command in commands)
+
+
 @pytest.mark.parametrize(
     ("name", "config", "reason"),
     [
@@ -43,6 +50,8 @@ async def test_failed_start_reaches_the_health_check(
         assert probe.returncode == 1
         assert said.decode().startswith(f"tokenwire: {target} is not serving: ")
         assert reason in said.decode()
+        while has_loop(service.pid):  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0.1)
     finally:
         service.terminate()
         _, log = await service.communicate()

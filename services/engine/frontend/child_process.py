@@ -25,7 +25,17 @@ class Child:
 
 
 def spawn(name: str, run: Callable[..., None], *arguments: object) -> Child:
-    """Start a process that calls `run(*arguments, link)`, and return at once."""
+    """Start a process that calls `run(*arguments, link)`, and return at once.
+
+    Raises StartupError where no process, memory or file descriptor is left.
+    """
+    try:
+        return _spawn(name, run, *arguments)
+    except OSError as error:
+        raise StartupError(f"The process {name} can't be started: {error.strerror}.") from None
+
+
+def _spawn(name: str, run: Callable[..., None], *arguments: object) -> Child:
     ours, theirs = socket.socketpair()
     # spawn: a fork of this process would share its event loop and threads
     context = multiprocessing.get_context("spawn")

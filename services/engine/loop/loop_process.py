@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from services.common import logging as service_logging
-from services.common.process import end_process
+from services.common.process import end_process, ends_with_peer
 from services.common.settings import StartupError
 from services.engine.framing import Unpacker, pack
 from services.engine.loop.encoder_turns import EncoderTurns
@@ -47,7 +47,8 @@ def run(link: socket.socket) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     service_logging.configure("engine", settings.log_level)
     try:
-        loaded = load_loop(settings)
+        with ends_with_peer(link):
+            loaded = load_loop(settings)
     except (CheckpointError, StartupError) as error:
         # the gRPC process may be gone: it stops when another service fails
         with suppress(ConnectionError):

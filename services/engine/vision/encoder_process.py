@@ -14,7 +14,7 @@ import torch
 
 from services.common import logging as service_logging
 from services.common.images import ImageError
-from services.common.process import end_process
+from services.common.process import end_process, ends_with_peer
 from services.common.settings import StartupError
 from services.engine.framing import Unpacker, pack
 from services.engine.model.checkpoint.config import CheckpointError
@@ -44,7 +44,8 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     service_logging.configure("engine", settings.log_level)
     os.nice(_NICENESS)
     try:
-        encoder = _load(settings)
+        with ends_with_peer(link):
+            encoder = _load(settings)
     except (CheckpointError, StartupError) as error:
         with suppress(ConnectionError):  # the gRPC process may be gone
             link.sendall(pack(EncoderFailed(str(error))))

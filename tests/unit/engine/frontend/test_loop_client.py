@@ -3,6 +3,8 @@
 import asyncio
 import multiprocessing
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,15 @@ def test_loop_whose_grpc_process_is_gone_prints_nothing(
     process.start()
     process.join()
     assert capfd.readouterr().err == ""
+
+
+def test_engine_without_a_descriptor_for_its_loop_says_so(embedded_model: Path) -> None:
+    command = ["sh", "-c", 'ulimit -n 8; exec "$@"', "sh", sys.executable, "-m", "services.engine"]
+    ended = subprocess.run(
+        [*command, "--model", str(embedded_model)], capture_output=True, text=True, check=False
+    )
+    reason = "The process tokenwire-engine-loop can't be started: Too many open files."
+    assert (ended.returncode, ended.stderr) == (2, f"engine: {reason}\n")
 
 
 def test_loop_that_gets_no_settings_ends_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
