@@ -171,7 +171,7 @@ def _attention_layers(
             qk_norm=_qk_norm_of(qk_norm, rotary),
             gate=gate,
             is_chunked=is_chunked and is_local,
-            value_width=config.positive("v_head_dim") if family.has_mimo_keys else head_dim,
+            value_width=config.positive("v_head_dim") if family.has_mimo_keys else 0,
             alibi_bias=alibi_bias,
             clip=_clip(config) if family.reads_clip else 0.0,
         )
