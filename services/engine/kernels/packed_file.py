@@ -112,21 +112,13 @@ class PackedFile:
         firsts = range(0, entry.num_bytes, _PIECE_BYTES)
         file = self._file
 
-        def read_piece(first: int) -> int:
+        def read_piece(first: int) -> int | None:
             piece = data[first : first + _PIECE_BYTES]
-            done = 0
-            while done < len(piece):
-                count = os.preadv(file, [piece[done:]], entry.place + first + done)
-                if not count:
-                    raise _DamagedError("it is truncated")
-                done += count
-            return _sum(piece)
+            return _sum(piece) if _fill(file, piece, entry.place + first) else None
 
-        try:
-            if list(self._pool.map(read_piece, firsts)) != list(entry.sums):
-                raise _DamagedError("a checksum differs")
-        except (OSError, _DamagedError) as error:
-            self._drop(str(error))
+        # All pieces end before the file may be closed, so none raises.
+        if list(self._pool.map(read_piece, firsts)) != list(entry.sums):
+            self._drop("a piece of it can't be read, or has another checksum")
             return False
         self._next += 1
         return True
@@ -250,6 +242,15 @@ class PackedFile:
         header = _HEADER.pack(_MAGIC, place, len(index), zlib.crc32(index))
         _write_at(file, memoryview(header), 0)
         os.fsync(file)
+
+
+def _fill(file: int, data: memoryview, place: int) -> bool:
+    """Read from a byte of the file, and return whether it has as many."""
+    done = 0
+    with contextlib.suppress(OSError):
+        while done < len(data) and (count := os.preadv(file, [data[done:]], place + done)):
+            done += count
+    return done == len(data)
 
 
 def _write_at(file: int, data: memoryview, place: int) -> None:
