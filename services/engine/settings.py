@@ -39,6 +39,11 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
         "w8a8 (AMX, AVX-512 BF16) = int8, with the inputs of products in int8 too.",
         choices=("full", "mapped", "decoded", "int4", "int8", "w8a8", "fp8"),
     )
+    packed_cache: str = setting(
+        "",
+        "Directory that keeps the weights as a CPU packs them, so that later starts read them; "
+        "empty = they are packed at every start.",
+    )
     kv_dtype: str = setting(
         "auto",
         "Type of cached keys and values; auto = --dtype, but float16 on a CPU where --dtype is not "
@@ -141,6 +146,11 @@ class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
     max_logprobs: int = setting(20, "Candidates in the scores of a token, at most.", most=128)
 
     def __post_init__(self) -> None:
+        if self.packed_cache and self.weights == "mapped":
+            raise StartupError(
+                "--packed-cache: nothing is packed with --weights mapped. Start without one of "
+                "them."
+            )
         if self.kv_memory != "auto" and parse_share(self.kv_memory) is None:
             parse_bytes(self.kv_memory)
         if self.context_length not in ("auto", "max"):

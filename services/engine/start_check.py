@@ -1,5 +1,6 @@
 """Check of a model and of the free memory before the engine starts. Free of torch."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,8 @@ def check_start(settings: EngineSettings) -> None:
     memory, and the room for the KV cache.
     """
     require_current()
+    if settings.packed_cache:
+        _require_directory(Path(settings.packed_cache))
     model = settings.model
     try:
         gguf = _gguf(model)
@@ -55,6 +58,14 @@ def check_start(settings: EngineSettings) -> None:
         check_room(stored_weights(model), config, settings)
     except (CheckpointError, GgufError) as error:
         raise StartupError(str(error)) from None
+
+
+def _require_directory(cache: Path) -> None:
+    """Raise StartupError for a directory in which packed weights can't be kept."""
+    if not cache.is_dir():
+        raise StartupError(f"--packed-cache {cache} is not a directory. Make it first.")
+    if not os.access(cache, os.R_OK | os.W_OK | os.X_OK):
+        raise StartupError(f"--packed-cache {cache} is not writable by this user.")
 
 
 def check_config(config: Config, settings: EngineSettings) -> None:

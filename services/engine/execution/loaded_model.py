@@ -19,10 +19,12 @@ from services.engine.execution.memory_budget import (
 )
 from services.engine.execution.model_loader import load_any_model
 from services.engine.execution.model_runner import StepCapacity, max_logit_rows
+from services.engine.execution.packed_cache import open_packed
 from services.engine.execution.step_memory import measure_steps
 from services.engine.host_memory import in_units
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import populate_behind
+from services.engine.kernels.packed_file import PackedFile
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
@@ -83,6 +85,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         free = available_memory(device) * rank.count
         weights = stored_weights(settings.model)
         require_room(weights, settings.weights, free, dtype.itemsize, ("fp8",))
+    packed = _packed_file(settings, dtype, device, rank)
     decoder = load_any_model(
         settings.model,
         dtype,
@@ -93,7 +96,10 @@ def load(settings: EngineSettings) -> LoadedModel:
         with_xformers=settings.attention == "xformers",
         kv_dtype=_kv_dtype(settings),
         ranks=ranks,
+        packed=packed,
     )
+    if packed is not None:
+        packed.publish()
     if settings.weights == "mapped" and rank.leads:
         _announce_mapped(stored_weights(settings.model).mapped_bytes, available_memory(device))
     decoder.state_dtype = resolve_dtype(settings.state_dtype)
@@ -135,6 +141,18 @@ def load(settings: EngineSettings) -> LoadedModel:
         weight_bytes=ranks.total(decoder.weight_bytes),
         pooler=pooler,
     )
+
+
+def _packed_file(
+    settings: EngineSettings, dtype: torch.dtype, device: torch.device, rank: Rank
+) -> PackedFile | None:
+    """Return the file of --packed-cache. Raises StartupError on a GPU."""
+    if not settings.packed_cache:
+        return None
+    if device.type != "cpu":
+        raise StartupError("--packed-cache is for CPUs: a GPU packs nothing. Start without it.")
+    cache = Path(settings.packed_cache)
+    return open_packed(cache, settings.model, dtype, settings.weights, rank)
 
 
 def _kv_dtype(settings: EngineSettings) -> str:

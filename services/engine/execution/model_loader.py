@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from services.common.settings import StartupError
+from services.engine.kernels.packed_file import PackedFile
 from services.engine.model.checkpoint.model_code import ModelCode, code_of
 from services.engine.model.checkpoint.tensors import Checkpoint
 from services.engine.model.loader import load_model
@@ -27,6 +28,7 @@ def load_any_model(
     with_xformers: bool = False,
     kv_dtype: str = "model",
     ranks: RankGroup = SINGLE_RANK,
+    packed: PackedFile | None = None,
 ) -> Model:
     """Load a checkpoint as `load_model` does.
 
@@ -46,6 +48,7 @@ def load_any_model(
             with_xformers=with_xformers,
             kv_dtype=kv_dtype,
             ranks=ranks,
+            packed=packed,
         )
     if weights == "mapped":
         raise StartupError(

@@ -6,13 +6,15 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from services.engine.kernels.packed_file import PackedFile
 
 __all__ = ["Arena", "allocate", "give_back_files", "give_back_freed", "populate_behind", "touch"]
 
@@ -126,6 +128,23 @@ class Arena:
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
+        self.file: PackedFile | None = None
+        """File that keeps packed weights for later starts; None: they are packed at every start"""
+
+    def packed(self, what: str, pack: Callable[[], Tensor]) -> Tensor:
+        """Return the next packed weight, flat: from the file if it has it there, else by `pack`.
+
+        what: what is packed, and in which form; weights are packed in the same order at each start.
+        """
+        if self.file is None:
+            return pack()
+        if (form := self.file.form(what)) is not None:
+            target = self.take(*form)
+            if self.file.read(target):
+                return target
+        packed = pack()
+        self.file.add(what, packed)
+        return packed
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Allocate a zeroed tensor [elements], aligned to a cache line."""

@@ -11,6 +11,7 @@ from services.common.gguf.checkpoint_files import PARTS
 from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.kernels.memory import give_back_freed
+from services.engine.kernels.packed_file import PackedFile
 from services.engine.model.adapters.adapters import Adapters
 from services.engine.model.adapters.peft_files import PeftAdapter
 from services.engine.model.adapters.task_tensors import TaskTensors
@@ -139,6 +140,7 @@ def load_model(
     with_xformers: bool = False,
     kv_dtype: str = "model",
     ranks: RankGroup = SINGLE_RANK,
+    packed: PackedFile | None = None,
 ) -> Decoder:
     """Load a checkpoint, one layer at a time from the mapped files.
 
@@ -152,6 +154,7 @@ def load_model(
     kv_dtype: of cached keys and values, as for `resolve_kv_dtype`.
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
+    packed: the file that keeps packed weights; None = none does. An encoder's are not kept.
     Raises CheckpointError before loading if a tensor is missing or of another shape.
     Raises StartupError if this machine can't multiply int8, FP8 or mapped weights, the checkpoint
     has none that can be mapped, the ranks can't share the model, xformers is missing, or the cache
@@ -174,6 +177,8 @@ def load_model(
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
     operators = choose_operators(spec, dtype, device, weights)
+    if isinstance(operators, NativeOperators):
+        operators.arena.file = packed
     attention = choose_backend(
         spec,
         dtype,

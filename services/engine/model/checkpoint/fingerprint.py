@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.common.gguf.checkpoint_files import PARTS
 
-__all__ = ["tokenizer_fingerprint", "weights_fingerprint"]
+__all__ = ["tokenizer_fingerprint", "weight_files", "weights_fingerprint"]
 
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
@@ -25,10 +25,7 @@ def weights_fingerprint(
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update((directory / "config.json").read_bytes())
-    parts = (directory / PARTS).glob("*") if (directory / PARTS).is_dir() else ()
-    patterns = ("*.safetensors", "*_linear.pt", "adapters/*/adapter_*")
-    files = [file for pattern in patterns for file in directory.glob(pattern)]
-    for file in sorted([*files, *parts]):
+    for file in weight_files(directory):
         size = file.stat().st_size
         digest.update(f"{file.name}:{size}".encode())
         with file.open("rb") as data:
@@ -42,6 +39,14 @@ def weights_fingerprint(
     if keys == "int8":
         digest.update(f"keys in {keys}".encode())
     return digest.hexdigest()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files of a checkpoint that hold weights."""
+    parts = (directory / PARTS).glob("*") if (directory / PARTS).is_dir() else ()
+    patterns = ("*.safetensors", "*_linear.pt", "adapters/*/adapter_*")
+    files = [file for pattern in patterns for file in directory.glob(pattern)]
+    return sorted([*files, *parts])
 
 
 def tokenizer_fingerprint(directory: Path) -> str:

@@ -73,7 +73,8 @@ def has_codes(kind: GgmlType, *, mapped: bool = False) -> bool:
 def read_groups(rows: _Array, kind: GgmlType, *, mapped: bool = False) -> QuantizedWeight | None:
     """Return the weights of rows [outputs, bytes of a row]; None if `kind` has no codes.
 
-    The codes stay where they are. mapped: so do their scales and offsets.
+    The codes stay where they are, and the scales and offsets until they are packed. mapped: the
+    kernels read them there.
     """
     form = _FORMATS.get(kind)
     if form is None:
@@ -81,15 +82,17 @@ def read_groups(rows: _Array, kind: GgmlType, *, mapped: bool = False) -> Quanti
     num_codes, num_bytes = BLOCK_SIZES[kind]
     layout = BlockLayout(num_bytes, num_codes, form.planes, form.lift)
     codes = BlockCodes(torch.from_numpy(rows), layout)
-    if mapped and form.form is not None:
-        return _mapped(codes, form, form.form)
+    if form.form is not None:
+        return _in_blocks(codes, form, form.form, stay=mapped)
     numbers = form.numbers(rows.reshape(-1, num_bytes))
     scales, offsets = (_of_rows(each, len(rows)) for each in numbers)
     assert scales is not None
     return QuantizedWeight(codes, form.bits, scales, offsets, values=form.values)
 
 
-def _mapped(codes: BlockCodes, form: _Format, numbers_form: NumberForm) -> QuantizedWeight:
+def _in_blocks(
+    codes: BlockCodes, form: _Format, numbers_form: NumberForm, *, stay: bool
+) -> QuantizedWeight:
     """Return a weight whose numbers are read from its blocks when they are needed."""
     size = codes.layout.num_bytes
     one = form.numbers(np.zeros((1, size), np.uint8))
@@ -105,7 +108,13 @@ def _mapped(codes: BlockCodes, form: _Format, numbers_form: NumberForm) -> Quant
 
     each = [
         BlockNumbers(
-            codes.rows, size, numbers.each.shape[1], numbers_form, read(number), first=form.first
+            codes.rows,
+            size,
+            numbers.each.shape[1],
+            numbers_form,
+            read(number),
+            first=form.first,
+            stay=stay,
         )
         for number, numbers in enumerate(one)
         if numbers is not None

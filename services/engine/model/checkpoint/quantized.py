@@ -174,11 +174,25 @@ class BlockNumbers:
     order: Tensor | None = None
     """int64 [outputs], the row of each output; None = in order"""
     factor: builtins.float = 1.0
+    stay: bool = True
+    """True if the kernels read them there in every step; False: packing copies them"""
 
     @property
     def count(self) -> int:
         """Numbers of an output."""
         return self.blocks.shape[1] // self.block_bytes * self.per_block
+
+    @property
+    def example(self) -> GroupNumbers:
+        """Numbers of the same types from a block of zeros."""
+        return self.read(torch.zeros(1, self.block_bytes, dtype=torch.uint8))
+
+    def copied(self) -> GroupNumbers:
+        """Return them as they are stored, unless a factor changes them."""
+        if self.factor != 1:
+            return GroupNumbers(self.float())
+        numbers = self.read(self.blocks.contiguous())
+        return numbers if self.order is None else numbers.rows(self.order)
 
     def float(self) -> Tensor:
         """Return them as float32 [outputs, inputs / group]."""
@@ -237,7 +251,7 @@ class QuantizedWeight:
     @property
     def is_mapped(self) -> bool:
         """True if the weight is read from the mapped file when it is needed."""
-        return isinstance(self.scales, BlockNumbers)
+        return isinstance(self.scales, BlockNumbers) and self.scales.stay
 
     def decode(self) -> Tensor:
         """Return the weight, float32 [outputs, inputs]."""

@@ -5,8 +5,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import Native
-from services.engine.kernels.memory import Arena
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
 from services.engine.model.operators.float_products import FloatProjection
@@ -34,16 +32,12 @@ class GroupedOperators(NativeOperators):
 
     keeps_groups = True
 
-    def __init__(self, native: Native, dtype: torch.dtype) -> None:
-        super().__init__(native, dtype)
-        self._arena = Arena()
-
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if self._dtype == torch.bfloat16 and self._prepacks:
             return super().projection(weight, bias)
         self._native.use_pool(torch.get_num_threads())
         stored = weight.to(self._dtype) if weight.dtype == torch.float32 else weight
-        return FloatProjection(self._native, stored, bias, self._arena)
+        return FloatProjection(self._native, stored, bias, self.arena)
 
     def grouped_projection(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None
@@ -52,7 +46,7 @@ class GroupedOperators(NativeOperators):
             return super().grouped_projection(weights, bias)
         # Torch multiplies little now, so its threads don't compete with the pool's.
         self._native.use_pool(torch.get_num_threads())
-        return GroupedProjection(self._native, weights, bias, self._arena)
+        return GroupedProjection(self._native, weights, bias, self.arena)
 
     def grouped_gate(
         self,

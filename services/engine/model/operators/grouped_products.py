@@ -15,6 +15,7 @@ from services.engine.model.operators.stored_groups import (
     StoredGroups,
     alike_runs,
     mapped_call,
+    pack_groups,
 )
 
 __all__ = ["GroupedProjection"]
@@ -87,11 +88,8 @@ class _Run:
         else:
             call = weights[0].call(self.outputs)
             self.num_bytes = native.grouped_bytes(call)
-            self._packed = arena.take(self.num_bytes, torch.uint8)
-            call.packed = place = self._packed.data_ptr()
-            for weight in weights:
-                weight.pack(native, place)
-                place += native.grouped_bytes(weight.call())
+            self._packed = pack_groups(native, arena, weights, call)
+            call.packed = self._packed.data_ptr()
         call.bias = None if bias is None else bias.data_ptr()
         self._call = call
 

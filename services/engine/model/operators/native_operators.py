@@ -19,7 +19,7 @@ from services.engine.kernels.library import (
     RowNormCall,
     ScaleCall,
 )
-from services.engine.kernels.memory import allocate
+from services.engine.kernels.memory import Arena, allocate
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.activation import SWIGLU, Activation, GateFunction
 from services.engine.model.architecture.rotary import Rotation
@@ -54,6 +54,7 @@ class NativeOperators(TorchOperators):
         super().__init__(dtype, torch.device("cpu"))
         self._native = native
         self._code = DTYPES[dtype]
+        self.arena = Arena()
         native.use_pool(0)
 
     def empty(self, rows: int, width: int) -> Tensor:

@@ -86,10 +86,18 @@ class Int8Operators(TiledOperators):
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         elements = self.packed_elements(weights)
-        tiles = self.arena.take(elements, torch.int8)
-        scales = torch.zeros(elements // weights[0].shape[1], dtype=torch.float32)
+        what = f"int8 {[(*weight.shape, weight.dtype) for weight in weights]}"
+        both = self.arena.packed(what, lambda: self._pack_int8(weights))
+        return Packed(Format.INT8, both[:elements], both[elements:].view(torch.float32))
+
+    def _pack_int8(self, weights: tuple[Tensor, ...]) -> Tensor:
+        """Return the tiles and, in the bytes behind them, the scales."""
+        elements = self.packed_elements(weights)
+        columns = elements // weights[0].shape[1]
+        both = self.arena.take(elements + columns * torch.float32.itemsize, torch.int8)
+        tiles, scales = both[:elements], both[elements:].view(torch.float32)
         pack_each(self.native.pack_int8, weights, tiles, scales)
-        return Packed(Format.INT8, tiles, scales)
+        return both
 
 
 class ByteOperators(TiledOperators):

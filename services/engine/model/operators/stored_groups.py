@@ -17,6 +17,7 @@ from services.engine.kernels.library import (
     NumbersCall,
     PlaneCall,
 )
+from services.engine.kernels.memory import Arena
 from services.engine.model.checkpoint.quantized import (
     BlockCodes,
     BlockNumbers,
@@ -24,7 +25,7 @@ from services.engine.model.checkpoint.quantized import (
     QuantizedWeight,
 )
 
-__all__ = ["STRIP", "StoredGroups", "alike_runs", "has_kernel", "mapped_call"]
+__all__ = ["STRIP", "StoredGroups", "alike_runs", "has_kernel", "mapped_call", "pack_groups"]
 
 _BLOCK = 32
 """Inputs of a block of codes; groups are multiples of it, or half of it"""
@@ -49,7 +50,7 @@ class StoredGroups:
     def of(cls, weight: QuantizedWeight) -> "StoredGroups":
         scales, offsets = weight.scales, weight.offsets
         bits, group, values = weight.bits, weight.group, weight.values
-        if isinstance(scales, BlockNumbers) or isinstance(offsets, BlockNumbers):
+        if weight.is_mapped:
             return cls(weight.codes, bits, group, Numbers.FLOATS, scales, offsets, values)
         if offsets is not None and bits == _BYTE:  # the kernel's codes have a sign
             offsets = GroupNumbers(offsets.float() + 2 ** (_BYTE - 1) * scales.float())
@@ -61,7 +62,7 @@ class StoredGroups:
     @property
     def is_mapped(self) -> bool:
         """True if the kernels read the weight from the mapped file."""
-        return isinstance(self.scales, BlockNumbers)
+        return isinstance(self.scales, BlockNumbers) and self.scales.stay
 
     @property
     def format(self) -> tuple[object, ...]:
@@ -85,11 +86,40 @@ class StoredGroups:
 
     def pack(self, native: Native, place: int, first_tile: int = 0, tile_step: int = 1) -> None:
         """Pack it at an address, into the tile columns first_tile, first_tile + tile_step, …"""
-        assert isinstance(self.scales, GroupNumbers)
-        assert not isinstance(self.offsets, BlockNumbers)
-        offsets = None if self.offsets is None else _numbers_call(self.offsets)
-        codes, scales = _codes_call(self.codes), _numbers_call(self.scales)
-        native.grouped_pack(self.call(), codes, scales, offsets, place, first_tile, tile_step)
+        scales = _copied(self.scales)
+        offsets = None if self.offsets is None else _copied(self.offsets)
+        calls = [None if each is None else _numbers_call(each) for each in (scales, offsets)]
+        codes = _codes_call(self.codes)
+        native.grouped_pack(self.call(), codes, *calls, place, first_tile, tile_step)
+
+
+def pack_groups(
+    native: Native,
+    arena: Arena,
+    weights: Sequence[StoredGroups],
+    call: GroupedCall,
+    *,
+    alternate: bool = False,
+) -> Tensor:
+    """Pack weights that are stored alike, one after the other or with their tiles interleaved.
+
+    call: describes all of them. Returns uint8 [bytes], with zeros where nothing is packed.
+    """
+
+    def pack() -> Tensor:
+        packed = arena.take(native.grouped_bytes(call), torch.uint8)
+        place = packed.data_ptr()
+        for first, weight in enumerate(weights):
+            if alternate:
+                weight.pack(native, place, first, len(weights))
+            else:
+                weight.pack(native, place)
+                place += native.grouped_bytes(weight.call())
+        return packed
+
+    rows = [weight.codes.shape[0] for weight in weights]
+    form = "alternate" if alternate else "groups"
+    return arena.packed(f"{form} {call.outputs} {rows} {weights[0].format}", pack)
 
 
 def mapped_call(
@@ -122,18 +152,36 @@ def alike_runs(
     yield run
 
 
-def _alike(numbers: Sequence[GroupNumbers]) -> tuple[Numbers, Sequence[GroupNumbers]]:
-    """Return scales, and offsets if there are any, in the smallest form that holds all of them."""
-    if all(each.factors is not None for each in numbers):
-        return Numbers.LEVELS, [each.contiguous() for each in numbers]
+def _alike(
+    numbers: Sequence[GroupNumbers | BlockNumbers],
+) -> tuple[Numbers, Sequence[GroupNumbers | BlockNumbers]]:
+    """Return scales, and offsets if there are any, in the smallest form that holds all of them.
+
+    The blocks of a file are not read where their types tell the form.
+    """
+    examples = [_example(each) for each in numbers]
+    if all(each.factors is not None for each in examples):
+        return Numbers.LEVELS, numbers
     for dtype, kind in ((torch.uint8, Numbers.EXPONENTS), (torch.float16, Numbers.HALVES)):
-        if all(each.each.dtype == dtype for each in numbers):
-            return kind, [each.contiguous() for each in numbers]
+        if all(each.each.dtype == dtype for each in examples):
+            return kind, numbers
     floats = [each.float().contiguous() for each in numbers]
     halves = [each.half() for each in floats]
     if all(torch.equal(half.float(), each) for half, each in zip(halves, floats, strict=True)):
         return Numbers.HALVES, list(map(GroupNumbers, halves))
     return Numbers.FLOATS, list(map(GroupNumbers, floats))
+
+
+def _example(numbers: GroupNumbers | BlockNumbers) -> GroupNumbers:
+    """Return numbers of the same types."""
+    if isinstance(numbers, BlockNumbers):
+        return numbers.example if numbers.factor == 1 else numbers.copied()
+    return numbers
+
+
+def _copied(numbers: GroupNumbers | BlockNumbers) -> GroupNumbers:
+    """Return numbers one after the other in memory."""
+    return (numbers.copied() if isinstance(numbers, BlockNumbers) else numbers).contiguous()
 
 
 def _codes_call(codes: Tensor | BlockCodes) -> CodesCall:

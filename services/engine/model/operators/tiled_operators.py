@@ -15,7 +15,7 @@ from services.engine.kernels.library import (
     Native,
     NormCall,
 )
-from services.engine.kernels.memory import Arena, allocate
+from services.engine.kernels.memory import allocate
 from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
@@ -34,6 +34,7 @@ from services.engine.model.operators.stored_groups import (
     alike_runs,
     has_kernel,
     mapped_call,
+    pack_groups,
 )
 from services.engine.model.operators.tiled_mixture import tiled_mixture
 from services.engine.model.operators.tiled_products import (
@@ -70,7 +71,6 @@ class TiledOperators(NativeOperators):
         super().__init__(native, torch.bfloat16)
         self.keeps_groups = keeps_groups
         self.native = native
-        self.arena = Arena()
         self._compresses = native.instruction_set() != InstructionSet.AMX
         self.rows_at_once = rows_at_once()
         # torch multiplies nothing here, so its threads stay idle and don't compete with the pool.
@@ -215,17 +215,21 @@ class TiledOperators(NativeOperators):
 
     def pack(self, weights: tuple[Tensor, ...]) -> Packed:
         """Pack weights of one shape with their tiles interleaved."""
+        what = f"tiles {[(*weight.shape, weight.dtype) for weight in weights]}"
+        packed = self.arena.packed(what, lambda: self._pack_tiles(weights))
+        return Packed(Format.PACKED if packed.dtype == torch.bfloat16 else Format.CODED, packed)
+
+    def _pack_tiles(self, weights: tuple[Tensor, ...]) -> Tensor:
+        """Return weights in bfloat16, or compressed in bytes."""
         elements = self.packed_elements(weights)
         if not self._compresses:
             packed = self.arena.take(elements, torch.bfloat16)
             pack_each(self.native.pack, weights, packed)
-            return Packed(Format.PACKED, packed)
+            return packed
         packed = allocate((elements,), torch.bfloat16)
         pack_each(self.native.pack, weights, packed)
         compressed = self._compressed(packed)
-        if compressed is None:
-            return Packed(Format.PACKED, self.arena.copy(packed))
-        return Packed(Format.CODED, self.arena.copy(compressed))
+        return self.arena.copy(packed if compressed is None else compressed)
 
     def _pack_groups(
         self, weights: Sequence[StoredGroups], outputs: int, *, alternate: bool = False
@@ -239,15 +243,9 @@ class TiledOperators(NativeOperators):
             groups, num_bytes = mapped_call(weights, columns, alternate=alternate)
             return Packed(Format.GROUPS, None, groups=groups, mapped_bytes=num_bytes)
         groups = weights[0].call(round_up(outputs, PANEL_OUTPUTS))
-        # Zeros: packing writes neither to a second weight's missing tiles nor behind the outputs.
-        packed = self.arena.take(self.native.grouped_bytes(groups), torch.uint8)
-        place = packed.data_ptr()
-        for first, weight in enumerate(weights):
-            if alternate:
-                weight.pack(self.native, place, first, len(weights))
-            else:
-                weight.pack(self.native, place)
-                place += self.native.grouped_bytes(weight.call())
+        # Zeros follow: packing writes neither to a second weight's missing tiles nor behind the
+        # outputs.
+        packed = pack_groups(self.native, self.arena, weights, groups, alternate=alternate)
         return Packed(Format.GROUPS, packed, groups=groups)
 
     def _compressed(self, packed: Tensor) -> Tensor | None:
