@@ -20,7 +20,7 @@ __all__ = ["load_tower", "reason_of"]
 _OTHERS = ("language_model", "text_model", "audio_tower", "embed_audio")
 """Parts of models that encode no images"""
 _OLD_NAMES = (("vision_tower.", "vision_tower.vision_model."),)
-"""Parts of names today, and in files of transformers before release 5"""
+"""Parts of parameters' names, and their forms in files of transformers before release 5"""
 _BUFFERS = ("*.position_ids", "*.inv_freq")
 """Tensors in old files whose values follow from config.json"""
 
