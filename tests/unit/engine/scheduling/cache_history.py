@@ -1,7 +1,7 @@
 """A device without tensors: it notes what each block and state slot holds, and checks each read."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 
@@ -32,7 +32,7 @@ class Device:
     states: dict[int, int] = field(default_factory=dict)
     """By slot"""
 
-    def run(self, rows: TokenSequence[tuple[TokenSequence, int, Tokens]]) -> None:
+    def run(self, rows: Sequence[tuple[TokenSequence, int, Tokens]]) -> None:
         """Compute a step. rows: each sequence, its first token, and its tokens up to the last."""
         hashed = [(sequence, start, _hashes(tokens)) for sequence, start, tokens in rows]
         self._write_keys(hashed)
@@ -41,7 +41,7 @@ class Device:
         if self.limits.state_slots:
             self._run_states(hashed)
 
-    def copy(self, copies: TokenSequence[BlockCopy]) -> None:
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
         for group, source, target in copies:
             for offset in range(self.limits.block_size):
                 self.keys[group, target, offset] = self.keys.get((group, source, offset), 0)
@@ -52,7 +52,7 @@ class Device:
         assert block >= table.first, "a token reads or writes a block that was given back"
         return group, table.blocks[block], offset
 
-    def _write_keys(self, rows: TokenSequence[tuple[TokenSequence, int, Hashes]]) -> None:
+    def _write_keys(self, rows: Sequence[tuple[TokenSequence, int, Hashes]]) -> None:
         written: dict[tuple[int, int, int], int] = {}
         for sequence, start, hashes in rows:
             for group in range(len(self.limits.groups)):
@@ -67,7 +67,7 @@ class Device:
                 place = self._place(number, sequence, index)
                 assert self.keys[place] == hashes[index + 1], "keys of other tokens"
 
-    def _run_states(self, rows: TokenSequence[tuple[TokenSequence, int, Hashes]]) -> None:
+    def _run_states(self, rows: Sequence[tuple[TokenSequence, int, Hashes]]) -> None:
         written: dict[int, int] = {}
         read: set[int] = set()
         for sequence, start, hashes in rows:
@@ -178,7 +178,7 @@ class History:
                 if chunk.draft:
                     self.scheduler.accept(chunk.sequence, chunk.draft)
 
-    def _append(self, sequence: TokenSequence, draft: TokenSequence[int]) -> None:
+    def _append(self, sequence: TokenSequence, draft: Sequence[int]) -> None:
         """Append the token that follows, and those that follow accepted draft tokens."""
         for assumed in (*draft, None):
             if sequence.state is SequenceState.FINISHED:

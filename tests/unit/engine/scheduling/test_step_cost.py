@@ -1,6 +1,6 @@
 """Prompts slow running streams down by no more than the factor, and no prompt starves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -183,7 +183,7 @@ def test_fixed_cost_of_prompts_is_not_charged_to_their_tokens() -> None:
     has_fixed_cost=st.booleans(),
 )
 def test_prompts_advance_beside_streams_whatever_was_measured(
-    steps: TokenSequence[tuple[int, int, float]], streams: int, has_fixed_cost: bool
+    steps: Sequence[tuple[int, int, float]], streams: int, has_fixed_cost: bool
 ) -> None:
     machine = Machine(linear(0.024, 0.0003, 3e-4), prompts_have_fixed_cost=has_fixed_cost)
     machine.decode(streams)
