@@ -73,7 +73,7 @@ def configure(service: str, level: str, on_lost: Callable[[], None] = lambda: No
 
 
 def flush() -> None:
-    """Wait until all lines are written, but not for a reader that does not come.
+    """Wait until all lines are written, or for a few seconds if nobody reads them.
 
     A process that ends by os._exit must call it.
     """

@@ -40,7 +40,7 @@ __all__ = ["SERVER_OPTIONS", "Application", "main", "run"]
 _LOG = logging.getLogger("server")
 _UNIX = "unix:"
 _PART = "tokenwire.part."
-"""Begin of the names by which the health service knows the parts of a process"""
+"""Prefix of the names by which the health service knows the parts of a process"""
 S = TypeVar("S", bound=ServerSettings)
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
@@ -115,7 +115,7 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
 
 
 def run(name: str, settings: S, make: Callable[[S], Application]) -> None:
-    """Do `main` with settings that have been read."""
+    """Run a service process with these settings, as `main` does."""
     try:
         service_logging.configure(name, settings.log_level, LOST_LOG_LINES.inc)
         raise_file_limit()

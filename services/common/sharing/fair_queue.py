@@ -19,7 +19,7 @@ class FairQueue(Generic[T]):
         self._served: dict[str, float] = {}
         """Service that each tenant has received, in the callers' unit"""
         self._least = 0.0
-        """Service of the tenant that was taken last, before it: the least of all"""
+        """Service of the tenant that was taken last, before its item was added: the least of all"""
         self._waiting: dict[str, deque[tuple[T, float]]] = {}
         """Items with their costs"""
 
