@@ -61,7 +61,7 @@ class CompletionPlan:
     engine_request: engine_pb2.GenerateRequest
     prompts: Sequence[EncodedPrompt]
     n: int
-    """Choices per prompt that the client gets, of `engine_request.n` that are generated"""
+    """Choices per prompt that the client gets out of the `engine_request.n` generated ones"""
     choice: ChoicePlan
     remap_error: Callable[[ServiceError], None] | None
     """Makes a grammar's error name the request's field; None if the grammar is the request's."""

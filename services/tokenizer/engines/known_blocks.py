@@ -1,4 +1,4 @@
-"""KV blocks of the engines whose token ids this process knows, for those who watch them."""
+"""KV blocks of the engines whose token ids this process knows, for subscribers."""
 
 import asyncio
 from array import array
@@ -58,7 +58,7 @@ class BlockUpdate:
 
 
 class BlockWatch:
-    """Changes for one watcher. If they are more than the blocks themselves, it gets the blocks."""
+    """Changes for one watcher. It gets all blocks instead if these are fewer than its changes."""
 
     def __init__(self, held: dict[BlockKey, KnownBlock], wake: asyncio.Event) -> None:
         self._held = held
@@ -105,11 +105,11 @@ class KnownBlocks:
         self.groups: dict[int, engine_pb2.CacheGroup] = {}
         """Groups of layers for which engines have reported blocks, by number"""
         self._idle: OrderedDict[bytes, KnownBlock] = OrderedDict()
-        """Blocks that nobody is told of; the oldest goes if they are too many"""
+        """Blocks that watchers were not told of, oldest first; their number is bounded"""
         self._told: dict[bytes, KnownBlock] = {}
         """Blocks that watchers were told of in some group"""
         self._held: dict[BlockKey, KnownBlock] = {}
-        """The same by group, parents before their children"""
+        """Blocks that watchers were told of, by group; parents come before their children"""
         self._watches: set[BlockWatch] = set()
 
     def learn(
