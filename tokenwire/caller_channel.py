@@ -21,7 +21,7 @@ _Make: TypeAlias = Callable[[grpc.aio.Channel], Any]
 
 
 class CallerChannel(grpc.aio.Channel):
-    """A channel for each state of the certificates: gRPC reads them when it opens a channel.
+    """Channels for successive certificates, which gRPC reads only when it opens a channel.
 
     New calls use the newest one. An older one is closed when its last call has ended, so running
     streams are not broken.
