@@ -128,10 +128,7 @@ class ServerTls:
             try:
                 self.require()
                 context.load_cert_chain(self.certificate, self.key)
-            except (
-                TlsError,
-                OSError,
-            ) as error:  # a lack of descriptors may pass: try again
+            except (TlsError, OSError) as error:  # file descriptors may be free later
                 if problem != str(error):
                     _LOG.error("%s The previous certificate stays.", error)
                 problem = str(error)
