@@ -42,7 +42,7 @@ class FairQueue(Generic[T]):
         self._served[tenant] += cost
         if not waiting:
             del self._waiting[tenant]
-            if not self._waiting:  # the others begin anew, as if they came for the first time
+            if not self._waiting:  # tenants with less service start afresh when they return
                 served = self._served.items()
                 self._served = {name: units for name, units in served if units > self._least}
         return item
