@@ -85,7 +85,7 @@ class CompletionStream(Generic[Response]):
         self._began = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._output: CompletionOutput | None = None
-        """None until the request is planned"""
+        """Output of the engine; None until the request is planned"""
         self._is_cancelled = False
         self._is_ended = False
 

@@ -146,7 +146,7 @@ class EngineRequest:
         self._send(engine_pb2.SessionCommand(cancel=cancel))
 
     def leave(self) -> None:
-        """Cancel the request, and take no more events for it."""
+        """Cancel the request, and drop its remaining events."""
         if self._placement is not None:
             self.cancel()
             self._placement.link.session.detach(self._handle)

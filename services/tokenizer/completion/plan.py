@@ -82,7 +82,7 @@ class CompletionPlan:
     resume: completion_pb2.Resumption | None = None
     """Output that the client has received before; None for a new request"""
     generates_again: bool = False
-    """True if a resumed choice starts anew on the engine: ids do not restore all of its state"""
+    """True if the engine generates a resumed choice again: ids do not restore all of its state"""
     images: Sequence[Sequence[ImagePlaces]] = ()
     """Images of each prompt; empty without any"""
     writes_one_large: bool = False

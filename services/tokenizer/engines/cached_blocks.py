@@ -59,7 +59,8 @@ class CachedBlocks:
         """Share of reported tokens that the engine really had, weighted towards recent requests"""
 
     def forget(self) -> None:
-        """Drop what the engine has reported: it was lost, or reports all of it anew."""
+        """Drop all reported hashes: the engine was lost, or is about to report all of them
+        again."""
         reported = self._reported
         self._reported = [set() for _ in reported]
         self._number = 0

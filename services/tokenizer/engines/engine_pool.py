@@ -373,7 +373,7 @@ class EnginePool:
         self._count()
 
     def _retire(self, link: EngineLink) -> None:
-        """Give an engine no more requests: its address is gone from DNS."""
+        """Stop placing requests on an engine whose address is gone from DNS."""
         _LOG.info("the engine at %s is gone from its name's addresses", link.target)
         link.is_serving = False
         self.on_changed(link)
