@@ -60,7 +60,7 @@ class StepFields(Generic[T]):
 HostFields: TypeAlias = StepFields[npt.NDArray[np.signedinteger[Any]]]
 """Fields on the host, for the caller to fill in"""
 DeviceFields: TypeAlias = StepFields[Tensor]
-"""The same integers on the model's device"""
+"""Integers of a step on the model's device"""
 
 
 class Staging:
@@ -147,7 +147,7 @@ class _HostBuffer:
         """Offset of the block tables, in bytes"""
         self._table: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
         self._filled: list[tuple[list[int], int]] = []
-        """By row of the tables, its list of blocks and how many of them are copied"""
+        """List of blocks of each row of the tables, and the number of them that are copied"""
         self._fields: HostFields | None = None
 
     def holds(self, tokens: int, sequences: int, blocks: int, runs: int) -> bool:

@@ -60,7 +60,8 @@ class StepImages:
             sight is ImageSight.ALL or (sight is ImageSight.WINDOWS and group.window > 0)
             for group in layer_groups(spec)
         )
-        """For each cache group: true if a token of an image sees the later tokens of this image"""
+        """True for each cache group in which an image's token sees the later tokens of this
+        image"""
         self._dtype = dtype
         self._device = device
 

@@ -91,7 +91,7 @@ class _LiveRequest:
     latency: request_accounting.TokenLatency
     span: RequestSpan
     adapter: Adapter | None
-    """None = the model alone"""
+    """Adapter of the request; None = the model alone"""
     deadline: asyncio.TimerHandle | None = None
     is_cancelled: bool = False
     """True if the client has cancelled all sequences"""

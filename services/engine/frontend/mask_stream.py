@@ -216,7 +216,7 @@ class MaskStream:
                 step += 1
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same failure and reports it
-        except Exception:  # no command would be sent any more, and every sequence would wait
+        except Exception:  # without a writer, every sequence would wait forever
             _LOG.exception("the stream of masks can't be written")
             clock.expire()
 

@@ -125,9 +125,9 @@ class Matchers:
         self._on_failed = on_failed
         self._numbers = itertools.count(1)
         self._matchers: dict[int, _Matcher] = {}
-        """By matcher number"""
+        """Matchers by their number"""
         self._by_sequence: dict[tuple[int, int], _Matcher] = {}
-        """By handle and sequence"""
+        """Matchers by handle and sequence"""
         self._restoring: dict[str, asyncio.Task[None]] = {}
         """Running compilations for matchers that wait, by grammar id"""
         self._pool = GrammarPool(targets, self._connect, self._on_leaving)

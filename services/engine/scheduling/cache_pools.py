@@ -20,7 +20,7 @@ class Prefix(NamedTuple):
 
     tokens: int
     blocks: Sequence[list[int]]
-    """By group, the blocks that the next token reads, in order"""
+    """Blocks that the next token reads, in order, by group"""
     state: int
     """Slot of the snapshot behind the prefix; -1 = none"""
 

@@ -200,7 +200,7 @@ class Scheduler:
             self.caches.uncache(sequence, start)
 
     def invalidate(self, sequence: TokenSequence, start: int) -> None:
-        """Preempt the sequences that hold blocks of tokens from `start` on: nobody writes them.
+        """Preempt the sequences that hold blocks of tokens from `start` on, which stay unwritten.
 
         Sequences of a failed step hold such blocks as prefix hits.
         """

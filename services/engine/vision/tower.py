@@ -62,7 +62,7 @@ def _without_weights(directory: Path, architecture: str) -> PreTrainedModel:
         config._attn_implementation = "sdpa"  # the file may name one that is not installed
         with _parameters_on_meta():
             model: PreTrainedModel = _kind(architecture)(config)
-    except Exception as error:  # transformers raises whatever it stumbles on
+    except Exception as error:  # transformers raises errors of many types
         message = f"{directory}/config.json describes no {architecture}: {reason_of(error)}"
         raise CheckpointError(message) from None
     for other in _OTHERS:
