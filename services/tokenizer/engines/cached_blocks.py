@@ -59,8 +59,7 @@ class CachedBlocks:
         """Share of reported tokens that the engine really had, weighted towards recent requests"""
 
     def forget(self) -> None:
-        """Drop all reported hashes: the engine was lost, or is about to report all of them
-        again."""
+        """Drop all reported hashes: the engine was lost, or will report all of them again."""
         reported = self._reported
         self._reported = [set() for _ in reported]
         self._number = 0
