@@ -115,7 +115,7 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
 
 
 def run(name: str, settings: S, make: Callable[[S], Application]) -> None:
-    """Run a service process with these settings, as `main` does."""
+    """Do `main` with settings that have been read."""
     try:
         service_logging.configure(name, settings.log_level, LOST_LOG_LINES.inc)
         raise_file_limit()
