@@ -36,14 +36,14 @@ BATCH_PATHS = (
     "/v1/pooling",
 )
 """Paths that a line may name"""
-_AGAIN = frozenset({429, 502, 503})
-"""Statuses of a server that is full, away, or behind a proxy that misses it"""
+_RETRY_STATUSES = frozenset({429, 502, 503})
+"""Statuses after which a request is repeated: the server is full, or a proxy can't reach it"""
 _OK = 200
 _MOST_WAIT = 30.0
 _LONGEST_LINE = 64 << 20
-_LARGE = 1 << 16
-"""Bytes of an answer from which on it is handled in a thread"""
-_BEGIN = '{"custom_id": '
+_LARGE_ANSWER = 1 << 16
+"""Bytes above which an answer is handled in a thread"""
+_LINE_BEGIN = '{"custom_id": '
 """Beginning of every line that a run writes"""
 
 
@@ -67,7 +67,7 @@ class Reply:
 
     status: int
     headers: Mapping[str, str]
-    """By name, in lower case"""
+    """Headers of the reply; their names are in lower case"""
     content: bytes
 
 
@@ -83,16 +83,16 @@ class BatchSummary:
 
     total: int
     skipped: int = 0
-    """Requests that the output had answers to"""
+    """Requests that an earlier run has answered"""
     answered: int = 0
     failed: int = 0
     tokens: int = 0
-    """Generated ones"""
+    """Generated tokens of all answers"""
     began: float = field(default_factory=time.monotonic)
 
     @property
     def text(self) -> str:
-        """A sentence."""
+        """The counts as one sentence."""
         seconds = time.monotonic() - self.began
         parts = [f"{self.answered:,} of {self.total:,} requests answered"]
         if self.skipped:
@@ -110,7 +110,7 @@ class _Request:
     content: bytes = b""
     """The body as JSON"""
     problem: str = ""
-    """Why the line can't be sent; empty if it can"""
+    """Reason for which the line can't be sent; empty if it can"""
 
 
 class BatchRun:
@@ -267,7 +267,7 @@ class BatchRun:
         else:
             self.summary.answered += 1
             self.summary.tokens += _generated(line["response"]["body"])
-        is_large = line["response"] is not None and line["response"].pop("size") > _LARGE
+        is_large = line["response"] is not None and line["response"].pop("size") > _LARGE_ANSWER
         if is_large:  # such as many embeddings: other work goes on meanwhile
             return await asyncio.to_thread(_line, line)
         return _line(line)
@@ -283,9 +283,9 @@ class BatchRun:
             except NotReachedError as error:
                 result = str(error)
             else:
-                large = len(reply.content) > _LARGE
+                large = len(reply.content) > _LARGE_ANSWER
                 result = await asyncio.to_thread(_result, reply) if large else _result(reply)
-                if reply.status not in _AGAIN:
+                if reply.status not in _RETRY_STATUSES:
                     return result
                 wait = _retry_after(reply)
             wait = max(wait, random.uniform(pause / 2, pause))
@@ -367,7 +367,7 @@ def _answered(line: str) -> tuple[str, int]:
 
     Raises ValueError for what no run writes. A killed run may leave half of its last line.
     """
-    if not line.endswith("\n") and line.startswith(_BEGIN[: len(line)]):
+    if not line.endswith("\n") and line.startswith(_LINE_BEGIN[: len(line)]):
         return "", 0
     answer = json.loads(line)
     if not isinstance(answer, dict) or answer.keys() != {"custom_id", "response", "error"}:

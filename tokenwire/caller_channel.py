@@ -21,7 +21,7 @@ _Make: TypeAlias = Callable[[grpc.aio.Channel], Any]
 
 
 class CallerChannel(grpc.aio.Channel):
-    """A channel for each state of the certificates: gRPC reads them when it opens a channel.
+    """Channels for successive certificates, which gRPC reads only when it opens a channel.
 
     New calls use the newest one. An older one is closed when its last call has ended, so running
     streams are not broken.
@@ -38,14 +38,14 @@ class CallerChannel(grpc.aio.Channel):
         self._files = files
         self._token = token
         self._stamp = stamp(files)
-        self._looked = time.monotonic()
+        self._looked_at = time.monotonic()
         self._current = _Connections(open_channel())
         self._all = {self._current}
         self._closing: set[asyncio.Task[None]] = set()
 
     def call(self, make: _Make, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
         """Start a call of the rpc that `make` returns for a channel."""
-        self._look()
+        self._follow_files()
         if self._token is not None:
             given = tuple(options.get("metadata") or ())
             options["metadata"] = (*given, (_AUTHORIZATION, f"Bearer {self._token()}"))
@@ -55,12 +55,12 @@ class CallerChannel(grpc.aio.Channel):
         call.add_done_callback(lambda _: self._on_end(connections))
         return call
 
-    def _look(self) -> None:
+    def _follow_files(self) -> None:
         """Open another channel if the files were replaced; unusable files change nothing."""
         now = time.monotonic()
-        if not self._files or now - self._looked < _LOOK_SECONDS:
+        if not self._files or now - self._looked_at < _LOOK_SECONDS:
             return
-        self._looked = now
+        self._looked_at = now
         if (found := stamp(self._files)) == self._stamp:
             return
         self._stamp = found

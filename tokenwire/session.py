@@ -149,7 +149,7 @@ class Session(Generic[Command, Event]):
                     await call.write(self._bundle(batch))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # The reader sees the same failure and reports it.
-        except Exception:  # no command would be sent any more, and every request would wait
+        except Exception:  # without a writer, every request would wait forever
             _LOG.exception("the stream can't be written")
             call.cancel()
 

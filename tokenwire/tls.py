@@ -65,7 +65,7 @@ class ServerTls:
     certificate: Path
     key: Path
     client_ca: Path | None = None
-    """None = clients need no certificate"""
+    """File of the authorities of clients; None = clients need no certificate"""
 
     @property
     def files(self) -> Sequence[Path]:
@@ -128,7 +128,7 @@ class ServerTls:
             try:
                 self.require()
                 context.load_cert_chain(self.certificate, self.key)
-            except (TlsError, OSError) as error:  # such as no free file descriptor: try again
+            except (TlsError, OSError) as error:  # file descriptors may be free later
                 if problem != str(error):
                     _LOG.error("%s The previous certificate stays.", error)
                 problem = str(error)

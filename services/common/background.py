@@ -64,7 +64,7 @@ class _BackgroundTask:
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
-            self._note_failure(error)  # another task's cancellation reached it
+            self._note_failure(error)  # the cancellation of another task that it awaits
         except Exception as error:
             self._note_failure(error)
         else:
@@ -76,7 +76,7 @@ class _BackgroundTask:
 
     def _note_failure(self, error: BaseException) -> None:
         _FAILURES.labels(self._name).inc()
-        trace = None if self._is_faulty else error  # one trace says it all
+        trace = None if self._is_faulty else error  # one traceback is enough
         _LOG.error(
             "the task %s failed and starts again after %g s: %r",
             *(self._name, self._pause, error),
@@ -94,6 +94,6 @@ class _BackgroundTask:
 
 
 def _is_cancelled() -> bool:
-    """Return whether somebody wants the current task to end."""
+    """Return whether the current task itself was cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Names of full KV blocks, which an engine and those who choose between engines compute alike."""
+"""Hashes that identify full KV blocks, equal in an engine and in the choice between engines."""
 
 import hashlib
 from array import array
@@ -24,9 +24,9 @@ class ImagePlaces(NamedTuple):
     """An image of a prompt."""
 
     digest: bytes
-    """As `image_digest` returns it"""
+    """Digest of the encoded image, from `image_digest`"""
     places: Sequence[int]
-    """Indices of the ids that stand for its parts, rising"""
+    """Indices of the ids that stand for the image's parts, rising"""
 
 
 def tenant_salt(tenant: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Prefix of a prompt that a cache of several groups still has: one rule for engine and readers."""
+"""Longest cached prefix of a prompt: one rule for the engine and for those who watch its cache."""
 
 from collections.abc import Container, Sequence
 from typing import NamedTuple
@@ -58,7 +58,7 @@ class _Search:
         self._group = group
         self._size = block_size
         self._first = most
-        """The group holds all blocks from this index up to the last asked count"""
+        """Index from which on the group holds every block up to the last count given to `lower`"""
 
     def lower(self, count: int) -> int:
         """Return the most blocks, at most `count`, from which the group can continue."""

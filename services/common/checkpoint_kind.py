@@ -11,7 +11,7 @@ _GENERATORS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 def generates(directory: Path) -> bool:
     """Return False for a checkpoint that only makes vectors of texts, such as a BertModel.
 
-    A directory without a readable config.json counts as a generating one: loading it tells why.
+    A directory without a readable config.json counts as generating: loading it raises the reason.
     """
     try:
         architectures = json.loads((directory / "config.json").read_bytes())["architectures"]

@@ -1,4 +1,4 @@
-"""Constraints in the words of other servers: grammars in one of two languages, structural tags."""
+"""Constraints as other servers state them: grammars in one of two languages, structural tags."""
 
 import re
 from typing import Annotated, Any, TypeAlias

@@ -16,7 +16,7 @@ MAX_STOP_LENGTH = 1_000
 MAX_TOP_K = 128
 """Largest top_k"""
 MAX_LENGTH_PENALTY = 10
-"""Largest length_penalty of a beam search, and the least one below 0"""
+"""Largest length_penalty of a beam search; its negative is the least one"""
 MAX_DRY_BREAKERS = 32
 """DRY sequence breakers of a request"""
 MAX_DRY_BREAKER_LENGTH = 64
@@ -28,7 +28,7 @@ MAX_BAD_WORD_LENGTH = 1_000
 MAX_BAD_SPELLINGS = 1_024
 """Token sequences that spell the bad words of a request; a word may have several"""
 MAX_BAD_IDS = 16_384
-"""Token ids of these spellings together"""
+"""Token ids of all spellings of a request's bad words"""
 MAX_CHAT_LOGPROBS = 20
 """Candidates of each token of a chat"""
 
@@ -66,7 +66,7 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_TOOLS = 128
 """Tools of a request"""
 FUNCTION_NAME = "[A-Za-z0-9_-]{1,128}"
-"""Pattern of a function's name, all of it"""
+"""Pattern that a whole name of a function must match"""
 MAX_STRUCTURES = 128
 """Structures of a structural tag, and its triggers: each is a token of the grammar's lexer"""
 

@@ -22,7 +22,7 @@ _NO_THREAD = "can't start new thread"
 def internal_error() -> ServiceError:
     """Return the error for the exception that is being handled, without its details.
 
-    It is a defect of the server, unless the machine lacks something.
+    This is INTERNAL, or UNAVAILABLE if the machine lacks memory, disk, files or processes.
     """
     lack = out_of_resources(sys.exception())
     defect = "INTERNAL", "The server failed; see its log."
@@ -30,7 +30,7 @@ def internal_error() -> ServiceError:
 
 
 def out_of_resources(error: BaseException | None) -> ServiceError | None:
-    """Return UNAVAILABLE if the machine lacked something that it may have later, else None."""
+    """Return UNAVAILABLE if the error is a lack of resources, which may pass; else None."""
     if not (
         (isinstance(error, OSError) and error.errno in _LACKS)
         or isinstance(error, MemoryError)

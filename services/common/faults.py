@@ -15,13 +15,13 @@ _followers: list[Callable[[str, bool], None]] = []
 def begin_fault(part: str) -> None:
     """Note that a part does not work, until `end_fault` is called as often."""
     _faults[part] += 1
-    _tell(part)
+    _notify(part)
 
 
 def end_fault(part: str) -> None:
     """Note that a part works again."""
     _faults[part] -= 1
-    _tell(part)
+    _notify(part)
 
 
 def faulty_parts() -> Sequence[str]:
@@ -34,7 +34,7 @@ def follow_faults(on_change: Callable[[str, bool], None]) -> None:
     _followers.append(on_change)
 
 
-def _tell(part: str) -> None:
+def _notify(part: str) -> None:
     works = _faults[part] <= 0
     _FAULT.labels(part).set(not works)
     for follower in _followers:

@@ -48,7 +48,7 @@ def decode(data: bytes) -> Image.Image:
             else:
                 picture = image.convert("RGB")
             return picture if turn is None else picture.transpose(turn)
-        except Exception as error:  # Pillow's decoders raise whatever they stumble on
+        except Exception as error:  # Pillow's decoders raise errors of many types
             raise ImageError(f"The image is truncated or damaged: {error}.") from None
 
 

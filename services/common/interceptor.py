@@ -131,7 +131,7 @@ def _refusal(error: ServiceError) -> Any:
 
 
 _UNREADABLE = object()
-"""Stands for a request that can't be parsed"""
+"""Placeholder for a request that can't be parsed"""
 
 
 def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -163,7 +163,7 @@ async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _unary(inner: Any, method: str, caller: Identity) -> Any:
-    is_poll = method.rpartition("/")[2].startswith("Get")  # a span a second would hide the others
+    is_poll = method.rpartition("/")[2].startswith("Get")  # polls would hide the other spans
 
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         async with _Rpc(method, context, caller, is_traced=not is_poll):

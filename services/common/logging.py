@@ -73,7 +73,7 @@ def configure(service: str, level: str, on_lost: Callable[[], None] = lambda: No
 
 
 def flush() -> None:
-    """Wait until all lines are written, but not for a reader that does not come.
+    """Wait until all lines are written, or for a second if stderr is not read.
 
     A process that ends by os._exit must call it.
     """
@@ -110,7 +110,7 @@ class _LineHandler(logging.Handler):
 
 
 def _unblock_stderr() -> None:
-    """Let no write to a pipe or terminal on stderr block, whichever library writes.
+    """Make writes to a pipe or terminal on stderr non-blocking, for all libraries.
 
     The descriptor is opened anew: the mode of an inherited one would change for other processes.
     """

@@ -31,7 +31,7 @@ class PeerHealth:
 
         Close the generator if you leave it early.
         """
-        silence = asyncio.ensure_future(self._tell_silence())
+        silence = asyncio.ensure_future(self._log_silence())
         try:
             await self.reach()
             async for answer in self._stub.Watch(self._request):
@@ -63,8 +63,8 @@ class PeerHealth:
             self._is_loss_logged = True
             _LOG.warning("%s is not reachable: %s", self._peer, error.details())
 
-    async def _tell_silence(self) -> None:
-        """Log why the service does not answer: a call that waits for it does not say."""
+    async def _log_silence(self) -> None:
+        """Log why the service does not answer, which a waiting call does not report."""
         await asyncio.sleep(_SILENT_SECONDS)
         try:
             await self._stub.Check(self._request, timeout=_CALL_SECONDS)

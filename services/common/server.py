@@ -41,7 +41,7 @@ __all__ = ["SERVER_OPTIONS", "Application", "main", "run"]
 _LOG = logging.getLogger("server")
 _UNIX = "unix:"
 _PART = "tokenwire.part."
-"""Begin of the names by which the health service knows the parts of a process"""
+"""Prefix of the names by which the health service knows the parts of a process"""
 S = TypeVar("S", bound=ServerSettings)
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [

@@ -47,7 +47,7 @@ class StartupError(Exception):
 
 
 _LEAST_TOKEN = 32
-"""Characters of a peer token, so that nobody guesses it"""
+"""Fewest characters of a peer token, so that it can't be guessed"""
 _MOST = 2**31 - 1  # in seconds 68 years, which timers still support
 
 

@@ -13,7 +13,7 @@ class Span:
 
     __slots__ = ("traceparent",)
     is_recording = False
-    """True if the span will be exported; False makes it useless to compute its attributes"""
+    """True if the span will be exported; otherwise its attributes need not be computed"""
 
     def __init__(self, traceparent: str) -> None:
         """traceparent: trace context for the next service and the log; "" = none."""

@@ -80,7 +80,7 @@ def _registry(model: str) -> CollectorRegistry:
 
 
 class _LabelledMetrics(Collector):
-    """Metrics of the process, to which the scrape adds the model: counting one costs no more."""
+    """Metrics of the process. A scrape adds the model's label, so that counting stays cheap."""
 
     def __init__(self, model: str) -> None:
         self._label = {"model": model}

@@ -19,9 +19,9 @@ class ModelLoad:
 
     model: str
     running: int
-    """Sequences that run"""
+    """Number of running sequences"""
     waiting: int
-    """Sequences that wait"""
+    """Number of waiting sequences"""
     block_size: int
     """Tokens of a KV block"""
     used_blocks: int
@@ -31,7 +31,7 @@ class ModelLoad:
     prompt_tokens: int
     """Tokens of admitted prompts since the start"""
     cached_tokens: int
-    """Of these, tokens found in prefix caches"""
+    """Tokens of admitted prompts that prefix caches had, since the start"""
     generated_tokens: int
     """Tokens generated since the start"""
 

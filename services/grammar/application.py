@@ -33,7 +33,7 @@ class GrammarApplication(Application):
         self._model = settings.model_id or served_name(model)
         self._compiler = Compiler(model, settings.compile_timeout, settings.compile_concurrency)
         self._servicer: GrammarServicer | None = None
-        """None: the checkpoint generates nothing, so its tokenizer may be of any kind"""
+        """Servicer; None = the checkpoint generates nothing, so its tokenizer may be of any kind"""
         if not generates(model):
             return
         self._servicer = GrammarServicer(

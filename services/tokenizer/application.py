@@ -154,7 +154,7 @@ class TokenizerApplication(Application):
         await asyncio.gather(self._registry.drain(), self._embeddings.drain())
 
     async def stop(self) -> None:
-        """End the Sessions to the engines, the render process, and the threads for images."""
+        """End the Sessions to the engines, the render process and the image decoders' threads."""
         self._images.close()
         await self._pool.close()
         await self._templates.stop()

@@ -49,7 +49,7 @@ class StalledCalls:
         self.spawn(cut_stalled(context, self._seconds))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine that nobody awaits."""
+        """Run a coroutine in a task of its own."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

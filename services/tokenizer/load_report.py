@@ -18,9 +18,9 @@ _LEAST_UTILIZATION = 0.01
 class RequestCounts:
     """Requests since the start of the process."""
 
-    begun: int
+    started: int
     failed: int
-    """Ended by no fault of the client"""
+    """Requests that failed through no fault of the client"""
 
 
 class LoadAverage:
@@ -37,13 +37,15 @@ class LoadAverage:
     def add(
         self, now: float, counts: RequestCounts, cpu_seconds: float, loads: Sequence[EngineLoad]
     ) -> None:
-        """Take a measurement; `loads` are those of the engines that serve, none = all is full."""
+        """Take a measurement. loads: those of the engines that serve; empty counts as full load."""
         passed = now - self._now
         if passed <= 0:
             return
         engines = sum(load.utilization for load in loads) / len(loads) if loads else 1.0
         weight = -math.expm1(-passed / _WINDOW_SECONDS)
-        self._requests += weight * ((counts.begun - self._counts.begun) / passed - self._requests)
+        self._requests += weight * (
+            (counts.started - self._counts.started) / passed - self._requests
+        )
         self._failures += weight * ((counts.failed - self._counts.failed) / passed - self._failures)
         self._cpu += weight * ((cpu_seconds - self._cpu_seconds) / passed - self._cpu)
         self._engines += weight * (engines - self._engines)

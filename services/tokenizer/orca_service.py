@@ -24,7 +24,7 @@ _LEAST_SECONDS = 0.5
 _MEASURE_SECONDS = 0.25
 _MOST_STREAMS = 256
 _FAILURES = frozenset({"data_loss", "internal", "resource_exhausted", "unavailable", "unknown"})
-"""Outcomes by no fault of the client"""
+"""Outcomes of requests that failed through no fault of the client"""
 
 
 class OrcaServicer:

@@ -20,10 +20,10 @@ class HttpSender:
     """A server, and the key to show it."""
 
     url: str
-    """Without a path"""
+    """URL of the server, without a path"""
     key: str
     tls: ssl.SSLContext | None
-    """For https; None = the system's authorities"""
+    """TLS context for https; None = the system's authorities"""
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Send]:

@@ -21,15 +21,15 @@ __all__ = ["explain"]
 
 _SECONDS = 2.0
 _NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL}
-_OF_CHANNEL = {"UNREACHABLE", "SESSION_LOST", "UNKNOWN"}
-"""Reasons of errors that no service of Tokenwire has sent"""
+_CLIENT_REASONS = {"UNREACHABLE", "SESSION_LOST", "UNKNOWN"}
+"""Error reasons that the client itself sets, and no service of Tokenwire sends"""
 
 
 async def explain(target: str, error: ServiceError, tls: ClientTls | None) -> str:
     """Return the sentence that says why a call to a tokenizer service failed."""
     if error.reason == "MISSING_API_KEY":
         return f"{target} requires an API key: set TOKENWIRE_API_KEY, or use --key-file."
-    if error.code not in _NO_ANSWER or error.reason not in _OF_CHANNEL:
+    if error.code not in _NO_ANSWER or error.reason not in _CLIENT_REASONS:
         return error.message
     if why := await asyncio.to_thread(why_unreachable, target):
         return f"No server answers at {target} ({why})."

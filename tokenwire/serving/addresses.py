@@ -25,7 +25,7 @@ LAST_PORT = 65535
 METRICS_PORT_OFFSET = 1000
 """Distance from the port of a gRPC server to the default port of its metrics"""
 _BACKLOG = 2048
-"""Connections that may wait to be accepted"""
+"""Most connections that wait to be accepted"""
 _HELD = (
     "address already in use, though nothing listens: an outgoing connection may hold it; try "
     "again, or reserve the port with the sysctl net.ipv4.ip_local_reserved_ports"

@@ -40,7 +40,7 @@ class LogFile:
         self._file.close()
 
     def _rotate(self) -> None:
-        if self._is_current():  # otherwise another writer of the same path has rotated it
+        if self._is_current():  # else another process that writes to this path has rotated the file
             for number in range(_OLD_FILES - 1, 0, -1):
                 if self._old(number).exists():
                     self._old(number).replace(self._old(number + 1))

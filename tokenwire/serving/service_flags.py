@@ -24,16 +24,16 @@ SETTINGS: Mapping[str, type[Settings]] = {
     "engine": EngineSettings,
     "grammar": GrammarSettings,
 }
-_WIRING = frozenset(
+_OWN_FLAGS = frozenset(
     {
         *("host", "port", "fd", "grace", "model", "model_id", "catalog", "dtype"),
         *("engine", "tokenizer", "grammar", "keys", "limits_url", "peer_token_file"),
         *("peer_ca", "peer_cert", "peer_key", "tls_cert", "tls_key", "plaintext", "open"),
     }
 )
-"""Settings by which the services find and trust each other"""
-_OF_SHIM = frozenset({"metrics_port", "tls_client_ca"})
-"""Settings of HTTP, which other services have for ports of their own"""
+"""Settings that `tokenwire serve` sets itself, so that services find and trust each other"""
+_SHIM_FLAGS = frozenset({"metrics_port", "tls_client_ca"})
+"""Settings that only the shim gets; other services have their own ports for them"""
 
 
 class FlagError(Exception):
@@ -46,7 +46,7 @@ def split_flags(arguments: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     owners: dict[str, list[str]] = {}
     for service, settings in SETTINGS.items():
         for field in dataclasses.fields(settings):
-            if field.name in _WIRING or (field.name in _OF_SHIM and service != "http_shim"):
+            if field.name in _OWN_FLAGS or (field.name in _SHIM_FLAGS and service != "http_shim"):
                 continue
             if field.name not in owners:
                 is_switch = isinstance(field.default, bool)
@@ -70,7 +70,7 @@ def engine_arguments(text: str) -> tuple[str, ...]:
     except ValueError as error:
         raise FlagError(f"Can't read the engine's arguments: {error}.") from None
     for argument in arguments:
-        if argument.partition("=")[0] in {_flag(name) for name in _WIRING}:
+        if argument.partition("=")[0] in {_flag(name) for name in _OWN_FLAGS}:
             raise FlagError(
                 f"The engine's arguments can't have {argument}: `tokenwire serve` sets it itself."
             )
@@ -94,6 +94,6 @@ def _written(name: str, value: Any) -> str:
 
 def _complaint(argument: str) -> str:
     flag = argument.partition("=")[0]
-    if flag in {_flag(name) for name in _WIRING}:
+    if flag in {_flag(name) for name in _OWN_FLAGS}:
         return f"{flag} is set by `tokenwire serve` itself: leave it out."
     return f"unrecognized argument: {argument}."

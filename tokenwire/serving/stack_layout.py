@@ -45,7 +45,7 @@ __all__ = [
 
 
 _LONGEST_GRACE = 2**31 - 1
-"""Seconds; the services have the same limit"""
+"""Largest --grace in seconds, the same as that of the services"""
 _REPLICA_PORTS = 10
 """Distance between the ports of a model's engines"""
 _MOST_REPLICAS = 64
@@ -118,12 +118,12 @@ class ServeOptions:
 
     @property
     def scheme(self) -> str:
-        """Of the HTTP server's URL."""
+        """Scheme of the HTTP server's URL."""
         return "http" if self.tls_cert is None else "https"
 
     @property
     def logs(self) -> "LogPlace | None":
-        """Place of the log files; None = stderr."""
+        """Folder and size of the log files; None = the services log to stderr."""
         return None if self.log_dir is None else LogPlace(self.log_dir, self.log_size)
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ class Service:
     model: str = ""
     """Catalog model that it serves; empty without a catalog"""
     replica: int = 1
-    """Number among the model's engines"""
+    """Number of the engine among those of its model"""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that the process gets besides those of `tokenwire serve`"""
 

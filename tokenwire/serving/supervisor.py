@@ -129,11 +129,11 @@ class _Stack:
         """Processes that must run, shim first"""
         self._starting: list[ServiceProcess] = []
         self._retiring: list[ServiceProcess] = []
-        """Processes that a catalog change adds, and those that it removes"""
+        """Processes that a changed catalog no longer needs; `_starting` has those that it adds"""
         self._serving: set[ServiceProcess] = set()
         """Processes that have served, and are therefore restarted when they end"""
         self._pauses: dict[Service, float] = {}
-        """Seconds before the last restart of services that have not served since"""
+        """Pause in seconds before the last restart of each service that has not served since"""
         self._listener: socket.socket | None = None
         """The shim's socket: connections wait there while the shim restarts"""
         self._fatal_end: asyncio.Future[ServiceProcess] = asyncio.get_running_loop().create_future()

@@ -51,7 +51,7 @@ class Bucket:
         self._time = now
 
     def left(self, now: float) -> float:
-        """Return the level; a debt is negative."""
+        """Return the amount in the bucket, negative after a debt."""
         refilled = self._level + (now - self._time) * self.per_minute / _MINUTE
         self._level, self._time = min(refilled, float(self.per_minute)), now
         return self._level
@@ -66,7 +66,7 @@ class Bucket:
         self._level = self.left(now) - amount
 
     def mirror(self, level: float, now: float) -> None:
-        """Take over the level of the same bucket elsewhere."""
+        """Set the level to that of the same bucket in Redis."""
         self._level, self._time = min(level, float(self.per_minute)), now
 
     def resize(self, per_minute: int, now: float) -> None:
@@ -86,7 +86,7 @@ class Account:
         now: float,
         shared: "SharedLimits | None" = None,
     ) -> None:
-        """shared: where several processes count the usage; None = this one counts alone."""
+        """shared: limits that several processes count in Redis; None = counted here alone."""
         self.id = identity
         self.name = name
         self.shared = shared
@@ -149,7 +149,7 @@ class Account:
     def mirror(
         self, now: float, *, requests: float | None = None, tokens: float | None = None
     ) -> None:
-        """Take over levels that are counted elsewhere, for several processes."""
+        """Set the levels to those that Redis counts for several processes."""
         if self._requests is not None and requests is not None:
             self._requests.mirror(requests, now)
         if self._tokens is not None and tokens is not None:

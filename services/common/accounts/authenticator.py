@@ -13,7 +13,7 @@ __all__ = ["Authenticator"]
 
 
 class Authenticator:
-    """Tells who calls. Without keys and without a token, everyone counts as a peer."""
+    """Identifies callers. Without keys and without a token, every caller counts as a peer."""
 
     def __init__(
         self, keyring: Keyring | None, token: TokenFile | None, trust: str = "auto"
@@ -28,7 +28,7 @@ class Authenticator:
         self._holders_schedule = trust == "always"
 
     def identify(self, authorization: str | None) -> Identity:
-        """Return who shows `authorization: Bearer SECRET`. Raises UNAUTHENTICATED."""
+        """Return the caller that shows a header "Bearer SECRET". Raises UNAUTHENTICATED."""
         if self._anyone is not None:
             return self._anyone
         secret = bearer(authorization)

@@ -24,7 +24,7 @@ class Identity:
     account: Account | None = None
     """Account of the API key; None for a peer"""
     keyring: Keyring | None = None
-    """Keys of which the account is one"""
+    """Keyring that holds the account; None for a peer"""
 
     @property
     def key_id(self) -> str:
@@ -55,7 +55,7 @@ class Identity:
             )
 
     def tenant(self, asked: str, field: str) -> str:
-        """Return the tenant of a request. Raises PERMISSION_DENIED if it may not be the one asked.
+        """Return the tenant of a request. Raises PERMISSION_DENIED if the caller may not choose it.
 
         asked: the caller's choice; empty = none. field: its name in the error.
         """
@@ -70,14 +70,14 @@ class Identity:
         return self.key_id
 
     def paying_tenant(self, asked: str) -> str:
-        """Return the tenant that pays for a request: its key's, or one that a trusted caller asks.
+        """Return the tenant to charge: that of the key, or the one that a trusted caller asks for.
 
         asked: empty = none.
         """
         return (asked if self.may_schedule else "") or self.key_id
 
     def priority(self, asked: int, field: str) -> int:
-        """Return the priority of a request, higher first. Raises PERMISSION_DENIED if it is raised.
+        """Return the allowed priority of a request. Raises PERMISSION_DENIED for a higher one.
 
         asked: the caller's choice; 0 = none. field: its name in the error.
         """

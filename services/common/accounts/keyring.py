@@ -27,12 +27,12 @@ class Keyring:
     """Authenticates API keys."""
 
     def __init__(self, path: Path, shared: "SharedLimits | None" = None) -> None:
-        """Read the file; `shared` is that of the accounts. Raises KeyFileError."""
+        """Read the file. shared: as for `Account`. Raises KeyFileError."""
         self._path = path
         self._shared = shared
         self._stamp = _stamp(path)
         self._problem = ""
-        """Why the changed file is not used, once that is logged"""
+        """Logged reason for which the changed file is not used; empty = none"""
         self._keys: dict[str, Key] = {}
         self._accounts: dict[str, Account] = {}
         self._read()
@@ -59,7 +59,7 @@ class Keyring:
         _require_valid(self._keys.get(account.id))
 
     async def watch(self) -> None:
-        """Reload the file whenever it changes, and keep up the shared limits, until cancelled."""
+        """Reload the file whenever it changes, and run the shared limits, until cancelled."""
         tasks = [keep_running("keys", self._follow)]
         if self._shared is not None:
             tasks.append(keep_running("shared_limits", self._shared.run))
@@ -70,7 +70,7 @@ class Keyring:
                 task.cancel()
 
     async def close(self) -> None:
-        """Leave the shared limits."""
+        """Disconnect from the shared limits."""
         if self._shared is not None:
             await self._shared.close()
 

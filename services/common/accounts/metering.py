@@ -31,9 +31,9 @@ class Charge:
         reserved: int,
         shared: "tuple[SharedLimits, Lease] | None" = None,
     ) -> None:
-        """shared: where the request is counted too."""
+        """shared: limits in Redis that also count the request; None = none."""
         self.reserved = reserved
-        """Tokens"""
+        """Tokens that the request has reserved"""
         self._account = account
         self._choices = choices
         self._shared = shared
@@ -90,7 +90,7 @@ class Meter:
 
 
 async def count_call(caller: Identity, model: str) -> None:
-    """Count a call without generation. Raises PERMISSION_DENIED or RESOURCE_EXHAUSTED."""
+    """Count a call that generates no tokens. Raises PERMISSION_DENIED or RESOURCE_EXHAUSTED."""
     if caller.account is not None:
         caller.require_valid()
         await count_request(caller.account)
@@ -104,7 +104,7 @@ async def count_request(account: Account) -> None:
 
 
 def charge_requests(account: Account, more: int) -> None:
-    """Count what an answer cost beyond its request, into debt if necessary."""
+    """Charge an answer as further requests, into debt if necessary."""
     if account.shared is None or not account.shared.charge_requests(account, more):
         account.charge_requests(more, time.monotonic())
 

@@ -119,7 +119,7 @@ class Lease:
     def __init__(self, choices: int) -> None:
         self.name = f"{choices}:{uuid.uuid4().hex}"
         self.reserved = 0
-        """Tokens"""
+        """Tokens that the request has reserved"""
         self.is_shared = False
         """True if Redis has granted it; False if it was away then"""
 
@@ -163,11 +163,11 @@ class SharedLimits:
         _SHARED.set(1)
 
     async def run(self) -> None:
-        """Renew leases, and look for a Redis that is away, until cancelled."""
+        """Renew leases, and try to reach a Redis that is away, until cancelled."""
         while True:
             if self._is_away:
                 await asyncio.sleep(_PROBE_SECONDS)
-                await self._look()
+                await self._try_again()
                 continue
             try:
                 async with asyncio.timeout(_RENEW_SECONDS):
@@ -176,7 +176,7 @@ class SharedLimits:
                 await self._renew_leases()
 
     async def close(self) -> None:
-        """Settle what has ended, and disconnect."""
+        """Charge the requests that have ended, and disconnect."""
         if self._settling:
             await asyncio.wait(self._settling, timeout=_PATIENCE_SECONDS)
         await self._redis.aclose()
@@ -239,7 +239,7 @@ class SharedLimits:
         return lease
 
     def end(self, account: Account, lease: Lease, used: int) -> None:
-        """End a request that has used these tokens, behind the back of its answer."""
+        """End a request that has used these tokens, in a task that its answer does not wait for."""
         is_counted = self._leases.pop(lease.name, None) is not None
         difference = used - lease.reserved if lease.is_shared else 0
         if account.tier.tokens_per_minute is None:
@@ -279,8 +279,8 @@ class SharedLimits:
                 return False
         return True
 
-    async def _look(self) -> None:
-        """Use Redis again if it takes writes."""
+    async def _try_again(self) -> None:
+        """Count in Redis again if it accepts writes."""
         probe = self._redis.set(f"{_PREFIX}:probe", 1, px=1000)
         if await self._try(probe) and await self._renew_leases():
             self._is_away = False

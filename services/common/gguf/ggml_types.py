@@ -68,4 +68,4 @@ BLOCK_SIZES = {
     _TYPE.MXFP4: (32, 17),
     _TYPE.NVFP4: (64, 36),
 }
-"""Numbers of a block, and its bytes"""
+"""Numbers in a block of each type, and the bytes of the block"""

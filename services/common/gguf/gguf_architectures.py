@@ -54,15 +54,15 @@ class Architecture:
     """An architecture of llama.cpp."""
 
     name: str
-    """Architecture in transformers"""
+    """Name of the architecture in transformers"""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Llama's keys of config.json that have another name"""
+    """Names of Llama's keys of config.json that are called otherwise in this architecture"""
     extra_keys: Callable[[GgufFile], dict[str, Json]] = field(default=lambda _: {})
-    """Keys that only this architecture has"""
+    """Function that reads the keys that only this architecture has"""
     has_attention: bool = True
-    """Some layers have heads of attention"""
+    """True if some layers have attention heads"""
     has_layer_heads: bool = False
-    """Layers may have different numbers of heads"""
+    """True if layers may differ in their numbers of heads"""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -188,7 +188,7 @@ def _read_ernie_experts(file: GgufFile) -> dict[str, Json]:
 
 
 def _read_llama4(file: GgufFile) -> dict[str, Json]:
-    """Return the keys of Llama 4. What they don't say is in llama.cpp's code.
+    """Return the keys of Llama 4. llama.cpp's code fixes what the file leaves out.
 
     A window of 0 marks a model without chunks, all of whose layers rotate. The one with 128 experts
     has no norms of queries and keys.

@@ -32,7 +32,7 @@ def read_routing(file: GgufFile) -> dict[str, Json]:
 
 
 def read_sigmoid_routing(file: GgufFile) -> dict[str, Json]:
-    """Return `read_routing` of experts that sigmoids weigh.
+    """Return what `read_routing` does, for experts that sigmoids weigh.
 
     Raises GgufError if another function does.
     """
@@ -49,7 +49,7 @@ def layers_with_routers(file: GgufFile) -> list[bool]:
 
 
 def read_hunyuan_routing(file: GgufFile) -> dict[str, Json]:
-    """Return `read_sigmoid_routing` of Hunyuan 3, whose files leave two counts out.
+    """Return what `read_sigmoid_routing` does, for Hunyuan 3, whose files leave two counts out.
 
     The first layers have no router, and a shared expert is as wide as another.
     """

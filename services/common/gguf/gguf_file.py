@@ -51,12 +51,12 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    """Slowest dimension first, unlike in the file"""
+    """Sizes of the dimensions, the slowest first, unlike in the file"""
     kind: int
-    """Number of its type, as ggml has them"""
+    """Number of the tensor's type in ggml"""
     file: Path
     start: int
-    """Offset in the file, in bytes"""
+    """Offset of the tensor in the file, in bytes"""
 
 
 class GgufFile:
@@ -77,11 +77,11 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """Name of the architecture, as llama.cpp has them."""
+        """Name of the architecture in llama.cpp."""
         return self.text("general.architecture")
 
     def own(self, key: str) -> str:
-        """Return the full name of a key that each architecture has as its own."""
+        """Return the full name of a key, which begins with the name of the architecture."""
         return f"{self.architecture}.{key}"
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -108,7 +108,7 @@ class GgufFile:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number, or the one that all entries of a list are."""
+        """Return a whole number. In a list, all entries must be the same one."""
         value = self.metadata.get(key, default)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]

@@ -9,7 +9,7 @@ from services.common.json_values import Json
 __all__ = ["read_laguna"]
 
 _PATTERN = 4
-"""Layers of which the first one has no window, where a file does not say it"""
+"""Layers of a period, the first of which has no window, where a file does not list them"""
 
 
 def read_laguna(file: GgufFile) -> dict[str, Json]:

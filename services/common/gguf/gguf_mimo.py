@@ -8,7 +8,7 @@ from services.common.json_values import Json
 __all__ = ["read_mimo"]
 
 _PERIOD = 6
-"""The layers that see all tokens, if a file does not list the others"""
+"""Layers of a period, one of which sees all tokens, where a file does not list them"""
 
 
 def read_mimo(file: GgufFile) -> dict[str, Json]:

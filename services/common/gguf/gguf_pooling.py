@@ -16,7 +16,7 @@ _DENSE = ("dense_2", "dense_3")
 _MODULES = "sentence_transformers.models"
 _FOLDER = "1_Pooling"
 _ANSWERS = ["yes", "no"]
-"""Labels of a model that answers whether a document fits, by the likelier of two tokens"""
+"""Labels of a reranker whose two outputs are the logits of the tokens yes and no"""
 
 
 def head_of(file: GgufFile) -> list[str]:

@@ -83,7 +83,7 @@ def _adds_eos(file: GgufFile) -> bool:
 
 
 def _frame(file: GgufFile) -> dict[str, Json]:
-    """Return what puts an encoder's special tokens around texts and pairs.
+    """Return the post-processor that puts an encoder's special tokens around texts and pairs.
 
     Raises TokenizerError if the file names none of the tokens that it asks for.
     """

@@ -28,20 +28,20 @@ class PreTokenizer:
     """A pre-tokenizer, with the properties that llama.cpp ties to its name."""
 
     splits: tuple[str, ...]
-    """Expressions, each of which cuts the parts that the one before left"""
+    """Regular expressions; each cuts the parts that the one before it has left"""
     keeps_words: bool = False
-    """A word that is a token needs no merges"""
+    """True if a word that is a token needs no merges"""
     has_bos: bool = False
-    """Prompts begin with BOS, unless the file says otherwise"""
+    """True if prompts begin with BOS, unless the file says otherwise"""
     needs_bos: bool = False
-    """Prompts begin with BOS, whatever the file says: early files of Gemma 4 deny it"""
+    """True if prompts begin with BOS, whatever the file says: early files of Gemma 4 deny it"""
     separates: bool = False
-    """SEP goes before the second text of a pair, unless the file says otherwise"""
+    """True if SEP goes before the second text of a pair, unless the file says otherwise"""
     composes: bool = False
-    """It follows a normalisation to NFC"""
+    """True if texts are normalised to NFC first"""
     spells_bytes: bool = True
-    """Tokens are bytes in GPT-2's letters. Otherwise they are sentencepiece's texts, with ▁ for a
-    space"""
+    """True if tokens are bytes in GPT-2's letters. Otherwise they are sentencepiece's texts, with ▁
+    for a space"""
 
 
 _UP_TO_THREE_DIGITS = r"\p{N}{1,3}"

@@ -34,7 +34,7 @@ class _Work:
 
 
 def use_fair_threads() -> None:
-    """Let the running event loop's threads take tenants in turn, and delay the loop little."""
+    """Give the running event loop threads that serve tenants fairly, and that delay it little."""
     sys.setswitchinterval(_SWITCH_SECONDS)
     asyncio.get_running_loop().set_default_executor(FairExecutor())
 

@@ -19,7 +19,7 @@ class FairQueue(Generic[T]):
         self._served: dict[str, float] = {}
         """Service that each tenant has received, in the callers' unit"""
         self._least = 0.0
-        """Service of the tenant that was taken last, before it: the least of all"""
+        """Service of the tenant that was taken last, before its item was added: the least of all"""
         self._waiting: dict[str, deque[tuple[T, float]]] = {}
         """Items with their costs"""
 
@@ -42,7 +42,7 @@ class FairQueue(Generic[T]):
         self._served[tenant] += cost
         if not waiting:
             del self._waiting[tenant]
-            if not self._waiting:  # the others begin anew, as if they came for the first time
+            if not self._waiting:  # tenants with less service start afresh when they return
                 served = self._served.items()
                 self._served = {name: units for name, units in served if units > self._least}
         return item

@@ -20,7 +20,7 @@ class FairTurns:
     async def turn(self, tenant: str, cost: float = 1.0) -> AsyncIterator[None]:
         """Wait for a turn, and give it back at the end of the context.
 
-        cost: what it takes of the resource, in any unit that all callers share.
+        cost: amount of the resource that the turn uses, in a unit that all callers share.
         """
         await self.wait(self.request(tenant, cost))
         try:

@@ -1,4 +1,4 @@
-"""Room that tenants share: bytes or places, of which none may take what all need."""
+"""Shares of the tenants in a bounded resource, such as bytes or places."""
 
 from collections import Counter
 
@@ -38,7 +38,7 @@ class Shares:
         return left >= 0 and self._of[tenant] + more <= max(min(left, self._total), self._least)
 
     def add(self, tenant: str, more: int) -> None:
-        """Let a tenant hold more, or less if it is negative."""
+        """Add to the amount that a tenant holds; a negative amount is given back."""
         self.held += more
         self._of[tenant] += more
         if not self._of[tenant]:

@@ -1,4 +1,4 @@
-"""Tenant of the request that a task answers: who pays for what all tenants share."""
+"""Tenant of the request that a task answers, who is charged for shared resources."""
 
 from contextvars import ContextVar
 

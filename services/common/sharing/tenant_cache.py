@@ -23,7 +23,7 @@ class _Entry(Generic[V]):
 
 
 class TenantCache(Generic[K, V]):
-    """Values by key. A full cache drops the least recently used value of who holds most."""
+    """Values by key. When it is full, the tenant with most loses its least recently used one."""
 
     def __init__(self, most_bytes: int, most_values: int | None = None) -> None:
         self._most_values = most_values

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 SPACE = "▁"
-"""Stands for a space in the pieces of sentencepiece"""
+"""Character that stands for a space in the pieces of sentencepiece"""
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -93,7 +93,7 @@ class Pieces:
     scores: Sequence[float]
     kinds: Sequence[int]
     adds_space: bool
-    """A text begins with a space"""
+    """True if a text gets a space at its beginning"""
 
     @property
     def added(self) -> list[AddedToken]:
@@ -197,7 +197,7 @@ def _normalizer(adds_space: bool) -> Json:
 
 
 def sentencepiece_decoder(adds_space: bool) -> Json:
-    """Return what makes text of sentencepiece's pieces and bytes."""
+    """Return the decoder that makes text of sentencepiece's pieces and bytes."""
     spaces: Json = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     strip: list[Json] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
     decoders: list[Json] = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}]

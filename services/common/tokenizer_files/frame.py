@@ -15,7 +15,7 @@ def frame(
     between: Sequence[int] = (),
     has_types: bool = False,
 ) -> Json:
-    """Return what puts special tokens around a text, and around both texts of a pair.
+    """Return the post-processor that puts special tokens around a text or a pair of texts.
 
     tokens: texts by id. first: ids before a text or a pair; last: ids behind each text; between:
     further ids before the second text of a pair. has_types: the second text has a type of its own.

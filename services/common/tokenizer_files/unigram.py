@@ -26,7 +26,7 @@ _ALONE = (
     "\u3041-\u3096\u309b-\u30ff\u3400-\u9fff\uac00-\ud7a3\uff01-\uff60"
     "\U0001f300-\U0001f3fa\U0001f400-\U0001faff"
 )
-"""Ranges of characters that are no grapheme together with another one of these ranges"""
+"""Ranges of characters of which no two form one grapheme"""
 _BETWEEN = rf"(?<=[^{_ALONE}])(?=[\s\S])|(?<=[{_ALONE}])(?=[^{_ALONE}])"
 _FIRST_PLACEHOLDER = 0xF0000  # private use
 _MOST_HELD = 256  # characters
@@ -115,7 +115,7 @@ def _normalizers(pieces: Pieces, normalization: Normalization) -> Iterator[Json]
 
 
 def _character_rules(charsmap: bytes) -> Iterator[Json]:
-    """Yield what applies sentencepiece's rules as sentencepiece does.
+    """Yield normalizers that apply sentencepiece's rules as sentencepiece does.
 
     `Precompiled` applies the rule of the shortest beginning to a whole grapheme, and drops the
     rest. So it gets characters one at a time, and NFC does the rules of several.
@@ -128,7 +128,7 @@ def _character_rules(charsmap: bytes) -> Iterator[Json]:
 
 
 def _held_symbols(pieces: Pieces, charsmap: bytes, held: dict[str, str]) -> Iterator[Json]:
-    """Yield what keeps symbols of users from the rules, the longest first.
+    """Yield normalizers that protect user-defined symbols from the rules, the longest first.
 
     held: gets the placeholder of each of their characters. Characters are replaced one at a time,
     because a text loses its start with the first of several. Raises TokenizerError if they are too
@@ -166,7 +166,7 @@ def _normalize(charsmap: bytes) -> Callable[[str], str]:
 
 
 def _spaces(pieces: Pieces) -> Iterator[Json]:
-    """Yield what puts a space before a text, but not behind an added token in it.
+    """Yield normalizers that put a space before a text, but not behind an added token in it.
 
     A text that begins with " " gets none: it is one whose other spaces at its start were removed.
     Else spaces are "▁" already, so that the text gets one in any case.
@@ -177,7 +177,7 @@ def _spaces(pieces: Pieces) -> Iterator[Json]:
 
 
 def _guard(pieces: Pieces) -> Json:
-    """Return a cut inside each text that no segmentation makes, such as "<0x0A>"."""
+    """Return the pre-tokenizer that cuts texts of unreachable pieces, such as "<0x0A>"."""
     whole = (PieceKind.CONTROL, PieceKind.UNKNOWN, PieceKind.BYTE, PieceKind.UNUSED)
     texts = [
         text

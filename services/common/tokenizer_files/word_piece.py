@@ -13,7 +13,7 @@ from services.common.tokenizer_files.frame import frame
 __all__ = ["CONTINUATION", "word_piece"]
 
 CONTINUATION = "##"
-"""Begins a token that does not begin a word"""
+"""Prefix of the tokens that continue a word"""
 _LONGEST_WORD = 100
 """Characters of the longest word that is cut; longer ones are unknown"""
 

@@ -15,7 +15,7 @@ time; a step of more than these takes longer than its launches, so it needs no g
 _DENSE = 16
 """Rows above which there is one more size between two powers of two"""
 _LEAST_WIDTH = 16
-"""Blocks; 1,024 tokens in blocks of 64"""
+"""Columns of the narrowest block tables: 1,024 tokens in blocks of 64"""
 
 
 def row_bucket(rows: int) -> int:
@@ -41,14 +41,15 @@ def token_bucket(tokens: int) -> int:
 def decode_sizes(most_rows: int, most_blocks: int, num_blocks: int) -> list[tuple[int, int]]:
     """Return rows and table widths of all padded decode steps that can occur, largest first.
 
-    most_blocks: of one sequence; num_blocks: of the KV cache, which must hold all rows.
+    most_blocks: blocks of the longest sequence. num_blocks: blocks of the KV cache, which must hold
+    those of all rows.
     """
     widths = list(_up_to(table_width(most_blocks), lambda width: table_width(width + 1)))
     sizes = []
     rows_before = 0
     for rows in _up_to(row_bucket(most_rows), lambda rows: row_bucket(rows + 1)):
         for before, width in zip((0, *widths), widths, strict=False):
-            # the smallest step of this size has one long row, and else rows of one block
+            # the smallest step of this size has one long row, and one block in each other row
             if before + 1 + rows_before <= num_blocks:
                 sizes.append((rows, width))
         rows_before = rows

@@ -1,4 +1,4 @@
-"""Division of a step's sequences where chunked attention starts anew."""
+"""Division of a step's sequences at the borders of chunked attention."""
 
 from dataclasses import replace
 

@@ -17,7 +17,7 @@ from services.engine.batch.buckets import table_width
 __all__ = ["DeviceFields", "HostFields", "Staging"]
 
 _ALIGNMENT = 16
-"""Bytes; the block tables begin at a multiple of it"""
+"""Bytes of which the offset of the block tables is a multiple"""
 
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class StepFields(Generic[T]):
 HostFields: TypeAlias = StepFields[npt.NDArray[np.signedinteger[Any]]]
 """Fields on the host, for the caller to fill in"""
 DeviceFields: TypeAlias = StepFields[Tensor]
-"""The same integers on the model's device"""
+"""Integers of a step on the model's device"""
 
 
 class Staging:
@@ -91,7 +91,7 @@ class Staging:
     def reserve(self, tokens: int, sequences: int, blocks: int, runs: int = 0) -> None:
         """Reserve memory for steps of up to this size.
 
-        blocks: of one sequence; runs: between recurrent states.
+        blocks: blocks of the longest sequence. runs: runs of tokens between recurrent states.
         """
         for host in self._hosts:
             host.grow(tokens, sequences, blocks, runs)
@@ -101,7 +101,7 @@ class Staging:
     ) -> HostFields:
         """Return the fields of a step to fill in.
 
-        tables: the blocks of its first sequence in each group, then of the next sequence.
+        tables: the blocks of the first sequence in each group, then those of the next sequence.
         least_blocks: the tables are at least as wide as for a sequence of so many blocks.
 
         A list in `tables` may only grow from step to step: only blocks added to the same list
@@ -126,7 +126,7 @@ class Staging:
 
 
 class _HostBuffer:
-    """Host memory: fields of varying length, which end where the block tables begin.
+    """Host memory of a step: fields of varying length, then the block tables at a fixed offset.
 
     The tables stay in place from step to step, because few sequences get a new block in a step.
     Where the buffer is copied, they are packed behind the fields, at the width in use.
@@ -147,7 +147,7 @@ class _HostBuffer:
         """Offset of the block tables, in bytes"""
         self._table: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
         self._filled: list[tuple[list[int], int]] = []
-        """By row of the tables, its list of blocks and how many of them are copied"""
+        """List of blocks of each row of the tables, and the number of them that are copied"""
         self._fields: HostFields | None = None
 
     def holds(self, tokens: int, sequences: int, blocks: int, runs: int) -> bool:

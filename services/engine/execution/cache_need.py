@@ -1,4 +1,4 @@
-"""Need of a model for cache: what sequences take of each group of layers, and of states."""
+"""Cache memory that a model needs: blocks of each group of layers, and slots of states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,33 +9,33 @@ _TYPICAL_TOKENS = 4096
 """Tokens of the sequences by which memory is divided among groups. Most conversations are shorter:
 then groups with windows run out first, but give their blocks back. Long documents are rare, and
 need blocks of the groups without windows alone, which get what the others can't use"""
-_MOST_NAMED = 1 << 17
-"""Blocks without pages: each takes about 200 bytes of the host's memory"""
+_MOST_PAGELESS_BLOCKS = 1 << 17
+"""Most blocks of a group without pages: each takes about 200 bytes of the host's memory"""
 _LEAST_INTERVAL, _MOST_INTERVAL = 256, 4096
-"""Tokens between two snapshots. More runs would make steps slower; fewer would make prompts that
-continue one compute more than a step"""
+"""Tokens between two snapshots. With a shorter interval, more runs make steps slower; with a longer
+one, a prompt that continues from a snapshot computes more than a step"""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupNeed:
-    """Need of one group of attention layers."""
+    """Cache memory that one group of attention layers needs."""
 
     block_bytes: int
-    """0 = no layer has pages"""
+    """Bytes of a block in all layers of the group; 0 = its layers have no pages"""
     window: int = 0
     """Last tokens that a token reads, itself included; 0 = all"""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """Need of a model for cache. Memory is counted in blocks of the first group."""
+    """Cache memory that a model needs, counted in blocks of the first group."""
 
     model_context: int
     """Tokens of a sequence that the checkpoint states"""
     block_size: int
     """Tokens of a block"""
     groups: Sequence[GroupNeed]
-    """A group without a window comes first, if there is one"""
+    """Needs of the groups; a group without a window comes first, if there is one"""
     max_running: int
     step_tokens: int = 1
     """Prompt tokens of a step, which a group holds beside the windows"""
@@ -78,7 +78,7 @@ class CacheNeed:
         if not self.groups[0].block_bytes:
             longest = -(-self.model_context // self.block_size)
             with_states = min(-(-num_blocks // self.blocks(typical)), self.max_running)
-            return (max(num_blocks, longest, min(with_states * longest, _MOST_NAMED)),)
+            return (max(num_blocks, longest, min(with_states * longest, _MOST_PAGELESS_BLOCKS)),)
         sequences = num_blocks / self.blocks(typical)
         return num_blocks, *(
             min(

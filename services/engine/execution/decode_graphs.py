@@ -59,7 +59,7 @@ class DecodeGraphs:
         self.capture_here(batch)
 
     def capture_here(self, batch: StepBatch) -> None:
-        """Do `capture` on this rank alone, while the other ranks do it too."""
+        """Capture the size on this rank; every other rank must call this at the same time."""
         if self._is_cuda:
             self._captured[_key(batch)] = self._capture(batch)
         else:

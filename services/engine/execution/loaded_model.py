@@ -41,7 +41,7 @@ __all__ = ["LoadedModel", "graph_capacity", "load", "step_tokens"]
 _LOG = logging.getLogger("loop")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _LEAST_DRIVERS = {"12": "525 or later", "13": "580 or later"}
-"""NVIDIA drivers by the version of CUDA"""
+"""Oldest NVIDIA drivers by major version of CUDA, as words of an error"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class LoadedModel:
     weight_bytes: int
     """Bytes of the weights, over all ranks"""
     pooler: Pooler | None = None
-    """Makes vectors of prompts; None: the model only generates"""
+    """Pooler that makes vectors of prompts; None = the model only generates"""
 
 
 def load(settings: EngineSettings) -> LoadedModel:
@@ -182,7 +182,7 @@ def step_tokens(settings: EngineSettings, decoder: Model) -> int:
 
 
 def _cache_need(settings: EngineSettings, decoder: Model) -> CacheNeed:
-    """Return what the caches are for, with the bytes of this rank's part of a block."""
+    """Return the cache memory that the model needs. The bytes are those of this rank's part."""
     spec = decoder.spec
     # the layers of an encoder share the cache of one
     sharers = spec.num_layers if decoder.computes_whole_prompts else 1

@@ -19,7 +19,7 @@ _SHARES = {"cpu": 0.5, "cuda": 0.97}
 """Share of free memory that the KV cache takes by default. A machine has other uses for the rest; a
 GPU needs some for fragments and for kernels that are loaded later"""
 _MAPPED_SHARE = 0.125
-"""The same with mapped weights: pages of the cache are pages that hold no experts"""
+"""Share of free memory with mapped weights: experts need the pages that the cache leaves"""
 _RESERVE = 512 * 2**20
 """Bytes left for activations and everything else"""
 _LEAST_CONTEXT = 512

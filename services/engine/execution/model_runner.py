@@ -1,7 +1,6 @@
 """Model runner: step plans in, hidden states and logits out."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.model import Model
 from services.engine.scheduling.cache_pools import BlockCopy
-from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.sequence_cache import StateRun
 from services.engine.scheduling.step_plan import StepPlan
 
@@ -36,12 +35,12 @@ SCORED_ROWS = 256
 
 
 _LEAST_SHARERS = 32
-"""Rows of a decode step from which on a shared beginning is worth to be read once"""
+"""Fewest rows of a decode step for which a shared beginning is read only once"""
 _LEAST_SHARED = 512
-"""Tokens of such a beginning"""
+"""Fewest tokens of a shared beginning that is read only once"""
 _NOTHING = StepPlan([], [], 0, 0)
 _MOST_RUNS = 3
-"""Runs of a chunk beside its snapshots at intervals: those that end at the last borders"""
+"""Most runs of a chunk beside those that end at regular snapshots: they end at the last borders"""
 
 
 def max_logit_rows(max_running: int) -> int:
@@ -55,7 +54,7 @@ class DeviceTokens:
 
     ids: Tensor
     """int64 [rows]"""
-    indices: Mapping[Sequence, int]
+    indices: Mapping[TokenSequence, int]
     """Index of each sequence's newest token in `ids`"""
 
 
@@ -82,7 +81,7 @@ class ModelRunner:
         groups = range(len(cache.groups) or 1)
         self._staging = Staging(decoder.device, len(groups))
         self._spare = [[cache.blocks_of(group) - 1] for group in groups]
-        """A block of each cache group"""
+        """Block of each cache group that padded rows write to"""
         self._spare_run = StateRun(1, -1, cache.num_slots - 1)
         """Run of a padded row"""
         self._graphs: DecodeGraphs | None = None
@@ -106,7 +105,7 @@ class ModelRunner:
         Rows are in the order of the plan: one per decode, `num_outputs` per chunk. drawn: the
         newest tokens of the sequences that have one in flight.
         """
-        if self._graphs is None or self._images.concern(plan) or _adapters(plan):
+        if self._graphs is None or self._images.affect(plan) or _adapters(plan):
             return self._decoder.forward(self._batch(plan, drawn), self._cache)
         if plan.chunks:
             batch = self._batch(plan, drawn)
@@ -116,14 +115,14 @@ class ModelRunner:
         padding = row_bucket(len(plan.decodes)) - len(plan.decodes)
         return self._graphs.run(self._batch(plan, drawn, padding))
 
-    def copy_blocks(self, copies: Items[BlockCopy]) -> None:
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks of the cache, after all launched steps."""
         if copies:
             self._decoder.copy_blocks(self._cache, copies)
 
     def capture_graphs(
         self,
-        sizes: Items[tuple[int, int]],
+        sizes: Sequence[tuple[int, int]],
         progress: StartProgress | None = None,
         *,
         announces: bool = True,
@@ -143,11 +142,11 @@ class ModelRunner:
                 progress.add()
 
     @property
-    def piece_sizes(self) -> Items[int]:
+    def piece_sizes(self) -> Sequence[int]:
         """Tokens of the padded steps with prompts that may run in pieces, largest first."""
         return () if self._pieces is None else self._pieces.sizes
 
-    def capture_pieces(self, sizes: Items[int], progress: StartProgress | None = None) -> None:
+    def capture_pieces(self, sizes: Sequence[int], progress: StartProgress | None = None) -> None:
         """Capture the graphs of padded steps with prompts, of some of `piece_sizes`."""
         for size in sizes:
             if self._pieces is not None:
@@ -162,7 +161,7 @@ class ModelRunner:
         """
         return self._decoder.logits(_rows_of(hidden, rows))
 
-    def states(self, hidden: Tensor, rows: Items[int]) -> Tensor:
+    def states(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Return the final hidden states of some rows of `forward`'s result, as float32.
 
         rows: in rising order. Returns [len(rows), hidden_size].
@@ -184,7 +183,7 @@ class ModelRunner:
         self._decoder.announce_adapter(AdapterChange.READ, number, str(directory))
         self._reading.start(number, directory)
 
-    def ready_adapters(self) -> Items[int]:
+    def ready_adapters(self) -> Sequence[int]:
         """Return the numbers of the adapters that were read."""
         return self._reading.ready()
 
@@ -270,7 +269,7 @@ class ModelRunner:
             _fill_sources(fields, decodes, drawn)
         if is_partial := outputs != counts:
             _fill_output_rows(fields, outputs)
-        images = self._images.of(plan, fields) if self._images.concern(plan) else NO_IMAGES
+        images = self._images.of(plan, fields) if self._images.affect(plan) else NO_IMAGES
         staged = self._staging.send()
         if drawn is not None:
             known = torch.cat((drawn.ids, staged.token_ids))
@@ -317,7 +316,7 @@ class ModelRunner:
         return to_device(torch.from_numpy(types), self.device)
 
     def _shared_blocks(self, fields: HostFields, decodes: int) -> int:
-        """Return how many blocks all decodes' contexts begin with, or 0 if nothing is gained."""
+        """Return the number of leading blocks that all decodes share; 0 = too few to gain time."""
         size = self._cache.block_size
         least = _LEAST_SHARED // size
         if decodes < _LEAST_SHARERS or not self._decoder.reads_shared_once:
@@ -369,7 +368,9 @@ def _fill_token_ids(fields: HostFields, plan: StepPlan, padding: int) -> None:
         ids[start + known : start + chunk.count] = chunk.draft
 
 
-def _fill_sources(fields: HostFields, decodes: Items[Sequence], drawn: DeviceTokens) -> None:
+def _fill_sources(
+    fields: HostFields, decodes: Sequence[TokenSequence], drawn: DeviceTokens
+) -> None:
     """Fill in where each token id is: among the drawn ones, or behind these in its own place."""
     first = len(drawn.ids)
     fields.sources[:] = np.arange(first, first + len(fields.sources))
@@ -379,14 +380,14 @@ def _fill_sources(fields: HostFields, decodes: Items[Sequence], drawn: DeviceTok
     ]
 
 
-def _fill_runs(fields: HostFields, runs: Items[StateRun]) -> None:
+def _fill_runs(fields: HostFields, runs: Sequence[StateRun]) -> None:
     """Fill in the runs between states."""
     lengths, fields.run_sources[:], fields.run_targets[:] = zip(*runs, strict=True)
     fields.run_starts[0] = 0
     np.cumsum(lengths, out=fields.run_starts[1:])
 
 
-def _segments(staged: DeviceFields, runs: Items[StateRun]) -> StateSegments:
+def _segments(staged: DeviceFields, runs: Sequence[StateRun]) -> StateSegments:
     lengths = tuple(run.length for run in runs)
     return StateSegments(staged.run_starts, staged.run_sources, staged.run_targets, lengths)
 
@@ -401,7 +402,7 @@ def _fill_output_rows(fields: HostFields, outputs: list[int]) -> None:
     np.add(np.arange(len(shifts)), shifts, out=fields.output_rows[: len(shifts)])
 
 
-def _rows_of(hidden: Tensor, rows: Items[int]) -> Tensor:
+def _rows_of(hidden: Tensor, rows: Sequence[int]) -> Tensor:
     if isinstance(rows, range):
         return hidden[rows.start : rows.stop]
     if not rows or rows[-1] == len(rows) - 1:

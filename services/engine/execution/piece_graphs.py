@@ -36,7 +36,7 @@ class PieceGraphs:
         self._is_cuda = decoder.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        """By number of tokens, a graph for each layer"""
+        """Graphs of all layers, by number of tokens"""
         self._held: object = None
         """The decoder's buffers, which the graphs read and write; a larger pass than was reserved
         moves them"""

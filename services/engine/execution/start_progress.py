@@ -16,7 +16,7 @@ class StartProgress:
     """Counter of what is done. Silent unless `shown`."""
 
     def __init__(self, name: str, total: int, *, shown: bool) -> None:
-        """name: of what is counted, such as "CUDA graphs"."""
+        """name: the things that are counted, such as "CUDA graphs"."""
         self._name = name
         self._total = max(total, 1)
         self._done = 0

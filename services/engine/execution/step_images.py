@@ -27,7 +27,7 @@ class ImageFields:
     rows: tuple[ImageRows, ...] = ()
     rotary_positions: Tensor | None = None
     visible_ends: Tensor | None = None
-    """Ends for the groups of `StepImages.groups_ahead`"""
+    """int32 [tokens], the `visible_ends` of the groups that `StepImages.groups_ahead` marks"""
 
 
 NO_IMAGES = ImageFields()
@@ -35,14 +35,14 @@ NO_IMAGES = ImageFields()
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The tokens of a sequence with images in a step."""
+    """Tokens that a step computes of one sequence with images."""
 
     images: PromptImages
     start: int
-    """Index of the first one in the sequence"""
+    """Index of the first token in the sequence"""
     end: int
     row: int
-    """Row of the first one in the step"""
+    """Row of the first token in the step"""
 
     @property
     def rows(self) -> slice:
@@ -60,18 +60,19 @@ class StepImages:
             sight is ImageSight.ALL or (sight is ImageSight.WINDOWS and group.window > 0)
             for group in layer_groups(spec)
         )
-        """For each cache group: true if a token of an image sees the later tokens of this image"""
+        """True for each cache group in which an image's token sees the later tokens of this
+        image"""
         self._dtype = dtype
         self._device = device
 
-    def concern(self, plan: StepPlan) -> bool:
+    def affect(self, plan: StepPlan) -> bool:
         """Return whether images change the step: prompts with images, or positions after them."""
         return (
             self._has_grid and any(sequence.images is not None for sequence in plan.decodes)
         ) or any(chunk.sequence.images is not None for chunk in plan.chunks)
 
     def of(self, plan: StepPlan, fields: HostFields) -> ImageFields:
-        """Return what images add to a step whose other fields are filled in."""
+        """Return the fields that images add to a step whose other fields are filled in."""
         parts = list(_parts(plan, fields))
         return ImageFields(
             rows=tuple(each for part in parts for each in self._rows(part)),

@@ -2,8 +2,7 @@
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,9 +29,9 @@ class StepMemory:
     """Bytes that steps take beside weights and KV cache."""
 
     largest: int
-    """Of the largest step: activations, scratch memory, logits and draws"""
+    """Bytes of the largest step: activations, scratch memory, logits and draws"""
     graphs: int
-    """Of all CUDA graphs"""
+    """Bytes of all CUDA graphs"""
 
     @property
     def total(self) -> int:
@@ -133,7 +132,7 @@ def _measure_graphs(decoder: Model, cache: KVCache, capacity: StepCapacity) -> i
     ) + _measure_captures([partial(runner.capture_pieces, [size]) for size in runner.piece_sizes])
 
 
-def _measure_captures(captures: Items[Callable[[], None]]) -> int:
+def _measure_captures(captures: Sequence[Callable[[], None]]) -> int:
     """Return the bytes that all captures take, from the first two. The largest one is first."""
     if not captures:
         return 0

@@ -26,14 +26,14 @@ class Adapter:
     """An adapter in the memory of the loop process."""
 
     name: str
-    """Requests ask for it as their model"""
+    """Name by which requests ask for the adapter, as their model"""
     path: str
     fingerprint: str
-    """Equal for the same adapter on every machine"""
+    """Hash of the adapter's files, the same on every machine"""
     number: int
     num_bytes: int = 0
     users: int = 0
-    """Requests that have it"""
+    """Requests that use the adapter"""
 
 
 class AdapterRegistry:
@@ -45,8 +45,8 @@ class AdapterRegistry:
         self._model_id = model_id
         self._send = send
         self._named: dict[str, Adapter] = {}
-        self._used: dict[int, Adapter] = {}
-        """By number, also those that are loading, or that are unloaded but have requests"""
+        self._by_number: dict[int, Adapter] = {}
+        """Adapters by number: named ones, loading ones, and unloaded ones with running requests"""
         self._loading: dict[int, asyncio.Future[AdapterLoaded]] = {}
         self._loads: dict[str, asyncio.Task[Adapter]] = {}
         self._changed = asyncio.Event()
@@ -82,7 +82,7 @@ class AdapterRegistry:
             except ServiceError as error:
                 raise StartupError(f"{path} has a task {name!r}: {error}") from None
             adapter = Adapter(name, path, f"{fingerprint}:{name}", number)
-            self._used[number] = self._named[name] = adapter
+            self._by_number[number] = self._named[name] = adapter
 
     async def load(self, name: str, path: str) -> Adapter:
         """Load an adapter, unless it is there already. Raises ServiceError.
@@ -118,10 +118,10 @@ class AdapterRegistry:
             if known.fingerprint == fingerprint:
                 return known
             raise _exists(f"Another adapter is loaded as {name!r}; unload it first.")
-        number = next((i for i in range(1, self.most + 1) if i not in self._used), 0)
+        number = next((i for i in range(1, self.most + 1) if i not in self._by_number), 0)
         if not number:
             raise self._full()
-        adapter = self._used[number] = Adapter(name, path, fingerprint, number)
+        adapter = self._by_number[number] = Adapter(name, path, fingerprint, number)
         loaded: asyncio.Future[AdapterLoaded] = asyncio.get_running_loop().create_future()
         self._loading[number] = loaded
         self._send(LoadAdapter(number, path))
@@ -136,7 +136,7 @@ class AdapterRegistry:
     def on_loaded(self, answer: AdapterLoaded) -> None:
         """Take the loop's answer."""
         if answer.failure:
-            del self._used[answer.number]
+            del self._by_number[answer.number]
         waiter = self._loading.pop(answer.number)
         if not waiter.done():  # the engine may be ending
             waiter.set_result(answer)
@@ -176,7 +176,7 @@ class AdapterRegistry:
 
     def _drop_if_unused(self, adapter: Adapter) -> None:
         if not adapter.users and self._named.get(adapter.name) is not adapter:
-            del self._used[adapter.number]
+            del self._by_number[adapter.number]
             self._send(UnloadAdapter(adapter.number))
 
     def _full(self) -> ServiceError:

@@ -1,4 +1,4 @@
-"""Mirror of the loop's prefix cache, and those who watch it."""
+"""Mirror of the loop's prefix cache, and the watches of its clients."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +23,13 @@ class CacheUpdate(NamedTuple):
 
 
 class CacheWatch:
-    """Changes for one watcher. If they are more than the cache itself, it gets the cache."""
+    """Changes for one watcher. It gets the whole cache if that is smaller than its changes."""
 
     def __init__(self, hashes: list[set[bytes]]) -> None:
         """hashes: all that each group holds, which the mirror changes before it calls `note`."""
         self._hashes = hashes
         self._changes: list[dict[bytes, bool]] | None = None
-        """By group and hash, whether it was stored or removed; None = the watcher needs all"""
+        """Changes by group and hash: stored or removed; None = the watcher needs the whole cache"""
         self._changed = asyncio.Event()
         self._changed.set()
 
@@ -71,7 +71,7 @@ class CacheMirror:
         self._follow = follow
         self._is_following = False
         self._hashes: list[set[bytes]] = []
-        """By group"""
+        """Cached hashes by group of layers"""
         self._watches: set[CacheWatch] = set()
 
     def apply(self, changes: Sequence[CacheChange | None]) -> None:

@@ -14,9 +14,9 @@ _PACE_SECONDS = 0.001
 """Shortest time between messages that only continue sequences, for each sequence in them: tokens of
 short steps are merged, because each message costs CPU time in every service up to the client"""
 _LEAST_PACE_SECONDS = 0.003
-"""Shortest of these times: one stream gets the tokens of longer steps one by one"""
+"""Shortest pace of a message: one stream gets the tokens of longer steps one by one"""
 _MOST_PACE_SECONDS = 0.024
-"""Longest of these times: a frame of a film, which a reader does not notice"""
+"""Longest pace of a message: a frame of a film, which a reader does not notice"""
 
 
 E = TypeVar("E", bound=GenerateResponse | SessionEvent)

@@ -91,7 +91,7 @@ class _LiveRequest:
     latency: request_accounting.TokenLatency
     span: RequestSpan
     adapter: Adapter | None
-    """None = the model alone"""
+    """Adapter of the request; None = the model alone"""
     deadline: asyncio.TimerHandle | None = None
     is_cancelled: bool = False
     """True if the client has cancelled all sequences"""
@@ -114,7 +114,7 @@ class Frontend:
         self._preparations = Preparations(settings.max_waiting, self.notify)
         self._live: dict[int, _LiveRequest] = {}
         self._places = Shares(self._max_requests, reserve=self._max_requests)
-        """Live requests"""
+        """Shares of the tenants in the number of live requests"""
         self._image_shares = Shares(parse_bytes(settings.held_image_memory))
         """Bytes of the live requests' encoded images, of which the loop copies each request's"""
         self._handles = itertools.count(1)
@@ -154,7 +154,7 @@ class Frontend:
         )
         self.load = LoadSnapshot(free_blocks=model.total_blocks, total_blocks=model.total_blocks)
         self._load_metrics.observe(self.load)
-        self.notify()  # who has watched the load since before must learn of the blocks
+        self.notify()  # watchers of the load must learn the number of blocks
         self.adapters.add_tasks(model.tasks, str(settings.model), model.weights_fingerprint)
         await self._load_adapters()
         if settings.grammar:

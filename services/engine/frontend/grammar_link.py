@@ -71,8 +71,8 @@ class GrammarLink:
         self._owner = owner
         self._watching = keep_running("grammar_health", self._watch)
 
-    def doubt(self) -> None:
-        """Use the service no more until it says again that it serves."""
+    def suspend(self) -> None:
+        """Stop using the service until it reports again that it serves."""
         if self._watching is not None and self._owner is not None:
             self._watching.cancel()
             self._change(is_serving=False)
@@ -135,13 +135,13 @@ class GrammarLink:
         if why != self.refusal:
             _LOG.error("%s", why)
             self.refusal = why
-            self._tell_owner()
+            self._notify_owner()
 
     def _change(self, *, is_serving: bool) -> None:
         if is_serving != self.is_serving:
             self.is_serving = is_serving
-            self._tell_owner()
+            self._notify_owner()
 
-    def _tell_owner(self) -> None:
+    def _notify_owner(self) -> None:
         if self._owner is not None:
             self._owner.on_changed(self)

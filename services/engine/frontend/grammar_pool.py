@@ -33,7 +33,7 @@ class GrammarPool:
         connect: Callable[[str, str], GrammarLink],
         on_leaving: Callable[[GrammarLink], None],
     ) -> None:
-        """connect: returns the link to an address, found by this name or by none.
+        """connect: returns the link to an address and its DNS name, empty without one.
 
         on_leaving: called when matchers should leave a service, and another one can take them.
         """
@@ -107,7 +107,7 @@ class GrammarPool:
                     self._on_leaving(each)
 
     def on_idle(self, link: GrammarLink) -> None:
-        """Close a retired service that has no matcher any more."""
+        """Close a retired service whose last matcher has gone."""
         if link in self._retired:
             self._retired.discard(link)
             closing = asyncio.ensure_future(link.aclose())

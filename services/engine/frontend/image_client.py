@@ -54,7 +54,7 @@ class ClientImage:
     """An image of a client, encoded."""
 
     digest: bytes
-    """As `image_digest` returns it"""
+    """Digest of the file, from `image_digest`"""
     encoded: EncodedImage | UnreadableImage
 
 
@@ -68,7 +68,7 @@ class _Waiting:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     requests: int = 0
-    """Requests that want it; an image that nobody wants is not encoded"""
+    """Requests that wait for the image; at 0 it is not encoded"""
 
 
 class ImageClient:
@@ -83,9 +83,9 @@ class ImageClient:
         self._is_stopping = False
         self._cache = _EncodedImages(parse_bytes(settings.image_memory))
         self._waiting: dict[bytes, _Waiting] = {}
-        """By tenant and digest"""
+        """Waiting images by tenant and digest"""
         self._order: FairQueue[bytes] = FairQueue()
-        """Keys of `_waiting`, and of images that nobody waits for any more"""
+        """Keys of waiting images in order, and of images whose requests have left"""
         self._places = Shares(_MAX_WAITING, reserve=_MAX_WAITING)
         self._bytes = Shares(_MAX_WAITING_BYTES, least=MAX_IMAGE_BYTES)
         self._batch: dict[bytes, _Waiting] = {}

@@ -216,7 +216,7 @@ class MaskStream:
                 step += 1
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader sees the same failure and reports it
-        except Exception:  # no command would be sent any more, and every sequence would wait
+        except Exception:  # without a writer, every sequence would wait forever
             _LOG.exception("the stream of masks can't be written")
             clock.expire()
 
@@ -278,7 +278,7 @@ def lost_service(message: str, reason: str = "GRAMMAR_LOST") -> ServiceError:
 
 def _service_error(failure: grpc.aio.AioRpcError) -> ServiceError:
     error = ServiceError.from_rpc_error(failure)
-    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # of this engine, not of its client
+    if error.code is grpc.StatusCode.UNAUTHENTICATED:  # the engine lacks the token, not its client
         return lost_service("The grammar service does not know this engine.")
     if error.code is grpc.StatusCode.UNAVAILABLE:
         return lost_service(

@@ -52,14 +52,14 @@ class CompiledGrammar:
     """A grammar that a service has compiled."""
 
     grammar_id: str
-    """The same at all services"""
+    """Id of the grammar, the same at all services"""
     spec: GrammarSpec
     tenant: str
     """Tenant whose cache has it"""
     key: bytes
     """Digest of the grammar, by which its service is chosen"""
     link: GrammarLink
-    """The service"""
+    """Service that has compiled the grammar"""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,8 @@ class _Matcher:
     """Matcher of one constrained sequence."""
 
     number: int
-    """At its service. Another one after each loss, so that late answers are recognized"""
+    """Number of the matcher at its service. It changes with each loss, so that answers to the lost
+    matcher are recognized"""
     handle: int
     sequence: int
     grammar: CompiledGrammar
@@ -81,9 +82,9 @@ class _Matcher:
     asked_at: float | None = field(default_factory=time.monotonic)
     """time.monotonic() of the command that the service has not answered; None = it has"""
     mask_seconds: float = 0.0
-    """Time that the answers took"""
+    """Seconds that the service took to answer with masks"""
     restores: int = 0
-    """Losses since the last answer"""
+    """Losses of the service since its last answer"""
     draft: Sequence[int] = ()
     """Draft tokens whose masks the last command requested"""
 
@@ -124,9 +125,9 @@ class Matchers:
         self._on_failed = on_failed
         self._numbers = itertools.count(1)
         self._matchers: dict[int, _Matcher] = {}
-        """By matcher number"""
+        """Matchers by their number"""
         self._by_sequence: dict[tuple[int, int], _Matcher] = {}
-        """By handle and sequence"""
+        """Matchers by handle and sequence"""
         self._restoring: dict[str, asyncio.Task[None]] = {}
         """Running compilations for matchers that wait, by grammar id"""
         self._pool = GrammarPool(targets, self._connect, self._on_leaving)
@@ -158,7 +159,7 @@ class Matchers:
                 elif error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
                     if busy is not None:  # the service answers: others' grammars took the time
                         raise busy from None
-                    link.doubt()
+                    link.suspend()
                     error = lost_service(_LATE)
                 if error.code not in _TRANSIENT or loop.time() + _RETRY_SECONDS >= deadline:
                     raise error from None
@@ -305,7 +306,7 @@ class Matchers:
                 failed.append(matcher)
         self._restore([matcher for matcher in lost if matcher not in failed])
         if error.reason == GRAMMAR_HANGS:
-            link.doubt()
+            link.suspend()
         for matcher in failed:
             self._on_failed(matcher.handle, error)
 

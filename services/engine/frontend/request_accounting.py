@@ -32,7 +32,7 @@ _REASONS = {
     FinishCause.LENGTH: "length",
     FinishCause.CANCELLED: "cancelled",
 }
-"""Reason in the metrics, by cause"""
+"""Finish reason in the metrics, by cause of the end"""
 _RATE_SECONDS = 5.0
 """Window of the token rate"""
 _LEAST_RATE_SECONDS = 0.1

@@ -11,7 +11,7 @@ _MARGIN = 1.25
 """Factor on the time of a sequence, since the engine may get slower meanwhile"""
 _LEAST_SECONDS = 1.0
 _MOST_SECONDS = 300.0
-"""Limit of what clients that never come again cost the others"""
+"""Longest delay, in seconds: clients that never come again delay the others no longer"""
 
 
 class RetryClock:

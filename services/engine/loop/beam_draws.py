@@ -1,6 +1,6 @@
 """Draws of beam searches: the next tokens of all beams of a prompt, chosen together."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ class BeamDraws:
         self._requests = requests
         self._sampler = sampler
 
-    def advance(self, beams: Items[HeldLogits]) -> None:
+    def advance(self, beams: Sequence[HeldLogits]) -> None:
         """Give all beams of a search their next tokens, or end it. beams: in their order."""
         sequences = [held.sequence for held in beams]
         search, request = sequences[0].search, sequences[0].request
@@ -62,7 +62,7 @@ class BeamDraws:
             self._requests.append_to_beam(sequence, search.newest(beam))
 
     def _candidates(
-        self, beams: Items[HeldLogits], logits: Tensor, count: int
+        self, beams: Sequence[HeldLogits], logits: Tensor, count: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Return the most likely tokens of each beam, best first, with their logprobs.
 
@@ -88,7 +88,9 @@ def _most_likely(
     return tokens, np.array([each.top_logprobs for each in scores], np.float32)
 
 
-def _scores(logits: Tensor, chosen: Items[Continuation], width: int | None) -> Items[Score | None]:
+def _scores(
+    logits: Tensor, chosen: Sequence[Continuation], width: int | None
+) -> Sequence[Score | None]:
     """Return the scores of the chosen tokens; width: their candidates, None = no scores."""
     if width is None:
         return [None] * len(chosen)

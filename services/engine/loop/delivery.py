@@ -1,7 +1,6 @@
 """Delivery of a beam search's result: its tokens, as far as the client grants credit."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from services.engine.messages import FinishCause, Score
@@ -12,14 +11,14 @@ __all__ = ["Delivery"]
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """The result that one sequence of a search gets, and how much of it was sent."""
+    """The result of one sequence of a beam search, and the number of its tokens that were sent."""
 
     credit: int | None
     """Tokens that may still be sent; None = any number"""
     is_cancelled: bool = False
     """True if the client wants no result for this sequence"""
     sent: int = 0
-    _tokens: Items[tuple[int, Score | None]] = ()
+    _tokens: Sequence[tuple[int, Score | None]] = ()
     _cause: FinishCause | None = None
 
     def begin(self, result: BeamResult) -> None:
@@ -39,7 +38,7 @@ class Delivery:
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing is left to send but the end."""
+        """True if all tokens of the result were sent."""
         return self.is_cancelled or self.sent == len(self._tokens)
 
     def take(self, most: int) -> Iterator[tuple[int, int, Score | None]]:

@@ -5,7 +5,7 @@ import time
 __all__ = ["EncoderTurns"]
 
 _MOST_SECONDS = 0.1
-"""A turn at most: new requests wait for its end"""
+"""Longest turn, in seconds: new requests wait for its end"""
 
 
 class EncoderTurns:

@@ -29,7 +29,7 @@ __all__ = ["LoadedLoop", "load_loop"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedLoop:
-    """A step loop that can run, and the parts that it was made of."""
+    """A step loop with its caches, its model and the model's description."""
 
     steps: StepLoop
     caches: CachePools
@@ -114,7 +114,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
 
 
 def _warm_up(decoder: Model, cache: KVCache, description: ModelDescription) -> None:
-    """Do first what the first request would wait for, seconds on a busy machine."""
+    """Run the first steps and draws, which would delay the first request by seconds."""
     if decoder.device.type == "cpu":
         run_first_steps(decoder, cache)
         if description.generates:
@@ -136,7 +136,7 @@ def _capture_graphs(runner: ModelRunner, settings: EngineSettings, model: Loaded
     capacity = graph_capacity(settings, model.decoder, model.context_length)
     if capacity is None:
         return
-    # a table names blocks behind a window, too, which its sequence has given back
+    # a block table also names blocks behind the window, which its sequence has released
     has_window = layer_groups(model.decoder.spec)[0].window > 0
     num_blocks = capacity.blocks * capacity.sequences if has_window else model.blocks[0]
     sizes = decode_sizes(capacity.sequences, capacity.blocks, num_blocks)

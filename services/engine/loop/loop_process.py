@@ -31,9 +31,9 @@ _RECEIVE_SECONDS = 0.005
 """Time to take commands before each step. The rest of a flood waits for the next step, because
 running streams must not wait for the flood"""
 _READING_SECONDS = 0.01
-"""Time between two looks at adapters that are read while there is no step"""
+"""Seconds between two checks of adapters that are being read while no step runs"""
 _LEAST_SHARE = 0.1
-"""Turn of the image encoder, at least, as a multiple of a step's time"""
+"""Shortest turn of the image encoder, as a multiple of a step's time"""
 
 
 def run(link: socket.socket) -> NoReturn:
@@ -85,7 +85,7 @@ def _run(loop: StepLoop, messages: "_MessageSocket", turns: EncoderTurns | None)
         began = time.monotonic()
         output = loop.step(messages.receive)
         if output.outputs or output.cache or loop.progressed or not loop.is_idle:
-            messages.send(output)  # even if empty: silence would mean that a step hangs
+            messages.send(output)  # even if empty: without outputs a step counts as hanging
         if turns is not None and loop.encoder_works and loop.progressed:
             turns.give(time.monotonic() - began, had_prompts=loop.had_prompts)
         # without progress, all requests wait for credit or masks: wake up to cut starved ones

@@ -10,7 +10,7 @@ from services.engine.execution.model_runner import ModelRunner
 from services.engine.model.checkpoint.sentence_modules import Pooling
 from services.engine.model.lexical_head import LexicalHead
 from services.engine.model.pooler import Pooler
-from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["PendingVectors", "PromptPooling"]
@@ -20,7 +20,7 @@ __all__ = ["PendingVectors", "PromptPooling"]
 class PendingVectors:
     """Vectors of complete prompts, on their way to the host."""
 
-    sequences: list[Sequence]
+    sequences: list[TokenSequence]
     counts: list[int]
     """Vectors of each sequence: one, or one for each token"""
     vectors: HostCopy
@@ -31,14 +31,14 @@ class PendingVectors:
 class _Span:
     """Rows of one prompt in a step."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     """First row that is pooled"""
     end: int
     is_first: bool
-    """They begin the prompt"""
+    """True if the rows begin the prompt"""
     is_last: bool
-    """They end it"""
+    """True if the rows end the prompt"""
 
 
 class PromptPooling:
@@ -60,7 +60,7 @@ class PromptPooling:
 
     @torch.inference_mode()
     def _kept(self, span: _Span, hidden: Tensor) -> PendingVectors | None:
-        """Return the vectors of all tokens of a prompt that ends; keep those of another."""
+        """Return the vectors of a complete prompt's tokens; keep those of an incomplete one."""
         vectors = self._runner.states(hidden, range(span.start, span.end)).clone()
         heads, is_raw = self._pooler.token_heads, span.sequence.is_raw
         if self._pooler.pooling is Pooling.TOKENS:
@@ -97,7 +97,7 @@ class PromptPooling:
 
     @torch.inference_mode()
     def _lexical(self, head: LexicalHead, spans: list[_Span], hidden: Tensor) -> Tensor:
-        """Return the weights of the vocabulary of prompts, which an encoder computes whole."""
+        """Return the weights that each prompt gives the vocabulary, computed from whole prompts."""
         texts = (self._runner.states(hidden, range(each.start, each.end)) for each in spans)
         return torch.stack([head.pooled(states) for states in texts])
 
@@ -106,7 +106,7 @@ class PromptPooling:
         """Return the means of the complete prompts; keep the sums of the others."""
         lengths = [span.end - span.start for span in spans]
         whole = range(spans[0].start, spans[-1].end)
-        follow = sum(lengths) == len(whole)  # one another, without streams between them
+        follow = sum(lengths) == len(whole)  # no rows of streams between them
         rows = whole if follow else [row for each in spans for row in range(each.start, each.end)]
         states = self._pooler.of_tokens(self._runner.states(hidden, rows))
         owners = torch.arange(len(spans)).repeat_interleave(torch.tensor(lengths))
@@ -143,14 +143,14 @@ class PromptPooling:
             row += chunk.num_outputs
         return spans
 
-    def _span(self, sequence: Sequence, row: int, count: int, end: int) -> _Span:
+    def _span(self, sequence: TokenSequence, row: int, count: int, end: int) -> _Span:
         """Return `count` rows from `row` on, whose last one is the token before `end`."""
         begin = end - count
         skipped = min(count, max(0, self._skipped(sequence) - begin))
         is_last = end == sequence.prompt_length
         return _Span(sequence, row + skipped, row + count, begin == 0, is_last)
 
-    def _skipped(self, sequence: Sequence) -> int:
+    def _skipped(self, sequence: TokenSequence) -> int:
         """Return how many tokens at the beginning of a prompt are not pooled."""
         pooling, length = self._pooler.pooling, sequence.instruction_length
         keeps = sequence.keeps_tokens or not self._pooler.skips_instructions

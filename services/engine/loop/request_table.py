@@ -4,8 +4,7 @@ The table owns every request and its sequences; the scheduler decides which of t
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.common.block_hash import prompt_salt
@@ -34,7 +33,7 @@ from services.engine.messages import (
 from services.engine.scheduling.beam_search import BeamSearch
 from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Request, Sequence, SequenceState
+from services.engine.scheduling.sequence import Request, SequenceState, TokenSequence
 from services.engine.scheduling.token_ids import Prompt
 
 __all__ = ["LoopLimits", "RequestTable"]
@@ -66,13 +65,13 @@ class RequestTable:
         self._limits = limits
         self._clock = clock
         self._requests: dict[int, Request] = {}
-        """By handle"""
-        self._starved: dict[Sequence, None] = {}
+        """Requests by handle"""
+        self._starved: dict[TokenSequence, None] = {}
         """Sequences without credit, ordered by the time when it ran out"""
-        self._deliveries: dict[Sequence, Delivery] = {}
-        """By sequence of a beam search, until its end is reported"""
-        self._delivering: dict[Sequence, None] = {}
-        """Sequences of which some result may be sent, in this order"""
+        self._deliveries: dict[TokenSequence, Delivery] = {}
+        """Results by sequence of a beam search, until the sequence's end is reported"""
+        self._delivering: dict[TokenSequence, None] = {}
+        """Sequences whose results have tokens that may be sent, in the order of sending"""
         self._outputs: list[Output] = []
 
     def __len__(self) -> int:
@@ -133,8 +132,8 @@ class RequestTable:
             if sequence.position:
                 self._end_if_done(sequence, sequence.newest)
 
-    def _make_request(self, command: AddRequest, max_tokens: Items[int]) -> Request:
-        """Enter a request with its sequences."""
+    def _make_request(self, command: AddRequest, max_tokens: Sequence[int]) -> Request:
+        """Create a request with its sequences, and add it to the table."""
         checked, size = command.checked, self._scheduler.caches.block_size
         request = Request(command, self._last_ids(checked.stopping))
         if checked.beams is not None and checked.stopping.max_tokens:
@@ -155,7 +154,9 @@ class RequestTable:
         for index in range(checked.num_sequences):
             prompt = index // checked.n
             request.sequences.append(
-                Sequence(request, index, prompts[prompt], resumed.get(index), max_tokens[prompt])
+                TokenSequence(
+                    request, index, prompts[prompt], resumed.get(index), max_tokens[prompt]
+                )
             )
         if request.searches:
             self._deliveries |= {each: Delivery(command.credit) for each in request.sequences}
@@ -168,7 +169,7 @@ class RequestTable:
             return stopping.stop_token_ids
         return stopping.stop_token_ids | self._limits.eos_token_ids
 
-    def _refusal(self, command: AddRequest, max_tokens: Items[int]) -> Refused | None:
+    def _refusal(self, command: AddRequest, max_tokens: Sequence[int]) -> Refused | None:
         if self._is_full_for(command):
             return refusals.queue_full(command.handle, len(self._scheduler.waiting))
         for prompt, output in zip(command.checked.prompts, max_tokens, strict=True):
@@ -233,7 +234,7 @@ class RequestTable:
         else:
             self._append_forced(sequence)
 
-    def _append_forced(self, sequence: Sequence) -> None:
+    def _append_forced(self, sequence: TokenSequence) -> None:
         """Append the tokens that the mask forces, which takes no logits.
 
         Forced tokens are drawn like others where scores need logits, or where the request itself
@@ -244,7 +245,7 @@ class RequestTable:
         if is_drawn or sequence.scored < sequence.prompt_length or sequence.max_tokens == 0:
             return
         if sequence.in_flight:
-            return  # the device has drawn the first of them
+            return  # the device has already drawn the first forced token
         for token in sequence.forced:
             if sequence.state is SequenceState.FINISHED or sequence.credit == 0:
                 return
@@ -254,7 +255,7 @@ class RequestTable:
 
     # Progress of sequences.
 
-    def note_started(self, sequences: Iterable[Sequence]) -> None:
+    def note_started(self, sequences: Iterable[TokenSequence]) -> None:
         """Record that a step computes tokens of these sequences."""
         now = self._clock()
         for sequence in sequences:
@@ -263,7 +264,7 @@ class RequestTable:
             if sequence.credit == 0 and sequence.max_tokens and sequence.starved_since is None:
                 self._starve(sequence, now)
 
-    def append(self, sequence: Sequence, token: int, score: Score | None) -> None:
+    def append(self, sequence: TokenSequence, token: int, score: Score | None) -> None:
         """Append a token, report it, and end the sequence if it was the last one."""
         request, position = sequence.request, sequence.position
         if request.first_token is None:
@@ -281,13 +282,13 @@ class RequestTable:
         self._outputs.append(Token(handle, sequence.index, position, token, score, mu))
         self._end_if_done(sequence, token)
 
-    def finish(self, sequence: Sequence, cause: FinishCause, token: int | None = None) -> None:
+    def finish(self, sequence: TokenSequence, cause: FinishCause, token: int | None = None) -> None:
         """End a sequence, and with the last one its request."""
         self._scheduler.remove(sequence)
         self._report_end(sequence, cause, token, sequence.position)
 
     def _report_end(
-        self, sequence: Sequence, cause: FinishCause, token: int | None, completion_tokens: int
+        self, sequence: TokenSequence, cause: FinishCause, token: int | None, completion_tokens: int
     ) -> None:
         self._starved.pop(sequence, None)
         request, handle = sequence.request, sequence.request.command.handle
@@ -299,27 +300,27 @@ class RequestTable:
 
     # Beam searches.
 
-    def append_to_beam(self, sequence: Sequence, token: int) -> None:
+    def append_to_beam(self, sequence: TokenSequence, token: int) -> None:
         """Append a token to a beam. The client receives it only if it is part of a result."""
         if sequence.request.first_token is None:
             sequence.request.first_token = self._clock()
         sequence.append(token)
 
-    def end_search(self, sequences: Items[Sequence], search: BeamSearch) -> None:
-        """Free what the beams hold, and deliver the results to them in this order, best first."""
+    def end_search(self, sequences: Sequence[TokenSequence], search: BeamSearch) -> None:
+        """Release the beams' blocks, and give the results to the sequences in order, best first."""
         for sequence, result in zip(sequences, search.results, strict=True):
             self._scheduler.remove(sequence)
             self._deliveries[sequence].begin(result)
             self._deliver(sequence)
 
-    def _deliver(self, sequence: Sequence) -> None:
-        """Let `take_outputs` send a result, if there is one."""
+    def _deliver(self, sequence: TokenSequence) -> None:
+        """Queue a result, if there is one, for `take_outputs` to send."""
         has_ended = sequence.state is SequenceState.FINISHED
         if has_ended and self._deliveries[sequence].cause is not None:
             self._delivering[sequence] = None
 
     def _send_results(self) -> None:
-        """Send what credit allows of some results, and their ends after their last tokens.
+        """Report the tokens of results for which there is credit, then the sequences' ends.
 
         Results come in parts, so that those of long searches neither stop the steps nor exceed a
         message.
@@ -343,11 +344,11 @@ class RequestTable:
 
     @property
     def is_delivering(self) -> bool:
-        """True if `take_outputs` has left some result for the next time."""
+        """True if `take_outputs` has left a part of a result for its next call."""
         return bool(self._delivering)
 
-    def _cancel_result(self, sequence: Sequence) -> None:
-        """Send no more of a result; end the search if nobody wants its results any more."""
+    def _cancel_result(self, sequence: TokenSequence) -> None:
+        """Stop sending a result; end the search once all of its results are cancelled."""
         self._deliveries[sequence].is_cancelled = True
         beams = [s for s in sequence.request.sequences if s.search is sequence.search]
         if sequence.state is SequenceState.FINISHED:
@@ -380,11 +381,11 @@ class RequestTable:
                 self._scheduler.remove(sequence)
         self.report(refusal)
 
-    def _starve(self, sequence: Sequence, now: float) -> None:
+    def _starve(self, sequence: TokenSequence, now: float) -> None:
         sequence.starved_since = now
         self._starved[sequence] = None
 
-    def _end_if_done(self, sequence: Sequence, token: int) -> None:
+    def _end_if_done(self, sequence: TokenSequence, token: int) -> None:
         request = sequence.request
         if token in request.last_ids:
             self.finish(sequence, _end_cause(token, request.command.checked.stopping), token)

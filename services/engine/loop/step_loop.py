@@ -4,8 +4,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from services.engine.messages import (
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.pooler import Pooler
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Sequence, SequenceState
+from services.engine.scheduling.sequence import SequenceState, TokenSequence
 from services.engine.scheduling.step_plan import StepPlan
 
 __all__ = ["StepLoop"]
@@ -53,22 +52,22 @@ class _InFlightStep:
     """A launched step whose results the host does not have yet."""
 
     plan: StepPlan | None
-    """None if the step's time says nothing about its cost"""
+    """Plan of the step; None = the step's duration must not be recorded as the plan's"""
     began: float
     end: Mark
-    """The end of its forward pass"""
+    """Mark behind the launches of the forward pass"""
     results: PromptResults
     launched: list[LaunchedDraws]
-    """Draws from its logits, and from logits that were held before it"""
+    """Draws from the step's logits, and from logits that were held before the step"""
 
     @property
     def has_results(self) -> bool:
-        """True if the host has something to take."""
+        """True if the step has tokens or prompt results for the host."""
         return bool(self.launched or self.results.scores or self.results.scored)
 
     @property
     def drawn(self) -> DeviceTokens | None:
-        """Newest tokens of its sequences on the device, for the next step to read."""
+        """Newest tokens of the step's sequences on the device, for the next step to read."""
         continuing = [launched for launched in self.launched if launched.held is None]
         if not continuing:
             return None
@@ -190,7 +189,7 @@ class StepLoop:
         plan = self._scheduler.plan(began)
         self.had_prompts = bool(plan.chunks)
         if plan.is_empty and self._in_flight is not None and not self._in_flight.has_results:
-            self._in_flight.plan = None  # it waits for masks, which takes longer than it does
+            self._in_flight.plan = None  # the step waits for masks, which takes longer than this
             self._progressed = False
             return self.take_output()
         self._previous, self._in_flight = self._in_flight, None
@@ -251,7 +250,7 @@ class StepLoop:
         self._draw(plan, *computed)
         self._record_duration(plan, began)
 
-    def _compute(self, plan: StepPlan) -> tuple[list[Draw], Tensor | None, Items[int] | None]:
+    def _compute(self, plan: StepPlan) -> tuple[list[Draw], Tensor | None, Sequence[int] | None]:
         """Compute a plan and score its prompts. Returns its draws with their logits or tokens."""
         hidden, draws = self._forward(plan)
         self._sampler.report_results(self._sampler.take_results())
@@ -271,7 +270,7 @@ class StepLoop:
         plan: StepPlan,
         draws: list[Draw],
         logits: Tensor | None,
-        tokens: Items[int] | None,
+        tokens: Sequence[int] | None,
     ) -> None:
         """Draw the tokens of a step, and accept the draft tokens that it has verified."""
         if tokens is not None:
@@ -396,21 +395,26 @@ class StepLoop:
                 for draw in each.draws:
                     draw.sequence.in_flight += 1
 
-    def _complete(self, step: _InFlightStep, ahead: Items[LaunchedDraws], held: list[Draw]) -> None:
-        """Take the results of a step in flight. ahead, held: the draws of the step after it."""
+    def _complete(
+        self, step: _InFlightStep, next_launched: Sequence[LaunchedDraws], next_held: list[Draw]
+    ) -> None:
+        """Take the results of a step in flight.
+
+        next_launched, next_held: launched and held draws of the step after it.
+        """
         self._previous = None
         step.end.wait()
         self._sampler.report_results(step.results)
         for launched in step.launched:
             if launched.held is None:
-                self._settle(launched, ahead, held)
+                self._settle(launched, next_launched, next_held)
             elif launched.held.is_valid:
                 self._verify(launched, launched.held)
         if step.plan is not None:
             self._record_duration(step.plan, step.began)
 
     def _settle(
-        self, launched: LaunchedDraws, ahead: Items[LaunchedDraws], held: list[Draw]
+        self, launched: LaunchedDraws, next_launched: Sequence[LaunchedDraws], next_held: list[Draw]
     ) -> None:
         """Append tokens with which their sequences have already continued on the device."""
         arrived = launched.tokens.wait()
@@ -421,7 +425,7 @@ class StepLoop:
             if draw.assumed is not None:
                 continue  # the draw followed a token that turned out wrong
             if 0 <= token != assumption:
-                self._withdraw(draw.sequence, assumption, ahead, held)
+                self._withdraw(draw.sequence, assumption, next_launched, next_held)
             self._scheduler.settle(draw.sequence)
 
     def _verify(self, launched: LaunchedDraws, held: HeldLogits) -> None:
@@ -432,18 +436,18 @@ class StepLoop:
 
     def _withdraw(
         self,
-        sequence: Sequence,
+        sequence: TokenSequence,
         assumption: int,
-        ahead: Items[LaunchedDraws],
-        held: list[Draw],
+        next_launched: Sequence[LaunchedDraws],
+        next_held: list[Draw],
     ) -> None:
         """Void the row that was computed from a wrong token: the next step computes it again."""
-        for draws in (held, *(launched.draws for launched in ahead)):
+        for draws in (next_held, *(launched.draws for launched in next_launched)):
             for i, draw in enumerate(draws):
                 if draw.sequence is sequence:
                     draws[i] = replace(draw, assumed=assumption)
                     self._scheduler.withdraw(sequence)
-                    if draws is not held:
+                    if draws is not next_held:
                         sequence.in_flight -= 1
 
     # Failed steps.
@@ -486,14 +490,14 @@ class StepLoop:
                 alone = StepPlan([], [chunk], 0, chunk.count)
                 self._run_alone(chunk.sequence, alone, chunk.start)
 
-    def _run_alone(self, sequence: Sequence, plan: StepPlan, start: int) -> None:
+    def _run_alone(self, sequence: TokenSequence, plan: StepPlan, start: int) -> None:
         """Run a plan of one sequence, which computes its tokens from `start` on."""
         try:
             self._draw(plan, *self._compute(plan))
         except Exception as error:
             self._fail(sequence, start, error)
 
-    def _draw_held_isolated(self, ready: Items[HeldLogits], error: Exception) -> None:
+    def _draw_held_isolated(self, ready: Sequence[HeldLogits], error: Exception) -> None:
         """Repeat a failed draw sequence by sequence, and fail the sequences that raise again."""
         _LOG.error("a draw failed and is repeated sequence by sequence", exc_info=error)
         for held in ready:
@@ -506,7 +510,7 @@ class StepLoop:
             except Exception as failure:
                 self._fail(held.sequence, held.sequence.num_computed, failure)
 
-    def _fail(self, sequence: Sequence, start: int, error: Exception) -> None:
+    def _fail(self, sequence: TokenSequence, start: int, error: Exception) -> None:
         """Abort the request of a sequence whose tokens from `start` on raised an exception."""
         handle = sequence.request.command.handle
         _LOG.error("request %d failed", handle, exc_info=error)

@@ -1,8 +1,7 @@
 """Prompt scores and drawn tokens from the hidden states of a step."""
 
 import math
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from services.engine.sampling.pending_tokens import PendingTokens
 from services.engine.sampling.row import NOTHING_ALLOWED, Row
 from services.engine.sampling.sampler import argmax, reject_nan, sample
 from services.engine.sampling.score import PendingScores, score
-from services.engine.scheduling.sequence import Sequence, SequenceState
+from services.engine.scheduling.sequence import SequenceState, TokenSequence
 from services.engine.scheduling.step_plan import Chunk, StepPlan
 
 __all__ = ["Draw", "HeldLogits", "LaunchedDraws", "PromptResults", "StepSampler"]
@@ -31,7 +30,7 @@ __all__ = ["Draw", "HeldLogits", "LaunchedDraws", "PromptResults", "StepSampler"
 class Draw:
     """One token to draw from one row of logits. Not frozen, because each token makes one."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     row: int
     """Row of the step's hidden states, which has a row for each kept token"""
     position: int
@@ -56,12 +55,12 @@ class Draw:
 class HeldLogits(NamedTuple):
     """Logits of a sequence that waits for a mask or credit."""
 
-    draws: Items[Draw]
+    draws: Sequence[Draw]
     logits: Tensor
     """float32 [draws, vocabulary]; valid while they are the sequence's `held_logits`"""
 
     @property
-    def sequence(self) -> Sequence:
+    def sequence(self) -> TokenSequence:
         return self.draws[0].sequence
 
     @property
@@ -107,7 +106,7 @@ class PromptResults(NamedTuple):
     """Results of a step's prompts that the host does not have yet."""
 
     scores: list["_PromptScores"]
-    scored: list[Sequence]
+    scored: list[TokenSequence]
     """Sequences that end with these scores and vectors"""
     vectors: list[PendingVectors]
 
@@ -115,9 +114,9 @@ class PromptResults(NamedTuple):
 class _PromptScores(NamedTuple):
     """Scores of consecutive prompt tokens."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
-    """Index of the first token"""
+    """Index of the first scored token in the prompt"""
     ids: list[int]
     scores: PendingScores
 
@@ -174,14 +173,14 @@ class StepSampler:
             yield _PromptScores(sequence, start, ids, PendingScores(logits, index, width))
 
     def take_results(self) -> PromptResults:
-        """Return the results of prompts since the last call."""
+        """Return the scores and vectors of prompts that were computed since the last call."""
         results, self._results = self._results, PromptResults([], [], [])
         return results
 
     def report_results(self, results: PromptResults) -> None:
         """Wait for scores of prompts and report them; end the sequences that only score."""
         for sequence, start, ids, pending in results.scores:
-            known = max(sequence.scored - start, 0)  # it was preempted, and is scored again
+            known = max(sequence.scored - start, 0)  # above 0: scored again after a preemption
             if sequence.state is SequenceState.FINISHED or known >= len(ids):
                 continue
             scores = pending.wait()
@@ -234,7 +233,7 @@ class StepSampler:
                 ]
         return draws
 
-    def _generates(self, sequence: Sequence) -> bool:
+    def _generates(self, sequence: TokenSequence) -> bool:
         """Return whether a computed sequence goes on; note it if it only scores its prompt."""
         if sequence.state is SequenceState.FINISHED:
             return False
@@ -244,8 +243,8 @@ class StepSampler:
         return True
 
     def compute(
-        self, draws: Items[Draw], hidden: Tensor
-    ) -> tuple[Tensor | None, Items[int] | None]:
+        self, draws: Sequence[Draw], hidden: Tensor
+    ) -> tuple[Tensor | None, Sequence[int] | None]:
         """Return the logits of the draws, or the most likely tokens where they suffice."""
         rows = [draw.row for draw in draws]
         if not rows:
@@ -254,13 +253,13 @@ class StepSampler:
             return None, self._runner.most_likely(hidden, rows)
         return self._runner.logits(hidden, rows), None
 
-    def rows(self, draws: Items[Draw]) -> list[Row] | None:
+    def rows(self, draws: Sequence[Draw]) -> list[Row] | None:
         """Return the sampling of each draw; None = take the most likely token of every row."""
         if all(draw.sequence.request.is_plainly_greedy for draw in draws):
             return None
         return [self._row(draw) for draw in draws]
 
-    def draw(self, draws: Items[Draw], logits: Tensor) -> None:
+    def draw(self, draws: Sequence[Draw], logits: Tensor) -> None:
         """Draw tokens for the sequences that may; hold the logits of the others."""
         ready: list[int] = []
         held: list[int] = []
@@ -274,12 +273,12 @@ class StepSampler:
         if ready:
             self.advance([draws[i] for i in ready], rows_of(logits, ready))
 
-    def hold(self, draws: Items[Draw], logits: Tensor) -> None:
+    def hold(self, draws: Sequence[Draw], logits: Tensor) -> None:
         """Hold logits until `take_ready` returns them. A draft token's need those in front of it.
 
         logits: float32 [draws, vocabulary], which no later step changes.
         """
-        held: dict[Sequence, list[int]] = {}
+        held: dict[TokenSequence, list[int]] = {}
         for i, draw in enumerate(draws):
             if draw.assumed is not None and draw.sequence in held:
                 held[draw.sequence].append(i)
@@ -317,12 +316,12 @@ class StepSampler:
         """True if logits are held for the lack of a mask."""
         return any(held.is_valid and held.sequence.awaits_mask for held in self._held)
 
-    def launch(self, draws: Items[Draw], logits: Tensor) -> LaunchedDraws:
+    def launch(self, draws: Sequence[Draw], logits: Tensor) -> LaunchedDraws:
         """Draw on the device, without waiting for it. logits: float32 [draws, vocabulary]."""
         widths = [draw.sequence.request.command.checked.logprobs for draw in draws]
         return LaunchedDraws(list(draws), PendingTokens(logits, self.rows(draws), widths))
 
-    def launch_held(self, ready: Items[HeldLogits]) -> list[LaunchedDraws]:
+    def launch_held(self, ready: Sequence[HeldLogits]) -> list[LaunchedDraws]:
         """Draw from held logits on the device, without waiting for it.
 
         All sequences that continue with their tokens on the device share the first launch.
@@ -347,7 +346,7 @@ class StepSampler:
                 self._held[i] = held._replace(logits=own)
                 held.sequence.held_logits = own
 
-    def draw_held(self, ready: Items[HeldLogits]) -> None:
+    def draw_held(self, ready: Sequence[HeldLogits]) -> None:
         """Draw tokens from held logits."""
         allowed = [each.allowed for each in ready]
         self.advance(
@@ -355,7 +354,7 @@ class StepSampler:
             torch.cat([logits for _, logits in allowed]),
         )
 
-    def advance(self, draws: Items[Draw], logits: Tensor) -> None:
+    def advance(self, draws: Sequence[Draw], logits: Tensor) -> None:
         """Draw tokens, report them with their scores, and end sequences that are complete.
 
         logits: float32 [draws, vocabulary].
@@ -369,7 +368,9 @@ class StepSampler:
                 tokens[i] = NOTHING_ALLOWED
         self.append(draws, tokens, scores)
 
-    def append(self, draws: Items[Draw], tokens: Items[int], scores: Mapping[int, Score]) -> None:
+    def append(
+        self, draws: Sequence[Draw], tokens: Sequence[int], scores: Mapping[int, Score]
+    ) -> None:
         """Append drawn tokens and report them; `scores` is by index of the draw.
 
         A negative token aborts the request: its logits are NaN, or its limits allow no id.
@@ -392,7 +393,9 @@ class StepSampler:
         else:
             self._requests.abort(refusals.not_finite(command.handle))
 
-    def _scores(self, draws: Items[Draw], logits: Tensor, tokens: Items[int]) -> dict[int, Score]:
+    def _scores(
+        self, draws: Sequence[Draw], logits: Tensor, tokens: Sequence[int]
+    ) -> dict[int, Score]:
         """Return the scores of the drawn tokens that a request asks for, by index of the draw."""
         widths = [draw.sequence.request.command.checked.logprobs for draw in draws]
         scores: dict[int, Score] = {}
@@ -412,7 +415,7 @@ class StepSampler:
         if sequence.penalties is not None:
             sequence.penalties.update(sequence.tokens)
         mask = sequence.mask.allows_at(draw.position) if sequence.mask is not None else None
-        forbidden: Items[int] = ()
+        forbidden: Sequence[int] = ()
         if sampling.limits_ids:
             words = sequence.request.bad_words
             if words is not None:
@@ -431,7 +434,7 @@ class StepSampler:
         )
 
 
-def _join(parts: Items[Tensor]) -> Tensor:
+def _join(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate held logits. Consecutive rows of one tensor need no copy.
 
     parts: float32 [1, vocabulary] each.

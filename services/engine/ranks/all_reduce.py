@@ -1,6 +1,6 @@
 """Sums over all ranks: by torch's symmetric memory between GPUs with NVLink, else by collectives.
 
-Symmetric memory has not been run.
+The path through symmetric memory has not been run on GPUs yet.
 """
 
 import logging

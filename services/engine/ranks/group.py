@@ -2,7 +2,7 @@
 
 Tensors travel over NCCL between GPUs and over gloo between CPUs. Plans for the hosts travel through
 shared memory on one machine, and over gloo between machines. The tests run gloo; NCCL has not been
-run.
+run yet.
 """
 
 import logging
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """This process's rank and its connections to the others; a single rank has none."""
+    """This process's rank and its connections to the other ranks; a single rank has none."""
 
     def __init__(
         self,

@@ -16,9 +16,9 @@ __all__ = ["SharedPlans"]
 _CAPACITY = 1 << 20
 """Bytes of the ring: hundreds of decode steps, or part of a long plan"""
 _SPIN_NS = 50_000
-"""Time that a reader looks for a plan before it sleeps: about what it takes to wake it"""
+"""Nanoseconds for which a reader polls for a plan before it sleeps: about the time of a wake-up"""
 _ROOM_SECONDS = 0.0002
-"""Time between two looks of the writer for room in a full ring"""
+"""Seconds between two checks of the writer for room in a full ring"""
 _JOIN_SECONDS = 10.0
 """Time that ranks wait for each other while they open a channel"""
 _CREDENTIALS = struct.Struct("3i")
@@ -81,7 +81,7 @@ class SharedPlans(PlanChannel):
                 self._sleep()
 
     def _sleep(self) -> None:
-        """Return when rank 0 has sent something, maybe long ago."""
+        """Return when rank 0 has sent a byte, possibly for a plan that was already read."""
         try:
             bells = self._links[0].recv(4096)
         except ConnectionError:

@@ -13,16 +13,16 @@ from services.engine.sampling.row import Row
 
 __all__ = ["adjust"]
 
-_MOST = 1e30
+_LARGEST_LOGIT = 1e30
 """Largest |logit| after a penalty: finite, because two infinities add up to NaN"""
-_MASKS = 64
-"""Size of the mask cache: most tokens lie inside strings, so few masks differ"""
-_OF_BYTES = np.where(
+_CACHED_MASKS = 64
+"""Masks in the cache: most tokens lie inside strings, so few masks differ"""
+_MASK_ADDENDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
     np.float32(0),
     np.float32(-np.inf),
 )
-"""float32 [256, 8]: addends for the logits of eight ids, by byte of a mask"""
+"""float32 [256, 8]: 0 or -inf for the logits of eight ids, by byte of a mask"""
 
 
 def adjust(logits: Tensor, rows: Sequence[Row]) -> None:
@@ -62,7 +62,9 @@ def _penalise_seen(logits: Tensor, rows: Sequence[Row]) -> None:
         factors = np.repeat(np.array([factor for _, _, factor in entries], np.float32), lengths)
         factor = to_device(torch.from_numpy(factors), logits.device)
         before = logits.view(-1)[places]
-        after = torch.where(before > 0, before / factor, before * factor).clamp_(-_MOST, _MOST)
+        after = torch.where(before > 0, before / factor, before * factor).clamp_(
+            -_LARGEST_LOGIT, _LARGEST_LOGIT
+        )
         logits.view(-1)[places] = after  # a repeated id gets the same value twice
 
 
@@ -97,12 +99,12 @@ def _mask(logits: Tensor, rows: Sequence[Row]) -> None:
         apply_masks(logits, masks)
 
 
-@lru_cache(maxsize=_MASKS)
+@lru_cache(maxsize=_CACHED_MASKS)
 def _amounts(mask: bytes, vocabulary: int) -> npt.NDArray[np.float32]:
     """Return the addends of a mask for its row: float32 [vocabulary]."""
     bits = np.zeros(-(-vocabulary // 8), dtype=np.uint8)
     bits[: len(mask)] = np.frombuffer(mask, dtype=np.uint8)
-    return _OF_BYTES[bits].reshape(-1)[:vocabulary]
+    return _MASK_ADDENDS[bits].reshape(-1)[:vocabulary]
 
 
 def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:

@@ -10,7 +10,7 @@ from services.engine.messages import DrySettings
 
 __all__ = ["Repetitions"]
 
-_MOST = 1e30
+_LARGEST_PENALTY = 1e30
 """Largest penalty: base**n overflows a float, and this outweighs any logit"""
 
 
@@ -52,7 +52,7 @@ class Repetitions:
         with np.errstate(over="ignore"):
             excess = longest[ids].astype(np.float64) - settings.allowed_length
             amounts = settings.multiplier * np.power(settings.base, excess)
-        return ids, np.minimum(amounts, _MOST).astype(np.float32)
+        return ids, np.minimum(amounts, _LARGEST_PENALTY).astype(np.float32)
 
     def _add(self, tokens: npt.NDArray[np.int32]) -> None:
         """Take in the next token: it lengthens some runs and ends the others."""

@@ -51,7 +51,7 @@ class PendingTokens:
         return self._drawn.ids
 
     def wait(self) -> ArrivedTokens:
-        """Wait for the device, and update the mirostat states of the rows. For one call."""
+        """Wait for the device, and update the mirostat states of the rows. Call it once."""
         provisional: list[int] = self._copy.wait().tolist()
         final = list(provisional)
         for restricted in self._drawn.restricted:
@@ -76,7 +76,7 @@ class _ScoredRows:
         self._width = width
         self._scores = PendingScores(part, rows_of(drawn.ids, rows), width)
         self._logits = part.clone() if drawn.restricted else None
-        """For tokens that are drawn again"""
+        """Logits of the rows, to score the tokens that are drawn again"""
 
     def wait(self, provisional: Sequence[int], final: Sequence[int]) -> dict[int, Score]:
         """Wait for the device. Return the scores of the valid final tokens, by row."""

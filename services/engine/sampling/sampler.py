@@ -75,7 +75,7 @@ def reject_nan(logits: Tensor, ids: Sequence[int]) -> list[int]:
 
 
 def mark_nan(logits: Tensor, ids: Tensor) -> Tensor:
-    """Do the same as `reject_nan` on the device, without waiting for it. ids: int64 [rows]."""
+    """Return what `reject_nan` does, without waiting for the device. ids: int64 [rows]."""
     if logits.device.type == "cpu":
         is_nan = logits.gather(1, ids.unsqueeze(1)).squeeze(1).isnan()
         return torch.where(is_nan, -1, ids)
@@ -88,7 +88,7 @@ class RestrictedDraws(NamedTuple):
     """Draws among the likeliest tokens alone, which more candidates may change."""
 
     indices: Sequence[int]
-    """Their rows in the batch"""
+    """Row numbers of these draws in the batch"""
     rows: Sequence[Row]
     logits: Tensor
     """float32 [rows, vocabulary], adjusted"""
@@ -96,7 +96,7 @@ class RestrictedDraws(NamedTuple):
     """bool [rows], False where more candidates must be examined"""
 
     def repeat_unsettled(self) -> Iterator[tuple[int, int]]:
-        """Wait for the device, and draw again where needed: yields row and id."""
+        """Wait for the device, draw unsettled rows again, and yield row number and id of each."""
         for i in (~self.is_settled.wait()).nonzero().squeeze(1).tolist():
             [token] = _ids(_draw_restricted(self.logits[i : i + 1], [self.rows[i]]))
             yield self.indices[i], token

@@ -5,8 +5,7 @@ continuations of all beams, the best `width` that go on are the next beams, and 
 compete for the results by the sum of their logprobs / length^length_penalty.
 """
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -25,7 +24,7 @@ class Continuation(NamedTuple):
     beam: int
     token: int
     logprob: float
-    """Of the token, natural logarithm"""
+    """Natural-log probability of the token"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,12 +70,12 @@ class BeamSearch:
 
     settings: BeamSettings
     width: int
-    """Beams, and results"""
+    """Number of beams, and of results"""
     max_tokens: int
     end_causes: dict[int, FinishCause]
     """Why a sequence ends, by the ids that end it"""
     length: int = 0
-    """Tokens of each beam"""
+    """Generated tokens of each beam so far"""
     is_over: bool = False
     results: list[BeamResult] = field(default_factory=list)
     """Best first; once the search is over, there are `width`"""
@@ -94,10 +93,10 @@ class BeamSearch:
     def choose(
         self, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
     ) -> list[Continuation]:
-        """Return the continuations that matter, best first: at most 2 x width.
+        """Return at most 2 x width continuations, best first.
 
-        They are the best `width` ones, and the best `width` ones that don't end their sequence.
-        tokens, logprobs: [width, candidates or all], the most likely ones of each beam.
+        These are the best `width` ones of all, and the best `width` ones that don't end their
+        sequence. tokens, logprobs: [width, candidates or all], the most likely ones of each beam.
         """
         before = np.array([beam.total for beam in self._beams])
         totals = (before[:, None] + logprobs).ravel()
@@ -112,7 +111,7 @@ class BeamSearch:
             for beam, column in zip(beams, columns, strict=True)
         ]
 
-    def advance(self, chosen: Items[Continuation], scores: Items[Score | None]) -> list[int]:
+    def advance(self, chosen: Sequence[Continuation], scores: Sequence[Score | None]) -> list[int]:
         """Give each beam its next token. Return the number of the beam that each one continues.
 
         chosen: from `choose`, at least one; scores: of the chosen tokens. A beam that continues
@@ -171,8 +170,8 @@ class BeamSearch:
                 length = self.length
         return best_total / self._divisor(length) <= self.results[-1].rank_score
 
-    def _place(self, going_on: Items[tuple[int, _Beam]]) -> list[int]:
-        """Number the new beams: one that continues each old beam keeps its number."""
+    def _place(self, going_on: Sequence[tuple[int, _Beam]]) -> list[int]:
+        """Number the new beams: the first that continues an old beam keeps its number."""
         parents = [-1] * self.width
         moved: list[tuple[int, _Beam]] = []
         for parent, beam in going_on:
@@ -180,7 +179,7 @@ class BeamSearch:
                 moved.append((parent, beam))
             else:
                 parents[parent], self._beams[parent] = parent, beam
-        # where continuations are too few, the best one fills the other places, and counts no more
+        # where continuations are too few, copies of the best one fill up, with a total of -inf
         first, best = going_on[0]
         spare: Iterator[tuple[int, _Beam]] = iter(moved)
         for number, parent in enumerate(parents):

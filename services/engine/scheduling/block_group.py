@@ -39,8 +39,8 @@ class BlockGroup:
     def missing(self, tokens: int, start: int, found: list[int]) -> int:
         """Return the blocks that a sequence of `tokens` tokens needs beyond the free ones.
 
-        start: tokens of its cached prefix; found: the blocks of these that it reads. Those without
-        a holder are free, too.
+        start: tokens of its cached prefix; found: the cached blocks of this prefix that it reads;
+        those without a holder count as free.
         """
         needed = self.blocks_for(tokens) - self.first_needed(start)
         if self.window:

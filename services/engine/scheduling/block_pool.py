@@ -26,7 +26,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._changes: dict[bytes, bool] | None = None
-        """By hash, whether it was cached or uncached since the last `take_change`"""
+        """Hashes that changed since the last `take_change`: true = cached, false = uncached"""
         # blocks without a holder in the order of reuse; uncached ones come first
         self._free: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))
 

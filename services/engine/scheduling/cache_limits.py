@@ -1,6 +1,6 @@
 """Sizes of the caches: blocks of each group of layers, and slots of states."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["CacheLimits", "GroupLimits"]
@@ -21,7 +21,7 @@ class CacheLimits:
 
     block_size: int
     """Tokens of a block, in every group"""
-    groups: Items[GroupLimits]
+    groups: Sequence[GroupLimits]
     """Groups of attention layers; those without a window come first"""
     state_slots: int = 0
     """Slots of the recurrent layers' states, at least 2; 0 = the model has no such layers"""

@@ -1,7 +1,6 @@
-"""Caches of all groups of layers: one owner that finds, starts, grows, shares and frees."""
+"""Caches of all groups of layers: prefix lookup, allocation, sharing and release."""
 
-from collections.abc import Iterable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from services.common.cached_prefix import CachedGroup, longest_prefix
@@ -9,7 +8,7 @@ from services.engine.messages import CacheChange, CacheGroup
 from services.engine.scheduling.block_group import BlockGroup
 from services.engine.scheduling.block_pool import OutOfBlocksError
 from services.engine.scheduling.cache_limits import CacheLimits
-from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.sequence_cache import BlockTable
 from services.engine.scheduling.state_pool import StatePool
 
@@ -20,8 +19,8 @@ class Prefix(NamedTuple):
     """Longest prefix of a sequence that every group has in the cache."""
 
     tokens: int
-    blocks: Items[list[int]]
-    """By group, the blocks that the next token reads, in order"""
+    blocks: Sequence[list[int]]
+    """Blocks that the next token reads, in order, by group"""
     state: int
     """Slot of the snapshot behind the prefix; -1 = none"""
 
@@ -35,7 +34,7 @@ class BlockCopy(NamedTuple):
 
 
 class CachePools:
-    """Owner of the pools of all groups, and of what sequences hold of them."""
+    """Owner of the pools of all groups, and of the blocks and slots that sequences hold."""
 
     def __init__(self, limits: CacheLimits) -> None:
         self.block_size = limits.block_size
@@ -73,7 +72,7 @@ class CachePools:
         """Return whether a sequence of `tokens` tokens can ever run."""
         return all(group.fits(tokens) for group in self.groups)
 
-    def missing(self, sequence: Sequence, prefix: Prefix, running: int) -> list[int]:
+    def missing(self, sequence: TokenSequence, prefix: Prefix, running: int) -> list[int]:
         """Return by pool how many blocks a waiting sequence needs beyond the free ones.
 
         A block for each running sequence stays in reserve: without it the newcomer would soon be
@@ -87,7 +86,7 @@ class CachePools:
             missing.append(self._states.missing(prefix.state))
         return missing
 
-    def freed_by(self, sequence: Sequence) -> list[int]:
+    def freed_by(self, sequence: TokenSequence) -> list[int]:
         """Return by pool the blocks that become free if a sequence is preempted.
 
         The block that is reserved for its growth is one of them.
@@ -102,7 +101,7 @@ class CachePools:
 
     # Prefixes.
 
-    def find(self, hashes: Items[bytes]) -> Prefix:
+    def find(self, hashes: Sequence[bytes]) -> Prefix:
         """Return the longest prefix of a sequence that all groups have."""
         count = longest_prefix(hashes, self._cached, self.block_size)
         tokens = count * self.block_size
@@ -113,7 +112,7 @@ class CachePools:
         state = self._states.pool.cached[hashes[count - 1]] if self._states and count else -1
         return Prefix(tokens, blocks, state)
 
-    def pending_hashes(self, sequence: Sequence) -> Iterator[bytes]:
+    def pending_hashes(self, sequence: TokenSequence) -> Iterator[bytes]:
         """Yield the hashes that a running sequence is about to add to the cache.
 
         Another sequence that has one of them continues from there if it waits.
@@ -126,7 +125,7 @@ class CachePools:
             yield sequence.block_hash(index)
 
     def awaited_hash(
-        self, hashes: Items[bytes], prefix: Prefix, pending: set[bytes]
+        self, hashes: Sequence[bytes], prefix: Prefix, pending: set[bytes]
     ) -> bytes | None:
         """Return a hash of a waiting sequence that others are about to add; None = no such hash."""
         first = prefix.tokens // self.block_size
@@ -135,7 +134,7 @@ class CachePools:
 
     # Sequences.
 
-    def start(self, sequence: Sequence, prefix: Prefix, least: int) -> None:
+    def start(self, sequence: TokenSequence, prefix: Prefix, least: int) -> None:
         """Give a waiting sequence its prefix and room for its tokens.
 
         A group with a window has room for the next `least` tokens; `grow` adds more. Raises
@@ -157,7 +156,7 @@ class CachePools:
                 raise OutOfBlocksError
         self._note_capacity(sequence)
 
-    def step_start(self, sequence: Sequence) -> int:
+    def step_start(self, sequence: TokenSequence) -> int:
         """Return the first token of a sequence's next step.
 
         It comes before uncomputed tokens where a draft was rejected: the state behind the accepted
@@ -165,8 +164,8 @@ class CachePools:
         """
         return sequence.num_computed if sequence.states is None else sequence.states.source_end
 
-    def grow(self, sequence: Sequence, end: int) -> bool:
-        """Make room for a step that computes tokens up to `end`. False if something is too scarce.
+    def grow(self, sequence: TokenSequence, end: int) -> bool:
+        """Make room for a step that computes tokens up to `end`. Return False if there is none.
 
         Releases what the step does not read.
         """
@@ -182,8 +181,8 @@ class CachePools:
         self._note_capacity(sequence)
         return all(grown)
 
-    def grow_most(self, sequence: Sequence, end: int) -> int:
-        """Make room for tokens up to `end`, as far as blocks are free. Return how far."""
+    def grow_most(self, sequence: TokenSequence, end: int) -> int:
+        """Make room for tokens up to `end`, or fewer if blocks are scarce. Return the new end."""
         start = self.step_start(sequence)
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release_unread(table, start)
@@ -191,8 +190,8 @@ class CachePools:
         self.grow(sequence, end)
         return end
 
-    def plan(self, sequence: Sequence, end: int) -> None:
-        """Plan the states that a step writes which computes a sequence's tokens up to `end`."""
+    def plan(self, sequence: TokenSequence, end: int) -> None:
+        """Plan the recurrent states that a step up to the token before `end` writes."""
         if self._states is not None:
             self._states.plan(sequence, end)
 
@@ -201,7 +200,7 @@ class CachePools:
         if self._states is not None:
             self._states.publish()
 
-    def cache_blocks(self, sequence: Sequence, first: int) -> None:
+    def cache_blocks(self, sequence: TokenSequence, first: int) -> None:
         """Cache the full blocks of known tokens, from index `first` on."""
         known = min(sequence.num_computed, sequence.length)
         for index in range(first, known // self.block_size):
@@ -209,7 +208,7 @@ class CachePools:
             for pool, table in zip(self._pools, sequence.tables, strict=False):
                 pool.cache(table.blocks[index], block_hash)
 
-    def fork(self, beam: Sequence, parent: Sequence) -> list[BlockCopy] | None:
+    def fork(self, beam: TokenSequence, parent: TokenSequence) -> list[BlockCopy] | None:
         """Give a beam, which holds nothing, what its parent holds. Return the blocks to copy.
 
         None = too few blocks are free, and the beam holds nothing.
@@ -230,7 +229,7 @@ class CachePools:
             self._states.fork(beam, parent)
         return copies
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: TokenSequence) -> None:
         """Release all that a sequence holds. What is cached of it stays until room is needed."""
         for group, table in zip(self.groups, sequence.tables, strict=False):
             group.pool.release(table.held)
@@ -241,7 +240,7 @@ class CachePools:
 
     # Failed steps.
 
-    def uncache(self, sequence: Sequence, start: int) -> None:
+    def uncache(self, sequence: TokenSequence, start: int) -> None:
         """Remove the newest step's states and the blocks of tokens from `start` on from the cache.
 
         A step failed to write them.
@@ -251,7 +250,9 @@ class CachePools:
         if self._states is not None:
             self._states.drop_snapshots(sequence)
 
-    def sharing(self, sequence: Sequence, start: int, others: Iterable[Sequence]) -> list[Sequence]:
+    def sharing(
+        self, sequence: TokenSequence, start: int, others: Iterable[TokenSequence]
+    ) -> list[TokenSequence]:
         """Return the others that hold some of a sequence's blocks of tokens from `start` on."""
         mine = [set(blocks) for blocks in self._blocks_from(sequence, start)]
         return [
@@ -264,7 +265,7 @@ class CachePools:
             )
         ]
 
-    def _blocks_from(self, sequence: Sequence, start: int) -> list[list[int]]:
+    def _blocks_from(self, sequence: TokenSequence, start: int) -> list[list[int]]:
         """Return by group the blocks that a sequence holds of its tokens from `start` on."""
         first = start // self.block_size
         return [table.blocks[max(first, table.first) :] for table in sequence.tables]
@@ -288,12 +289,12 @@ class CachePools:
         for pool in self._pools:
             pool.follow()
 
-    def take_changes(self) -> Items[CacheChange | None]:
+    def take_changes(self) -> Sequence[CacheChange | None]:
         """Return by pool the change of the cache since the last call; empty without one."""
         changes = [pool.take_change() for pool in self._pools]
         return changes if any(changes) else ()
 
-    def check(self, running: Iterable[Sequence]) -> None:
+    def check(self, running: Iterable[TokenSequence]) -> None:
         """Raise AssertionError unless the pools agree with what all running sequences hold."""
         sequences = [*running]
         for number, group in enumerate(self.groups):
@@ -301,7 +302,7 @@ class CachePools:
         if self._states is not None:
             self._states.pool.check([each.states.held for each in sequences if each.states])
 
-    def _note_capacity(self, sequence: Sequence) -> None:
+    def _note_capacity(self, sequence: TokenSequence) -> None:
         covered = [len(table.blocks) for table in sequence.tables]
         # layers without pages of tokens take any number of them
         sequence.capacity = min(covered) * self.block_size if covered else 1 << 62

@@ -1,25 +1,24 @@
 """Drafter: chooses the draft tokens that a step computes behind the newest tokens."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.step_plan import SchedulerLimits
 
 __all__ = ["Drafter"]
 
 _MAX_ALONE = 15
-"""Draft tokens of the only stream"""
+"""Most draft tokens of a stream that runs alone"""
 _MAX_FORCED = 16
-"""Forced tokens of a stream that a step computes, and scores one by one"""
+"""Most forced tokens of one stream that a step computes: each of them takes a row of logits"""
 
 
 class Drafter:
     """Draft tokens of the running sequences: proposed by n-grams, or forced by a grammar."""
 
-    def __init__(self, running: Items[Sequence], limits: SchedulerLimits) -> None:
-        """running: the scheduler's running sequences."""
+    def __init__(self, running: Sequence[TokenSequence], limits: SchedulerLimits) -> None:
+        """Propose for the scheduler's list of running sequences."""
         self._running = running
         self._limits = limits
 
@@ -37,7 +36,7 @@ class Drafter:
             return _MAX_ALONE
         return max(self._limits.rows_at_once // 2 - streams, 0) // max(streams, 1)
 
-    def draft(self, sequence: Sequence, width: int) -> list[int]:
+    def draft(self, sequence: TokenSequence, width: int) -> list[int]:
         """Return the draft tokens that follow a sequence's newest token."""
         if sequence.in_flight or not sequence.request.draws_independently:
             return []
@@ -51,7 +50,7 @@ class Drafter:
             return list(draft[:width]) if position == sequence.position else []
         return _propose(sequence, width)
 
-    def report(self) -> Iterator[tuple[Sequence, Items[int]]]:
+    def report(self) -> Iterator[tuple[TokenSequence, Sequence[int]]]:
         """Propose tokens for constrained sequences, whose masks must be requested first."""
         width = self.width
         for sequence in self._running if width else ():
@@ -63,7 +62,7 @@ class Drafter:
                 if draft:
                     yield sequence, draft
 
-    def count_accepted(self, sequence: Sequence, draft: Items[int]) -> int:
+    def count_accepted(self, sequence: TokenSequence, draft: Sequence[int]) -> int:
         """Return how many draft tokens were drawn and computed: never the newest token."""
         drawn = sequence.tokens[sequence.num_computed : -1].tolist()
         pairs = zip(draft, drawn, strict=False)
@@ -72,7 +71,7 @@ class Drafter:
         return accepted
 
 
-def _propose(sequence: Sequence, width: int) -> list[int]:
+def _propose(sequence: TokenSequence, width: int) -> list[int]:
     if not sequence.request.draws_independently:
         return []
     return sequence.speculation.propose(sequence.tokens, min(width, sequence.room))

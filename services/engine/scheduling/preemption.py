@@ -1,12 +1,11 @@
 """Preemption policy: the sequences that give up blocks and places, and their order."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
 from services.engine.scheduling.cache_pools import CachePools
-from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.step_plan import SchedulerLimits
 
 __all__ = ["Preemption"]
@@ -23,28 +22,28 @@ class Preemption:
     """Choice of victims among the running sequences."""
 
     def __init__(
-        self, running: Items[Sequence], caches: CachePools, limits: SchedulerLimits
+        self, running: Sequence[TokenSequence], caches: CachePools, limits: SchedulerLimits
     ) -> None:
-        """running: the scheduler's running sequences, in order of scheduling."""
+        """Choose from the scheduler's list of running sequences, in order of scheduling."""
         self._running = running
         self._caches = caches
         self._guaranteed = max(1, limits.max_running // _GUARANTEED_SHARE)
 
-    def victim_for_growth(self) -> Sequence:
+    def victim_for_growth(self) -> TokenSequence:
         """Return the sequence that frees blocks for a running one: a paused one, or the last."""
         # paused sequences are in no plan, and the last one comes after those already planned
         paused = (s for s in reversed(self._running) if s.is_paused and s.uncomputed <= 1)
         return next(paused, self._running[-1])
 
     def victims_for(
-        self, newcomer: Sequence, missing_blocks: list[int], missing_places: int, now: float
-    ) -> list[Sequence]:
+        self, newcomer: TokenSequence, missing_blocks: list[int], missing_places: int, now: float
+    ) -> list[TokenSequence]:
         """Return the victims whose blocks and places let a newcomer start.
 
         The list is empty if all candidates together are too few. missing_blocks: by pool, the
         blocks needed beyond the free ones.
         """
-        victims: list[Sequence] = []
+        victims: list[TokenSequence] = []
         for victim in self._candidates(newcomer, now):
             victims.append(victim)
             freed = self._caches.freed_by(victim)
@@ -54,7 +53,7 @@ class Preemption:
                 return victims
         return []
 
-    def _candidates(self, newcomer: Sequence, now: float) -> Iterator[Sequence]:
+    def _candidates(self, newcomer: TokenSequence, now: float) -> Iterator[TokenSequence]:
         """Yield the sequences that should yield to a newcomer, the first victim first."""
         priority = newcomer.request.command.priority
         last_first = self._running[::-1]
@@ -73,7 +72,9 @@ class Preemption:
             peers = [s for s in others if s.request.command.priority == priority]
             yield from self._greediest(newcomer, peers)
 
-    def _greediest(self, newcomer: Sequence, peers: list[Sequence]) -> Iterator[Sequence]:
+    def _greediest(
+        self, newcomer: TokenSequence, peers: list[TokenSequence]
+    ) -> Iterator[TokenSequence]:
         """Yield sequences of the tenants that hold most, then of the newcomer's own tenant.
 
         Of its own tenant, a request without a place takes places of the requests that hold most.
@@ -90,10 +91,13 @@ class Preemption:
 
 
 def _from_largest(
-    held: Counter[K], sequences: Items[Sequence], least: int, holder: Callable[[Sequence], K]
-) -> Iterator[Sequence]:
+    held: Counter[K],
+    sequences: Sequence[TokenSequence],
+    least: int,
+    holder: Callable[[TokenSequence], K],
+) -> Iterator[TokenSequence]:
     """Yield sequences of the holder with most, while it has more than `least`."""
-    owned: dict[K, list[Sequence]] = {}
+    owned: dict[K, list[TokenSequence]] = {}
     for sequence in reversed(sequences):
         owned.setdefault(holder(sequence), []).append(sequence)
     while held:

@@ -12,15 +12,15 @@ _SHARED_STEP_SECONDS = 0.9
 """Longest step that several prompts share. A longer one makes all of them wait for the last; many
 short ones complete them far apart, and small batches decode later"""
 _SHARED_STEP_MIN_TOKENS = 256
-"""Fewest tokens of such a step: smaller steps read the weights too often"""
+"""Fewest prompt tokens of a step that prompts share: smaller steps read the weights too often"""
 _STREAMS_PER_PROMPT = 3
 """Short prompts precede streams if there are at most this many streams per prompt"""
 _SHORT_PROMPT_DECODE_STEPS = 16
 """A prompt is short if it takes at most as long as this many steps without prompts"""
 _SHORT_PROMPT_WEIGHT, _LONG_PROMPT_WEIGHT = 24, 4
 """Streams that each prompt beyond the first few outweighs in a mixed step"""
-_FEW_LONG = 8
-"""Long prompts that do not slow the streams down beyond the factor"""
+_MOST_LONG_PROMPTS = 8
+"""Long prompts up to this number leave the step within `mixed_step_factor`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Backlog:
     tokens: int
     """Uncomputed tokens of all these prompts"""
     pooled: int = 0
-    """Of `count`, those that only make vectors: no stream gains if they come first"""
+    """Prompts among `count` that only make vectors: no stream gains if they come first"""
 
     @property
     def joining(self) -> int:
@@ -45,7 +45,7 @@ class Allowance:
 
     tokens: int
     slack: int = 0
-    """Further tokens, if they complete a prompt"""
+    """Further tokens that the step may compute if they complete a prompt"""
 
 
 class PromptBudget:
@@ -90,12 +90,12 @@ class PromptBudget:
     def _mixed_step_tokens(self, streams: int, decode_tokens: int, backlog: Backlog) -> int:
         """Return the prompt tokens of a mixed step.
 
-        The step may take longer by the factor, or by more while many prompts wait.
+        The step may take `mixed_step_factor` times as long, or longer while many prompts wait.
         """
         if self._is_short(backlog, decode_tokens):
             weight = _SHORT_PROMPT_WEIGHT * (backlog.joining - 1)
         else:
-            weight = _LONG_PROMPT_WEIGHT * max(0, backlog.joining - _FEW_LONG)
+            weight = _LONG_PROMPT_WEIGHT * max(0, backlog.joining - _MOST_LONG_PROMPTS)
         factor = self._factor * max(1.0, weight / streams)
         budget = self._cost.prompt_tokens(decode_tokens, factor) or 0
         # Round down to full tiles, but leave prompts at least one: none waits forever.

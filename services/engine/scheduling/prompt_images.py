@@ -1,7 +1,6 @@
-"""Images of a prompt: which of its ids they stand for, and what follows for positions and steps."""
+"""Images of a prompt: the ids that stand for them, rotary positions, and runs within a step."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +25,7 @@ class ImageRun:
 class PromptImages:
     """The images of one prompt, shared by all its choices."""
 
-    def __init__(self, images: Items[PlacedImage], prompt_length: int) -> None:
+    def __init__(self, images: Sequence[PlacedImage], prompt_length: int) -> None:
         self._images = images
         self._places = [np.array(image.places, dtype=np.int64) for image in images]
         self._positions = _grid_positions(images, prompt_length)
@@ -65,7 +64,7 @@ class PromptImages:
         return positions
 
 
-def _grid_positions(images: Items[PlacedImage], length: int) -> npt.NDArray[np.int64]:
+def _grid_positions(images: Sequence[PlacedImage], length: int) -> npt.NDArray[np.int64]:
     """Return time, row and column of the ids, and of the one after them: int64 [3, length + 1]."""
     positions = np.empty((3, length + 1), dtype=np.int64)
     done = following = 0

@@ -7,8 +7,7 @@ that holds most.
 """
 
 from bisect import insort
-from collections.abc import Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import attrgetter
 
@@ -17,7 +16,7 @@ from services.engine.scheduling.drafter import Drafter
 from services.engine.scheduling.preemption import Preemption
 from services.engine.scheduling.prompt_budget import Allowance, Backlog, PromptBudget
 from services.engine.scheduling.prompt_images import PromptImages
-from services.engine.scheduling.sequence import Sequence, SequenceState
+from services.engine.scheduling.sequence import SequenceState, TokenSequence
 from services.engine.scheduling.step_cost import StepCost
 from services.engine.scheduling.step_plan import Chunk, SchedulerLimits, StepPlan
 from services.engine.scheduling.tenants import GENERATED_WEIGHT, Tenants
@@ -25,25 +24,25 @@ from services.engine.scheduling.waiting_queue import PrefillCandidates, PromptOr
 
 __all__ = ["Scheduler"]
 
-_MUCH_LONGER = 4
+_LONG_PROMPT_RATIO = 4
 """A prompt this many times as long as the mean of the others leaves them half of each step"""
-_NEWCOMERS = 4
-"""Waiting sequences, the first in order, for which others may be preempted"""
+_MOST_NEWCOMERS = 4
+"""Waiting sequences at the head of the queue for which others may be preempted"""
 _MEASURABLE_TOKENS = 32
-"""Prompt tokens whose time shows in a step's, on a machine whose tiles are larger than this"""
+"""Prompt tokens whose time can be measured, on a machine whose tiles are larger than this"""
 _SECONDS_PER_CHOICE = 0.25
 """Queueing delay of each choice after the one before it: requests of few choices pass the later
 choices of large requests"""
 
 
 class Scheduler:
-    """Owner of the sequences' order and, through the pools, of what they hold of the caches."""
+    """Owner of the order of sequences and, through `CachePools`, of their blocks and slots."""
 
     def __init__(self, limits: SchedulerLimits, caches: CachePools) -> None:
         self.limits = limits
         self.caches = caches
-        self.running: list[Sequence] = []
-        """Sequences in their `order`"""
+        self.running: list[TokenSequence] = []
+        """Running sequences, sorted by their `order`"""
         self.waiting = WaitingQueue()
         self.tenants = Tenants()
         self.queued_tokens = 0
@@ -60,10 +59,10 @@ class Scheduler:
         self._drafter = Drafter(self.running, limits)
         self._searching: dict[tuple[int, int], int] = {}
         """Beams of the searches under way, by `search_key`"""
-        self._failed: dict[Sequence, int] = {}
+        self._failed: dict[TokenSequence, int] = {}
         """Sequences of the newest step that failed, and their first tokens in it"""
 
-    def add(self, sequence: Sequence) -> int:
+    def add(self, sequence: TokenSequence) -> int:
         """Queue a sequence. Return how many of its tokens the prefix cache holds now."""
         found = self.caches.find(sequence.reusable_hashes()).tokens
         command, queued = sequence.request.command, sequence.queued
@@ -77,7 +76,7 @@ class Scheduler:
         self.waiting.add(sequence)
         return found
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: TokenSequence) -> None:
         """Remove a sequence that has ended, and free its blocks."""
         if sequence.state is SequenceState.WAITING:
             self._leave_queue(sequence)
@@ -137,7 +136,7 @@ class Scheduler:
         """Update the cost model with the time of a step."""
         self._cost.learn(plan.decode_tokens, plan.prompt_tokens, seconds)
 
-    def accept(self, sequence: Sequence, draft: Items[int]) -> None:
+    def accept(self, sequence: TokenSequence, draft: Sequence[int]) -> None:
         """Count accepted draft tokens as computed, but never the newest token.
 
         The KV of rejected ones is overwritten when the tokens in their places are computed.
@@ -146,11 +145,11 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self._compute(sequence, accepted)
 
-    def report_drafts(self) -> Iterator[tuple[Sequence, Items[int]]]:
+    def report_drafts(self) -> Iterator[tuple[TokenSequence, Sequence[int]]]:
         """Propose draft tokens for constrained sequences, whose masks must be requested first."""
         return self._drafter.report()
 
-    def fork(self, beams: Items[Sequence], parents: Items[int]) -> list[BlockCopy]:
+    def fork(self, beams: Sequence[TokenSequence], parents: Sequence[int]) -> list[BlockCopy]:
         """Let beams continue others: each one whose parent is not itself gets the parent's tokens.
 
         beams: the sequences of a search, all of whose tokens are computed; parents: by beam, the
@@ -177,14 +176,14 @@ class Scheduler:
                 copies += own
         return copies
 
-    def settle(self, sequence: Sequence) -> None:
+    def settle(self, sequence: TokenSequence) -> None:
         """Cache the block of a token that was in flight and is now appended, once it is full."""
         sequence.in_flight -= 1
         full, rest = divmod(sequence.length, self.caches.block_size)
         if rest == 0 and sequence.state is SequenceState.RUNNING:
             self._cache_blocks(sequence, full - 1)
 
-    def withdraw(self, sequence: Sequence) -> None:
+    def withdraw(self, sequence: TokenSequence) -> None:
         """Count the newest token as not computed: the device computed a wrong one in its place."""
         if sequence.state is SequenceState.RUNNING:
             sequence.num_computed -= 1
@@ -200,8 +199,8 @@ class Scheduler:
         for sequence, start in self._failed.items():
             self.caches.uncache(sequence, start)
 
-    def invalidate(self, sequence: Sequence, start: int) -> None:
-        """Preempt the sequences that hold blocks of tokens from `start` on: nobody writes them.
+    def invalidate(self, sequence: TokenSequence, start: int) -> None:
+        """Preempt the sequences that hold blocks of tokens from `start` on, which stay unwritten.
 
         Sequences of a failed step hold such blocks as prefix hits.
         """
@@ -210,14 +209,15 @@ class Scheduler:
                 self.invalidate(other, self._failed.get(other, other.num_computed))
                 self._preempt(other)
 
-    def _plan_decodes(self) -> tuple[list[Sequence], list[Chunk], list[Sequence]]:
-        """Plan the newest tokens: of sequences without draft tokens, and of those with some.
+    def _plan_decodes(self) -> tuple[list[TokenSequence], list[Chunk], list[TokenSequence]]:
+        """Plan the newest tokens and draft tokens of the running sequences.
 
-        Returns them, and the sequences whose prompts or forced tokens are not computed.
+        Returns the sequences without draft tokens, the chunks of those with some, and the sequences
+        whose prompts or forced tokens are not computed.
         """
-        decodes: list[Sequence] = []
+        decodes: list[TokenSequence] = []
         drafts: list[Chunk] = []
-        prompts: list[Sequence] = []
+        prompts: list[TokenSequence] = []
         width, running = self._drafter.width, SequenceState.RUNNING
         has_states = self.caches.has_states
         # `running` is in order, so victims of preemption come after the sequences already planned
@@ -229,7 +229,7 @@ class Scheduler:
                 continue
             start = sequence.num_computed
             end = start + (1 if uncomputed == 1 else self._least(sequence))
-            # most decodes have room, and nothing to take over
+            # most decodes have room, and no recurrent state to advance
             if (end > sequence.capacity or has_states) and not self._grow(sequence, end):
                 continue
             if uncomputed > 1:
@@ -248,14 +248,14 @@ class Scheduler:
                 decodes.append(sequence)
         return decodes, drafts, [s for s in prompts if s.state is running]
 
-    def _draft(self, sequence: Sequence, width: int) -> list[int]:
+    def _draft(self, sequence: TokenSequence, width: int) -> list[int]:
         """Allocate blocks for a sequence's draft tokens. Return no tokens if blocks are too few."""
         draft = self._drafter.draft(sequence, width)
         if not draft or not self.caches.grow(sequence, sequence.length + len(draft)):
             return []
         return draft
 
-    def _least(self, sequence: Sequence) -> int:
+    def _least(self, sequence: TokenSequence) -> int:
         """Return the fewest tokens of a prompt that a step may compute next."""
         if self.limits.keeps_prompts_whole:
             return sequence.length - sequence.num_computed
@@ -272,9 +272,8 @@ class Scheduler:
         arrives many times at once is computed once.
         """
         left = allowance.tokens
-        whole = (
-            self.limits.keeps_prompts_whole
-        )  # nothing is cached, so nothing is worth to wait for
+        # whole prompts are not cached, so that waiting for another prompt gains nothing
+        whole = self.limits.keeps_prompts_whole
         pending = self._pending_hashes() if len(self.waiting) and not whole else set()
         for sequence in candidates:
             if left <= 0:
@@ -283,7 +282,7 @@ class Scheduler:
                 if len(self.running) >= self.limits.max_running:
                     candidates.skip_waiting()
                     continue
-                if sequence.in_flight:  # preempted by this plan: its newest token is not here yet
+                if sequence.in_flight:  # this plan preempted it before its newest token came
                     candidates.skip_waiting()
                     continue
                 if sequence.awaits_beams or not self._may_search(sequence):
@@ -299,7 +298,7 @@ class Scheduler:
             count = _share(sequence.uncomputed, left, allowance.slack, backlog)
             if whole:
                 if count < sequence.uncomputed and left < allowance.tokens:
-                    return  # it is the first of the next step
+                    return  # the next step begins with this prompt
                 count = sequence.uncomputed
             start = sequence.num_computed
             count = self.caches.grow_most(sequence, start + count) - start
@@ -310,7 +309,7 @@ class Scheduler:
             if not whole:
                 pending.update(self.caches.pending_hashes(sequence))
 
-    def _prefill(self, sequence: Sequence, count: int) -> Chunk:
+    def _prefill(self, sequence: TokenSequence, count: int) -> Chunk:
         start = self.caches.step_start(sequence)
         self._compute(sequence, count)
         end = sequence.num_computed
@@ -319,7 +318,7 @@ class Scheduler:
         is_scored = sequence.scored < min(end + 1, sequence.prompt_length)
         return Chunk(sequence, start, end - start, num_outputs=end - start if is_scored else 1)
 
-    def _backlog(self, prompts: Items[Sequence]) -> Backlog:
+    def _backlog(self, prompts: Sequence[TokenSequence]) -> Backlog:
         """Return the started prompts, and as many waiting ones as there are places."""
         places = min(len(self.waiting), max(self.free_places, 0))
         tokens = sum(sequence.uncomputed for sequence in prompts)
@@ -328,7 +327,7 @@ class Scheduler:
         pooled = sum(sequence.pooled is not None for sequence in prompts)
         return Backlog(len(prompts) + places, tokens, pooled + min(self._queued_pooled, places))
 
-    def _order(self, now: float, prompts: Items[Sequence]) -> PromptOrder:
+    def _order(self, now: float, prompts: Sequence[TokenSequence]) -> PromptOrder:
         priorities = [sequence.request.command.priority for sequence in prompts]
         if self.waiting.highest is not None:
             priorities.append(self.waiting.highest)
@@ -342,11 +341,11 @@ class Scheduler:
             for each in self.waiting.in_order(order)
             if not each.awaits_beams and self._may_search(each)
         )
-        for newcomer in islice(waiting, _NEWCOMERS):
+        for newcomer in islice(waiting, _MOST_NEWCOMERS):
             found = self.caches.find(newcomer.reusable_hashes())
             missing = self.caches.missing(newcomer, found, len(self.running))
             if max(missing) <= 0 < self.free_places:
-                return  # it starts without preemption
+                return  # `plan` starts it without preemption
             victims = self._preemption.victims_for(newcomer, missing, 1 - self.free_places, now)
             if victims:
                 for victim in victims:
@@ -368,7 +367,7 @@ class Scheduler:
             self._preempt(sequence)
         return bool(held)
 
-    def _lacks_room(self, beam: Sequence) -> bool:
+    def _lacks_room(self, beam: TokenSequence) -> bool:
         """Return whether another beam of the search has no place, or too few blocks."""
         for other in beam.request.sequences:
             if other.search is beam.search and other.state is SequenceState.WAITING:
@@ -378,7 +377,7 @@ class Scheduler:
                 return self.free_places <= 0 or self._lacks_blocks(other, found)
         return False
 
-    def _may_search(self, sequence: Sequence) -> bool:
+    def _may_search(self, sequence: TokenSequence) -> bool:
         """Return whether a sequence is no beam, or its search may run.
 
         The beams of all searches under way must fit into the places: each may hold logits.
@@ -388,18 +387,18 @@ class Scheduler:
         beams = sum(self._searching.values()) + sequence.request.command.checked.n
         return not self._searching or beams <= self.limits.max_running
 
-    def _find_prefix(self, sequence: Sequence, pending: set[bytes]) -> Prefix:
-        """Look a waiting sequence's prefix up, and note what it had better wait for."""
+    def _find_prefix(self, sequence: TokenSequence, pending: set[bytes]) -> Prefix:
+        """Find a waiting sequence's cached prefix, and note the hash that it should wait for."""
         hashes = sequence.reusable_hashes()
         found = self.caches.find(hashes)
         sequence.queued.awaited_hash = self.caches.awaited_hash(hashes, found, pending)
         return found
 
-    def _lacks_blocks(self, sequence: Sequence, found: Prefix) -> bool:
+    def _lacks_blocks(self, sequence: TokenSequence, found: Prefix) -> bool:
         """Return whether a waiting sequence has too few blocks to start beside the others."""
         return max(self.caches.missing(sequence, found, len(self.running))) > 0
 
-    def _start(self, sequence: Sequence, found: Prefix) -> bool:
+    def _start(self, sequence: TokenSequence, found: Prefix) -> bool:
         """Allocate a waiting sequence's blocks. Return False if too few are free."""
         if self.running and self._lacks_blocks(sequence, found):
             return False
@@ -416,19 +415,19 @@ class Scheduler:
         insort(self.running, sequence, key=attrgetter("order"))
         return True
 
-    def _leave_queue(self, sequence: Sequence) -> None:
+    def _leave_queue(self, sequence: TokenSequence) -> None:
         self.waiting.remove(sequence)
         self.queued_tokens -= sequence.queued.tokens
         self._queued_pooled -= sequence.pooled is not None
         sequence.tenant.waiting -= 1
 
-    def _leave_place(self, sequence: Sequence) -> None:
+    def _leave_place(self, sequence: TokenSequence) -> None:
         self.running.remove(sequence)
         self.caches.release(sequence)
         sequence.tenant.running -= 1
         sequence.request.running -= 1
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: TokenSequence) -> None:
         self._leave_place(sequence)
         sequence.num_computed = 0
         if not sequence.awaits_beams:
@@ -437,7 +436,7 @@ class Scheduler:
         self.preemptions += 1
         self.add(sequence)
 
-    def _grow(self, sequence: Sequence, end: int) -> bool:
+    def _grow(self, sequence: TokenSequence, end: int) -> bool:
         """Make room for tokens up to `end`. Return False if the sequence itself was preempted."""
         while not self.caches.grow(sequence, end):
             victim = self._preemption.victim_for_growth()
@@ -446,7 +445,7 @@ class Scheduler:
                 return False
         return True
 
-    def _compute(self, sequence: Sequence, count: int) -> None:
+    def _compute(self, sequence: TokenSequence, count: int) -> None:
         """Count tokens as computed, and cache the blocks that they fill.
 
         Blocks are cached before the step runs: it writes keys and values layer by layer, before any
@@ -458,8 +457,8 @@ class Scheduler:
         if sequence.num_computed // size > first:
             self._cache_blocks(sequence, first)
 
-    def _cache_blocks(self, sequence: Sequence, first: int) -> None:
-        """Cache the full blocks from index `first` on; of whole prompts, nothing stays."""
+    def _cache_blocks(self, sequence: TokenSequence, first: int) -> None:
+        """Cache the full blocks from index `first` on, unless prompts are computed whole."""
         if not self.limits.keeps_prompts_whole:
             self.caches.cache_blocks(sequence, first)
 
@@ -471,7 +470,7 @@ class Scheduler:
 def _share(wanted: int, left: int, slack: int, backlog: Backlog) -> int:
     """Return the tokens that a prompt gets of those left in a step. wanted: its own tokens."""
     others = backlog.count - 1
-    if others and wanted > _MUCH_LONGER * (backlog.tokens - wanted) / others:
+    if others and wanted > _LONG_PROMPT_RATIO * (backlog.tokens - wanted) / others:
         left -= min(left // 2, max(backlog.tokens - wanted, 0))
     return wanted if wanted <= left + slack else left
 
@@ -489,7 +488,9 @@ def _whole_images(images: PromptImages, start: int, count: int) -> int:
     return first - start if first > start else end - start
 
 
-def _charge_tenants(decodes: Items[Sequence], drafts: Items[Chunk], prefills: Items[Chunk]) -> None:
+def _charge_tenants(
+    decodes: Sequence[TokenSequence], drafts: Sequence[Chunk], prefills: Sequence[Chunk]
+) -> None:
     """Add a step to the service of its tenants."""
     for sequence in (*decodes, *(chunk.sequence for chunk in drafts)):
         sequence.tenant.served += GENERATED_WEIGHT

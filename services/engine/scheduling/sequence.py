@@ -1,6 +1,6 @@
 """Sequences and the requests they belong to. The step loop's thread alone uses them."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -17,16 +17,16 @@ from services.engine.scheduling.speculation import Speculation
 from services.engine.scheduling.tenants import Tenant
 from services.engine.scheduling.token_ids import Prompt, TokenIds
 
-__all__ = ["Request", "Sequence", "SequenceState"]
+__all__ = ["Request", "SequenceState", "TokenSequence"]
 
 
 class SequenceState(Enum):
     """Lifecycle of a sequence."""
 
     WAITING = "waiting"
-    """Holds no blocks: new or preempted"""
+    """The sequence holds no blocks: it is new or preempted"""
     RUNNING = "running"
-    """Holds blocks: prefills or decodes"""
+    """The sequence holds blocks: it prefills or decodes"""
     FINISHED = "finished"
 
 
@@ -43,8 +43,8 @@ class QueueEntry:
     """Hash that another sequence is about to add to the cache, from which this one continues"""
 
 
-class Sequence:
-    """One choice of one prompt: its tokens, what it holds of the caches, credit and sampling."""
+class TokenSequence:
+    """One choice of one prompt: its tokens, blocks, states, credit and sampling state."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Sequence:
         self.prompt_length = len(prompt.ids)
         self.max_tokens = max_tokens
         self.images = prompt.images
-        """Images of the prompt; None = text alone"""
+        """Images of the prompt; None = the prompt has none"""
         self._ids = TokenIds(prompt, resume.generated if resume is not None else ())
         self.length = len(self._ids.array)
         """Number of prompt and generated tokens"""
@@ -74,10 +74,10 @@ class Sequence:
         self.tenant = Tenant(command.cache_salt)
         """Replaced by the scheduler's tenant when the sequence is queued"""
         self.queued = QueueEntry(command.arrival)
-        self.tables: Items[BlockTable] = ()
-        """By group of attention layers, the blocks with keys and values; empty while it waits"""
+        self.tables: Sequence[BlockTable] = ()
+        """Block tables by group of attention layers; empty while the sequence waits"""
         self.states: SequenceStates | None = None
-        """States of the recurrent layers; None while it waits, or if the model has none"""
+        """Slots of recurrent states; None while the sequence waits, or if the model has none"""
         self.capacity = 0
         """Tokens for which all tables have blocks"""
         self.num_computed = 0
@@ -89,21 +89,21 @@ class Sequence:
         self.pooled = checked.pooled
         """Tokens that make the prompt's vector; None = the sequence generates"""
         self.is_raw = checked.is_raw
-        """The last stage of the prompt's vector is left out"""
+        """True if the last stage of the prompt's vector is left out"""
         self.keeps_tokens = checked.keeps_tokens
-        """Each token of the prompt has a vector, or a weight"""
+        """True if each token of the prompt gets a vector or a weight"""
         self.weighs_tokens = checked.weighs_tokens
-        """Each token of the prompt has a weight instead of a vector"""
+        """True if each token of the prompt gets a weight instead of a vector"""
         self.token_vectors: list[object] = []
-        """Vectors of its tokens so far"""
+        """Vectors of the prompt's tokens that were computed so far"""
         self.second_text = checked.second_texts.get(self.prompt_index)
         """Start of the second text of a pair; None = the prompt is no pair"""
         self.instruction_length = checked.instructions.get(self.prompt_index, 0)
-        """Tokens at the beginning that pooling may leave out"""
+        """Tokens at the beginning of the prompt that pooling may leave out"""
         self.unattended_length = checked.unattended.get(self.prompt_index, 0)
-        """Tokens at the end to which no token attends"""
+        """Tokens at the end of the prompt to which no token attends"""
         self.partial_sum: object = None
-        """Sum of the hidden states so far, where their mean is the vector"""
+        """Sum of the computed hidden states, where the prompt's vector is their mean; else None"""
         is_scored = checked.prompt_logprobs is not None and index % checked.n == 0
         needs_all = is_scored or checked.pooled is Pooled.ALL
         self.scored = 1 if needs_all else self.prompt_length
@@ -117,7 +117,7 @@ class Sequence:
         self.mask: Mask | None = None
         """The newest mask of a constrained sequence; None while it is awaited"""
         self.held_logits: object = None
-        """The step loop's logits for this position, kept until a draw is allowed; None = none"""
+        """Logits for this position, kept by the step loop until a draw is allowed; None = none"""
 
         self.speculation = Speculation()
         self.penalties = Penalties(sampling, self.prompt_length) if sampling.penalises else None
@@ -143,7 +143,7 @@ class Sequence:
 
     @property
     def search_key(self) -> tuple[int, int]:
-        """Names the sequence's search."""
+        """Key of the sequence's beam search, unique in the scheduler."""
         return self.request.command.handle, self.prompt_index
 
     @property
@@ -152,7 +152,7 @@ class Sequence:
         return self._ids.array
 
     @property
-    def forced(self) -> Items[int]:
+    def forced(self) -> Sequence[int]:
         """The next tokens, where the mask allows one id only."""
         if self.mask is None:
             return ()
@@ -197,7 +197,7 @@ class Sequence:
 
     @property
     def awaits_beams(self) -> bool:
-        """True if the other beams must come as far before the search gives it a token."""
+        """True if the beam has its logits, and waits until the other beams have theirs."""
         return bool(self.request.searches) and self.held_logits is not None
 
     @property
@@ -234,7 +234,7 @@ class Sequence:
         self.position += 1
         self.newest = token
 
-    def continue_from(self, other: "Sequence") -> None:
+    def continue_from(self, other: "TokenSequence") -> None:
         """Replace the tokens by those of another beam. Leaves blocks and states as they are."""
         self._ids = other._ids.fork()
         self.length, self.position, self.newest = other.length, other.position, other.newest
@@ -266,15 +266,15 @@ class Request:
     command: AddRequest
     last_ids: frozenset[int] = frozenset()
     """Ids that end a sequence"""
-    sequences: list[Sequence] = field(default_factory=list)
+    sequences: list[TokenSequence] = field(default_factory=list)
     searches: list[BeamSearch] = field(default_factory=list)
-    """By prompt, the search of which its sequences are the beams; empty = tokens are drawn"""
+    """Beam search of each prompt; empty = tokens are drawn"""
     delivered: int = 0
-    """Tokens of search results that were sent"""
+    """Tokens of beam search results that were sent to the client"""
     unfinished: int = 0
     """Sequences that have not finished"""
     running: int = 0
-    """Sequences that run"""
+    """Sequences of the request that run"""
     started: float | None = None
     """time.monotonic() of the first step that computed a token of the request"""
     first_token: float | None = None

@@ -28,7 +28,7 @@ class Snapshot(Enum):
 
     PROMPT = "prompt"
     ANSWER = "answer"
-    """It replaces the answer's snapshot before it"""
+    """State behind generated tokens, which replaces the answer's previous snapshot"""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class PlannedState:
     """Tokens that the state stands for"""
     slot: int
     snapshot: Snapshot | None
-    """Why to cache the state once its tokens are certain; None = it is not cached"""
+    """Reason to cache the state once its tokens are certain; None = it is not cached"""
 
 
 class StateRun(NamedTuple):
@@ -50,7 +50,7 @@ class StateRun(NamedTuple):
     source: int
     """Slot of the state before the run; -1 = zeros"""
     target: int
-    """Slot of the state behind it"""
+    """Slot of the state behind the run"""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,11 +58,11 @@ class SequenceStates:
     """Slots of one sequence. No step changes a state in place, so each step can be undone."""
 
     prompt_end: int = 0
-    """Tokens of the sequence when it started: they are kept as those of a prompt"""
+    """Tokens of the sequence when it started, whose snapshots are those of a prompt"""
     source: int = -1
     """Slot of the state that the newest step begins with; -1 = zeros"""
     source_end: int = 0
-    """Tokens that this state stands for"""
+    """Tokens that the state in `source` stands for"""
     planned: list[PlannedState] = field(default_factory=list)
     """States that the newest step writes, in order"""
     reserved: int | None = None

@@ -7,7 +7,7 @@ that would have been drawn anyway. The output is the same as without speculation
 Saxena, "Prompt lookup decoding" (2023).
 """
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,11 @@ __all__ = ["NgramIndex", "Speculation"]
 _LONGEST, _SHORTEST = 4, 2
 """Tokens of an n-gram; the longest that occurred before decides"""
 _FIRST_LENGTH, _MAX_LENGTH = 4, 15
-"""Draft tokens, at first and at most"""
+"""Number of draft tokens at first, and the largest number"""
 _PATIENCE = 4
-"""Drafts in a row that may be rejected before a pause; they are short by then and cost little"""
+"""Rejected drafts in a row before a pause; the last of them are short and cost little"""
 _PAUSE_STEPS = 16
-"""Steps without a draft, after more rejections in a row"""
+"""Steps without a draft after too many rejected drafts in a row"""
 
 
 class NgramIndex:
@@ -56,7 +56,7 @@ class Speculation:
     """Draft state of one sequence: its draft grows with acceptance and pauses after rejections."""
 
     def __init__(self) -> None:
-        self.reported: tuple[int, Items[int]] = (-1, ())
+        self.reported: tuple[int, Sequence[int]] = (-1, ())
         """Draft whose masks were requested: its position and tokens"""
         self._index = NgramIndex()
         self._length = _FIRST_LENGTH

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from services.engine.scheduling.block_pool import BlockPool
 from services.engine.scheduling.cache_limits import CacheLimits
-from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.sequence_cache import PlannedState, SequenceStates, Snapshot
 
 __all__ = ["SLOTS_OF_A_SEQUENCE", "StatePool"]
@@ -30,21 +30,23 @@ class StatePool:
         """Tokens between two snapshots of a prompt"""
         self._holders = 0
         """Sequences that hold slots"""
-        self._unpublished: dict[Sequence, None] = {}
+        self._unpublished: dict[TokenSequence, None] = {}
         """Sequences whose newest step writes snapshots"""
 
     def missing(self, found: int) -> int:
-        """Return the slots that a newcomer needs beyond the free ones; found: its snapshot or -1.
+        """Return the slots that a newcomer needs beyond the free ones.
+
+        found: slot of its snapshot, -1 = none.
 
         The running sequences that hold fewer slots than they will need have a claim to the rest.
         """
         unheld = self.pool.count_unheld((found,)) if found >= 0 else 0
         return SLOTS_OF_A_SEQUENCE + unheld - self._spare
 
-    def start(self, sequence: Sequence, tokens: int, found: int) -> None:
-        """Give a sequence the state behind the first `tokens` tokens; found: its slot, -1 = zeros.
+    def start(self, sequence: TokenSequence, tokens: int, found: int) -> None:
+        """Give a sequence the state behind its first `tokens` tokens.
 
-        Raises OutOfBlocksError.
+        found: slot of that state, -1 = zeros. Raises OutOfBlocksError if too few slots are free.
         """
         if found >= 0:
             self.pool.hold((found,))
@@ -52,7 +54,7 @@ class StatePool:
         sequence.states = SequenceStates(sequence.length, found, tokens, reserved=reserved)
         self._holders += 1
 
-    def advance(self, sequence: Sequence) -> bool:
+    def advance(self, sequence: TokenSequence) -> bool:
         """Take over the state behind the last computed token, and reserve a slot for the next.
 
         Where the newest step wrote no state there, the one before stays. Returns False if no slot
@@ -72,8 +74,8 @@ class StatePool:
             [states.reserved] = self.pool.allocate(1)
         return True
 
-    def plan(self, sequence: Sequence, end: int) -> None:
-        """Plan the states that a step writes which computes a sequence's tokens up to `end`.
+    def plan(self, sequence: TokenSequence, end: int) -> None:
+        """Plan the recurrent states that a step up to the token before `end` writes.
 
         `advance` must have returned True. A snapshot within the step takes a slot that is spare.
         """
@@ -96,13 +98,13 @@ class StatePool:
         for sequence in [*self._unpublished]:
             self._publish(sequence)
 
-    def drop_snapshots(self, sequence: Sequence) -> None:
+    def drop_snapshots(self, sequence: TokenSequence) -> None:
         """Cache no states of a sequence's newest step: it failed."""
         self._unpublished.pop(sequence, None)
         for state in sequence.states.planned if sequence.states is not None else ():
             state.snapshot = None
 
-    def pending_hashes(self, sequence: Sequence) -> Iterator[bytes]:
+    def pending_hashes(self, sequence: TokenSequence) -> Iterator[bytes]:
         """Yield the hashes of the snapshots that a running sequence is about to write."""
         states = _states(sequence)
         is_written = sequence not in self._unpublished
@@ -110,7 +112,7 @@ class StatePool:
         for end in self._prompt_snapshots(start, states.prompt_end, states.prompt_end):
             yield sequence.block_hash(end // self._size - 1)
 
-    def fork(self, beam: Sequence, parent: Sequence) -> None:
+    def fork(self, beam: TokenSequence, parent: TokenSequence) -> None:
         """Give a beam its parent's state behind the last computed token."""
         slot = _states(parent).slot_at(parent.num_computed)
         if slot >= 0:
@@ -118,7 +120,7 @@ class StatePool:
         beam.states = SequenceStates(parent.length, slot, parent.num_computed)
         self._holders += 1
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: TokenSequence) -> None:
         """Release all slots of a sequence. Its snapshots stay cached."""
         if sequence.states is None:
             return
@@ -152,14 +154,14 @@ class StatePool:
         """Yield the ends of a prompt's snapshots after `start`, up to `end`."""
         if start >= prompt_end:
             return
-        # an equal prompt computes its last token, so it continues from the border before
+        # an equal prompt computes its last token, so it continues from the block border before
         last = (prompt_end - 1) // self._size * self._size
         first = (start // self.interval + 1) * self.interval
         yield from range(first, min(end + 1, last), self.interval)
         if start < last <= end:
             yield last
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _publish(self, sequence: TokenSequence) -> None:
         """Cache those of a sequence's snapshots whose tokens are computed and certain."""
         if sequence not in self._unpublished:
             return
@@ -177,6 +179,6 @@ class StatePool:
                 states.answer = block_hash
 
 
-def _states(sequence: Sequence) -> SequenceStates:
+def _states(sequence: TokenSequence) -> SequenceStates:
     assert sequence.states is not None
     return sequence.states

@@ -79,7 +79,7 @@ class _PromptCost(ABC):
     """Estimated seconds that prompt tokens add to a step."""
 
     is_known = False
-    """True if anything was measured"""
+    """True once a step has been measured"""
 
     @abstractmethod
     def learn(self, tokens: int, seconds: float) -> None:

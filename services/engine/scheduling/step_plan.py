@@ -1,9 +1,9 @@
 """Plan of one step, and the limits that it keeps."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.sequence import TokenSequence
 
 __all__ = ["Chunk", "SchedulerLimits", "StepPlan"]
 
@@ -37,11 +37,11 @@ class SchedulerLimits:
 class Chunk:
     """Consecutive tokens of one sequence that a step computes."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     """Index of the first token"""
     count: int
-    draft: Items[int] = ()
+    draft: Sequence[int] = ()
     """Draft tokens, the last of `count`; they are not part of the sequence yet"""
     num_outputs: int = 1
     """Last tokens of the chunk whose hidden states the step returns"""
@@ -56,14 +56,14 @@ class Chunk:
 class StepPlan:
     """The batch of one step: first `decodes`, then `chunks`."""
 
-    decodes: Items[Sequence]
+    decodes: Sequence[TokenSequence]
     """Sequences whose newest token is computed, one row each"""
-    chunks: Items[Chunk]
+    chunks: Sequence[Chunk]
     """Newest tokens with draft tokens or after a rejected draft, then prompts"""
     decode_tokens: int
-    """Newest tokens and draft tokens"""
+    """Number of newest tokens and draft tokens"""
     prompt_tokens: int
-    """All other tokens"""
+    """Number of all other tokens"""
 
     @property
     def is_empty(self) -> bool:

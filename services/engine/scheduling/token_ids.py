@@ -1,6 +1,6 @@
 """Token ids of prompts and sequences, and the hashes of their full blocks."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ class Prompt:
 
     def __init__(
         self,
-        ids: Items[int],
+        ids: Sequence[int],
         cache_salt: bytes,
         block_size: int,
         images: PromptImages | None = None,
@@ -25,7 +25,7 @@ class Prompt:
         """int32 [length]; not writeable"""
         self.ids.flags.writeable = False
         self.images = images
-        """None = a prompt without images"""
+        """Images of the prompt; None = the prompt has none"""
         self.cache_salt = cache_salt
         self.block_size = block_size
         self.num_blocks = len(ids) // block_size
@@ -55,11 +55,11 @@ class Prompt:
 class TokenIds:
     """Ids of one sequence, prompt and generated, and the hashes of its full blocks."""
 
-    def __init__(self, prompt: Prompt, generated: Items[int] = ()) -> None:
+    def __init__(self, prompt: Prompt, generated: Sequence[int] = ()) -> None:
         """generated: ids that the sequence resumes with."""
         self._prompt = prompt
         self._ids = prompt.ids
-        """Shared with the prompt until the first append"""
+        """Prompt and generated ids; the array is the prompt's own until the first append"""
         if generated:
             self._ids = np.concatenate((prompt.ids, np.array(generated, dtype=np.int32)))
         self._length = len(self._ids)

@@ -9,7 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.sequence import TokenSequence
 
 __all__ = ["PrefillCandidates", "PromptOrder", "WaitingQueue"]
 
@@ -27,7 +27,7 @@ class PromptOrder:
     """Highest priority of all prompts, the limit for raised ones. Waiting thus gives no advantage
     among equal priorities, and tenants share evenly"""
 
-    def key(self, sequence: Sequence) -> tuple[float, ...]:
+    def key(self, sequence: TokenSequence) -> tuple[float, ...]:
         """Return a sort key: the least is next."""
         command = sequence.request.command
         raised = int(max(self.now - command.arrival, 0.0) / _SECONDS_PER_PRIORITY)
@@ -42,13 +42,13 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[bytes, int], list[Sequence]] = {}
+        self._queues: dict[tuple[bytes, int], list[TokenSequence]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[TokenSequence]:
         """Yield all sequences, in no particular order."""
         return (sequence for queue in self._queues.values() for sequence in queue)
 
@@ -57,11 +57,11 @@ class WaitingQueue:
         """Highest priority of a waiting sequence."""
         return max((priority for _, priority in self._queues), default=None)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         insort(self._queues.setdefault(_queue_of(sequence), []), sequence, key=_queue_key)
         self._count += 1
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: TokenSequence) -> None:
         name = _queue_of(sequence)
         queue = self._queues[name]
         del queue[bisect_left(queue, _queue_key(sequence), key=_queue_key)]
@@ -69,7 +69,7 @@ class WaitingQueue:
         if not queue:
             del self._queues[name]
 
-    def in_order(self, order: PromptOrder) -> Iterator[Sequence]:
+    def in_order(self, order: PromptOrder) -> Iterator[TokenSequence]:
         """Yield the sequences that are not paused, the next one first.
 
         The caller may remove a sequence, and charge its tenant, before it asks for another one.
@@ -99,14 +99,14 @@ class PrefillCandidates:
     """Partly computed prompts and waiting sequences, merged in order."""
 
     def __init__(
-        self, started: Iterable[Sequence], waiting: WaitingQueue, order: PromptOrder
+        self, started: Iterable[TokenSequence], waiting: WaitingQueue, order: PromptOrder
     ) -> None:
         self._order = order
         self._started = sorted(started, key=order.key, reverse=True)
         self._waiting = waiting.in_order(order)
         self._next_waiting = next(self._waiting, None)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[TokenSequence]:
         while self._started or self._next_waiting is not None:
             waiting = self._next_waiting
             if waiting is None or self._started_precedes(waiting):
@@ -120,15 +120,15 @@ class PrefillCandidates:
         """Leave out waiting sequences from now on."""
         self._next_waiting = None
 
-    def _started_precedes(self, waiting: Sequence) -> bool:
+    def _started_precedes(self, waiting: TokenSequence) -> bool:
         if not self._started:
             return False
         return self._order.key(self._started[-1]) <= self._order.key(waiting)
 
 
-def _queue_of(sequence: Sequence) -> tuple[bytes, int]:
+def _queue_of(sequence: TokenSequence) -> tuple[bytes, int]:
     return sequence.tenant.name, sequence.request.command.priority
 
 
-def _queue_key(sequence: Sequence) -> tuple[float, int, int]:
+def _queue_key(sequence: TokenSequence) -> tuple[float, int, int]:
     return sequence.queued.due, sequence.request.command.handle, sequence.index

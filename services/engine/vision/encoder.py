@@ -44,7 +44,7 @@ class _Pixels:
 
     @property
     def kind(self) -> object:
-        """Images of one kind go through the tower together."""
+        """Key of the images that can go through the tower together."""
         if "image_grid_thw" in self.tensors:  # patches in a line, whatever the size
             return None
         if "image_sizes" in self.tensors:  # alone: Pixtral's time is quadratic in all patches
@@ -93,7 +93,7 @@ class ImageEncoder:
         try:
             return [*islice(self._features([*images] * copies), len(images))]
         except torch.AcceleratorError:
-            raise  # the device is lost, by no fault of an image
+            raise  # the device is lost, which no image has caused
         except Exception as error:
             if is_full := isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()

@@ -34,7 +34,7 @@ __all__ = ["encoded", "run"]
 
 _LOG = logging.getLogger("encoder")
 _NICENESS = 19
-"""On a CPU, the encoder computes while the loop pauses for it, and hardly during steps"""
+"""Nice value on a CPU: the encoder computes while the loop pauses for it, hardly during steps"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:

@@ -19,7 +19,7 @@ class Gemma3nImages(Gemma3nPreTrainedModel):
     """The part of transformers' `Gemma3nModel` that encodes images, without timm."""
 
     def __init__(self, config: Gemma3nConfig) -> None:
-        """Raises ValueError for a tower that is not known."""
+        """Make a model without weights. Raises ValueError for an unknown tower."""
         super().__init__(config)  # type: ignore[no-untyped-call]
         vision, text = config.vision_config, config.text_config
         assert isinstance(vision, Gemma3nVisionConfig)

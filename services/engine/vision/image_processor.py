@@ -42,7 +42,7 @@ class ImageProcessor:
             processor.do_pan_and_scan = False  # as `Gemma3Processor`, whatever the file says
             loaded = cls(processor, _token_edge(config))
             loaded.pixels(_SAMPLE)
-        except Exception as error:  # transformers raises whatever it stumbles on
+        except Exception as error:  # transformers raises errors of many types
             raise CheckpointError(
                 f"{directory} describes no image processor: {reason_of(error)}"
             ) from None

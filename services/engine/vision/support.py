@@ -12,9 +12,9 @@ from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE, Vi
 __all__ = ["PROCESSORS", "has_vision", "image_token_id", "lacks_image_settings", "unserved_vision"]
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-"""Files of which either holds the settings of images"""
+"""Files that may hold the settings of the image processor"""
 _MOST_HEADER_BYTES = 100_000_000
-"""The limit of safetensors itself"""
+"""Largest header of a safetensors file, as in the library safetensors"""
 
 
 def has_vision(directory: Path) -> bool:

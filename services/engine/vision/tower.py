@@ -20,7 +20,7 @@ __all__ = ["load_tower", "reason_of"]
 _OTHERS = ("language_model", "text_model", "audio_tower", "embed_audio")
 """Parts of models that encode no images"""
 _OLD_NAMES = (("vision_tower.", "vision_tower.vision_model."),)
-"""Parts of names today, and in files of transformers before release 5"""
+"""Parts of parameters' names, and their forms in files of transformers before release 5"""
 _BUFFERS = ("*.position_ids", "*.inv_freq")
 """Tensors in old files whose values follow from config.json"""
 
@@ -62,7 +62,7 @@ def _without_weights(directory: Path, architecture: str) -> PreTrainedModel:
         config._attn_implementation = "sdpa"  # the file may name one that is not installed
         with _parameters_on_meta():
             model: PreTrainedModel = _kind(architecture)(config)
-    except Exception as error:  # transformers raises whatever it stumbles on
+    except Exception as error:  # transformers raises errors of many types
         message = f"{directory}/config.json describes no {architecture}: {reason_of(error)}"
         raise CheckpointError(message) from None
     for other in _OTHERS:

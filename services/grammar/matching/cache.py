@@ -20,15 +20,15 @@ class CompiledGrammar:
 
     grammar_id: str
     prototype: LLMatcher
-    """Copied for each sequence; never accepts a token itself."""
+    """Matcher that is copied for each sequence, and accepts no token itself."""
     size: int
     """Approximate memory, in bytes"""
     json: OutputState | None = None
-    """None: the grammar alone is enough"""
+    """State before the first token; None = the grammar alone is enough"""
 
 
 @dataclass(slots=True)
-class _Used:
+class _CacheEntry:
     """A cached grammar and the time of its last use."""
 
     grammar: CompiledGrammar
@@ -45,27 +45,27 @@ class GrammarCache:
 
     def __init__(self, entries: int, size: int, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._held: TenantCache[str, _Used] = TenantCache(size, entries)
+        self._held: TenantCache[str, _CacheEntry] = TenantCache(size, entries)
 
     def get(self, grammar_id: str) -> CompiledGrammar | None:
         """Return a grammar and count this as a use; None if it is not cached."""
         self._drop_expired()
-        used = self._held.get(grammar_id)
-        if used is None:
+        entry = self._held.get(grammar_id)
+        if entry is None:
             return None
-        used.time = self._now()
-        return used.grammar
+        entry.time = self._now()
+        return entry.grammar
 
     def put(self, grammar: CompiledGrammar, tenant: str = "") -> None:
         """Add or replace a tenant's grammar."""
         self._drop_expired()
-        used = _Used(grammar, self._now())
-        self._held.put(tenant, grammar.grammar_id, used, grammar.size)
+        entry = _CacheEntry(grammar, self._now())
+        self._held.put(tenant, grammar.grammar_id, entry, grammar.size)
 
     def _drop_expired(self) -> None:
         oldest = self._now() - _LIFETIME
         while (found := self._held.oldest) is not None:
-            grammar_id, used = found
-            if used.time >= oldest:
+            grammar_id, entry = found
+            if entry.time >= oldest:
                 return
             self._held.drop(grammar_id)

@@ -1,4 +1,4 @@
-"""State of a text that contains JSON: what its masks leave out in the values of JSON."""
+"""State of a text that contains JSON: the tokens that masks exclude within its values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,9 +34,9 @@ class EmbeddedState:
     numbered: Sequence[JsonState]
     """The states before the values that have numbers"""
     outline: Outline | None
-    """The outline behind the current value; None: the text left it, and masks stay as they are"""
+    """Outline behind the current value; None = the text has left it, so masks are not narrowed"""
     value: _Value | None = None
-    """None: the text around the values"""
+    """Unfinished value of JSON; None = the text is between values"""
 
     def after(self, token: int) -> "EmbeddedState | None":
         """Return the state after a token, which may cross the borders of values.

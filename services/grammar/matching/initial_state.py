@@ -1,4 +1,4 @@
-"""State of an output before its first token, for what its grammar can't express."""
+"""Initial state of an output, for the rules that its grammar can't express."""
 
 from typing import TypeAlias
 

@@ -1,4 +1,4 @@
-"""State of a text of JSON: what its masks leave out, although its grammar allows it."""
+"""State of a JSON text: the tokens that masks exclude although the grammar allows them."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ class JsonState:
 
     index: TokenIndex
     uniqueness: UniquenessState | None = None
-    """None: the grammar allows no repeated keys or items"""
+    """State of keys and items; None = the grammar allows no repeated keys or items"""
     separators: SeparatorState | None = None
-    """None: the JSON is compact, or has the white space that the client chose"""
+    """State of white space; None = the JSON is compact, or the client chose its white space"""
 
     def after(self, token: int) -> "JsonState | None":
         """Return the state after a token, or None if the token repeats a key or an item."""

@@ -49,11 +49,11 @@ class _Container:
     start: int = 0
     """Offset of the current item in the state's text, if the array is unique"""
     used: frozenset[str] = frozenset()
-    """The keys, or the canonical forms of the items, so far"""
+    """Keys of the object so far, or canonical forms of the array's items so far"""
     words: frozenset[bytes] = frozenset()
     """The items as written, without white space between tokens"""
     exhausted: frozenset[bytes] = frozenset()
-    """Prefixes of items or of quoted keys that only used ones complete"""
+    """Prefixes of items or of quoted keys, all completions of which are used"""
     key: bytes = b""
     within_unique: bool = False
     """True if the container or one around it is a unique array"""
@@ -106,7 +106,7 @@ class UniquenessState:
         return bits
 
     def _suspects(self) -> Iterator[int]:
-        """Yield token sets whose union includes all tokens that would repeat something."""
+        """Yield token sets whose union includes all tokens that would repeat a key or an item."""
         index, container = self._index, self._container
         yield index.repeating_keys
         if self._mode is _Mode.IN_KEY and container is not None:

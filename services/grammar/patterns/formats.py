@@ -15,9 +15,9 @@ class Format:
     """The texts of a format."""
 
     expressions: Sequence[str]
-    """In llguidance's syntax; each one must match the whole text."""
+    """Expressions in llguidance's syntax, each of which must match the whole text."""
     max_length: int | None = None
-    """In characters; None: unlimited."""
+    """Longest text in characters; None = unlimited."""
 
 
 # RFC 3339, 5.6. Most date libraries have no year 0. February 29 exists only in leap years, and leap
@@ -62,4 +62,4 @@ FORMATS: Mapping[str, Format] = {
     "hostname": Format([_HOSTNAME], max_length=253),
     "time": Format([_TIME]),
 }
-"""By name. llguidance's own expressions enforce the other ENFORCED_FORMATS."""
+"""Formats by name. llguidance's own expressions enforce the other ENFORCED_FORMATS."""

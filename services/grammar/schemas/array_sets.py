@@ -22,7 +22,7 @@ class Contained:
     start: int = 0
     fewest: int = 1
     most: int | None = None
-    """None: unbounded"""
+    """Most such items; None = unbounded"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class ArraySet:
     contained: frozenset[Contained] = frozenset()
     unique: bool = False
     repeats: bool = False
-    """Some items must be equal: the negation of `unique`"""
+    """True if some items must be equal, which is the negation of `unique`"""
 
     def intersection(self, other: "ArraySet") -> "ArraySet | None":
         """Return the arrays in both sets, or None if they are known to be disjoint."""

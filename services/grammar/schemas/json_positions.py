@@ -26,7 +26,7 @@ _Schema: TypeAlias = Mapping[str, Any]
 class JsonPositions:
     """The positions of a lowered schema.
 
-    A position has the subschemas of all alternatives. What one of them forbids is avoided.
+    A position has the subschemas of all alternatives, and excludes what any of them forbids.
     """
 
     def __init__(self, schema: _Schema, options: _Schema) -> None:

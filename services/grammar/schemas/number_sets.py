@@ -20,7 +20,7 @@ class NumberSet:
 
     values: frozenset[Fraction] | None = None
     integer: bool | None = None
-    """False: fractions only"""
+    """True = integers only; False = fractions only; None = both"""
     low: Fraction | None = None
     low_open: bool = False
     high: Fraction | None = None

@@ -30,7 +30,7 @@ _LATER: Mapping[str, frozenset[str]] = {
     "http://json-schema.org/draft-07/schema": frozenset({"prefixItems"}),
     "https://json-schema.org/draft/2019-09/schema": frozenset({"prefixItems"}),
 }
-"""By draft: the supported keywords that only later drafts define"""
+"""Supported keywords that only later drafts define, by draft"""
 _OPTIONS = "x-guidance"
 """The keyword of llguidance's options, one of which silences unsupported keywords"""
 # JSON strings and numbers; the rest of a JSON text contains neither quotes nor digits

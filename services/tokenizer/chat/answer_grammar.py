@@ -32,7 +32,7 @@ class AnswerFormat:
 
     @property
     def has_channels(self) -> bool:
-        """True if messages are in gpt-oss's form, whichever of the two names it."""
+        """True if messages are in gpt-oss's form, by the format of calls or that of reasoning."""
         return "harmony" in (self.calls.name, self.reasoning.name if self.reasoning else "")
 
 

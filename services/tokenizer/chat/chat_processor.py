@@ -60,12 +60,12 @@ class ChatProcessor:
         reader: ImageReader,
     ) -> None:
         self._request = request
-        """Its images are empty after `_check`, so that all other work is on its text"""
+        """The request, without the bytes of its images after `_check`"""
         self._vocabulary = vocabulary
         self._templates = templates
         self._reader = reader
         self._held = NO_IMAGES
-        """Images in `reader.held`"""
+        """Bytes of the request's images that `reader.held` counts"""
         self._messages: list[ChatMessage] = []
         """Answers by index of the choice; empty until `plan`."""
 
@@ -119,7 +119,7 @@ class ChatProcessor:
         images = take_message_images(self._request.messages)
         if images:
             self._reader.require(images[0].field, limits)
-            small = completion_pb2.ChatRequest()  # the given one keeps its memory
+            small = completion_pb2.ChatRequest()  # clearing fields would not free their memory
             small.CopyFrom(self._request)
             self._request = small
         return images
@@ -163,7 +163,7 @@ class ChatProcessor:
             else:
                 low = place + 1
             place = (low + high) // 2
-        if found is None:  # the shortest leaves less room, or is refused
+        if found is None:  # the shortest conversation leaves less room, or is refused
             self._request, shown = _shortened(whole, images, ways[-1])
             rendered = await self._render_within(context, shown)
             return _in_whole(rendered, whole, ways[-1]), shown

@@ -75,7 +75,7 @@ class ChatPrompt:
     """None: true unless the last message is continued"""
     continue_last_message: bool
     reasoning_effort: str = ""
-    """Empty for the template's default"""
+    """Effort of reasoning; empty = the template's default"""
 
     @property
     def size(self) -> int:
@@ -105,7 +105,7 @@ class RenderedChat:
     """A rendered and encoded prompt."""
 
     text: str
-    """With a mark for each image"""
+    """Rendered text, with a mark for each image"""
     ids: Sequence[int]
     images: ImagePrompt | None
     """The prompt with its images; None if it has none"""
@@ -141,7 +141,7 @@ class ChatTemplates:
         self._marks: frozenset[str] = frozenset()
         """Control tokens of calls and reasoning"""
         self.table = vocabulary.table
-        """Texts of generated tokens, with those marks"""
+        """Texts of generated tokens, those of the marks included"""
         self._derives_calls = tool_format == "auto"
         self._reasoning = reasoning_formats_of(reasoning_format, templates)
         """Formats of reasoning that the templates may have"""

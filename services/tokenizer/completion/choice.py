@@ -82,7 +82,7 @@ class _HeldToken:
     score: Score | None
     candidate_texts: Sequence[str]
     name: str | None
-    """Its text, if the choice's text leaves it out"""
+    """Text of a special token that the choice's text leaves out; else None"""
     text: str = ""
 
 
@@ -169,7 +169,7 @@ class Choice:
 
     def skip_all(self, completion_tokens: int) -> None:
         """End the choice without output: the client has received all of it."""
-        reason = types_pb2.FINISH_REASON_UNSPECIFIED  # the client knows it
+        reason = types_pb2.FINISH_REASON_UNSPECIFIED  # the client has received the end
         self.outcome = Outcome(reason, None, completion_tokens)
         self._awaits_echo = False
         self._is_end_taken = True

@@ -74,12 +74,12 @@ class CompleteProcessor:
         reader: ImageReader,
     ) -> None:
         self._request = request
-        """Without images after `_check`, so that all other work is on its text"""
+        """The request, without the bytes of its images after `_check`"""
         self._vocabulary = vocabulary
         self._infill = infill
         self._reader = reader
         self._held = NO_IMAGES
-        """Images in `reader.held`"""
+        """Bytes of the request's images that `reader.held` counts"""
 
     @property
     def model(self) -> str:

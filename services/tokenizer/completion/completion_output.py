@@ -25,9 +25,9 @@ class CompletionOutput:
         """`began` is the arrival of the request on the monotonic clock, in seconds."""
         self.plan = plan
         self.encode_seconds = time.monotonic() - began
-        """From the request's arrival to this plan"""
+        """Seconds from the request's arrival to its plan"""
         self.first_token_seconds: float | None = None
-        """From the request's arrival to its first token; None before it"""
+        """Seconds from the request's arrival to its first token; None before that token"""
         self.choices = ChoiceSet(plan)
         self.is_admission_written = False
         self.is_written = False

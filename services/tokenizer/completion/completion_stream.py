@@ -30,7 +30,7 @@ _LOG = logging.getLogger("completion")
 _LOGGED_LABEL = 128  # characters of a user's label
 _LOSS_REASONS = frozenset({"SESSION_LOST", "ENGINE_LOST"})
 _RETRY_REASONS = _LOSS_REASONS | {"DRAINING", "LOADING"}
-"""Reasons of an engine for which a completion goes on elsewhere, or waits until one serves"""
+"""Error reasons of an engine after which a completion continues on another, or waits for one"""
 
 
 def _never_full() -> bool:
@@ -41,8 +41,8 @@ def _cancelled() -> ServiceError:
     return ServiceError(grpc.StatusCode.CANCELLED, "CANCELLED", "The request was cancelled.")
 
 
-def _of_service(error: ServiceError) -> ServiceError:
-    """Return the engine's error. One that concerns this service is none of its client's."""
+def _for_client(error: ServiceError) -> ServiceError:
+    """Return the engine's error, UNAVAILABLE if the engine refuses this service itself."""
     if error.code not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return error
     message = f"The engine refuses this service: {error.message}"
@@ -85,7 +85,7 @@ class CompletionStream(Generic[Response]):
         self._began = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._output: CompletionOutput | None = None
-        """None until the request is planned"""
+        """Output of the engine; None until the request is planned"""
         self._is_cancelled = False
         self._is_ended = False
 
@@ -182,7 +182,7 @@ class CompletionStream(Generic[Response]):
 
     def on_error(self, error: ServiceError) -> None:
         """Submit the request again if its engine was lost, starts or is full; else fail it."""
-        error, output = _of_service(error), self._output
+        error, output = _for_client(error), self._output
         remap_error = output.plan.remap_error if output is not None else None
         if remap_error is not None and error.field.startswith("grammar"):
             remap_error(error)
@@ -231,7 +231,7 @@ class CompletionStream(Generic[Response]):
         if choice.outcome is not None:
             return False
         has_output = output.add_tokens(delta)
-        if choice.outcome is not None:  # by a stop string, which the engine can't see
+        if choice.outcome is not None:  # a stop string ended it, which the engine can't see
             self._engine.cancel([delta.sequence])
         return has_output
 

@@ -17,7 +17,7 @@ class Echo:
     text: str
     columns: Columns
     ended: "Echo | None" = None
-    """The echo to use if no generated token completes the prompt's last character; None: this."""
+    """Echo to use if no generated token completes the prompt's last character; None = this one."""
 
 
 def make_echo(prompt: EncodedPrompt, scores: Sequence[Score] | None) -> Echo:

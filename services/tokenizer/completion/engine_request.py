@@ -24,7 +24,7 @@ __all__ = ["CallContext", "EngineLosses", "EngineRequest"]
 _MARGIN_SECONDS = 0.1  # by which the engine's deadline precedes the caller's
 _WINDOW = 1_024  # tokens per choice that the engine may be ahead of the reader of a call
 _MAX_CREDIT = 2**32 - 1  # tokens that one message can grant; no choice can have more
-_MOST_FRUITLESS_LOSSES = 3  # of engines in a row: the request may be what kills them
+_MAX_LOSSES = 3  # engines lost in a row: the request may be what ends them
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class CallContext:
     user: str = ""
     """The user's label from the request, which may be a name"""
     meter: Meter | None = None
-    """Counts the request against the limits of its API key; None = it has none"""
+    """Meter that counts the request against its API key's limits; None = it has no key"""
     refusal: ServiceError | None = None
-    """Why the caller may not make the request; None = it may"""
+    """Error for a caller that may not make the request; None = the caller may"""
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -54,16 +54,16 @@ class EngineLosses:
     """Count of the times in a row that a request lost its engine without progress."""
 
     def __init__(self) -> None:
-        self._fruitless = 0
+        self._without_progress = 0
         self._progress = 0
 
     def count(self, progress: int) -> bool:
         """Count a loss after `progress` tokens and scores. Returns whether a retry is allowed."""
         if progress > self._progress:
-            self._fruitless = 0
+            self._without_progress = 0
         self._progress = progress
-        self._fruitless += 1
-        return self._fruitless < _MOST_FRUITLESS_LOSSES
+        self._without_progress += 1
+        return self._without_progress < _MAX_LOSSES
 
 
 class EngineRequest:
@@ -78,7 +78,7 @@ class EngineRequest:
         credit: int | None,
         is_windowed: bool,
     ) -> None:
-        """Flow control is the client's `credit`, or a window that follows its reads, or none."""
+        """Control the flow by the client's `credit`, by a window over its reads, or not at all."""
         self._pool = pool
         self._listener = listener
         self._context = context
@@ -86,10 +86,10 @@ class EngineRequest:
         """Tokens per choice granted so far; None without flow control."""
         self._is_windowed = is_windowed
         self._need: Need | None = None
-        """Of the request that was opened last"""
+        """Need of the request that was opened last"""
         self._placement: Placement | None = None
         self._handle = 0
-        """On the Session of the placement's engine"""
+        """Handle of the request on the Session of the placement's engine"""
         self._full: set[EngineLink] = set()
         """Engines that had no place for the request"""
 
@@ -146,7 +146,7 @@ class EngineRequest:
         self._send(engine_pb2.SessionCommand(cancel=cancel))
 
     def leave(self) -> None:
-        """Cancel the request, and take no more events for it."""
+        """Cancel the request, and drop its remaining events."""
         if self._placement is not None:
             self.cancel()
             self._placement.link.session.detach(self._handle)
@@ -169,13 +169,13 @@ class EngineRequest:
             self._placement = None
 
     def on_lost(self) -> None:
-        """Note that the engine was lost or stops: others should not choose it."""
+        """Note that the engine was lost or stops, so that no request is placed on it."""
         if self._placement is not None:
-            self._pool.doubt(self._placement.link)
+            self._pool.suspend(self._placement.link)
             self.on_closed()
 
     def on_full(self) -> bool:
-        """Note that the engine has no place. Return whether another one may have."""
+        """Note that the engine has no place. Return whether another engine may have one."""
         if self._placement is not None:
             self._full.add(self._placement.link)
             self.on_closed()

@@ -61,7 +61,7 @@ class CompletionPlan:
     engine_request: engine_pb2.GenerateRequest
     prompts: Sequence[EncodedPrompt]
     n: int
-    """Choices per prompt that the client gets, of `engine_request.n` that are generated"""
+    """Choices per prompt that the client gets out of the `engine_request.n` generated ones"""
     choice: ChoicePlan
     remap_error: Callable[[ServiceError], None] | None
     """Makes a grammar's error name the request's field; None if the grammar is the request's."""
@@ -82,7 +82,7 @@ class CompletionPlan:
     resume: completion_pb2.Resumption | None = None
     """Output that the client has received before; None for a new request"""
     generates_again: bool = False
-    """True if a resumed choice starts anew on the engine: ids do not restore all of its state"""
+    """True if the engine generates a resumed choice again: ids do not restore all of its state"""
     images: Sequence[Sequence[ImagePlaces]] = ()
     """Images of each prompt; empty without any"""
     writes_one_large: bool = False

@@ -36,7 +36,7 @@ class EncodedPrompt:
     texts: Sequence[str]
     """Text that each id adds to the echo; empty without echo."""
     ended_texts: Sequence[str]
-    """The same if nothing is generated: the id that begins an unfinished character adds U+FFFD"""
+    """Texts of the echo if nothing is generated: an unfinished character at the end is U+FFFD"""
     table: TokenTable
     """Texts of the echoed ids"""
     is_infill: bool

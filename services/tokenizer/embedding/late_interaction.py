@@ -53,9 +53,9 @@ class LateInteraction:
         self._is_pylate |= config.values.get("model_type") == "ColBERT"
         similarity = config.values.get("similarity_fn_name")
         self.averages = similarity == "meanmaxsim"
-        """Scores of vectors of tokens are divided by the number of the query's tokens"""
+        """True if scores of token vectors are divided by the number of the query's tokens"""
         self.multiplies = "SpladePooling" in modules and similarity != "cosine"
-        """Scores of vectors of texts are dot products rather than cosines"""
+        """True if scores of text vectors are dot products rather than cosines"""
         mask = None
         if "MultiVectorMask" in modules:
             mask = Section.of_file(directory / modules["MultiVectorMask"] / "config.json")
@@ -138,7 +138,7 @@ class LateInteraction:
         return length, Expansion(self._expanding(config, ""), length, attended)
 
     def _named_expansion(self, settings: Section) -> tuple[int | None, Expansion]:
-        """Return the same for the object `query_expansion` of sentence-transformers."""
+        """Return what `_query_length` does, from the object of sentence-transformers."""
         strategy = settings.text("strategy", "")
         if strategy not in _STRATEGIES:
             raise settings.error("strategy", f"must be one of {', '.join(_STRATEGIES)}")

@@ -26,7 +26,7 @@ class LateScores:
     query: TextRole
     document: TextRole
     averages: bool
-    """Divide scores by the number of the query's tokens"""
+    """True if scores are divided by the number of the query's tokens"""
 
     async def scores(
         self,

@@ -21,7 +21,7 @@ class SentencePrompt:
 
     text: str
     length: int
-    """Number of its tokens, with the special ones before it"""
+    """Number of the prompt's tokens, with the special tokens before it"""
 
     @staticmethod
     def of(text: str, vocabulary: Vocabulary) -> "SentencePrompt | None":

@@ -30,11 +30,11 @@ class TextEncoder:
     truncate: int | None
     """Tokens to keep of each text; None = longer texts than the context are refused"""
     prompt: SentencePrompt | None = None
-    """Goes before each text that is no pair"""
+    """Prompt that goes before each text that is no pair; None = no prompt"""
     role: TextRole = PLAIN
     """Encoding of each text that is no pair"""
     pair_template: PairTemplate | None = None
-    """Prompt around pairs; None: the tokenizer's special tokens are"""
+    """Template around pairs; None = the tokenizer's special tokens stand around them"""
 
     @property
     def _most(self) -> int:

@@ -17,7 +17,7 @@ class Expansion:
     length: int
     """Tokens that an expanded query has"""
     is_attended: bool
-    """The tokens of the query attend to them"""
+    """True if the tokens of the query attend to the tokens of the expansion"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class VectorRequest:
                 if tries == _MOST_TRIES or not (is_lost or is_full):
                     raise
                 if is_lost:
-                    self._pool.doubt(placement.link)
+                    self._pool.suspend(placement.link)
                 why = error.message
             finally:
                 placement.leave()

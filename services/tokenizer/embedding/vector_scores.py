@@ -22,7 +22,7 @@ class VectorScores:
     engines: VectorRequest
     limits: ModelLimits
     are_products: bool
-    """Scores are dot products rather than cosines"""
+    """True if scores are dot products rather than cosines"""
 
     async def scores(
         self,

@@ -12,7 +12,7 @@ from tokenwire.pb.engine.v1 import engine_pb2
 __all__ = ["CacheEventError", "CachedBlocks"]
 
 _TRUST_WEIGHT = 0.2
-"""Weight of the newest request in the share of promised tokens that an engine had"""
+"""Weight of the newest request in the share of reported tokens that an engine had"""
 
 
 class CacheEventError(Exception):
@@ -39,7 +39,7 @@ class _Either:
 
 
 class CachedBlocks:
-    """Hashes that the engine has reported, and those that it computes for this process."""
+    """Hashes of the blocks that an engine has reported, and of those that it computes for us."""
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class CachedBlocks:
         self._on_changed = on_changed
         self._layout: CacheLayout = CacheLayout(1, (engine_pb2.CacheGroup(),))
         self._reported: list[set[bytes]] = [set()]
-        """By group of layers"""
+        """Reported hashes by group of layers"""
         self._expected: Counter[bytes] = Counter()
         """Blocks of open prompts, which the engine holds or will compute first"""
         self._number = 0
-        """Of the last response"""
+        """Number of the last response of WatchCache"""
         self.trust = 1.0
-        """Share of the promised tokens that the engine had, of late"""
+        """Share of reported tokens that the engine really had, weighted towards recent requests"""
 
     def forget(self) -> None:
-        """Drop what the engine has reported: it was lost, or reports all of it anew."""
+        """Drop all reported hashes: the engine was lost, or will report all of them again."""
         reported = self._reported
         self._reported = [set() for _ in reported]
         self._number = 0
@@ -133,7 +133,7 @@ class CachedBlocks:
         return self._longest(hashes, [_Either(each, self._expected) for each in self._reported])
 
     def reported_prefix(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of blocks of the longest prefix that the engine says it has."""
+        """Return the number of blocks of the longest prefix that the engine has reported."""
         return self._longest(hashes, self._reported)
 
     def _longest(self, hashes: Sequence[bytes], held: Sequence[Container[bytes]]) -> int:

@@ -51,7 +51,7 @@ class LinkOwner(Protocol):
         """Accept the engine's model. Raises EngineRefusedError if it is another one."""
 
     def on_changed(self, link: "EngineLink") -> None:
-        """Note that the engine serves, serves no longer, or was refused."""
+        """Note that the engine has begun or ceased to serve, or was refused."""
 
     def on_idle(self, link: "EngineLink") -> None:
         """Note that no request is left on the engine."""
@@ -81,7 +81,7 @@ class EngineLink:
         self.adapters: Mapping[str, str] = {}
         """Fingerprints of the engine's adapters by name, as last reported"""
         self.is_serving = False
-        """True if the engine serves this checkpoint, and was not lost since it said so"""
+        """True if the engine serves this checkpoint, and was not lost since it reported that"""
         self.refusal = ""
         """Why the engine is not used although it answers; empty = it is used"""
         self.cached = CachedBlocks(partial(owner.on_cache_changed, self))
@@ -109,14 +109,14 @@ class EngineLink:
         self._spawn("engine_adapters", partial(self._repeat, self._watch_adapters))
 
     def follow(self) -> None:
-        """Follow the engine's load and cache too: somebody chooses by them, or is told of them."""
+        """Follow the engine's load and cache, for the choice of engines and for watchers."""
         self.follow_load()
         if not self._is_followed:
             self._is_followed = True
             self._spawn("engine_cache", partial(self._repeat, self._watch_cache))
 
     def follow_load(self) -> None:
-        """Follow the engine's load too."""
+        """Follow the engine's load."""
         if not self._is_load_followed:
             self._is_load_followed = True
             self._spawn("engine_load", partial(self._repeat, self._watch_load))
@@ -165,7 +165,7 @@ class EngineLink:
     def missing_tokens(self, need: Need) -> float:
         """Return the prompt tokens of a request that the engine would have to compute.
 
-        A cache that kept less than it promised counts for less.
+        Cached blocks count less if the engine lacked blocks that it had reported.
         """
         held = self.block_size * sum(map(self.cached.prefix, self.hashes_of(need)))
         return need.tokens - self.cached.trust * held
@@ -177,7 +177,7 @@ class EngineLink:
         return max(0.0, tokens - self._load.free_blocks * self.block_size)
 
     def hashes_of(self, need: Need) -> Sequence[Sequence[bytes]]:
-        """Return the hashes of the prompts' blocks; none if nobody follows the cache."""
+        """Return the hashes of the prompts' blocks; none if the cache is not followed."""
         return need.hashes(self.block_size) if self._is_followed and self.model else ()
 
     def enter(self, placement: Placement) -> None:
@@ -198,7 +198,7 @@ class EngineLink:
             )
 
     def on_computed(self, tokens: int) -> None:
-        """Count these prompt tokens no more."""
+        """Subtract prompt tokens that the engine has computed."""
         self._tokens.add(-tokens)
 
     def leave(self, placement: Placement) -> None:
@@ -261,14 +261,17 @@ class EngineLink:
 
     # the engine's health
 
-    def doubt(self, seconds: float) -> None:
-        """Stop using the engine until it says again that it serves; ask it for `seconds`."""
+    def suspend(self, seconds: float) -> None:
+        """Stop using the engine until it reports again that it serves.
+
+        It is probed until then. seconds: length of each probe, without the time of loading a model.
+        """
         if self.is_serving:
             self._change(is_serving=False)
             self._spawn("engine_regain", partial(self._regain, seconds))
 
     def probe(self, seconds: float) -> "asyncio.Task[bool]":
-        """Return a task, shared by all who wait, that tells whether the engine serves in time.
+        """Return a task, shared by all callers, that returns true if the engine serves in time.
 
         The time in which the engine loads its model does not count.
         """
@@ -296,7 +299,7 @@ class EngineLink:
                 self._refuse(str(error))
             except grpc.aio.AioRpcError as error:
                 self._health.log_loss(error)
-            self._change(is_serving=False)  # whichever engine comes back must say what it serves
+            self._change(is_serving=False)  # another engine may come back at the address
             await asyncio.sleep(_RETRY_SECONDS)
 
     async def _read_model(self) -> None:

@@ -33,7 +33,7 @@ class EngineLoad:
 
     @property
     def utilization(self) -> float:
-        """Share of the places or of the blocks in use, whichever are scarcer; waiting ones add."""
+        """The larger share of places or blocks in use, plus waiting sequences per place."""
         if not self.places:
             return self.block_share
         return max(self.running / self.places, self.block_share) + self.waiting / self.places

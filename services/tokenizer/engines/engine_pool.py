@@ -90,7 +90,7 @@ class EnginePool:
         self._probe: asyncio.Task[bool] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self.blocks = KnownBlocks(self._is_cached) if settings.knows_blocks else None
-        """Blocks with known token ids; None if nobody watches them"""
+        """Blocks with known token ids; None = they have no watchers"""
         self._waiting = Shares(settings.max_waiting, reserve=settings.max_waiting)
         """New requests that wait for an engine"""
         self._follows_load = False
@@ -220,9 +220,9 @@ class EnginePool:
     def learn(
         self, tenant: str, prompt: Sequence[int], outputs: Iterable[Sequence[int]] = ()
     ) -> None:
-        """Take the token ids of a prompt and its outputs, for those who watch the blocks.
+        """Take the token ids of a prompt and its outputs, for watchers of the blocks.
 
-        The ids of a tenant are told to nobody.
+        Watchers never get the ids of a tenant.
         """
         if self.blocks is not None and self._serving and not tenant:
             self.blocks.learn(prompt, self._serving[0].block_size, outputs)
@@ -231,9 +231,9 @@ class EnginePool:
         """Return whether an engine besides these could take a request."""
         return any(link not in links and need.suits(link) for link in self._serving)
 
-    def doubt(self, link: EngineLink) -> None:
-        """Use an engine no more until it says again that it serves."""
-        link.doubt(self._settings.wait_seconds)
+    def suspend(self, link: EngineLink) -> None:
+        """Place no requests on an engine until it reports again that it serves."""
+        link.suspend(self._settings.wait_seconds)
 
     async def wait_until_serving(self, deadline: float | None, why: str, *, is_new: bool) -> None:
         """Wait for an engine if none serves: they stop, were lost, or have not been reached.
@@ -331,7 +331,7 @@ class EnginePool:
         """Close a retired engine whose last request has ended."""
         if link in self._retired:
             self._retired.discard(link)
-            metrics.PLACED.remove(link.target)  # addresses of pods come and go without end
+            metrics.PLACED.remove(link.target)  # a series for each former address would remain
             closing = asyncio.ensure_future(link.close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
@@ -373,7 +373,7 @@ class EnginePool:
         self._count()
 
     def _retire(self, link: EngineLink) -> None:
-        """Give an engine no more requests: its address is gone from DNS."""
+        """Stop placing requests on an engine whose address is gone from DNS."""
         _LOG.info("the engine at %s is gone from its name's addresses", link.target)
         link.is_serving = False
         self.on_changed(link)
@@ -389,7 +389,7 @@ class EnginePool:
         metrics.ENGINES.labels("away").set(len(self._links) - serving - refused)
 
     def _make_limits(self, models: Sequence[engine_pb2.GetModelResponse]) -> ModelLimits:
-        """Return what all of these engines grant."""
+        """Return the limits that all of these engines keep, and the capabilities that all have."""
         model = models[0]
         identity = "\n".join(
             (

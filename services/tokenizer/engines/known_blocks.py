@@ -1,4 +1,4 @@
-"""KV blocks of the engines whose token ids this process knows, for those who watch them."""
+"""KV blocks of the engines whose token ids this process knows, for subscribers."""
 
 import asyncio
 from array import array
@@ -39,7 +39,7 @@ class KnownBlock:
     children: set[bytes] = field(default_factory=set)
     """Hashes of known blocks that follow this one in some prompt"""
     groups: set[int] = field(default_factory=set)
-    """Groups of layers for which watchers were told of the block"""
+    """Groups of layers for which the block was published to watchers"""
 
     @property
     def is_first(self) -> bool:
@@ -58,12 +58,12 @@ class BlockUpdate:
 
 
 class BlockWatch:
-    """Changes for one watcher. If they are more than the blocks themselves, it gets the blocks."""
+    """Changes for one watcher. It gets all blocks instead if these are fewer than its changes."""
 
     def __init__(self, held: dict[BlockKey, KnownBlock], wake: asyncio.Event) -> None:
         self._held = held
         self._changes: dict[BlockKey, KnownBlock | None] | None = None
-        """In order: None = removed. None in all = the watcher needs everything"""
+        """Changes in order, a removed block as None; None in all = the watcher needs all blocks"""
         self._wake = wake
         self._wake.set()
 
@@ -105,11 +105,11 @@ class KnownBlocks:
         self.groups: dict[int, engine_pb2.CacheGroup] = {}
         """Groups of layers for which engines have reported blocks, by number"""
         self._idle: OrderedDict[bytes, KnownBlock] = OrderedDict()
-        """Blocks that nobody is told of; the oldest goes if they are too many"""
-        self._told: dict[bytes, KnownBlock] = {}
-        """Blocks that watchers were told of in some group"""
+        """Blocks that were not published to watchers, oldest first; their number is bounded"""
+        self._published: dict[bytes, KnownBlock] = {}
+        """Blocks that were published to watchers in some group"""
         self._held: dict[BlockKey, KnownBlock] = {}
-        """The same by group, parents before their children"""
+        """Blocks that were published to watchers, by group; parents come before their children"""
         self._watches: set[BlockWatch] = set()
 
     def learn(
@@ -157,7 +157,7 @@ class KnownBlocks:
 
     @property
     def num_held(self) -> int:
-        """Blocks that watchers are told of, over all groups."""
+        """Number of blocks that are published to watchers, over all groups."""
         return len(self._held)
 
     def _learn_run(self, parent: bytes, ids: Sequence[int], block_size: int) -> bytes:
@@ -165,7 +165,7 @@ class KnownBlocks:
         for place, block_hash in enumerate(prefix_hashes(ids, parent, block_size)):
             if block_hash in self._idle:
                 self._idle.move_to_end(block_hash)
-            elif block_hash not in self._told:
+            elif block_hash not in self._published:
                 begin = place * block_size
                 block = KnownBlock(parent, array("I", ids[begin : begin + block_size]))
                 self._idle[block_hash] = block
@@ -183,14 +183,14 @@ class KnownBlocks:
                 before.children.discard(oldest)
 
     def _find(self, block_hash: bytes) -> KnownBlock | None:
-        return self._told.get(block_hash) or self._idle.get(block_hash)
+        return self._published.get(block_hash) or self._idle.get(block_hash)
 
     def _needs_parents(self, number: int) -> bool:
-        """Return whether a group's blocks are of use only behind all blocks before them."""
+        """Return whether a group's blocks are only of use behind all blocks before them."""
         return not self.groups[number].window and not self.groups[number].snapshot_interval
 
     def _hold(self, key: BlockKey) -> None:
-        """Tell of a block that is known and reported, and of those that waited for it."""
+        """Publish a known block that an engine holds, and the blocks that waited for it."""
         number, needs_parents = key.group, self._needs_parents(key.group)
         waiting = [key.hash]
         while waiting:
@@ -203,13 +203,13 @@ class KnownBlocks:
                     continue
                 waiting.extend(found.children)
             if not found.groups:
-                self._told[each] = self._idle.pop(each)
+                self._published[each] = self._idle.pop(each)
             found.groups.add(number)
             self._held[BlockKey(number, each)] = found
-            self._tell(BlockKey(number, each), found)
+            self._publish(BlockKey(number, each), found)
 
     def _drop(self, key: BlockKey) -> None:
-        """Tell that a block is held no longer, nor are those that are of no use without it."""
+        """Publish the removal of a block, and of the blocks that are of no use without it."""
         number, needs_parents = key.group, self._needs_parents(key.group)
         waiting = [key.hash]
         while waiting:
@@ -218,11 +218,11 @@ class KnownBlocks:
                 continue
             found.groups.discard(number)
             if not found.groups:
-                self._idle[each] = self._told.pop(each)
-            self._tell(BlockKey(number, each), None)
+                self._idle[each] = self._published.pop(each)
+            self._publish(BlockKey(number, each), None)
             if needs_parents:
                 waiting.extend(found.children)
 
-    def _tell(self, key: BlockKey, block: KnownBlock | None) -> None:
+    def _publish(self, key: BlockKey, block: KnownBlock | None) -> None:
         for watch in self._watches:
             watch.note(key, block)

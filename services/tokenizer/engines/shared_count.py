@@ -1,10 +1,10 @@
-"""A count of an engine's work, of which this process knows its own part exactly."""
+"""Count of an engine's work: its last report, and what this process has added since."""
 
 __all__ = ["SharedCount"]
 
 
 class SharedCount:
-    """What an engine reports now and then, corrected by what this process has added and ended.
+    """The last report of an engine, corrected by the work that this process added and ended since.
 
     A report contains work of this process that may have ended meanwhile. So the part of others is
     what it has above the most that this process had there since the report before.

@@ -18,7 +18,7 @@ class RequestImage:
     field: str
     data: bytes
     digest: bytes = b""
-    """As `image_digest` returns it; empty before the image is read"""
+    """Digest of the image, from `image_digest`; empty before the image is read"""
 
 
 def has_images(

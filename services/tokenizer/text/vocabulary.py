@@ -69,9 +69,9 @@ class FramedText:
 
     ids: Sequence[int]
     parts: Sequence[int | None]
-    """For each id the text that it belongs to, 0 or 1; None = it is such a special token"""
+    """Text that each id belongs to, 0 or 1; None = a special token around the texts"""
     types: Sequence[int]
-    """For each id the type that the tokenizer gives it: 1 for the second text of a pair"""
+    """Token type of each id: 1 for the second text of a pair, if the tokenizer has types"""
 
     @property
     def least(self) -> int:

@@ -49,9 +49,9 @@ class VllmEngine(VllmEngineServicer):
         """Generate, in chunks or as one message for each choice."""
         self._last_request_at = time.time()
         answer = GenerateAnswer(request)
-        translated = to_complete_request(request)
+        completion = to_complete_request(request)
         name = partial(name_field, request=request)
-        responses = self._calls.run(translated, request.request_id, name, context)
+        responses = self._calls.run(completion, request.request_id, name, context)
         async with aclosing(responses):
             async for response in responses:
                 for message in answer.responses(response):

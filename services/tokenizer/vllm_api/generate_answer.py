@@ -27,7 +27,7 @@ class GenerateAnswer:
         self._prompt_scores: vllm_engine_pb2.InputLogProbs | None = None
         """Scores of the prompt so far; None unless they were requested"""
         self._scored: set[int] = set()
-        """Choices that came with the prompt's scores"""
+        """Choices whose message has had the prompt's scores"""
         self._whole: dict[int, completion_pb2.ChoiceDelta] = {}
         """Tokens of choices that are delivered at their end"""
 

@@ -45,7 +45,7 @@ class GenerateCalls:
         self._settings = settings
         self._stalled = StalledCalls(settings)
         self._streams: defaultdict[str, set[CompletionStream[Any]]] = defaultdict(set)
-        """By the client's request id, which need not be unique"""
+        """Running streams by the client's request id, which need not be unique"""
 
     @property
     def count(self) -> int:

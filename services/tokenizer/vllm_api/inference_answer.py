@@ -21,7 +21,8 @@ class InferenceAnswer:
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self._options = request.response
         self._info: inference_pb2.PromptInfo | None = None
-        """Until the first response; its scores are complete before the first output"""
+        """Description of the prompt until the first response, before which its scores are
+        complete"""
         self._sent: dict[int, int] = {}
         """Tokens of each choice that were sent"""
 

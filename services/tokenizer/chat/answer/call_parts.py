@@ -110,7 +110,7 @@ def _settle_call(reader: TextReader, call: Mapping[str, Any], tools: Parameters)
 
 
 def arguments_object(reader: TextReader) -> Reading:
-    """Settle an object as it arrives. Return false if it breaks off; it is completed unless cut."""
+    """Settle an object as it arrives. Return false if it is incomplete; it is closed unless cut."""
     scanner = JsonScanner()
     reader.at = 0
     while True:

@@ -66,7 +66,7 @@ class TaggedArguments:
     """Text behind a value; KEY stands for the name"""
     between: str = ""
     kinds: Mapping[str, str] = field(default_factory=dict)
-    """Texts of KIND by type of JSON"""
+    """Text that stands in place of KIND, by type of JSON"""
     notation: Notation = Notation.JSON
     item: str = ""
     """Name of the tag around the items of a list, in the notation TAGS"""
@@ -108,7 +108,7 @@ class CallSyntax:
     is_single: bool = False
     """True if a message has one call at most"""
     mark: str = ""
-    """The mark by which calls are found anywhere; "" for the first one in `lead`"""
+    """Mark by which calls are found anywhere in a text; "" = the first mark in `lead`"""
     content: str = ""
     """Text in front of content, where an answer could begin with a name instead"""
     is_opened: bool = False

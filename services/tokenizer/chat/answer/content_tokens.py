@@ -19,7 +19,7 @@ class TokenBytes:
     """
 
     def __init__(self, pieces: Sequence[bytes], hidden: Container[int]) -> None:
-        """`pieces` are the vocabulary's by id; `hidden` are the ids that the text leaves out."""
+        """pieces: bytes of all tokens by id. hidden: ids of tokens that the text leaves out."""
         self._pieces = pieces
         self._hidden = hidden
         self._pending = b""  # of an unfinished character

@@ -70,22 +70,22 @@ _END = re.compile(r"eos|eot|eom|end.of", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Renderings:
-    """Texts behind the user's question in rendered probes; "" for one that the template refuses."""
+    """Rendered probes, from the end of the question on; "" = the template refuses the probe."""
 
     header: str = ""
     """The beginning of the assistant's message"""
     plain: str = ""
-    """An answer without calls"""
+    """Rendering of an answer without calls"""
     one: str = ""
-    """An answer with the first call"""
+    """Rendering of an answer with the first call"""
     two: str = ""
-    """An answer with both calls"""
+    """Rendering of an answer with both calls"""
     said: str = ""
-    """An answer with content and both calls, or the first if there can be only one"""
+    """Rendering of an answer with content and both calls, or the first if one is the most"""
     typed: str = ""
-    """An answer with a call that has arguments of every type"""
+    """Rendering of an answer with a call that has arguments of every type"""
     thought: str = ""
-    """An answer with reasoning and content, or reasoning and calls"""
+    """Rendering of an answer with reasoning and content, or reasoning and calls"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class _Call:
 
     name: int
     args: int
-    """Place behind which the arguments begin: at the object, or at the first parameter's name"""
+    """Place at which the arguments begin: the object, or the first parameter's name"""
     end: int
     """Place behind the object, or the last value"""
     members: Sequence[str] = ()

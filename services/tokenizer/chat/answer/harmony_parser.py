@@ -107,7 +107,7 @@ class HarmonyParser(ReadingParser):
         return True
 
     def _leave_out_half(self, marks: Sequence[str]) -> bool:
-        """Settle what an interruption left of a header as markup; return false: there is none."""
+        """Settle a header that an interruption cut as markup. Return false if there is none."""
         if self._reader.is_interrupted and is_half(self._reader.text, marks):
             self._reader.settle_as(SegmentKind.MARKUP, len(self._reader.text))
         return False

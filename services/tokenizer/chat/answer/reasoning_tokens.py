@@ -27,7 +27,7 @@ class ReasoningTokens:
         self._last = 0
         """End of the last decided token with text"""
         self._silent = 0
-        """Tokens without text since then"""
+        """Tokens without text since the last decided token with text"""
 
     def extend(self, text: str, ids: Sequence[int]) -> None:
         """Add tokens, which add `text`."""
@@ -39,7 +39,7 @@ class ReasoningTokens:
             self._received = min(end, self._received + len(whole))
             self._ends.append(self._received)
         self._received = end
-        if ids and text:  # it is that of these tokens, whatever the decoder left out of it
+        if ids and text:  # the text belongs to these tokens, whatever the decoder left out of it
             self._ends[-1] = end
 
     def settle(self, length: int, *, is_reasoning: bool) -> None:

@@ -69,8 +69,8 @@ class ResponseParser(ReadingParser):
             yield from reader.space()
             opens = self._reasoning.opens.strip()
             if not (yield from reader.literal(opens)):
-                begun = reader.text[reader.at :]
-                if reader.is_interrupted and is_half(begun, (opens,)):
+                rest = reader.text[reader.at :]
+                if reader.is_interrupted and is_half(rest, (opens,)):
                     reader.settle_as(SegmentKind.MARKUP, len(reader.text))
                 reader.at = 0
                 return False

@@ -24,7 +24,7 @@ class TextReader:
         self.is_cut = False
         """True if max_tokens or a cancellation ended the text, so that calls stay open"""
         self.is_interrupted = False
-        """True if the text was cut, or a stop string ended it: not the model"""
+        """True if a cut or a stop string ended the text, and not the model"""
         self.ran_out = False
         """True if a read needed more text than there is"""
         self._segments: list[Segment] = []

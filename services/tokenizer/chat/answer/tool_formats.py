@@ -31,7 +31,7 @@ class ToolFormat:
     ends: Sequence[str] = ()
     """Control tokens with which the model ends a message, though the template may not"""
     written: int = 1
-    """Number of the first syntaxes that grammars let a model write"""
+    """Number of syntaxes, from the first on, that grammars let a model write"""
 
     @property
     def opens(self) -> Sequence[str]:

@@ -2,7 +2,7 @@
 
 Its command is `python -m services.tokenizer.chat.template.render_process`.
 
-A template is a program from the checkpoint's author with a user's conversation as input. It can
+A template is a program by the checkpoint's author, whose input is a user's conversation. It can
 loop forever, or exhaust memory. Only the end of its process stops it, so it gets its own process.
 
 Frames arrive on stdin: the templates, then jobs. Each is answered by one frame on stdout.

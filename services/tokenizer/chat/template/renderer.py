@@ -41,7 +41,7 @@ class _ProcessEndedError(Exception):
     def __init__(self, *, is_killed: bool) -> None:
         super().__init__()
         self.is_killed = is_killed
-        """True if somebody killed it, such as the kernel that lacks memory"""
+        """True if the process was killed, for example by the kernel when memory ran out"""
 
 
 class Renderer:

@@ -1,6 +1,6 @@
 """Beam search: transformers' results, whatever else runs, and however little memory there is."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -64,7 +64,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
 
 
 def search(
-    prompts: Items[list[int]] = (PROMPT,),
+    prompts: Sequence[list[int]] = (PROMPT,),
     width: int = 4,
     *,
     handle: int = 1,
@@ -93,7 +93,7 @@ def search(
     return replace(request, checked=replace(request.checked, beams=beams))
 
 
-def results_of(outputs: Items[Output], handle: int = 1) -> list[Result]:
+def results_of(outputs: Sequence[Output], handle: int = 1) -> list[Result]:
     """Return the results in the order of their sequences."""
     tokens = tokens_of(outputs)
     logprobs: dict[int, float] = {}
@@ -143,7 +143,7 @@ def of_transformers(
     return results
 
 
-def assert_same(found: Items[Result], expected: Items[Result]) -> None:
+def assert_same(found: Sequence[Result], expected: Sequence[Result]) -> None:
     assert [each.tokens for each in found] == [each.tokens for each in expected]
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.total == pytest.approx(theirs.total, abs=1e-3)

@@ -1,6 +1,6 @@
 """Overlapping steps generate the same tokens as consecutive steps."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -27,7 +27,7 @@ from services.engine.sampling import sampler
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.sequence import Request, TokenSequence
 from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import (
@@ -126,7 +126,7 @@ def test_overlap_never_changes_output(
 
 
 def run_with_credit(
-    loop: StepLoop, requests: Items[AddRequest], credit: int, more: Items[GrantCredit]
+    loop: StepLoop, requests: Sequence[AddRequest], credit: int, more: Sequence[GrantCredit]
 ) -> list[Output]:
     """Let all requests use up their credit before they get more."""
     loop.apply(requests)
@@ -324,7 +324,7 @@ def test_preempted_sequence_restarts_once_its_token_is_on_the_host() -> None:
         SchedulerLimits(4, 64, 2.0, 32), CachePools(CacheLimits(BLOCK, (GroupLimits(64),)))
     )
     request = Request(make_request(1, [[1, 2, 3]]))
-    sequence = Sequence(request, 0, Prompt([1, 2, 3], b"", BLOCK), None, 8)
+    sequence = TokenSequence(request, 0, Prompt([1, 2, 3], b"", BLOCK), None, 8)
     scheduler.add(sequence)
     scheduler.plan(0.0)
     sequence.in_flight = 1

@@ -1,6 +1,6 @@
 """A step that raises fails only the requests that raise again on their own."""
 
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from services.engine.model.decoder import Decoder
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.sequence import Request, TokenSequence
 from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import (
@@ -60,7 +60,7 @@ class FaultyRunner(ModelRunner):
         return hidden
 
 
-def refusals(outputs: Items[Output]) -> dict[int, str]:
+def refusals(outputs: Sequence[Output]) -> dict[int, str]:
     return {each.handle: each.reason for each in outputs if isinstance(each, Refused)}
 
 
@@ -172,7 +172,7 @@ def test_block_hashes_depend_only_on_tokens() -> None:
     for length in range(1, 14):
         request = Request(make_request(1, [ids[:length]], salt=b"salt"))
         prompt = Prompt(ids[:length], b"salt", BLOCK)
-        sequence = Sequence(request, 0, prompt, None, 20)
+        sequence = TokenSequence(request, 0, prompt, None, 20)
         for token in ids[length:]:
             sequence.append(token)
         names.append([sequence.block_hash(i) for i in range(len(ids) // BLOCK)])

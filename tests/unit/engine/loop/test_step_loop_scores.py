@@ -27,7 +27,7 @@ from services.engine.model.loader import load_model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.sequence import Request, TokenSequence
 from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.checkpoints import files
@@ -82,7 +82,7 @@ def test_scored_forced_tokens_respect_the_limit_of_logit_rows() -> None:
     command = make_request(1, [[5]], n=8, max_tokens=40, logprobs=0, constrained=True)
     request = Request(command)
     for index in range(8):
-        scheduler.add(Sequence(request, index, Prompt([5], b"", BLOCK), None, 40))
+        scheduler.add(TokenSequence(request, index, Prompt([5], b"", BLOCK), None, 40))
     for sequence in scheduler.waiting:
         sequence.mask = Mask(1, sequence.index, 0, [7] * 12, None, False)
     scheduler.plan(0.0)

@@ -10,8 +10,7 @@ from services.common.cached_prefix import CachedGroup, longest_prefix, window_st
 from services.engine.scheduling.cache_limits import CacheLimits
 from services.engine.scheduling.cache_pools import BlockCopy, CachePools
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Request, SequenceState
-from services.engine.scheduling.sequence import Sequence as TokenSequence
+from services.engine.scheduling.sequence import Request, SequenceState, TokenSequence
 from services.engine.scheduling.step_plan import Chunk, SchedulerLimits, StepPlan
 from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import make_request

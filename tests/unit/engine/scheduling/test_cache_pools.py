@@ -8,7 +8,7 @@ from services.common.cached_prefix import CachedGroup, longest_prefix, window_st
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.sequence import Request, TokenSequence
 from services.engine.scheduling.step_plan import SchedulerLimits
 from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.scheduling.cache_history import History
@@ -81,7 +81,7 @@ def test_prefix_is_the_longest_that_all_groups_can_continue(
     assert longest_prefix(hashes, [groups[kind] for kind in sorted(kinds)], SIZE) == longest
 
 
-def run_alone(caches: CachePools, prompt: list[int], output: int, step: int = 64) -> Sequence:
+def run_alone(caches: CachePools, prompt: list[int], output: int, step: int = 64) -> TokenSequence:
     """Compute a prompt and an answer of zeros, and end it. Returns the sequence."""
     scheduler = Scheduler(SchedulerLimits(4, step, 2.0, 4), caches)
     sequence = add(scheduler, prompt, output)
@@ -94,9 +94,9 @@ def run_alone(caches: CachePools, prompt: list[int], output: int, step: int = 64
     return sequence
 
 
-def add(scheduler: Scheduler, prompt: list[int], output: int) -> Sequence:
+def add(scheduler: Scheduler, prompt: list[int], output: int) -> TokenSequence:
     request = Request(make_request(1, [prompt], max_tokens=output))
-    sequence = Sequence(request, 0, Prompt(prompt, b"", SIZE), None, output)
+    sequence = TokenSequence(request, 0, Prompt(prompt, b"", SIZE), None, output)
     request.sequences.append(sequence)
     scheduler.add(sequence)
     return sequence

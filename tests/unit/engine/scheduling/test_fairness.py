@@ -9,7 +9,7 @@ from services.engine.messages import GrantCredit, Refused
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Sequence
+from services.engine.scheduling.sequence import TokenSequence
 from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from tests.unit.engine.tiny import make_request
 
@@ -98,7 +98,7 @@ class Machine:
             self.step()
         return handles
 
-    def running_of(self, handle: int) -> list[Sequence]:
+    def running_of(self, handle: int) -> list[TokenSequence]:
         running = self.scheduler.running
         return [s for s in running if s.request.command.handle == handle]
 

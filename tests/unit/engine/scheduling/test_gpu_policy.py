@@ -13,7 +13,7 @@ import pytest
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Request, Sequence
+from services.engine.scheduling.sequence import Request, TokenSequence
 from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import make_request
@@ -82,14 +82,14 @@ def serve(gpu: Gpu, *, prompt: int = 256, budget: int | None = None) -> Outcome:
     lengths = random.Random(1)
     handles = count()
     now = 0.0
-    arrivals: dict[Sequence, float] = {}
+    arrivals: dict[TokenSequence, float] = {}
     firsts: list[float] = []
 
     def add(output: int) -> None:
         handle = next(handles)
         ids = [handle] * prompt
         request = Request(make_request(handle, [ids], max_tokens=output, arrival=now))
-        sequence = Sequence(request, 0, Prompt(ids, b"", BLOCK), None, output)
+        sequence = TokenSequence(request, 0, Prompt(ids, b"", BLOCK), None, output)
         scheduler.add(sequence)
         arrivals[sequence] = now
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
-from services.engine.scheduling.sequence import Request
-from services.engine.scheduling.sequence import Sequence as TokenSequence
+from services.engine.scheduling.sequence import Request, TokenSequence
 from services.engine.scheduling.step_plan import SchedulerLimits, StepPlan
 from services.engine.scheduling.token_ids import Prompt
 from tests.unit.engine.tiny import make_request
