@@ -62,7 +62,7 @@ def _started(
         is_serving=True,
         limits_of=lambda model: _LIMITS,
         place=lambda need, avoided: _Placement(),
-        doubt=lambda link: None,
+        suspend=lambda link: None,
     )
     stream = CompletionStream(
         make(request, vocabulary, None, ImageReader(None, vocabulary, "m")),
