@@ -1,6 +1,7 @@
 """Accuracy of weights, or of cached keys and values, against float32: perplexity, KL, argmax.
 
     python -m benchmarks.accuracy --model models/tokenwire-code-6m
+    python -m benchmarks.accuracy --model SmolLM2-135M-Instruct.Q4_1.gguf --codes
     python -m benchmarks.accuracy --model SmolLM2-135M-Instruct.Q4_1.gguf --caches
 
 The texts are the standard library's source files: every machine has them.
@@ -35,6 +36,11 @@ WEIGHTS: Sequence[Kind] = (
     ("float32", "int8", "auto"),
     ("float32", "int4", "auto"),
 )
+CODES: Sequence[Kind] = (
+    ("float32", "decoded", "auto"),
+    ("float32", "full", "auto"),
+    ("bfloat16", "full", "auto"),
+)
 CACHES: Sequence[Kind] = tuple(
     ("float32", "decoded", kv) for kv in ("float32", "float16", "bfloat16", "int8")
 )
@@ -61,13 +67,17 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, required=True, help="a Hugging Face directory, or a GGUF file"
     )
-    parser.add_argument(
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument(
+        "--codes", action="store_true", help="compare products of stored codes with decoded weights"
+    )
+    group.add_argument(
         "--caches", action="store_true", help="compare types of cached keys and values"
     )
     parser.add_argument("--length", type=int, default=1024, help="tokens of each text")
     parser.add_argument("--texts", type=int, default=24, help="number of texts")
     arguments = parser.parse_args()
-    kinds = CACHES if arguments.caches else WEIGHTS
+    kinds = CACHES if arguments.caches else CODES if arguments.codes else WEIGHTS
     with opened_checkpoint(arguments.model) as directory:
         compare(directory, kinds, arguments.length, arguments.texts)
 
