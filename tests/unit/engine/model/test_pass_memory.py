@@ -79,7 +79,7 @@ def test_pass_takes_no_more_than_it_states(name: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, LARGE[name])
     with ProcessPoolExecutor(1, get_context("spawn")) as fresh:  # no freed memory hides a growth
         taken, stated = fresh.submit(memory_of_pass, tmp_path).result()
-    assert 8 * MIB < taken < stated < 8 * taken
+    assert 4 * MIB < taken < stated < 8 * taken
 
 
 @pytest.mark.parametrize("family", ["deepseek v3", "qwen3 moe"])
