@@ -139,19 +139,24 @@ def _frames(frames: Callable[[], Iterable[bytes]]) -> Flood:
 
 async def _many_starts(stack: Stack, http: httpx.AsyncClient) -> None:
     """Send one Session message with 100,000 starts that the service refuses."""
-    await _session(stack, completion_pb2.CompleteRequest())
+    await _session(stack, completion_pb2.GenerateRequest())
 
 
 async def _many_valid_starts(stack: Stack, http: httpx.AsyncClient) -> None:
     """Send one Session message with 100,000 starts that the service accepts or queues."""
     prompt = completion_pb2.Prompt(text="x")
-    await _session(stack, completion_pb2.CompleteRequest(model="default", prompts=[prompt]))
+    await _session(
+        stack,
+        completion_pb2.GenerateRequest(
+            model="default", prompts=completion_pb2.Prompts(items=[prompt])
+        ),
+    )
 
 
-async def _session(stack: Stack, request: completion_pb2.CompleteRequest) -> None:
-    start = completion_pb2.StartComplete(request=request)
+async def _session(stack: Stack, request: completion_pb2.GenerateRequest) -> None:
+    start = completion_pb2.SessionStart(request=request)
     commands = [
-        completion_pb2.SessionCommand(handle=handle, start_complete=start)
+        completion_pb2.SessionCommand(handle=handle, start=start)
         for handle in range(1, _MANY_STARTS + 1)
     ]
     async with connect(stack.targets["tokenizer"]) as channel:

@@ -31,7 +31,7 @@ from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.scenarios import SCENARIOS, ClosedLoop, Scenario, Workload
 from benchmarks.tables import markdown
 from services.engine.frontend.child_process import limit_thread_spinning
-from tokenwire.client import Client, CompletionStream, EngineClient, GenerationStream
+from tokenwire.client import AnswerStream, Client, EngineClient, GenerationStream
 
 PATHS = ("in process", "gRPC, tokens", "gRPC, text", "HTTP")
 
@@ -84,7 +84,7 @@ def _serve(model: Path, workload: Workload, seed: str, repeat: int) -> list[tupl
 
 async def run_over_grpc(
     path: str,
-    stream: Callable[[list[int], int], CompletionStream | GenerationStream],
+    stream: Callable[[list[int], int], AnswerStream | GenerationStream],
     workload: Workload,
     prompts: Prompts,
     tree: ProcessTree,
@@ -143,7 +143,7 @@ async def run_on_stack(
         def tokens(prompt: list[int], output: int) -> GenerationStream:
             return engine.stream(prompt, max_tokens=output, temperature=0, ignore_eos=True)
 
-        def text(prompt: list[int], output: int) -> CompletionStream:
+        def text(prompt: list[int], output: int) -> AnswerStream:
             return tokenizer.stream(prompt, max_tokens=output, temperature=0, ignore_eos=True)
 
         for _ in range(repeat):

@@ -1,12 +1,13 @@
 """Asyncio clients for text and for token ids.
 
     import asyncio
-    from tokenwire.client import Client
+    from tokenwire.client import Client, Message
 
     async def main() -> None:
         async with Client("127.0.0.1:50051") as client:
-            print((await client.complete("def add(a, b):", max_tokens=32)).text)
-            print((await client.chat("What is a mutex?", max_tokens=64)).text)
+            print((await client.generate("def add(a, b):", max_tokens=32)).text)
+            question = Message("user", "What is a mutex?")
+            print((await client.generate(question, max_tokens=64)).text)
 
     asyncio.run(main())
 
@@ -23,9 +24,9 @@ from typing import Any, Generic, TypeVar, Unpack
 import grpc
 
 from tokenwire.channel import connect
-from tokenwire.chat import ChatAnswer, ChatChoice, Message
 from tokenwire.errors import ServiceError
 from tokenwire.loopback import is_local_target
+from tokenwire.messages import Message
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2 import Tool, ToolChoice
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
@@ -35,19 +36,9 @@ from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.pb.types.v1 import types_pb2
 from tokenwire.pb.types.v1.types_pb2 import BeamSearch, DryParams, GrammarSpec, MirostatParams
-from tokenwire.requests import (
-    ChatOptions,
-    CompleteOptions,
-    GenerateOptions,
-    Prompt,
-    build,
-    chat_start,
-    complete_start,
-    generate_start,
-)
+from tokenwire.requests import GenerateOptions, Input, TokenOptions, build, text_start, token_start
 from tokenwire.results import (
-    Choice,
-    Completion,
+    Answer,
     Encoding,
     EngineModel,
     Generation,
@@ -63,18 +54,15 @@ from tokenwire.session import (
     completion_session,
     engine_session,
 )
-from tokenwire.stream import AsyncResource, ChatStream, CompletionStream, GenerationStream
+from tokenwire.stream import AnswerStream, AsyncResource, GenerationStream
 from tokenwire.tls import ClientTls
 from tokenwire.token_file import TokenError, require_token
 
 __all__ = [
+    "AnswerStream",
     "BeamSearch",
-    "ChatOptions",
-    "ChatStream",
     "Client",
     "ClientTls",
-    "CompleteOptions",
-    "CompletionStream",
     "DryParams",
     "EngineClient",
     "GenerateOptions",
@@ -82,11 +70,12 @@ __all__ = [
     "GrammarSpec",
     "Message",
     "MirostatParams",
+    "TokenOptions",
     "Tool",
     "ToolChoice",
 ]
 
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 AnySession = TypeVar("AnySession", CompletionSession, EngineSession)
 
 
@@ -123,65 +112,23 @@ class Client(_Connection[CompletionSession]):
         self._completions = CompletionServiceStub(self._channel)
         self._tokenizer = TokenizerServiceStub(self._channel)
 
-    async def complete(
-        self, prompt: Prompt | Sequence[Prompt], **options: Unpack[CompleteOptions]
-    ) -> Completion:
-        """Complete one prompt or several, each a text or token ids."""
-        start = complete_start(prompt, dict(options), completion_pb2.DELIVERY_WHOLE)
-        stream = CompletionStream(self._session, start)
-        choices = tuple(Choice.join(deltas) for deltas in await stream.by_choice())
-        accepted, usage = stream.ended
-        return Completion(
-            accepted.model,
-            accepted.system_fingerprint,
-            accepted.seed,
-            choices,
-            usage,
-            tuple(accepted.ignored),
-            tuple(Scores.join(stream.prompt_scores[i]) for i in range(len(accepted.prompts))),
-        )
+    async def generate(self, given: Input, **options: Unpack[GenerateOptions]) -> Answer:
+        """Complete prompts, or answer a conversation.
 
-    def stream(
-        self, prompt: Prompt | Sequence[Prompt], **options: Unpack[CompleteOptions]
-    ) -> CompletionStream:
-        """Complete prompts; return the deltas as they are generated.
+        given: one prompt or several, each a text or token ids; or one `Message` or several.
+        """
+        start = text_start(given, dict(options), completion_pb2.DELIVERY_WHOLE)
+        return await AnswerStream(self._session, start).answer()
+
+    def stream(self, given: Input, **options: Unpack[GenerateOptions]) -> AnswerStream:
+        """Complete prompts, or answer a conversation; return the deltas as they are generated.
 
         async with client.stream("def add(a, b):") as stream:
             async for delta in stream:
                 print(delta.text, end="")
         """
-        start = complete_start(prompt, dict(options), completion_pb2.DELIVERY_DELTAS)
-        return CompletionStream(self._session, start)
-
-    async def chat(
-        self, messages: str | Sequence[Message], **options: Unpack[ChatOptions]
-    ) -> ChatAnswer:
-        """Answer a conversation; a string stands for one user message."""
-        start = chat_start(messages, dict(options), completion_pb2.DELIVERY_WHOLE)
-        stream = ChatStream(self._session, start)
-        choices = tuple(ChatChoice.join(deltas) for deltas in await stream.by_choice())
-        accepted, usage = stream.ended
-        return ChatAnswer(
-            accepted.model,
-            accepted.system_fingerprint,
-            accepted.seed,
-            choices,
-            usage,
-            tuple(accepted.ignored),
-            Scores.join(stream.prompt_scores[0]),
-        )
-
-    def stream_chat(
-        self, messages: str | Sequence[Message], **options: Unpack[ChatOptions]
-    ) -> ChatStream:
-        """Answer a conversation; return the deltas as they are generated.
-
-        async with client.stream_chat("What is a mutex?") as stream:
-            async for delta in stream:
-                print(delta.content, end="")
-        """
-        start = chat_start(messages, dict(options), completion_pb2.DELIVERY_DELTAS)
-        return ChatStream(self._session, start)
+        start = text_start(given, dict(options), completion_pb2.DELIVERY_DELTAS)
+        return AnswerStream(self._session, start)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
         """Return the token ids of a text."""
@@ -228,7 +175,7 @@ class EngineClient(_Connection[EngineSession]):
     async def generate(
         self,
         prompt_ids: Sequence[int] | Sequence[Sequence[int]],
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[TokenOptions],
     ) -> Generation:
         """Continue one prompt or several."""
         outputs: dict[int, list[TokenDelta]] = defaultdict(list)
@@ -251,10 +198,10 @@ class EngineClient(_Connection[EngineSession]):
     def stream(
         self,
         prompt_ids: Sequence[int] | Sequence[Sequence[int]],
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[TokenOptions],
     ) -> GenerationStream:
         """Continue prompts; return the deltas as they are generated."""
-        return GenerationStream(self._session, generate_start(prompt_ids, dict(options)))
+        return GenerationStream(self._session, token_start(prompt_ids, dict(options)))
 
     async def model(self) -> EngineModel:
         """Return the model, its limits and its capabilities."""
@@ -277,7 +224,7 @@ def _connect(target: str, tls: ClientTls | None, key: str, plaintext: bool) -> g
     return connect(target, tls=tls, token=lambda: key)
 
 
-async def _answer(rpc: Callable[[Any], Awaitable[Answer]], request: Any) -> Answer:
+async def _answer(rpc: Callable[[Any], Awaitable[Reply]], request: Any) -> Reply:
     try:
         return await rpc(request)
     except grpc.aio.AioRpcError as error:

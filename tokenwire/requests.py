@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, cast
 
-from tokenwire.chat import Message
 from tokenwire.errors import ServiceError, invalid
+from tokenwire.messages import Message
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2 import Tool, ToolChoice
 from tokenwire.pb.engine.v1 import engine_pb2
@@ -13,18 +13,19 @@ from tokenwire.pb.types.v1 import types_pb2
 from tokenwire.pb.types.v1.types_pb2 import BeamSearch, DryParams, GrammarSpec, MirostatParams
 
 __all__ = [
-    "ChatOptions",
-    "CompleteOptions",
     "GenerateOptions",
+    "Input",
     "Prompt",
+    "TokenOptions",
     "build",
-    "chat_start",
-    "complete_start",
-    "generate_start",
+    "text_start",
+    "token_start",
     "with_image_marks",
 ]
 
 Prompt = str | Sequence[int]
+Input = Prompt | Sequence[Prompt] | Message | Sequence[Message]
+"""Prompts to complete, each a text or token ids; or the messages of a conversation to answer"""
 Built = TypeVar("Built")
 _IMAGE_MARK = "<image>"
 
@@ -62,8 +63,11 @@ class _RequestOptions(TypedDict, total=False):
     timeout_seconds: float
 
 
-class _TextOptions(_RequestOptions, total=False):
-    """Options of completions and chats: protos/tokenwire/completion/v1."""
+class GenerateOptions(_RequestOptions, total=False):
+    """Options of a request at text level besides its input: protos/tokenwire/completion/v1.
+
+    Those of the second group need prompts, those of the third one a conversation.
+    """
 
     stop: Sequence[str]
     include_stop_string: bool
@@ -75,23 +79,15 @@ class _TextOptions(_RequestOptions, total=False):
     truncate_prompt_tokens: int
     tools: Sequence[Tool]
     tool_choice: ToolChoice
+    echo: bool
     user: str
-
-
-class CompleteOptions(_TextOptions, total=False):
-    """Options of a completion besides its prompt."""
 
     suffix: str
     best_of: int
     beam_search: BeamSearch
-    echo: bool
     truncate_prompt: bool
     images: Sequence[bytes]
     """Encoded images (PNG, JPEG, WebP or GIF), one for each "<image>" of the prompts, in order"""
-
-
-class ChatOptions(_TextOptions, total=False):
-    """Options of a chat besides its messages."""
 
     parallel_tool_calls: bool
     template: str
@@ -100,32 +96,34 @@ class ChatOptions(_TextOptions, total=False):
     add_generation_prompt: bool
     continue_last_message: bool
     reasoning_effort: str
-    echo: bool
     drop_oldest_messages: bool
 
 
-class GenerateOptions(_RequestOptions, total=False):
+class TokenOptions(_RequestOptions, total=False):
     """Options of a request at token level besides its prompts: protos/tokenwire/engine/v1."""
 
     beam_search: BeamSearch
 
 
-def complete_start(
-    prompt: Prompt | Sequence[Prompt],
-    options: dict[str, Any],
-    delivery: completion_pb2.Delivery.ValueType,
-) -> completion_pb2.StartComplete:
-    """Return the command that starts a completion. Raises as `build` does."""
-    prompts = [prompt] if _is_one(prompt) else prompt
+def text_start(
+    given: Input, options: dict[str, Any], delivery: completion_pb2.Delivery.ValueType
+) -> completion_pb2.SessionStart:
+    """Return the command that starts a request at text level. Raises as `build` does."""
     context = _pop_context(options)
+    messages = _messages(given)
+    source: dict[str, Any]
+    if messages is None:
+        source = {"prompts": _prompts(cast(Prompt | Sequence[Prompt], given), options)}
+    else:
+        source = {"conversation": _conversation(messages, options)}
     request = build(
-        completion_pb2.CompleteRequest,
-        prompts=[_prompt(one) for one in cast(Sequence[Prompt], prompts)],
+        completion_pb2.GenerateRequest,
+        **source,
         delivery=delivery,
         **_pop_nested(options),
         **options,
     )
-    return completion_pb2.StartComplete(request=request, context=context)
+    return completion_pb2.SessionStart(request=request, context=context)
 
 
 def with_image_marks(prompt: str, images: int) -> str:
@@ -133,27 +131,7 @@ def with_image_marks(prompt: str, images: int) -> str:
     return prompt if _IMAGE_MARK in prompt else _IMAGE_MARK * images + prompt
 
 
-def chat_start(
-    messages: str | Sequence[Message],
-    options: dict[str, Any],
-    delivery: completion_pb2.Delivery.ValueType,
-) -> completion_pb2.StartChat:
-    """Return the command that starts a chat. Raises as `build` does."""
-    conversation = [Message("user", messages)] if isinstance(messages, str) else messages
-    context = _pop_context(options)
-    arguments = options.pop("template_arguments", None)
-    request = build(
-        completion_pb2.ChatRequest,
-        messages=[_message(message, f"messages[{i}]") for i, message in enumerate(conversation)],
-        template_arguments_json="" if arguments is None else json.dumps(arguments),
-        delivery=delivery,
-        **_pop_nested(options),
-        **options,
-    )
-    return completion_pb2.StartChat(request=request, context=context)
-
-
-def generate_start(
+def token_start(
     prompt_ids: Sequence[int] | Sequence[Sequence[int]], options: dict[str, Any]
 ) -> engine_pb2.SessionStart:
     """Return the command that starts a request at token level. Raises as `build` does."""
@@ -190,10 +168,40 @@ def _is_one(prompt: Prompt | Sequence[Prompt]) -> bool:
     return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
 
 
-def _prompt(prompt: Prompt) -> completion_pb2.Prompt:
+def _messages(given: Input) -> Sequence[Message] | None:
+    """Return the messages of a conversation; None for prompts."""
+    if isinstance(given, Message):
+        return [given]
+    is_conversation = not isinstance(given, str) and given and isinstance(given[0], Message)
+    return cast(Sequence[Message], given) if is_conversation else None
+
+
+def _prompts(given: Prompt | Sequence[Prompt], options: dict[str, Any]) -> completion_pb2.Prompts:
+    prompts = cast(Sequence[Prompt], [given] if _is_one(given) else given)
+    items = [_prompt(prompt, f"prompts.items[{index}]") for index, prompt in enumerate(prompts)]
+    fields = _pop_fields(options, completion_pb2.Prompts)
+    return build(completion_pb2.Prompts, "prompts.", items=items, **fields)
+
+
+def _prompt(prompt: Prompt, path: str) -> completion_pb2.Prompt:
     if isinstance(prompt, str):
-        return build(completion_pb2.Prompt, "prompts.", text=prompt)
-    return completion_pb2.Prompt(token_ids=build(types_pb2.TokenIds, "prompts.", ids=prompt))
+        return build(completion_pb2.Prompt, f"{path}.", text=prompt)
+    ids = build(types_pb2.TokenIds, f"{path}.token_ids.", ids=prompt)
+    return completion_pb2.Prompt(token_ids=ids)
+
+
+def _conversation(
+    messages: Sequence[Message], options: dict[str, Any]
+) -> completion_pb2.Conversation:
+    path = "conversation."
+    arguments = options.pop("template_arguments", None)
+    return build(
+        completion_pb2.Conversation,
+        path,
+        messages=[_message(each, f"{path}messages[{i}]") for i, each in enumerate(messages)],
+        template_arguments_json="" if arguments is None else json.dumps(arguments),
+        **_pop_fields(options, completion_pb2.Conversation),
+    )
 
 
 def _message(message: Message, path: str) -> completion_pb2.Message:

@@ -1,18 +1,19 @@
 """Results of the client: frozen dataclasses, read from protobuf."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from itertools import chain
 
+from tokenwire.messages import Message, ToolCall, ToolCallDelta, join_calls
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
+    "Answer",
     "Choice",
-    "Completion",
     "Delta",
     "Encoding",
     "EngineModel",
@@ -64,13 +65,14 @@ class Usage:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
     """Natural-log probabilities of tokens: entry i of every tuple belongs to token i.
 
     A token without a score (the first of a prompt) has NaN and rank 0.
     """
 
+    ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     ranks: tuple[int, ...] = ()
     top_ids: tuple[tuple[int, ...], ...] = ()
@@ -78,34 +80,52 @@ class Scores:
     top_logprobs: tuple[tuple[float, ...], ...] = ()
     texts: tuple[str, ...] = ()
     """Text that each token adds, or the token's own text where the output omits it: a special
-    token, the stop id that ends a choice (text level only)"""
+    token, the stop id that ends a choice (prompts at text level only)"""
     offsets: tuple[int, ...] = ()
     """Start of each token in the choice's whole text, in code points; an omitted token has the
-    offset at which it would start (text level only)"""
+    offset at which it would start (prompts at text level only)"""
     top_texts: tuple[tuple[str, ...], ...] = ()
-    """Texts of top_ids (text level only)"""
+    """Texts of top_ids (prompts at text level only)"""
+    data: tuple[bytes, ...] = ()
+    """Bytes that each token adds to the content, which may end inside a character (conversations
+    only)"""
+    top_data: tuple[tuple[bytes, ...], ...] = ()
+    """Bytes of top_ids (conversations only)"""
 
     @classmethod
-    def read(
-        cls,
-        columns: types_pb2.TokenColumns,
-        texts: Sequence[str] = (),
-        offsets: Sequence[int] = (),
-        top_texts: Sequence[str] = (),
-    ) -> "Scores | None":
+    def read(cls, columns: types_pb2.TokenColumns) -> "Scores | None":
         """Return the scores of token columns; None where the columns hold no scores."""
         if not columns.logprobs:
             return None
-        width, count = columns.top_width, len(columns.ids)
-        rows = [slice(i * width, (i + 1) * width) for i in range(count)]
+        rows = _rows(columns)
         return cls(
-            tuple(columns.logprobs),
-            tuple(columns.ranks),
-            tuple(tuple(columns.top_ids[row]) for row in rows),
-            tuple(tuple(columns.top_logprobs[row]) for row in rows),
-            tuple(texts),
-            tuple(offsets),
-            tuple(tuple(top_texts[row]) for row in rows) if top_texts else (),
+            ids=tuple(columns.ids),
+            logprobs=tuple(columns.logprobs),
+            ranks=tuple(columns.ranks),
+            top_ids=tuple(tuple(columns.top_ids[row]) for row in rows),
+            top_logprobs=tuple(tuple(columns.top_logprobs[row]) for row in rows),
+        )
+
+    @classmethod
+    def read_texts(
+        cls, scored: completion_pb2.ChoiceDelta | completion_pb2.PromptLogprobs
+    ) -> "Scores | None":
+        """Return the scores of an event, with the texts, or the bytes, of its tokens."""
+        scores = cls.read(scored.tokens)
+        if scores is None:
+            return None
+        rows = _rows(scored.tokens)
+        top_texts = tuple(tuple(scored.top_texts[row]) for row in rows) if scored.top_texts else ()
+        scores = replace(scores, texts=tuple(scored.token_texts), top_texts=top_texts)
+        if isinstance(scored, completion_pb2.PromptLogprobs):
+            return scores
+        return replace(
+            scores,
+            offsets=tuple(scored.text_offsets),
+            data=tuple(scored.token_bytes),
+            top_data=tuple(tuple(scored.top_bytes[row]) for row in rows)
+            if scored.top_bytes
+            else (),
         )
 
     @classmethod
@@ -113,15 +133,16 @@ class Scores:
         """Return the scores of consecutive runs of tokens as one; None without a run."""
         if not parts:
             return None
+        names = [field.name for field in fields(cls)]
         return cls(
-            tuple(chain.from_iterable(part.logprobs for part in parts)),
-            tuple(chain.from_iterable(part.ranks for part in parts)),
-            tuple(chain.from_iterable(part.top_ids for part in parts)),
-            tuple(chain.from_iterable(part.top_logprobs for part in parts)),
-            tuple(chain.from_iterable(part.texts for part in parts)),
-            tuple(chain.from_iterable(part.offsets for part in parts)),
-            tuple(chain.from_iterable(part.top_texts for part in parts)),
+            **{name: tuple(chain.from_iterable(getattr(p, name) for p in parts)) for name in names}
         )
+
+
+def _rows(columns: types_pb2.TokenColumns) -> list[slice]:
+    """Return the places of each token's candidates."""
+    width = columns.top_width
+    return [slice(i * width, (i + 1) * width) for i in range(len(columns.ids))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,41 +152,50 @@ class Delta:
     index: int
     """Prompt index * n + i"""
     text: str = ""
+    """Text to append; in a conversation the answer's content"""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: tuple[int, ...] = ()
+    """All ids since the last delta, also those of reasoning and calls, whose text may come later"""
     position: int = 0
-    """Position of the first token, counted from the end of the prompt; of an echoed token, from the
+    """Position of the first id, counted from the end of the prompt; of an echoed token, from the
     prompt's start"""
     is_prompt: bool = False
     """True for tokens of the echoed prompt"""
     scores: Scores | None = None
+    """Scores of the text's tokens; only with logprobs"""
     finish_reason: FinishReason | None = None
     stop: str | int | None = None
     """Stop string or token id that ended the choice"""
 
     @classmethod
     def read(cls, delta: completion_pb2.ChoiceDelta) -> "Delta":
-        scores = Scores.read(delta.tokens, delta.token_texts, delta.text_offsets, delta.top_texts)
         return cls(
             index=delta.index,
             text=delta.text,
-            token_ids=tuple(delta.tokens.ids),
+            reasoning=delta.reasoning,
+            tool_calls=tuple(map(ToolCallDelta.read, delta.tool_calls)),
+            token_ids=tuple(delta.token_ids),
             position=delta.position,
             is_prompt=delta.is_prompt,
-            scores=scores,
+            scores=Scores.read_texts(delta),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One completion of one prompt."""
+    """One completion of a prompt, or one answer to a conversation."""
 
     index: int
     text: str
+    """The text; in a conversation the answer's content"""
     token_ids: tuple[int, ...]
     """Generated ids, preceded by the prompt's with echo"""
     finish_reason: FinishReason
     stop: str | int | None
     scores: Scores | None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @classmethod
     def join(cls, deltas: Sequence[Delta]) -> "Choice":
@@ -179,12 +209,19 @@ class Choice:
             last.finish_reason,
             last.stop,
             Scores.join([delta.scores for delta in deltas if delta.scores is not None]),
+            "".join(delta.reasoning for delta in deltas),
+            join_calls(chain.from_iterable(delta.tool_calls for delta in deltas)),
         )
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message, which the conversation's next request takes unchanged."""
+        return Message("assistant", self.text or None, self.tool_calls, reasoning=self.reasoning)
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """Answer to a completion."""
+class Answer:
+    """Answer to a request at text level."""
 
     model: str
     system_fingerprint: str
@@ -201,6 +238,11 @@ class Completion:
     def text(self) -> str:
         """The text of the first choice."""
         return self.choices[0].text
+
+    @property
+    def message(self) -> Message:
+        """The message of the first choice."""
+        return self.choices[0].message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

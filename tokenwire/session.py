@@ -213,7 +213,6 @@ def completion_session(channel: grpc.aio.Channel) -> CompletionSession:
     stub = CompletionServiceStub(channel)
 
     def is_last(event: completion_pb2.SessionEvent) -> bool:
-        inner = event.chat if event.WhichOneof("event") == "chat" else event.complete
-        return inner.WhichOneof("event") == "completed"
+        return event.response.WhichOneof("event") == "completed"
 
     return Session(stub.Session, lambda c: completion_pb2.SessionRequest(commands=c), is_last)

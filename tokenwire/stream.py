@@ -5,27 +5,17 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from typing import Any, Generic, Self, TypeVar, cast
 
-from tokenwire.chat import ChatDelta
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.types.v1 import types_pb2
-from tokenwire.results import Delta, FinishReason, Scores, TokenDelta, Usage
+from tokenwire.results import Answer, Choice, Delta, FinishReason, Scores, TokenDelta, Usage
 from tokenwire.session import CompletionSession, EngineSession, Session
 
-__all__ = [
-    "AsyncResource",
-    "ChatStream",
-    "CompletionStream",
-    "GenerationStream",
-    "RequestStream",
-    "TextDelta",
-    "TextStream",
-]
+__all__ = ["AnswerStream", "AsyncResource", "GenerationStream", "RequestStream"]
 
 Event = TypeVar("Event")
 DeltaType = TypeVar("DeltaType")
-TextDelta = TypeVar("TextDelta", Delta, ChatDelta)
 
 
 class AsyncResource(ABC):
@@ -118,81 +108,69 @@ class RequestStream(AsyncResource, Generic[Event, DeltaType]):
             self._session.send(self._cancel_command())
 
 
-class TextStream(RequestStream[completion_pb2.SessionEvent, TextDelta]):
-    """Deltas of a completion or a chat."""
+class AnswerStream(RequestStream[completion_pb2.SessionEvent, Delta]):
+    """Deltas of a request at text level."""
 
-    accepted: completion_pb2.CompleteAccepted | None = None
+    accepted: completion_pb2.Accepted | None = None
     """The admitted request's settings; set before the first delta"""
     prompt_scores: dict[int, list[Scores]]
     """Runs of prompt tokens by prompt index, from token 1 on; only with prompt_logprobs"""
-    _delta: type[TextDelta]
 
-    def __init__(self, session: CompletionSession) -> None:
+    def __init__(self, session: CompletionSession, start: completion_pb2.SessionStart) -> None:
         super().__init__(session)
         self.prompt_scores = defaultdict(list)
+        session.send(completion_pb2.SessionCommand(handle=self._handle, start=start))
 
     def _cancel_command(self) -> object:
-        cancel = completion_pb2.Cancel()
+        cancel = completion_pb2.SessionCancel()
         return completion_pb2.SessionCommand(handle=self._handle, cancel=cancel)
 
-    def _read(self, event: completion_pb2.SessionEvent) -> TextDelta | None:
-        response: Any = event.chat if event.HasField("chat") else event.complete
+    def _read(self, event: completion_pb2.SessionEvent) -> Delta | None:
+        response = event.response
         match response.WhichOneof("event"):
             case "delta":
-                return self._delta.read(response.delta)
+                return Delta.read(response.delta)
             case "finished":
                 finished = response.finished
-                return self._delta(
+                return Delta(
                     index=finished.index,
                     position=finished.completion_tokens,
                     finish_reason=FinishReason.read(finished.reason),
                     stop=_stop_match(finished.match),
                 )
             case "prompt_logprobs":
-                run = response.prompt_logprobs
-                scores = Scores.read(run.tokens, run.token_texts, (), run.top_texts)
+                scores = Scores.read_texts(response.prompt_logprobs)
                 if scores is not None:
-                    self.prompt_scores[run.prompt].append(scores)
+                    self.prompt_scores[response.prompt_logprobs.prompt].append(scores)
             case "accepted":
                 self.accepted = response.accepted
             case "completed":
                 self.usage = Usage.read(response.completed.usage)
         return None
 
-    async def by_choice(self) -> list[list[TextDelta]]:
-        """Iterate to the end; return the deltas of each choice, in the order of the choices."""
-        deltas: dict[int, list[TextDelta]] = defaultdict(list)
+    async def answer(self) -> Answer:
+        """Iterate to the end; return the whole answer."""
+        deltas: dict[int, list[Delta]] = defaultdict(list)
         async with self:
             async for delta in self:
                 deltas[delta.index].append(delta)
-        return [deltas[index] for index in sorted(deltas)]
+        accepted, usage = self.ended
+        return Answer(
+            accepted.model,
+            accepted.system_fingerprint,
+            accepted.seed,
+            tuple(Choice.join(deltas[index]) for index in sorted(deltas)),
+            usage,
+            tuple(accepted.ignored),
+            tuple(Scores.join(self.prompt_scores[i]) for i in range(len(accepted.prompts))),
+        )
 
     @property
-    def ended(self) -> tuple[completion_pb2.CompleteAccepted, Usage]:
+    def ended(self) -> tuple[completion_pb2.Accepted, Usage]:
         """The admitted request's settings and its usage, once the iteration has ended."""
         assert self.accepted is not None
         assert self.usage is not None
         return self.accepted, self.usage
-
-
-class CompletionStream(TextStream[Delta]):
-    """Deltas of a completion."""
-
-    _delta = Delta
-
-    def __init__(self, session: CompletionSession, start: completion_pb2.StartComplete) -> None:
-        super().__init__(session)
-        session.send(completion_pb2.SessionCommand(handle=self._handle, start_complete=start))
-
-
-class ChatStream(TextStream[ChatDelta]):
-    """Deltas of a chat."""
-
-    _delta = ChatDelta
-
-    def __init__(self, session: CompletionSession, start: completion_pb2.StartChat) -> None:
-        super().__init__(session)
-        session.send(completion_pb2.SessionCommand(handle=self._handle, start_chat=start))
 
 
 class GenerationStream(RequestStream[engine_pb2.SessionEvent, TokenDelta]):

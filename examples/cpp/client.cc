@@ -31,11 +31,11 @@ void give_a_minute(grpc::ClientContext& context) {
 }
 
 grpc::Status complete(completion::CompletionService::Stub& stub,
-                      const completion::CompleteRequest& request, std::string& text) {
+                      const completion::GenerateRequest& request, std::string& text) {
   grpc::ClientContext context;  // context.TryCancel(), from any thread, cancels the request
   give_a_minute(context);
-  auto stream = stub.Complete(&context, request);
-  completion::CompleteResponse response;
+  auto stream = stub.Generate(&context, request);
+  completion::GenerateResponse response;
   while (stream->Read(&response)) text += response.delta().text();
   return stream->Finish();
 }
@@ -81,8 +81,8 @@ int main() try {
   google::protobuf::Struct output;
   auto& fields = *output.mutable_fields();
 
-  completion::CompleteRequest prompt;
-  prompt.add_prompts()->set_text("def read_json(path):\n");
+  completion::GenerateRequest prompt;
+  prompt.mutable_prompts()->add_items()->set_text("def read_json(path):\n");
   prompt.mutable_sampling()->set_temperature(0);
   prompt.mutable_stopping()->set_max_tokens(32);
   expect(complete(completions, prompt, *fields["text"].mutable_string_value()));
@@ -95,7 +95,7 @@ int main() try {
   ids.mutable_stopping()->set_ignore_eos(true);
   expect(generate(tokens, ids, *fields["ids"].mutable_list_value()));
 
-  completion::CompleteRequest hot = prompt;
+  completion::GenerateRequest hot = prompt;
   hot.mutable_sampling()->set_temperature(9);
   std::string none;
   *fields["refusal"].mutable_struct_value() = refusal_of(complete(completions, hot, none));

@@ -43,8 +43,8 @@ func main() {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 
-	answer, err := complete(ctx, completion.NewCompletionServiceClient(text), &completion.CompleteRequest{
-		Prompts:  []*completion.Prompt{{Prompt: &completion.Prompt_Text{Text: "def read_json(path):\n"}}},
+	answer, err := complete(ctx, completion.NewCompletionServiceClient(text), &completion.GenerateRequest{
+		Input:    prompt("def read_json(path):\n"),
 		Sampling: &types.SamplingParams{Temperature: proto.Float32(0)},
 		Stopping: &types.StoppingParams{MaxTokens: proto.Uint32(32)},
 	})
@@ -59,8 +59,8 @@ func main() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	_, err = complete(ctx, completion.NewCompletionServiceClient(text), &completion.CompleteRequest{
-		Prompts:  []*completion.Prompt{{Prompt: &completion.Prompt_Text{Text: "x"}}},
+	_, err = complete(ctx, completion.NewCompletionServiceClient(text), &completion.GenerateRequest{
+		Input:    prompt("x"),
 		Sampling: &types.SamplingParams{Temperature: proto.Float32(9)},
 	})
 	output, err := json.MarshalIndent(map[string]any{"text": answer, "ids": ids, "refusal": refusalOf(err)}, "", "  ")
@@ -81,8 +81,13 @@ func connect(variable, target string) *grpc.ClientConn {
 	return connection
 }
 
-func complete(ctx context.Context, client completion.CompletionServiceClient, request *completion.CompleteRequest) (string, error) {
-	stream, err := client.Complete(ctx, request)
+func prompt(text string) *completion.GenerateRequest_Prompts {
+	items := []*completion.Prompt{{Prompt: &completion.Prompt_Text{Text: text}}}
+	return &completion.GenerateRequest_Prompts{Prompts: &completion.Prompts{Items: items}}
+}
+
+func complete(ctx context.Context, client completion.CompletionServiceClient, request *completion.GenerateRequest) (string, error) {
+	stream, err := client.Generate(ctx, request)
 	if err != nil {
 		return "", err
 	}

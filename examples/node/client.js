@@ -38,7 +38,7 @@ function deserialize(type, bytes) {
 
 async function complete(client, request) {
   let text = "";
-  for await (const response of client.Complete(request)) {
+  for await (const response of client.Generate(request)) {
     if (response.event === "delta") text += response.delta.text;
   }
   return text;
@@ -58,7 +58,7 @@ async function main() {
   const engine = new tokenwire.engine.v1.EngineService(ENGINE, credentials);
 
   const text = await complete(completions, {
-    prompts: [{ text: "def read_json(path):\n" }],
+    prompts: { items: [{ text: "def read_json(path):\n" }] },
     sampling: { temperature: 0 },
     stopping: { max_tokens: 32 },
   });
@@ -70,7 +70,7 @@ async function main() {
 
   let refusal;
   try {
-    await complete(completions, { prompts: [{ text: "x" }], sampling: { temperature: 9 } });
+    await complete(completions, { prompts: { items: [{ text: "x" }] }, sampling: { temperature: 9 } });
   } catch (error) {
     const details = detailsOf(error);
     refusal = {

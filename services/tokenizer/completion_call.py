@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
-from typing import Any, Generic
+from typing import Any
 
 import grpc
 
 from services.common.accounts import identity
-from services.common.accounts.account import GenerationRequest, VectorRequest
+from services.common.accounts.account import TextRequest
 from services.common.accounts.identity import Identity
 from services.common.accounts.metering import Meter
 from services.common.errors import cut_stalled
@@ -17,11 +17,12 @@ from services.common.logging import traceparent
 from services.common.priority import PRIORITY_KEY, TENANT_KEY
 from services.common.settings import StreamSettings
 from services.common.span import Span
-from services.tokenizer.completion.complete_processor import RequestProcessor, Response
 from services.tokenizer.completion.completion_registry import CompletionRegistry
 from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
+from services.tokenizer.completion.request_processor import RequestProcessor
 from services.tokenizer.send_queue import SendQueue
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
     "CompletionCall",
@@ -55,35 +56,35 @@ class StalledCalls:
         task.add_done_callback(self._tasks.discard)
 
 
-class CompletionCall(Generic[Response]):
+class CompletionCall:
     """One completion, whose output is the stream of one call."""
 
     def __init__(
         self,
         registry: CompletionRegistry,
-        processor: RequestProcessor[Response],
+        processor: RequestProcessor,
         call: CallContext,
         settings: StreamSettings,
     ) -> None:
         """Start the completion."""
-        self._send_queue: SendQueue[CompletionStream[Any]] = SendQueue(settings)
-        self.stream: CompletionStream[Response] = registry.start(
+        self._send_queue: SendQueue[CompletionStream] = SendQueue(settings)
+        self.stream: CompletionStream = registry.start(
             processor, call, self._send_queue, is_windowed=True
         )
 
     async def responses(
-        self, context: Context, stalled: StalledCalls, make: Callable[[], Response]
-    ) -> AsyncGenerator[Response, None]:
-        """Yield the responses, which `make` creates. Raises the completion's error at its end.
+        self, context: Context, stalled: StalledCalls
+    ) -> AsyncGenerator[completion_pb2.GenerateResponse, None]:
+        """Yield the responses. Raises the completion's error at its end.
 
         A client that leaves, or reads nothing, ends the completion.
         """
         stream, send_queue = self.stream, self._send_queue
         send_queue.start(partial(stalled.cut, context, stream.abandon))
-        responses: list[Response] = []
+        responses: list[completion_pb2.GenerateResponse] = []
 
-        def add() -> Response:
-            responses.append(make())
+        def add() -> completion_pb2.GenerateResponse:
+            responses.append(completion_pb2.GenerateResponse())
             return responses[-1]
 
         try:
@@ -107,7 +108,7 @@ class CompletionCall(Generic[Response]):
 
 def context_of_call(
     context: Context,
-    request: GenerationRequest | VectorRequest,
+    request: TextRequest,
     model: str,
     request_id: str,
     start_span: Callable[[], Span],
@@ -134,9 +135,7 @@ def context_of_call(
     )
 
 
-def meter_of(
-    caller: Identity, request: GenerationRequest | VectorRequest, model: str
-) -> Meter | None:
+def meter_of(caller: Identity, request: TextRequest, model: str) -> Meter | None:
     """Return what counts a request against the limits of its key; None without a key."""
     return Meter(caller, request, model) if caller.account is not None else None
 

@@ -1,20 +1,16 @@
-"""CompletionService: completions and chats, each as its own call or many over one Session."""
+"""CompletionService: requests to generate, each as its own call or many over one Session."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any
 
 from services.common.accounts import identity
+from services.common.accounts.account import TextRequest
 from services.common.accounts.identity import Identity
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
 from services.common.settings import StreamSettings
 from services.common.sharing.tenant import current_tenant
-from services.tokenizer.completion.complete_processor import (
-    RequestProcessor,
-    Response,
-)
 from services.tokenizer.completion.completion_registry import CompletionRegistry
 from services.tokenizer.completion.completion_span import start_span
 from services.tokenizer.completion.completion_stream import CompletionStream
@@ -40,11 +36,6 @@ from tokenwire.time_slice import TimeSlice
 
 __all__ = ["CompletionServicer"]
 
-Stream = CompletionStream[Any]
-Request = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
-VectorRequest = (
-    completion_pb2.EmbedRequest | completion_pb2.ScoreRequest | completion_pb2.ClassifyRequest
-)
 _FULL_BYTES = 4 * 1024 * 1024  # size at which a message of a Session takes no more output
 _CHECK_EVERY = 8  # streams between two looks at the size, which their output rarely reaches
 
@@ -72,36 +63,26 @@ class CompletionServicer(CompletionServiceServicer):
         self._settings = settings
         self._stalled = StalledCalls(settings)
 
-    async def Complete(
-        self, request: completion_pb2.CompleteRequest, context: Context
-    ) -> AsyncIterator[completion_pb2.CompleteResponse]:
-        """Stream one completion. The metadata goes out with the first message, the admission."""
-        processor = self._processors.complete(request)
+    async def Generate(
+        self, request: completion_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[completion_pb2.GenerateResponse]:
+        """Stream one request. The metadata goes out with the first message, the admission."""
+        processor = self._processors.processor(request)
         call = _context_of_call(context, request, self._model)
-        async for response in self._answer(
-            processor, call, context, completion_pb2.CompleteResponse
-        ):
-            yield response
-
-    async def Chat(
-        self, request: completion_pb2.ChatRequest, context: Context
-    ) -> AsyncIterator[completion_pb2.ChatResponse]:
-        """Stream one chat, as `Complete` does."""
-        processor = self._processors.chat(request)
-        call = _context_of_call(context, request, self._model)
-        async for response in self._answer(processor, call, context, completion_pb2.ChatResponse):
+        completion = CompletionCall(self._registry, processor, call, self._settings)
+        async for response in completion.responses(context, self._stalled):
             yield response
 
     async def Session(
         self, request_iterator: AsyncIterator[completion_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[completion_pb2.SessionResponse]:
-        """Stream many completions and chats.
+        """Stream the events of many requests.
 
         Requests that the client starts before it ends its side are answered; requests that run
         when the call breaks are cancelled.
         """
         await context.send_initial_metadata(())
-        send_queue: SendQueue[Stream] = SendQueue(self._settings)
+        send_queue: SendQueue[CompletionStream] = SendQueue(self._settings)
         client = _ClientSession(self._registry, self._processors, send_queue, self._model)
 
         def abandon() -> None:
@@ -196,16 +177,6 @@ class CompletionServicer(CompletionServiceServicer):
         await self._pool.unload_adapter(request.name)
         return completion_pb2.UnloadAdapterResponse()
 
-    def _answer(
-        self,
-        processor: RequestProcessor[Response],
-        call: CallContext,
-        context: Context,
-        make: type[Response],
-    ) -> AsyncIterator[Response]:
-        completion = CompletionCall(self._registry, processor, call, self._settings)
-        return completion.responses(context, self._stalled, make)
-
 
 class _ClientSession:
     """Requests of one Session by handle."""
@@ -214,7 +185,7 @@ class _ClientSession:
         self,
         registry: CompletionRegistry,
         processors: ProcessorFactory,
-        send_queue: SendQueue[Stream],
+        send_queue: SendQueue[CompletionStream],
         model: str,
     ) -> None:
         self._registry = registry
@@ -222,8 +193,8 @@ class _ClientSession:
         self._send_queue = send_queue
         self._model = model
         self._caller = identity.current.get()
-        self._streams: dict[int, Stream] = {}
-        self._handles: dict[Stream, int] = {}
+        self._streams: dict[int, CompletionStream] = {}
+        self._handles: dict[CompletionStream, int] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -262,10 +233,10 @@ class _ClientSession:
                 await time_slice.renew()
 
     def _write_stream(
-        self, stream: Stream, handle: int, response: completion_pb2.SessionResponse
+        self, stream: CompletionStream, handle: int, response: completion_pb2.SessionResponse
     ) -> None:
-        def add() -> Any:
-            return stream.processor.response_in(response.events.add(handle=handle))
+        def add() -> completion_pb2.GenerateResponse:
+            return response.events.add(handle=handle).response
 
         try:
             stream.write(add, lambda: response.ByteSize() > _FULL_BYTES)
@@ -278,14 +249,10 @@ class _ClientSession:
 
     def _execute(self, command: completion_pb2.SessionCommand) -> None:
         kind, handle = command.WhichOneof("command"), command.handle
-        if kind in ("start_complete", "start_chat") and handle in self._streams:
-            raise invalid("commands.handle", f"The handle {handle} is in use.")
-        if kind == "start_complete":
-            start = command.start_complete
-            self._start(handle, start, self._processors.complete(start.request))
-        elif kind == "start_chat":
-            chat = command.start_chat
-            self._start(handle, chat, self._processors.chat(chat.request))
+        if kind == "start":
+            if handle in self._streams:
+                raise invalid("commands.handle", f"The handle {handle} is in use.")
+            self._start(handle, command.start)
         elif kind is None:
             raise invalid("commands", "A command must have one of the known kinds.")
         elif kind == "credit" and command.credit.tokens < 1:
@@ -296,17 +263,12 @@ class _ClientSession:
             else:
                 stream.credit(command.credit.tokens)
 
-    def _start(
-        self,
-        handle: int,
-        start: completion_pb2.StartComplete | completion_pb2.StartChat,
-        processor: RequestProcessor[Any],
-    ) -> None:
+    def _start(self, handle: int, start: completion_pb2.SessionStart) -> None:
         context = _context_of_start(start.context, start.request, self._caller, self._model)
         previous = current_tenant.set(context.tenant)  # of the tasks that the request starts
         try:
             stream = self._registry.start(
-                processor,
+                self._processors.processor(start.request),
                 context,
                 self._send_queue,
                 credit=start.credit if start.HasField("credit") else None,
@@ -317,19 +279,22 @@ class _ClientSession:
         self._handles[stream] = handle
 
 
-def _wake_writer(send_queue: SendQueue[Stream], reader: asyncio.Task[None]) -> None:
+def _wake_writer(send_queue: SendQueue[CompletionStream], reader: asyncio.Task[None]) -> None:
     if not reader.cancelled():
         reader.exception()  # retrieved, or asyncio logs it if the call was cut
     send_queue.wake()
 
 
-def _context_of_call(context: Context, request: Request | VectorRequest, model: str) -> CallContext:
+def _context_of_call(context: Context, request: TextRequest, model: str) -> CallContext:
     start = partial(start_span, request, traceparent.get(), request_id.get())
     return context_of_call(context, request, model, request_id.get(), start)
 
 
 def _context_of_start(
-    context: completion_pb2.RequestContext, request: Request, caller: Identity, model: str
+    context: completion_pb2.RequestContext,
+    request: completion_pb2.GenerateRequest,
+    caller: Identity,
+    model: str,
 ) -> CallContext:
     request_id = sane_request_id(context.request_id)
     tenant, priority, refusal = "", 0, None

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from services.tokenizer.chat.chat_processor import ChatProcessor
 from services.tokenizer.chat.chat_templates import ChatTemplates
-from services.tokenizer.completion.complete_processor import CompleteProcessor
+from services.tokenizer.chat.conversation_processor import ConversationProcessor
+from services.tokenizer.completion.prompt_processor import PromptProcessor
+from services.tokenizer.completion.request_processor import RequestProcessor
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.text.infill import InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -22,8 +23,8 @@ class ProcessorFactory:
     templates: ChatTemplates
     images: ImageReader
 
-    def complete(self, request: completion_pb2.CompleteRequest) -> CompleteProcessor:
-        return CompleteProcessor(request, self.vocabulary, self.infill, self.images)
-
-    def chat(self, request: completion_pb2.ChatRequest) -> ChatProcessor:
-        return ChatProcessor(request, self.vocabulary, self.templates, self.images)
+    def processor(self, request: completion_pb2.GenerateRequest) -> RequestProcessor:
+        """Return the processor of a request; one without input is refused by its `check`."""
+        if request.HasField("conversation"):
+            return ConversationProcessor(request, self.vocabulary, self.templates, self.images)
+        return PromptProcessor(request, self.vocabulary, self.infill, self.images)

@@ -150,22 +150,15 @@ class TokenizerServicer(TokenizerServiceServicer):
         """Render messages and tools by the chat template."""
         await count_call(identity.current.get(), self._model)
         self._check_model(request.model)
-        images = await _run(partial(take_message_images, request.messages), request.ByteSize())
+        images = await _run(
+            partial(take_message_images, request.conversation.messages), request.ByteSize()
+        )
         if images:
             self._images.require(images[0].field)
-        prompt = ChatPrompt(
-            messages=request.messages,
-            tools=shown_tools(request.tools, request.tool_choice),
-            template=request.template,
-            arguments_json=request.template_arguments_json,
-            add_generation_prompt=(
-                request.add_generation_prompt if request.HasField("add_generation_prompt") else None
-            ),
-            continue_last_message=request.continue_last_message,
-            reasoning_effort=request.reasoning_effort,
-        )
+        tools = shown_tools(request.tools, request.tool_choice)
+        prompt = ChatPrompt.of(request.conversation, tools)
         await _run(partial(self._check_chat, prompt, request), request.ByteSize())
-        check_text = partial(check_text_size, "messages")
+        check_text = partial(check_text_size, "conversation.messages")
         expander = await self._images.read(images)
         rendered = await self._templates.render(prompt, check_text, expander)
         return tokenizer_pb2.RenderChatResponse(

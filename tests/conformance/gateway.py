@@ -21,8 +21,8 @@ from tests.stack import (
     running_service,
     watch_load,
 )
-from tokenwire.chat import Message
 from tokenwire.client import Client
+from tokenwire.messages import Message
 
 __all__ = ["CHAT", "WEATHER", "Gateway", "Worker", "running_gateway", "running_workers"]
 
@@ -81,7 +81,7 @@ class Gateway:
         answer = await self.post("/v1/chat/completions", messages=CHAT, **asked)
         async with Client(self.workers[0].tokenizer.target) as client:
             said = Message(role="user", content=CHAT[0]["content"])
-            expected = await client.chat([said], temperature=0, max_tokens=24)
+            expected = await client.generate([said], temperature=0, max_tokens=24)
         [choice] = answer["choices"]
         assert choice["message"]["content"] == expected.text
         assert choice["finish_reason"] == "stop"

@@ -138,7 +138,11 @@ SPOKEN = optional(
     role=ROLE, parts=st.lists(optional(text=LETTERS), max_size=2), name=LETTERS,
     tool_calls=st.lists(CALL, max_size=2), tool_call_id=LETTERS, reasoning=LETTERS,
 )  # fmt: skip
-CHAT_NAMES = {field.name for field in completion.ChatRequest.DESCRIPTOR.fields}
+OF_PROMPTS = {"prompts", "best_of", "truncate_prompt", "beam_search", "suffix", "images"}
+IN_PROMPTS = {"suffix", "images"}
+IN_CONVERSATION = {*completion.Conversation.DESCRIPTOR.fields_by_name}
+NAMES = {*completion.GenerateRequest.DESCRIPTOR.fields_by_name}
+CHAT_NAMES = NAMES - OF_PROMPTS - {"conversation"} | IN_CONVERSATION
 CHAT_SENSE: dict[str, Values] = {
     name: values for name, values in SENSE.items() if name in CHAT_NAMES
 } | {
@@ -182,9 +186,19 @@ def messages(
 
 
 def test_every_field_of_the_messages_is_drawn() -> None:
-    names = {field.name for field in completion.CompleteRequest.DESCRIPTOR.fields}
-    assert {*SENSE, *NONSENSE} == names
+    of_conversations = {"conversation", "parallel_tool_calls", "drop_oldest_messages"}
+    assert {*SENSE, *NONSENSE} == NAMES - of_conversations | IN_PROMPTS
     assert {*CHAT_SENSE, *CHAT_NONSENSE} == CHAT_NAMES
+
+
+def nested(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request, with those of its input within it."""
+    whole = {key: value for key, value in fields.items() if key not in IN_PROMPTS | IN_CONVERSATION}
+    if "messages" in fields:
+        inner = {key: value for key, value in fields.items() if key in IN_CONVERSATION}
+        return whole | {"conversation": inner}
+    inner = {key: value for key, value in fields.items() if key in IN_PROMPTS}
+    return whole | {"prompts": inner | {"items": fields["prompts"]}}
 
 
 class Events:
@@ -196,7 +210,7 @@ class Events:
 
     def on_event(self, event: completion.SessionEvent) -> None:
         assert not self.ended.done()
-        response = event.chat if event.HasField("chat") else event.complete
+        response = event.response
         kind = response.WhichOneof("event")
         if kind == "delta":
             self.open.add(response.delta.index)
@@ -241,8 +255,8 @@ async def test_any_completion_message_is_answered_or_refused(
     answered: Counter[str],
     fields: dict[str, Any],
 ) -> None:
-    start = completion.StartComplete(request=completion.CompleteRequest(**fields))
-    answered["message"] += await is_completed(neighbour, session, start_complete=start)
+    start = completion.SessionStart(request=completion.GenerateRequest(**nested(fields)))
+    answered["message"] += await is_completed(neighbour, session, start=start)
 
 
 HELLO = {"role": completion.ROLE_USER, "parts": [{"text": "Hello"}]}
@@ -256,11 +270,11 @@ async def test_any_chat_message_is_answered_or_refused(
     answered: Counter[str],
     fields: dict[str, Any],
 ) -> None:
-    request = completion.ChatRequest(**fields)
+    request = completion.GenerateRequest(**nested(fields))
     if not request.stopping.HasField("max_tokens"):
         request.stopping.max_tokens = 12  # The default is the rest of the context.
-    start = completion.StartChat(request=request)
-    answered["chat message"] += await is_completed(neighbour, session, start_chat=start)
+    start = completion.SessionStart(request=request)
+    answered["chat message"] += await is_completed(neighbour, session, start=start)
 
 
 def test_enough_requests_of_each_kind_are_answered(answered: Counter[str]) -> None:

@@ -353,9 +353,11 @@ async def test_suffix_fallback_error_refuses_suffixes_on_a_model_without_infill(
         ) as service,
         connect(service.target) as channel,
     ):
-        request = completion.CompleteRequest(prompts=[completion.Prompt(text="a")], suffix=SUFFIX)
+        request = completion.GenerateRequest(
+            prompts=completion.Prompts(items=[completion.Prompt(text="a")], suffix=SUFFIX)
+        )
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            async for _ in CompletionServiceStub(channel).Complete(request):
+            async for _ in CompletionServiceStub(channel).Generate(request):
                 pass
         error = ServiceError.from_rpc_error(refused.value)
-    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "suffix")
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "prompts.suffix")

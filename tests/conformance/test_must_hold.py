@@ -12,7 +12,8 @@ import pytest
 from tests.stack import Stack
 from tokenwire.channel import connect
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.pb.completion.v1.completion_pb2 import CompleteRequest, Prompt
+from tokenwire.pb.completion.v1.completion_pb2 import GenerateRequest as TextRequest
+from tokenwire.pb.completion.v1.completion_pb2 import Prompt, Prompts
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
@@ -79,10 +80,10 @@ async def test_greedy_output_is_equal_over_http_and_grpc_whole_and_streamed(
     assert await stream_text(http, ids) == expected
     sampling, stopping = SamplingParams(temperature=0), StoppingParams(max_tokens=32)
     async with connect(stack.tokenizer) as channel:
-        request = CompleteRequest(
-            prompts=[Prompt(text=prompt)], sampling=sampling, stopping=stopping
+        request = TextRequest(
+            prompts=Prompts(items=[Prompt(text=prompt)]), sampling=sampling, stopping=stopping
         )
-        events = [event async for event in CompletionServiceStub(channel).Complete(request)]
+        events = [event async for event in CompletionServiceStub(channel).Generate(request)]
         assert "".join(event.delta.text for event in events) == expected
     async with connect(stack.engine) as channel:
         tokens = GenerateRequest(prompts=[TokenIds(ids=ids)], sampling=sampling, stopping=stopping)
@@ -271,8 +272,8 @@ async def test_concurrent_requests_of_a_session_give_the_texts_of_http(
         async for message in call:
             for event in message.events:
                 assert not event.HasField("error"), event
-                if event.complete.HasField("delta"):
-                    texts[event.handle - 1] += event.complete.delta.text
+                if event.response.HasField("delta"):
+                    texts[event.handle - 1] += event.response.delta.text
     assert texts == expected
 
 
@@ -280,9 +281,9 @@ def _starts(prompts: Sequence[str]) -> list[completion_pb2.SessionCommand]:
     return [
         completion_pb2.SessionCommand(
             handle=i + 1,
-            start_complete=completion_pb2.StartComplete(
-                request=CompleteRequest(
-                    prompts=[Prompt(text=prompt)],
+            start=completion_pb2.SessionStart(
+                request=TextRequest(
+                    prompts=Prompts(items=[Prompt(text=prompt)]),
                     sampling=SamplingParams(temperature=0),
                     stopping=StoppingParams(max_tokens=32),
                 )

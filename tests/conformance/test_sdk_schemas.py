@@ -11,7 +11,7 @@ from openai import OpenAI
 from pydantic import BaseModel, IPvAnyAddress, SecretStr
 
 from tests.stack import Stack
-from tokenwire.client import Client, GrammarSpec, Tool, ToolChoice
+from tokenwire.client import Client, GrammarSpec, Message, Tool, ToolChoice
 
 
 class Account(BaseModel):
@@ -148,11 +148,13 @@ async def test_grpc_answers_name_the_ignored_keywords_by_their_fields(stack: Sta
              Tool(name="list_pets", parameters_json=parameters)]  # fmt: skip
     of_tool = [f"tools[1].parameters_json.properties.{n}.format" for n in ("limit", "price")]
     async with Client(stack.tokenizer) as client:
-        free = await client.complete("a", max_tokens=1)
-        complete = await client.complete("a", grammar=grammar, max_tokens=1)
-        chat = await client.chat("a", grammar=grammar, max_tokens=1)
-        called = await client.chat("a", tools=tools, tool_choice=named, max_tokens=1)
-        forced = await client.complete("a", tools=tools, tool_choice=named, max_tokens=1)
+        free = await client.generate("a", max_tokens=1)
+        complete = await client.generate("a", grammar=grammar, max_tokens=1)
+        chat = await client.generate(Message("user", "a"), grammar=grammar, max_tokens=1)
+        called = await client.generate(
+            Message("user", "a"), tools=tools, tool_choice=named, max_tokens=1
+        )
+        forced = await client.generate("a", tools=tools, tool_choice=named, max_tokens=1)
     assert free.ignored == ()
     assert list(complete.ignored) == [f"grammar.json_schema.{path}" for path in IGNORED]
     assert chat.ignored == complete.ignored

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 from tests.conformance.gateway import CHAT, WEATHER, Gateway, running_gateway, running_workers
-from tokenwire.chat import Message
 from tokenwire.client import Client
+from tokenwire.messages import Message
 
 SAID = Message(role="user", content=CHAT[0]["content"])
 FLAGS = (
@@ -77,14 +77,12 @@ async def test_logprobs_are_those_of_the_model(smg: Gateway) -> None:
         top_logprobs=3,
     )
     async with Client(smg.workers[0].tokenizer.target) as client:
-        expected = await client.chat([SAID], temperature=0, max_tokens=4, logprobs=3)
+        expected = await client.generate([SAID], temperature=0, max_tokens=4, logprobs=3)
     shown = answer["choices"][0]["logprobs"]["content"]
-    assert [each["token"].encode() for each in shown] == [
-        each.data for each in expected.choices[0].tokens
-    ]
-    assert [each["logprob"] for each in shown] == pytest.approx(
-        [each.logprob for each in expected.choices[0].tokens], abs=1e-4
-    )
+    scores = expected.choices[0].scores
+    assert scores is not None
+    assert [each["token"].encode() for each in shown] == [*scores.data]
+    assert [each["logprob"] for each in shown] == pytest.approx(scores.logprobs, abs=1e-4)
     assert all(len(each["top_logprobs"]) == 3 for each in shown)
 
 

@@ -152,7 +152,7 @@ def test_compose_takes_the_file_for_prometheus_and_grafana(compose: Compose) -> 
 def test_text_and_tokens_over_grpc_give_the_same_completion(compose: Compose) -> None:
     async def ask() -> tuple[str, str]:
         async with Client(compose.tokenizer) as client, EngineClient(compose.engine) as engine:
-            text = (await client.complete("def add(a, b):", max_tokens=8, temperature=0)).text
+            text = (await client.generate("def add(a, b):", max_tokens=8, temperature=0)).text
             ids = (await client.encode("def add(a, b):")).ids
             generation = await engine.generate(ids, max_tokens=8, temperature=0)
             return text, await client.decode(generation.token_ids)

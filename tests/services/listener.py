@@ -1,7 +1,7 @@
 """Listener that collects the answer to one request of a completion session."""
 
 import asyncio
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
@@ -19,15 +19,14 @@ Answer = TypeVar("Answer", bound=_Answer)
 class Listener(Generic[Answer]):
     """Events of one request of a Session, collected in `answer`."""
 
-    def __init__(self, kind: Literal["complete", "chat"], answer: Answer) -> None:
+    def __init__(self, answer: Answer) -> None:
         loop = asyncio.get_running_loop()
-        self._kind = kind
         self.answer = answer
         self.began: asyncio.Future[None] = loop.create_future()
         self.ended: asyncio.Future[Answer] = loop.create_future()
 
     def on_event(self, event: completion.SessionEvent) -> None:
-        response = getattr(event, self._kind)
+        response = event.response
         self.answer.take(response)
         if response.HasField("delta") and not self.began.done():
             self.began.set_result(None)

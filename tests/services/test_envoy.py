@@ -21,10 +21,10 @@ import yaml
 from tests.services.shim import Shim, running_shim
 from tests.stack import RunningService, free_ports, is_busy, metrics_of, running_service, watch_load
 from tokenwire.channel import connect
-from tokenwire.client import CompletionStream
+from tokenwire.client import AnswerStream
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.requests import complete_start
+from tokenwire.requests import text_start
 from tokenwire.session import completion_session
 from tokenwire.tls import ClientTls
 
@@ -187,9 +187,11 @@ async def until_live(edge: Edge, process: asyncio.subprocess.Process, log: Path)
 
 async def complete(stub: Any, count: int = 1) -> None:
     for _ in range(count):
-        request = completion.CompleteRequest(prompts=[completion.Prompt(text="import")])
+        request = completion.GenerateRequest(
+            prompts=completion.Prompts(items=[completion.Prompt(text="import")])
+        )
         request.stopping.max_tokens = 1
-        async for _ in stub.Complete(request):
+        async for _ in stub.Generate(request):
             pass
 
 
@@ -271,13 +273,13 @@ async def test_loaded_tokenizer_service_gets_fewer_requests(edge: Edge) -> None:
 async def load(service: RunningService) -> AsyncIterator[None]:
     """Hold six of the eight places of the service's engine: its client grants no more tokens."""
     asked = {"max_tokens": 100, "ignore_eos": True}
-    start = complete_start("import", asked, completion.DELIVERY_DELTAS)
+    start = text_start("import", asked, completion.DELIVERY_DELTAS)
     start.credit = 1
     async with connect(service.target) as channel, AsyncExitStack() as streams:
         session = completion_session(channel)
         streams.push_async_callback(session.close)
         for _ in range(6):
-            stream = await streams.enter_async_context(CompletionStream(session, start))
+            stream = await streams.enter_async_context(AnswerStream(session, start))
             await anext(aiter(stream))
         yield
 

@@ -23,11 +23,11 @@ from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 from tests.unit.engine.vision_checkpoints import png
 from tests.vision import write_whole
 from tokenwire.channel import connect
-from tokenwire.client import Client, CompletionStream
+from tokenwire.client import AnswerStream, Client
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 from tokenwire.pb.types.v1.types_pb2 import BeamSearch
-from tokenwire.requests import complete_start
+from tokenwire.requests import text_start
 from tokenwire.session import completion_session
 
 # With this seed, no draw lies within 1e-4 of the boundary between two tokens. A resumed stream
@@ -75,15 +75,15 @@ async def test_stream_survives_repeated_losses_of_the_engine(replica: Replica) -
     """
     engine = replica.engine
     async with Client(replica.tokenizer) as client, connect(replica.tokenizer) as channel:
-        calm = await client.complete("import", max_tokens=TOKENS, **ASKED)
+        calm = await client.generate("import", max_tokens=TOKENS, **ASKED)
         losses = [engine.kill_loop, engine.kill, engine.kill_loop, engine.kill, engine.kill]
         asked = {"max_tokens": TOKENS, **ASKED}
-        start = complete_start("import", asked, completion.DELIVERY_DELTAS)
+        start = text_start("import", asked, completion.DELIVERY_DELTAS)
         granted = start.credit = share = TOKENS // (len(losses) + 1)
-        more = completion.SessionCommand(handle=1, credit=completion.Credit(tokens=share))
+        more = completion.SessionCommand(handle=1, credit=completion.SessionCredit(tokens=share))
         text, received, next_loss = "", 0, 10
         session = completion_session(channel)
-        async with CompletionStream(session, start) as stream:
+        async with AnswerStream(session, start) as stream:
             async for delta in stream:
                 text += delta.text
                 received += len(delta.token_ids)
@@ -108,8 +108,8 @@ async def test_stream_of_an_adapter_survives_the_loss_of_the_engine(
         mortal_engine(embedded_model, "--adapters", f"one={tmp_path / 'one'}") as engine,
         tokenizer_of(embedded_model, engine, tmp_path / "log") as client,
     ):
-        calm = await client.complete("import", model="one", **asked)
-        assert calm.text != (await client.complete("import", **asked)).text
+        calm = await client.generate("import", model="one", **asked)
+        assert calm.text != (await client.generate("import", **asked)).text
         async with client.stream("import", model="one", **asked) as stream:
             text = (await anext(aiter(stream))).text
             await engine.kill()
@@ -124,19 +124,19 @@ async def test_beam_search_survives_the_loss_of_the_engine(replica: Replica) -> 
         "max_tokens": TOKENS, "n": 2, "ignore_eos": True, "beam_search": BeamSearch(),
     }  # fmt: skip
     async with Client(replica.tokenizer) as client, connect(replica.tokenizer) as channel:
-        calm = await client.complete("import", **asked)
-        start = complete_start("import", dict(asked), completion.DELIVERY_DELTAS)
+        calm = await client.generate("import", **asked)
+        start = text_start("import", dict(asked), completion.DELIVERY_DELTAS)
         start.credit = 10
         texts = ["", ""]
         session = completion_session(channel)
-        async with CompletionStream(session, start) as stream:
+        async with AnswerStream(session, start) as stream:
             async for delta in stream:
                 is_first = not any(texts)
                 texts[delta.index] += delta.text
                 if is_first:
                     await replica.engine.kill()
                     await replica.engine.start()
-                    credit = completion.Credit(tokens=TOKENS)
+                    credit = completion.SessionCredit(tokens=TOKENS)
                     session.send(completion.SessionCommand(handle=1, credit=credit))
         await session.close()
     assert texts == [choice.text for choice in calm.choices]
@@ -152,19 +152,19 @@ async def test_requests_wait_while_the_engine_serves_another_checkpoint(
         mortal_engine(embedded_model) as engine,
         tokenizer_of(embedded_model, engine, log) as client,
     ):
-        calm = await client.complete("import", max_tokens=TOKENS, **ASKED)
+        calm = await client.generate("import", max_tokens=TOKENS, **ASKED)
         async with client.stream("import", max_tokens=TOKENS, **ASKED) as stream:
             text = (await anext(aiter(stream))).text
             await engine.kill()
             await engine.start(other)
             while "serves another checkpoint" not in log.read_text():  # noqa: ASYNC110 (a file)
                 await asyncio.sleep(0.05)
-            late = asyncio.ensure_future(client.complete("import", max_tokens=TOKENS, **ASKED))
+            late = asyncio.ensure_future(client.generate("import", max_tokens=TOKENS, **ASKED))
             with pytest.raises(ServiceError) as refused:  # this engine would refuse its ids
-                await client.complete("import", timeout_seconds=1.0)
+                await client.generate("import", timeout_seconds=1.0)
             assert refused.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
             with pytest.raises(ServiceError) as refused:  # an invalid request does not wait
-                await client.complete("import", max_tokens=-1)
+                await client.generate("import", max_tokens=-1)
             assert refused.value.field == "stopping.max_tokens"
             await engine.kill()
             await engine.start()
@@ -177,11 +177,11 @@ async def test_requests_wait_while_the_engine_serves_another_checkpoint(
 async def test_new_request_waits_while_the_engine_is_restarted(replica: Replica) -> None:
     engine = replica.engine
     async with Client(replica.tokenizer) as client:
-        calm = await client.complete("import", max_tokens=TOKENS, **ASKED)
+        calm = await client.generate("import", max_tokens=TOKENS, **ASKED)
         async with client.stream("import", max_tokens=TOKENS, **ASKED) as stream:
             text = (await anext(aiter(stream))).text
             engine.terminate()
-            late = asyncio.ensure_future(client.complete("import", max_tokens=TOKENS, **ASKED))
+            late = asyncio.ensure_future(client.generate("import", max_tokens=TOKENS, **ASKED))
             text += "".join([delta.text async for delta in stream])
         assert text == calm.text
         await engine.wait()
@@ -231,7 +231,7 @@ async def test_stream_about_an_image_survives_the_loss_of_the_engine(tmp_path: P
         mortal_engine(model) as engine,
         tokenizer_of(model, engine, tmp_path / "log") as client,
     ):
-        calm = await client.complete("<image>def", **asked)
+        calm = await client.generate("<image>def", **asked)
         text, count = "", 0
         async with client.stream("<image>def", **asked) as stream:
             async for delta in stream:

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from tests.services.shim import running_shim
 from tests.stack import Stack, running_service, served_stack
 from tokenwire.channel import connect
-from tokenwire.client import Client, EngineClient
+from tokenwire.client import Client, EngineClient, Message
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
@@ -123,8 +123,8 @@ async def test_every_rpc_but_health_needs_a_key(
     completion, tokenizer = CompletionServiceStub(text), TokenizerServiceStub(text)
     engine, masks_service = EngineServiceStub(tokens), GrammarServiceStub(masks)
     rpcs: list[tuple[Any, Any]] = [
-        (completion.Complete, completion_pb2.CompleteRequest()),
-        (completion.Chat, completion_pb2.ChatRequest()),
+        (completion.Generate, completion_pb2.GenerateRequest()),
+        (completion.Generate, completion_pb2.GenerateRequest()),
         (completion.Session, None),
         (completion.ListModels, completion_pb2.ListModelsRequest()),
         (completion.GetStatus, completion_pb2.GetStatusRequest()),
@@ -160,9 +160,9 @@ async def test_key_holder_completes_at_both_levels(keyed: Keyed) -> None:
     secret = keyed.key()
     await keyed.knows(secret)
     async with Client(keyed.stack.tokenizer, key=secret) as client:
-        assert (await client.complete(PROMPT, max_tokens=4)).usage.completion_tokens == 4
+        assert (await client.generate(PROMPT, max_tokens=4)).usage.completion_tokens == 4
         choice = types_pb2.GrammarSpec(choice=types_pb2.ChoiceList(choices=["yes"]))
-        answer = await client.complete(PROMPT, max_tokens=8, grammar=choice)
+        answer = await client.generate(PROMPT, max_tokens=8, grammar=choice)
         assert answer.choices[0].text == "yes"
         ids = (await client.encode(PROMPT)).ids
     async with EngineClient(keyed.stack.engine, key=secret) as engine:
@@ -171,7 +171,7 @@ async def test_key_holder_completes_at_both_levels(keyed: Keyed) -> None:
 
 async def test_wrong_and_revoked_keys_are_refused_with_the_reason(keyed: Keyed) -> None:
     async with Client(keyed.stack.tokenizer, key="tw-" + "x" * 43) as client:
-        for ask in (client.complete(PROMPT), client.models()):
+        for ask in (client.generate(PROMPT), client.models()):
             with pytest.raises(ServiceError) as refused:
                 await ask
             assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
@@ -187,7 +187,7 @@ async def test_wrong_and_revoked_keys_are_refused_with_the_reason(keyed: Keyed) 
         await engine.generate([1, 2], max_tokens=1)
         revoke_key(keyed.keys, key_id(secret))
         await keyed.knows(secret, reason="REVOKED_API_KEY")
-        asked: list[Awaitable[Any]] = [client.complete(PROMPT), engine.generate([1, 2])]
+        asked: list[Awaitable[Any]] = [client.generate(PROMPT), engine.generate([1, 2])]
         for asking in asked:
             with pytest.raises(ServiceError) as refused:  # on the Session that is still open
                 await asking
@@ -197,25 +197,27 @@ async def test_wrong_and_revoked_keys_are_refused_with_the_reason(keyed: Keyed) 
 
 async def test_tier_limits_hold_for_grpc(keyed: Keyed) -> None:
     async with await keyed.client("short") as client:
-        answer = await client.complete(PROMPT, max_tokens=50, ignore_eos=True)
+        answer = await client.generate(PROMPT, max_tokens=50, ignore_eos=True)
         assert answer.usage.completion_tokens == 5
-        assert (await client.chat("Hi", ignore_eos=True)).usage.completion_tokens == 5
+        assert (
+            await client.generate(Message("user", "Hi"), ignore_eos=True)
+        ).usage.completion_tokens == 5
     async with await keyed.client("few") as client:
-        await client.complete(PROMPT, max_tokens=1)
+        await client.generate(PROMPT, max_tokens=1)
         await client.encode(PROMPT)
         await client.models()  # is not counted
-        for ask in (client.complete(PROMPT, max_tokens=1), client.encode(PROMPT)):
+        for ask in (client.generate(PROMPT, max_tokens=1), client.encode(PROMPT)):
             with pytest.raises(ServiceError) as refused:
                 await ask
             assert refused.value.reason == "RATE_LIMIT_EXCEEDED"
             assert 0 < (refused.value.retry_seconds or 0) <= 60
     async with await keyed.client("poor") as client:
-        await client.complete(PROMPT, max_tokens=40, ignore_eos=True)
+        await client.generate(PROMPT, max_tokens=40, ignore_eos=True)
         with pytest.raises(ServiceError, match="60 tokens per minute"):
-            await client.complete(PROMPT, max_tokens=40)
+            await client.generate(PROMPT, max_tokens=40)
     async with await keyed.client("elsewhere") as client:
         with pytest.raises(ServiceError) as refused:
-            await client.complete(PROMPT)
+            await client.generate(PROMPT)
         assert refused.value.reason == "MODEL_NOT_ALLOWED"
 
 
@@ -225,17 +227,17 @@ async def test_refused_request_costs_no_tokens_and_a_cancelled_one_frees_its_pla
     async with await keyed.client("poor") as client:
         for _ in range(3):
             with pytest.raises(ServiceError) as refused:
-                await client.complete(PROMPT, max_tokens=50, temperature=-1)
+                await client.generate(PROMPT, max_tokens=50, temperature=-1)
             assert refused.value.reason == "INVALID_FIELD"
-        await client.complete(PROMPT, max_tokens=1)
+        await client.generate(PROMPT, max_tokens=1)
     async with await keyed.client("single") as client:
         async with client.stream(PROMPT, **LONG) as stream:
             await anext(stream)
             with pytest.raises(ServiceError, match="may have 1 choices"):
-                await client.complete(PROMPT, max_tokens=1)
+                await client.generate(PROMPT, max_tokens=1)
         while True:  # the cancellation is on its way
             try:
-                await client.complete(PROMPT, max_tokens=1)
+                await client.generate(PROMPT, max_tokens=1)
                 break
             except ServiceError as error:
                 if error.reason != "RATE_LIMIT_EXCEEDED":
@@ -248,17 +250,19 @@ async def test_key_holder_has_the_tenant_and_priority_of_its_key(keyed: Keyed) -
         forbidden: list[Any] = [{"tenant": own}, {"priority": 1}]
         for options in forbidden:
             with pytest.raises(ServiceError) as refused:
-                await client.complete(PROMPT, max_tokens=1, **options)
+                await client.generate(PROMPT, max_tokens=1, **options)
             assert refused.value.code is grpc.StatusCode.PERMISSION_DENIED
             assert refused.value.field == f"context.{next(iter(options))}"
-        await client.complete(PROMPT, max_tokens=1, priority=-1)
+        await client.generate(PROMPT, max_tokens=1, priority=-1)
     secret = keyed.key()
     await keyed.knows(secret)
-    request = completion_pb2.CompleteRequest(prompts=[completion_pb2.Prompt(text="x")])
+    request = completion_pb2.GenerateRequest(
+        prompts=completion_pb2.Prompts(items=[completion_pb2.Prompt(text="x")])
+    )
     async with connect(keyed.stack.tokenizer, token=lambda: secret) as channel:
         stub = CompletionServiceStub(channel)
         for key, value in (("x-tenant", "bob"), ("x-priority", "3")):
-            error = await refusal(stub.Complete(request, metadata=[(key, value)]))
+            error = await refusal(stub.Generate(request, metadata=[(key, value)]))
             assert (error.code, error.field) == (grpc.StatusCode.PERMISSION_DENIED, key)
     async with EngineClient(keyed.stack.engine, key=secret) as engine:
         with pytest.raises(ServiceError) as refused:
@@ -275,12 +279,12 @@ async def test_prefix_cache_of_a_key_is_the_same_over_grpc_and_http(keyed: Keyed
         Client(keyed.stack.tokenizer, key=secret) as client,
         httpx.AsyncClient(base_url=keyed.stack.url, timeout=60) as http,
     ):
-        assert (await client.complete(prompt, max_tokens=1)).usage.cached_tokens == 0
+        assert (await client.generate(prompt, max_tokens=1)).usage.cached_tokens == 0
         body = {"prompt": prompt, "max_tokens": 1}
         headers = {"authorization": f"Bearer {secret}"}
         answer = await http.post("/v1/completions", json=body, headers=headers)
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        assert (await other.complete(prompt, max_tokens=1)).usage.cached_tokens == 0
+        assert (await other.generate(prompt, max_tokens=1)).usage.cached_tokens == 0
 
 
 async def test_engine_refuses_keys_whose_limits_it_does_not_count(keyed: Keyed) -> None:
@@ -326,7 +330,7 @@ async def test_adapters_are_closed_to_key_holders(keyed: Keyed) -> None:
 
 async def test_service_may_set_tenant_and_priority(keyed: Keyed) -> None:
     async with Client(keyed.stack.tokenizer, key=TOKEN) as client:
-        await client.complete(PROMPT, max_tokens=1, tenant="anyone", priority=9)
+        await client.generate(PROMPT, max_tokens=1, tenant="anyone", priority=9)
 
 
 async def test_shim_without_the_token_is_not_ready_and_its_clients_are_not_blamed(

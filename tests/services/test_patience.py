@@ -127,24 +127,26 @@ class TextLevel:
         return self._stub.Session(metadata=metadata)
 
     def call(self, n: int, metadata: Metadata = ()) -> Call:
-        return self._stub.Complete(self._request(n, MANY), metadata=metadata)
+        return self._stub.Generate(self._request(n, MANY), metadata=metadata)
 
     def start(
         self, handle: int, *, n: int = 1, tokens: int = MANY, credit: int | None = None
     ) -> Commands:
-        start = completion.StartComplete(request=self._request(n, tokens), credit=credit)
-        command = completion.SessionCommand(handle=handle, start_complete=start)
+        start = completion.SessionStart(request=self._request(n, tokens), credit=credit)
+        command = completion.SessionCommand(handle=handle, start=start)
         return completion.SessionRequest(commands=[command])
 
     def read(self, event: completion.SessionEvent) -> tuple[str | None, list[int]]:
         """Return the kind of the event, and its ids."""
-        if not event.HasField("complete"):
+        if not event.HasField("response"):
             return event.WhichOneof("event"), []
-        return event.complete.WhichOneof("event"), list(event.complete.delta.tokens.ids)
+        return event.response.WhichOneof("event"), list(event.response.delta.token_ids)
 
-    def _request(self, n: int, tokens: int) -> completion.CompleteRequest:
+    def _request(self, n: int, tokens: int) -> completion.GenerateRequest:
         prompt = completion.Prompt(token_ids=types.TokenIds(ids=PROMPT))
-        return completion.CompleteRequest(prompts=[prompt], **fields(n, tokens))
+        return completion.GenerateRequest(
+            prompts=completion.Prompts(items=[prompt]), **fields(n, tokens)
+        )
 
 
 Level: TypeAlias = TokenLevel | TextLevel
@@ -299,13 +301,15 @@ async def test_more_choices_than_run_at_once_complete(embedded_model: Path, tmp_
         running_service("tokenizer", *text, below.target, log=tmp_path / "tokenizer") as service,
         connect(service.target) as channel,
     ):
-        request = completion.CompleteRequest(
-            prompts=[completion.Prompt(token_ids=types.TokenIds(ids=PROMPT))],
+        request = completion.GenerateRequest(
+            prompts=completion.Prompts(
+                items=[completion.Prompt(token_ids=types.TokenIds(ids=PROMPT))]
+            ),
             **(fields(3, tokens) | {"logprobs": None}),
         )
         ends = [
             event.finished.completion_tokens
-            async for event in CompletionServiceStub(channel).Complete(request)
+            async for event in CompletionServiceStub(channel).Generate(request)
             if event.HasField("finished")
         ]
     assert ends == [tokens] * 3

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.services.shim import running_shim
 from tests.stack import RunningService, metrics_of, running_service
 from tokenwire.channel import connect
-from tokenwire.client import Client, CompletionStream
+from tokenwire.client import AnswerStream, Client
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
-from tokenwire.requests import complete_start
+from tokenwire.requests import text_start
 from tokenwire.session import completion_session
 
 HANG_SECONDS = 120
@@ -96,7 +96,7 @@ async def test_engines_of_a_model_are_one_series(replica: Replica) -> None:
 
 async def test_router_sees_what_runs_and_waits(replica: Replica) -> None:
     """Their client grants no more tokens, so that they keep their places."""
-    start = complete_start(
+    start = text_start(
         "import", {"max_tokens": 100, "ignore_eos": True}, completion.DELIVERY_DELTAS
     )
     start.credit = 1
@@ -104,7 +104,7 @@ async def test_router_sees_what_runs_and_waits(replica: Replica) -> None:
         session = completion_session(channel)
         streams.push_async_callback(session.close)
         for _ in range(3 * PLACES):
-            await streams.enter_async_context(CompletionStream(session, start))
+            await streams.enter_async_context(AnswerStream(session, start))
         for url in replica.urls:
             families = await until(
                 url,
@@ -125,8 +125,8 @@ async def test_router_sees_tokens_and_prefix_hits(replica: Replica) -> None:
     text = "x = compute(x)\n" * 40
     before = [await scraped(url) for url in replica.urls]
     async with Client(replica.tokenizer.target) as client:
-        await client.complete(text, max_tokens=1, ignore_eos=True)
-        answer = await client.complete(text, max_tokens=1, ignore_eos=True)
+        await client.generate(text, max_tokens=1, ignore_eos=True)
+        answer = await client.generate(text, max_tokens=1, ignore_eos=True)
     assert answer.usage.cached_tokens > 0
     expected = {
         "prompt_tokens": 2 * answer.usage.prompt_tokens,

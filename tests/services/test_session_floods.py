@@ -27,8 +27,8 @@ async def tokenizer(stack: Stack) -> AsyncIterator[grpc.aio.Channel]:
 
 def bad_completion(handle: int) -> completion_pb2.SessionCommand:
     """Return a start command without a prompt."""
-    start = completion_pb2.StartComplete()
-    return completion_pb2.SessionCommand(handle=handle, start_complete=start)
+    start = completion_pb2.SessionStart()
+    return completion_pb2.SessionCommand(handle=handle, start=start)
 
 
 async def rest(call: Any) -> int:
@@ -74,14 +74,16 @@ async def test_engine_serves_others_during_a_flood_of_starts(channel: grpc.aio.C
 async def test_credit_beyond_the_maximum_saturates(tokenizer: grpc.aio.Channel) -> None:
     """The grant arrives while the prompt is encoded, before the engine has the request."""
     prompt = completion_pb2.Prompt(text="x = 1\n" * 1_000)
-    request = completion_pb2.CompleteRequest(prompts=[prompt], truncate_prompt=True)
+    request = completion_pb2.GenerateRequest(
+        prompts=completion_pb2.Prompts(items=[prompt]), truncate_prompt=True
+    )
     request.stopping.max_tokens = 3
     request.stopping.ignore_eos = True
-    start = completion_pb2.StartComplete(request=request, credit=MOST_CREDIT)
-    more = completion_pb2.Credit(tokens=MOST_CREDIT)
+    start = completion_pb2.SessionStart(request=request, credit=MOST_CREDIT)
+    more = completion_pb2.SessionCredit(tokens=MOST_CREDIT)
     message = completion_pb2.SessionRequest(
         commands=[
-            completion_pb2.SessionCommand(handle=1, start_complete=start),
+            completion_pb2.SessionCommand(handle=1, start=start),
             completion_pb2.SessionCommand(handle=1, credit=more),
         ]
     )
@@ -91,7 +93,7 @@ async def test_credit_beyond_the_maximum_saturates(tokenizer: grpc.aio.Channel) 
         await call.done_writing()
         events = [event async for response in call for event in response.events]
     assert not any(event.HasField("error") for event in events)
-    assert events[-1].complete.completed.usage.completion_tokens == 3
+    assert events[-1].response.completed.usage.completion_tokens == 3
 
 
 async def test_large_chats_of_a_tenant_do_not_delay_those_of_another(
@@ -102,11 +104,13 @@ async def test_large_chats_of_a_tenant_do_not_delay_those_of_another(
     def chat(handle: int, tenant: str) -> completion_pb2.SessionCommand:
         part = completion_pb2.ContentPart(text="some words " * 4_000)  # longer than the context
         message = completion_pb2.Message(role=completion_pb2.ROLE_USER, parts=[part])
-        start = completion_pb2.StartChat(
-            request=completion_pb2.ChatRequest(messages=[message]),
+        start = completion_pb2.SessionStart(
+            request=completion_pb2.GenerateRequest(
+                conversation=completion_pb2.Conversation(messages=[message])
+            ),
             context=completion_pb2.RequestContext(tenant=tenant),
         )
-        return completion_pb2.SessionCommand(handle=handle, start_chat=start)
+        return completion_pb2.SessionCommand(handle=handle, start=start)
 
     many, one = 60, 61
     call: Any = CompletionServiceStub(tokenizer).Session()

@@ -154,9 +154,9 @@ async def test_tokenizer_service_shares_the_limits(
         one,
     ):
         assert (await complete(one)).status_code == 200
-        await client.complete(PROMPT, max_tokens=1)
+        await client.generate(PROMPT, max_tokens=1)
         with pytest.raises(ServiceError) as refused:
-            await client.complete(PROMPT, max_tokens=1)
+            await client.generate(PROMPT, max_tokens=1)
         assert refused.value.reason == "RATE_LIMIT_EXCEEDED"
         assert (await complete(one)).status_code == 429
 

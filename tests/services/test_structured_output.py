@@ -53,7 +53,7 @@ async def test_stopped_output_satisfies_its_schema(client: Client) -> None:
 
     async def generate(seed: int, sample: Sample) -> str:
         async with at_once:
-            completion = await client.complete(
+            completion = await client.generate(
                 "# The response, as JSON:\n",
                 grammar=GrammarSpec(json_schema=json.dumps(sample.schema)),
                 max_tokens=1500 if sample.is_bounded else 200,
@@ -77,7 +77,7 @@ async def test_unsupported_keyword_is_refused_with_its_path(client: Client) -> N
     for sample in UNSUPPORTED:
         grammar = GrammarSpec(json_schema=json.dumps(sample.schema))
         with pytest.raises(ServiceError) as caught:
-            await client.complete("x", grammar=grammar, max_tokens=4)
+            await client.generate("x", grammar=grammar, max_tokens=4)
         assert caught.value.field == "grammar.json_schema"
         assert sample.keyword in caught.value.message
         assert sample.path in caught.value.message

@@ -14,13 +14,13 @@ import pytest_asyncio
 
 from tests.services.shim import running_shim
 from tests.stack import Stack, running_service, watch_load
-from tokenwire.client import ChatOptions, Client, CompleteOptions, GrammarSpec, Message
+from tokenwire.client import Client, GenerateOptions, GrammarSpec, Message
 from tokenwire.errors import ServiceError
 
 PROMPT = "def add(a, b):\n    return a + b\n"
 END, FIM_PAD, IM_END = 0, 4, 8
 """Ids of special tokens"""
-FORCED: CompleteOptions = {"logit_bias": {FIM_PAD: 100}, "max_tokens": 3, "ignore_eos": True}
+FORCED: GenerateOptions = {"logit_bias": {FIM_PAD: 100}, "max_tokens": 3, "ignore_eos": True}
 
 
 @pytest_asyncio.fixture
@@ -45,11 +45,11 @@ async def streamed(client: Client, **options: Any) -> str:
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"stop": ["zzz"]}, {"n": 2}], ids=str)
 async def test_special_tokens_are_in_the_text_unless_skipped(
-    client: Client, more: CompleteOptions
+    client: Client, more: GenerateOptions
 ) -> None:
     for skips, text in ((True, ""), (False, "<|fim_pad|>" * 3)):
         options = FORCED | {"skip_special_tokens": skips} | more
-        whole = await client.complete(PROMPT, **options)
+        whole = await client.generate(PROMPT, **options)
         assert [choice.text for choice in whole.choices] == [text] * len(whole.choices)
         assert whole.choices[0].token_ids == (FIM_PAD,) * 3
         assert await streamed(client, **options) == text * len(whole.choices)
@@ -57,15 +57,15 @@ async def test_special_tokens_are_in_the_text_unless_skipped(
 
 async def test_stop_string_matches_a_special_token_unless_skipped(client: Client) -> None:
     stopped = FORCED | {"stop": ["<|fim"]}
-    choice = (await client.complete(PROMPT, **stopped | {"skip_special_tokens": False})).choices[0]
+    choice = (await client.generate(PROMPT, **stopped | {"skip_special_tokens": False})).choices[0]
     assert (choice.text, choice.stop) == ("", "<|fim")
-    assert (await client.complete(PROMPT, **stopped)).choices[0].stop is None
+    assert (await client.generate(PROMPT, **stopped)).choices[0].stop is None
 
 
 @pytest.mark.parametrize("ender", ["eos", "stop id"])
 async def test_final_token_needs_include_stop_string_to_be_text(client: Client, ender: str) -> None:
     token = END if ender == "eos" else FIM_PAD
-    ends: CompleteOptions = {"logit_bias": {token: 100}, "max_tokens": 3}
+    ends: GenerateOptions = {"logit_bias": {token: 100}, "max_tokens": 3}
     if ender == "stop id":
         ends["stop_token_ids"] = [token]
     name = "<|endoftext|>" if ender == "eos" else "<|fim_pad|>"
@@ -74,7 +74,7 @@ async def test_final_token_needs_include_stop_string_to_be_text(client: Client, 
         (False, False, ""),
         (False, True, name),
     ):
-        answer = await client.complete(
+        answer = await client.generate(
             PROMPT, **ends | {"skip_special_tokens": skips, "include_stop_string": includes}
         )
         assert answer.text == text
@@ -82,15 +82,20 @@ async def test_final_token_needs_include_stop_string_to_be_text(client: Client, 
 
 
 async def test_special_tokens_are_in_chat_content_unless_skipped(client: Client) -> None:
-    options: ChatOptions = {"logit_bias": {FIM_PAD: 100}, "max_tokens": 2, "logprobs": 0}
-    shown = await client.chat("Hello!", **options | {"skip_special_tokens": False})
+    options: GenerateOptions = {"logit_bias": {FIM_PAD: 100}, "max_tokens": 2, "logprobs": 0}
+    shown = await client.generate(
+        Message("user", "Hello!"), **options | {"skip_special_tokens": False}
+    )
     assert shown.text == "<|fim_pad|>" * 2
-    assert [token.data for token in shown.choices[0].tokens] == [b"<|fim_pad|>"] * 2
-    assert (await client.chat("Hello!", **options)).text == ""
-    ended: ChatOptions = {"logit_bias": {IM_END: 100}, "skip_special_tokens": False}
-    answer = await client.chat("Hello!", **ended | {"include_stop_string": True})
+    assert shown.choices[0].scores is not None
+    assert shown.choices[0].scores.data == (b"<|fim_pad|>",) * 2
+    assert (await client.generate(Message("user", "Hello!"), **options)).text == ""
+    ended: GenerateOptions = {"logit_bias": {IM_END: 100}, "skip_special_tokens": False}
+    answer = await client.generate(
+        Message("user", "Hello!"), **ended | {"include_stop_string": True}
+    )
     assert answer.text == "<|im_end|>"
-    assert (await client.chat("Hello!", **ended)).text == ""
+    assert (await client.generate(Message("user", "Hello!"), **ended)).text == ""
 
 
 # Truncation.
@@ -103,7 +108,7 @@ async def test_truncation_keeps_the_end_of_a_prompt(client: Client) -> None:
             _ = [delta async for delta in stream]
         assert stream.accepted is not None
         assert {tuple(prompt.ids) for prompt in stream.accepted.prompts} == {ids[-4:]}
-    echoed = await client.complete(
+    echoed = await client.generate(
         PROMPT, truncate_prompt_tokens=4, max_tokens=0, echo=True, logprobs=0
     )
     assert echoed.text == await client.decode(ids[-4:])
@@ -111,9 +116,9 @@ async def test_truncation_keeps_the_end_of_a_prompt(client: Client) -> None:
     [model] = await client.models()
     most = model.context_length
     for long in ([5] * (most + 50), "x = 1\n" * most):
-        cut = await client.complete(long, truncate_prompt_tokens=-1, max_tokens=10)
+        cut = await client.generate(long, truncate_prompt_tokens=-1, max_tokens=10)
         assert cut.usage.prompt_tokens == most - 10
-    whole = await client.complete(ids, truncate_prompt_tokens=most - 1, max_tokens=1)
+    whole = await client.generate(ids, truncate_prompt_tokens=most - 1, max_tokens=1)
     assert whole.usage.prompt_tokens == len(ids)
 
 
@@ -121,26 +126,30 @@ async def test_truncation_keeps_the_end_of_a_conversation(client: Client) -> Non
     [model] = await client.models()
     long = "word " * model.context_length
     for asked, kept in ((7, 7), (-1, model.context_length - 5)):
-        answer = await client.chat(long, truncate_prompt_tokens=asked, max_tokens=5)
+        answer = await client.generate(
+            Message("user", long), truncate_prompt_tokens=asked, max_tokens=5
+        )
         assert answer.usage.prompt_tokens == kept
-    answer = await client.chat(long, truncate_prompt_tokens=-1, ignore_eos=True)
+    answer = await client.generate(
+        Message("user", long), truncate_prompt_tokens=-1, ignore_eos=True
+    )
     assert answer.usage.prompt_tokens == model.context_length - 1
     assert answer.usage.completion_tokens == 1
 
 
 async def test_truncated_infill_has_the_requested_length(client: Client) -> None:
-    answer = await client.complete(PROMPT, suffix="z" * 50, truncate_prompt_tokens=9, max_tokens=1)
+    answer = await client.generate(PROMPT, suffix="z" * 50, truncate_prompt_tokens=9, max_tokens=1)
     assert answer.usage.prompt_tokens == 9
     with pytest.raises(ServiceError) as refused:
-        await client.complete(PROMPT, suffix="z", truncate_prompt_tokens=2)
+        await client.generate(PROMPT, suffix="z", truncate_prompt_tokens=2)
     assert refused.value.field == "truncate_prompt_tokens"
 
 
 @pytest.mark.parametrize("asked", [0, -2, 10**6])
 async def test_invalid_truncation_is_refused(client: Client, asked: int) -> None:
     for answer in (
-        client.complete(PROMPT, truncate_prompt_tokens=asked),
-        client.chat("Hello!", truncate_prompt_tokens=asked),
+        client.generate(PROMPT, truncate_prompt_tokens=asked),
+        client.generate(Message("user", "Hello!"), truncate_prompt_tokens=asked),
     ):
         with pytest.raises(ServiceError) as refused:
             await answer
@@ -153,11 +162,11 @@ async def test_invalid_truncation_is_refused(client: Client, asked: int) -> None
 
 
 async def test_prompt_logprobs_equal_the_logprobs_of_an_echo(client: Client) -> None:
-    options: CompleteOptions = {"max_tokens": 1, "n": 2, "temperature": 0}
-    told = await client.complete([PROMPT, "x = ["], **options | {"prompt_logprobs": 3})
+    options: GenerateOptions = {"max_tokens": 1, "n": 2, "temperature": 0}
+    told = await client.generate([PROMPT, "x = ["], **options | {"prompt_logprobs": 3})
     options |= {"echo": True, "logprobs": 1}
-    echoed = await client.complete([PROMPT, "x = ["], **options)
-    both = await client.complete([PROMPT, "x = ["], **options | {"prompt_logprobs": 3})
+    echoed = await client.generate([PROMPT, "x = ["], **options)
+    both = await client.generate([PROMPT, "x = ["], **options | {"prompt_logprobs": 3})
     assert [choice.text for choice in both.choices] == [choice.text for choice in echoed.choices]
     for prompt in range(2):
         scores, echo = told.prompt_scores[prompt], echoed.choices[2 * prompt].scores
@@ -181,16 +190,18 @@ async def test_prompt_logprobs_equal_the_logprobs_of_an_echo(client: Client) -> 
 
 
 async def test_prompt_logprobs_of_a_chat_equal_those_of_its_ids(client: Client) -> None:
-    async with client.stream_chat("Hello!", max_tokens=1, prompt_logprobs=2, n=2) as stream:
+    async with client.stream(
+        Message("user", "Hello!"), max_tokens=1, prompt_logprobs=2, n=2
+    ) as stream:
         _ = [delta async for delta in stream]
     assert stream.accepted is not None
     ids = list(stream.accepted.prompts[0].ids)
-    answer = await client.chat("Hello!", max_tokens=1, prompt_logprobs=2)
-    of_ids = await client.complete(ids, max_tokens=1, prompt_logprobs=2)
+    answer = await client.generate(Message("user", "Hello!"), max_tokens=1, prompt_logprobs=2)
+    of_ids = await client.generate(ids, max_tokens=1, prompt_logprobs=2)
     [expected], [of_stream] = of_ids.prompt_scores, stream.prompt_scores[0]
     assert expected is not None
     assert len(expected.logprobs) == len(ids) - 1
-    for scores in (of_stream, answer.prompt_scores):
+    for scores in (of_stream, answer.prompt_scores[0]):
         assert scores is not None
         assert scores.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert (scores.ranks, scores.texts) == (expected.ranks, expected.texts)
@@ -242,21 +253,23 @@ async def test_stream_with_prompt_logprobs_is_refused(http: httpx.AsyncClient, p
 
 
 async def test_bad_word_is_not_generated_with_or_without_a_space(client: Client) -> None:
-    free = await client.complete(PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
+    free = await client.generate(PROMPT, max_tokens=60, temperature=0, ignore_eos=True)
     words = [word for word in ("return", "def", "self", "import") if word in free.text]
     assert words
-    options: CompleteOptions = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
-    limited = await client.complete(PROMPT, **options | {"bad_words": words})
+    options: GenerateOptions = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    limited = await client.generate(PROMPT, **options | {"bad_words": words})
     assert not any(word in limited.text.split() for word in words)
     assert await streamed(client, **options, bad_words=words) == limited.text
-    chat = await client.chat("Hello!", max_tokens=60, temperature=0, bad_words=["the", " a"])
+    chat = await client.generate(
+        Message("user", "Hello!"), max_tokens=60, temperature=0, bad_words=["the", " a"]
+    )
     assert not {"the", "a"} & {*chat.text.split()}
 
 
 async def test_special_token_can_be_a_bad_word(client: Client) -> None:
-    ends: CompleteOptions = {"max_tokens": 8, "logit_bias": {END: 100}}
-    assert (await client.complete(PROMPT, **ends)).choices[0].token_ids == (END,)
-    limited = await client.complete(PROMPT, **ends | {"bad_words": ["<|endoftext|>"]})
+    ends: GenerateOptions = {"max_tokens": 8, "logit_bias": {END: 100}}
+    assert (await client.generate(PROMPT, **ends)).choices[0].token_ids == (END,)
+    limited = await client.generate(PROMPT, **ends | {"bad_words": ["<|endoftext|>"]})
     assert END not in limited.choices[0].token_ids
 
 
@@ -271,7 +284,7 @@ async def test_special_token_can_be_a_bad_word(client: Client) -> None:
 )
 async def test_invalid_bad_words_are_refused(client: Client, field: str, words: list[str]) -> None:
     with pytest.raises(ServiceError) as refused:
-        await client.complete(PROMPT, bad_words=words)
+        await client.generate(PROMPT, bad_words=words)
     assert (refused.value.code, refused.value.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
 
 
@@ -281,7 +294,7 @@ async def test_allowed_ids_that_contradict_the_grammar_are_refused(
 ) -> None:
     yes = (await client.encode("yes", add_special_tokens=False)).ids
     body = {"prompt": PROMPT, "grammar": {"type": "regex", "value": "yes|no"}, "max_tokens": 8}
-    some = await client.complete(
+    some = await client.generate(
         PROMPT, grammar=GrammarSpec(regex="yes|no"), allowed_token_ids=yes, max_tokens=8
     )
     assert some.text == "yes"
@@ -301,19 +314,19 @@ async def test_allowed_ids_that_contradict_the_grammar_are_refused(
 
 async def test_chat_echo_prepends_the_last_assistant_message(client: Client) -> None:
     messages = [Message("user", "Hello!"), Message("assistant", "Hi! How")]
-    options: ChatOptions = {"max_tokens": 6, "temperature": 0, "n": 2}
-    continued: ChatOptions = {**options, "continue_last_message": True}
+    options: GenerateOptions = {"max_tokens": 6, "temperature": 0, "n": 2}
+    continued: GenerateOptions = {**options, "continue_last_message": True}
     for asked in (continued, options):
-        free = await client.chat(messages, **asked)
-        echoed = await client.chat(messages, **asked | {"echo": True})
+        free = await client.generate(messages, **asked)
+        echoed = await client.generate(messages, **asked | {"echo": True})
         for choice, with_echo in zip(free.choices, echoed.choices, strict=True):
             assert with_echo.message.content == "Hi! How" + (choice.message.content or "")
             assert with_echo.token_ids == choice.token_ids
-        async with client.stream_chat(messages, **asked | {"echo": True}) as stream:
-            contents = [delta.content async for delta in stream if delta.index == 0]
+        async with client.stream(messages, **asked | {"echo": True}) as stream:
+            contents = [delta.text async for delta in stream if delta.index == 0]
         assert "".join(contents) == echoed.text
-    last = await client.chat("Hello!", **options | {"echo": True})
-    assert last.choices == (await client.chat("Hello!", **options)).choices
+    last = await client.generate(Message("user", "Hello!"), **options | {"echo": True})
+    assert last.choices == (await client.generate(Message("user", "Hello!"), **options)).choices
 
 
 async def test_unknown_or_conflicting_reasoning_effort_is_refused(http: httpx.AsyncClient) -> None:

@@ -117,7 +117,7 @@ async def test_only_known_clients_are_served_from_the_edge_to_the_engine(
         for stranger in (None, ours.anyone, theirs.client):
             async with Client(service.target, stranger) as client:
                 with pytest.raises(ServiceError) as refused:
-                    await client.complete("import", max_tokens=1)
+                    await client.generate("import", max_tokens=1)
                 assert refused.value.reason == "SESSION_LOST"
         command = [sys.executable, "-m", "tokenwire", "complete", "import", "--max-tokens", "4"]
         command += ["--target", service.target, "--ca", f"{ours.folder}/ca.pem"]
@@ -199,7 +199,7 @@ async def test_callers_use_their_replaced_certificates_without_a_restart(
             async with client.stream("import", max_tokens=1_000, ignore_eos=True) as stream:
                 await anext(stream)
                 ours.issue()
-                await client.complete("import", max_tokens=1)
+                await client.generate("import", max_tokens=1)
                 await anext(stream)
             await engine.stop()
             # it comes back as another one, before its caller has the new authority
@@ -208,7 +208,7 @@ async def test_callers_use_their_replaced_certificates_without_a_restart(
                 assert not await is_serving(service.target)
                 for name in ("key.pem", "cert.pem", "ca.pem"):
                     copy(name)
-                assert (await client.complete("import", max_tokens=4)).text
+                assert (await client.generate("import", max_tokens=4)).text
                 while not await is_serving(service.target):  # noqa: ASYNC110 - another process
                     await asyncio.sleep(0.05)
                 log = (tmp_path / "tokenizer").read_text()
@@ -293,7 +293,7 @@ async def test_services_of_one_machine_meet_at_a_socket(
             running_service("tokenizer", *arguments, log=tmp_path / "log") as service,
             Client(service.target) as client,
         ):
-            assert (await client.complete("import", max_tokens=4)).text
+            assert (await client.generate("import", max_tokens=4)).text
     finally:
         engine.terminate()
         await engine.wait()

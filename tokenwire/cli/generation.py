@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenwire.cli import result_objects
 from tokenwire.cli.arguments import (
@@ -17,6 +17,9 @@ from tokenwire.cli.arguments import (
 )
 from tokenwire.cli.output import print_json
 from tokenwire.errors import invalid
+
+if TYPE_CHECKING:
+    from tokenwire.stream import AnswerStream
 
 __all__ = ["add_commands"]
 
@@ -95,7 +98,7 @@ async def _complete(options: argparse.Namespace) -> int:
         prompt = with_image_marks(prompt, len(images))
     async with connected(options) as client:
         if not options.stream:
-            completion = await client.complete(prompt, **request)
+            completion = await client.generate(prompt, **request)
             if options.json:
                 print_json(result_objects.completion(completion))
             else:
@@ -121,23 +124,23 @@ async def _chat(options: argparse.Namespace) -> int:
     request = _request_options(options)
     async with connected(options) as client:
         if not options.stream:
-            answer = await client.chat(messages, **request)
+            answer = await client.generate(messages, **request)
             if options.json:
                 print_json(result_objects.chat(answer))
             else:
-                _print_choices([choice.message.content or "" for choice in answer.choices])
+                _print_choices([choice.text for choice in answer.choices])
             return 0
-        async with client.stream_chat(messages, **request) as stream:
+        async with client.stream(messages, **request) as stream:
             async for delta in stream:
                 if options.json:
                     print_json(result_objects.chat_delta(delta))
                 else:
-                    print(delta.content, end="", flush=True)
+                    print(delta.text, end="", flush=True)
             _end_stream(options, stream)
     return 0
 
 
-def _end_stream(options: argparse.Namespace, stream: "result_objects.TextStream") -> None:
+def _end_stream(options: argparse.Namespace, stream: "AnswerStream") -> None:
     if options.json:
         print_json(result_objects.end(stream))
     else:

@@ -1,19 +1,15 @@
 """JSON objects of the client's results; docs/api.md lists their keys."""
 
 from dataclasses import asdict
-from typing import TypeAlias
 
-from tokenwire.chat import ChatAnswer, ChatChoice, ChatDelta
 from tokenwire.cli.output import JsonObject
-from tokenwire.results import Choice, Completion, Delta, Model
-from tokenwire.stream import ChatStream, CompletionStream
+from tokenwire.results import Answer, Choice, Delta, Model
+from tokenwire.stream import AnswerStream
 
-__all__ = ["TextStream", "chat", "chat_delta", "completion", "delta", "end", "model"]
-
-TextStream: TypeAlias = CompletionStream | ChatStream
+__all__ = ["chat", "chat_delta", "completion", "delta", "end", "model"]
 
 
-def completion(answer: Completion) -> JsonObject:
+def completion(answer: Answer) -> JsonObject:
     """Return the object of a completion."""
     return {
         "model": answer.model,
@@ -23,7 +19,7 @@ def completion(answer: Completion) -> JsonObject:
     }
 
 
-def chat(answer: ChatAnswer) -> JsonObject:
+def chat(answer: Answer) -> JsonObject:
     """Return the object of a chat's answer."""
     return {
         "model": answer.model,
@@ -44,11 +40,11 @@ def delta(part: Delta) -> JsonObject:
     }
 
 
-def chat_delta(part: ChatDelta) -> JsonObject:
+def chat_delta(part: Delta) -> JsonObject:
     """Return the object of a part of an answer."""
     return {
         "index": part.index,
-        "content": part.content,
+        "content": part.text,
         "reasoning": part.reasoning,
         "tool_calls": [asdict(call) for call in part.tool_calls],
         "token_ids": part.token_ids,
@@ -57,7 +53,7 @@ def chat_delta(part: ChatDelta) -> JsonObject:
     }
 
 
-def end(stream: TextStream) -> JsonObject:
+def end(stream: AnswerStream) -> JsonObject:
     """Return the last object of a stream whose deltas have all arrived."""
     accepted, usage = stream.ended
     return {"model": accepted.model, "seed": accepted.seed, "usage": asdict(usage)}
@@ -78,7 +74,7 @@ def _choice(choice: Choice) -> JsonObject:
     }
 
 
-def _chat_choice(choice: ChatChoice) -> JsonObject:
+def _chat_choice(choice: Choice) -> JsonObject:
     message = choice.message
     return {
         "index": choice.index,

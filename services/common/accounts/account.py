@@ -22,17 +22,16 @@ if TYPE_CHECKING:
 __all__ = [
     "Account",
     "Bucket",
-    "GenerationRequest",
-    "VectorRequest",
+    "TextRequest",
     "cap_output",
     "estimated_tokens",
     "sequence_count",
 ]
 
-GenerationRequest: TypeAlias = completion_pb2.CompleteRequest | completion_pb2.ChatRequest
-VectorRequest: TypeAlias = (
+_VectorRequest: TypeAlias = (
     completion_pb2.EmbedRequest | completion_pb2.ScoreRequest | completion_pb2.ClassifyRequest
 )
+TextRequest: TypeAlias = completion_pb2.GenerateRequest | _VectorRequest
 _USUAL_ANSWER = 1_024  # tokens that a chat's choice without max_tokens is expected to have
 _BYTES_PER_TOKEN = 4
 _USUAL_IMAGE = 1_024  # tokens that an image is expected to have
@@ -186,7 +185,7 @@ class Account:
         return headers
 
 
-def estimated_tokens(request: GenerationRequest | VectorRequest) -> int:
+def estimated_tokens(request: TextRequest) -> int:
     """Return the most tokens that a request uses: exact for ids, else a token per 4 bytes of text.
 
     An image counts as 1,024 tokens, and a chat without max_tokens as 1,024 of output for each
@@ -198,20 +197,19 @@ def estimated_tokens(request: GenerationRequest | VectorRequest) -> int:
         return math.ceil(sum(len(text.encode()) for text in texts) / _BYTES_PER_TOKEN)
     if isinstance(request, completion_pb2.EmbedRequest | completion_pb2.ClassifyRequest):
         return _estimated_input(request.inputs)
-    choices = request.n if request.HasField("n") else 1
     output = _output(request)
-    if isinstance(request, completion_pb2.ChatRequest):
-        size = sum(part.ByteSize() for part in (*request.messages, *request.tools))
-        parts = (part for message in request.messages for part in message.parts)
+    output = sequence_count(request) * (_USUAL_ANSWER if output is None else output)
+    if request.HasField("conversation"):
+        messages = request.conversation.messages
+        size = sum(part.ByteSize() for part in (*messages, *request.tools))
+        parts = (part for message in messages for part in message.parts)
         sizes = [len(part.image) for part in parts if part.HasField("image")]
-        text_size = max(0, size - sum(sizes))
-        input_tokens = math.ceil(text_size / _BYTES_PER_TOKEN) + len(sizes) * _USUAL_IMAGE
-        return input_tokens + choices * (_USUAL_ANSWER if output is None else output)
-    assert output is not None
-    suffix_bytes = len(request.suffix.encode()) * len(request.prompts)
-    images = len(request.images) * _USUAL_IMAGE
-    input_tokens = _estimated_input(request.prompts, suffix_bytes) + images
-    return input_tokens + output * sequence_count(request)
+        text_tokens = math.ceil(max(0, size - sum(sizes)) / _BYTES_PER_TOKEN)
+        return text_tokens + len(sizes) * _USUAL_IMAGE + output
+    prompts = request.prompts
+    suffix_bytes = len(prompts.suffix.encode()) * len(prompts.items)
+    images = len(prompts.images) * _USUAL_IMAGE
+    return _estimated_input(prompts.items, suffix_bytes) + images + output
 
 
 def _estimated_input(prompts: Iterable[completion_pb2.Prompt], text_bytes: int = 0) -> int:
@@ -225,19 +223,18 @@ def _estimated_input(prompts: Iterable[completion_pb2.Prompt], text_bytes: int =
     return ids + math.ceil(text_bytes / _BYTES_PER_TOKEN)
 
 
-def sequence_count(request: GenerationRequest | VectorRequest) -> int:
+def sequence_count(request: TextRequest) -> int:
     """Return the number of sequences that the engine runs for a request; vectors count as one."""
-    if isinstance(request, VectorRequest):
+    if isinstance(request, _VectorRequest):
         return 1
     choices = request.n if request.HasField("n") else 1
-    if isinstance(request, completion_pb2.ChatRequest):
-        return choices
-    return max(choices, request.best_of) * len(request.prompts)
+    prompts = 1 if request.HasField("conversation") else len(request.prompts.items)
+    return max(choices, request.best_of) * prompts
 
 
-def cap_output(request: GenerationRequest | VectorRequest, limits: Iterable[int | None]) -> None:
+def cap_output(request: TextRequest, limits: Iterable[int | None]) -> None:
     """Lower max_tokens, or its default, to the least of the limits; None = no limit."""
-    if isinstance(request, VectorRequest):
+    if isinstance(request, _VectorRequest):
         return
     limit = min((limit for limit in limits if limit is not None), default=None)
     asked, stopping = _output(request), request.stopping
@@ -247,11 +244,11 @@ def cap_output(request: GenerationRequest | VectorRequest, limits: Iterable[int 
             stopping.min_tokens = min(stopping.min_tokens, limit)
 
 
-def _output(request: GenerationRequest) -> int | None:
+def _output(request: completion_pb2.GenerateRequest) -> int | None:
     """Return the output limit of each choice in tokens; None = the rest of the context."""
     if request.stopping.HasField("max_tokens"):
         return request.stopping.max_tokens
-    return None if isinstance(request, completion_pb2.ChatRequest) else DEFAULT_MAX_TOKENS
+    return None if request.HasField("conversation") else DEFAULT_MAX_TOKENS
 
 
 def _resized(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket | None:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from services.common.accounts.account import (
     Account,
-    GenerationRequest,
-    VectorRequest,
+    TextRequest,
     cap_output,
     estimated_tokens,
     sequence_count,
@@ -49,9 +48,7 @@ class Charge:
 class Meter:
     """One request of a key's holder, from its arrival to its end."""
 
-    def __init__(
-        self, caller: Identity, request: GenerationRequest | VectorRequest, model: str
-    ) -> None:
+    def __init__(self, caller: Identity, request: TextRequest, model: str) -> None:
         """model: canonical id of the model that would serve the request."""
         assert caller.account is not None
         self._caller = caller

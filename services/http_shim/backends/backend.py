@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import grpc
 
-from services.common.accounts.account import GenerationRequest
 from services.common.background import keep_running
 from services.common.logging import request_id, traceparent
 from services.common.priority import PRIORITY_KEY, TENANT_KEY
@@ -70,8 +69,8 @@ class Backend:
 
     def submit(
         self,
-        request: GenerationRequest,
-        collector: OutputCollector[Any],
+        request: completion_pb2.GenerateRequest,
+        collector: OutputCollector,
         *,
         tenant: str,
         priority: int,

@@ -1,20 +1,21 @@
-"""Output of a completion or chat that arrived and is not yet sent to the client."""
+"""Output of a request that arrived and is not yet sent to the client."""
 
 import asyncio
-from collections.abc import Sequence
-from typing import Generic, cast
+from typing import TypeAlias
 
 from services.http_shim.backends.received_output import ReceivedOutput
 from services.http_shim.errors import ClientGoneError
-from services.http_shim.formats.responses import Delta
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["OutputCollector"]
 
+Deltas: TypeAlias = dict[int, list[completion_pb2.ChoiceDelta]]
+"""Deltas by choice, in order"""
 
-class OutputCollector(Generic[Delta]):
+
+class OutputCollector:
     """Collects the events of one request, synchronously, for the task that answers it.
 
     Deltas of a choice gather in `pending` until the task takes them, and are merged then.
@@ -37,8 +38,8 @@ class OutputCollector(Generic[Delta]):
     def __init__(self) -> None:
         self.changed = asyncio.Event()
         self.ended = asyncio.Event()
-        self.accepted: completion_pb2.CompleteAccepted | None = None
-        self.pending: dict[int, list[Delta]] = {}
+        self.accepted: completion_pb2.Accepted | None = None
+        self.pending: Deltas = {}
         self.finished: dict[int, completion_pb2.ChoiceFinished] = {}
         self.prompt_logprobs: dict[int, list[completion_pb2.PromptLogprobs]] = {}
         self.usage: types_pb2.Usage | None = None
@@ -49,13 +50,14 @@ class OutputCollector(Generic[Delta]):
 
     def on_event(self, event: completion_pb2.SessionEvent) -> None:
         """Collect an event of the Session."""
-        response = event.chat if event.HasField("chat") else event.complete
+        response = event.response
         match response.WhichOneof("event"):
             case "delta":
-                delta = cast(Delta, response.delta)
+                delta = response.delta
                 if delta.index in self.received.ended:
                     return
-                self.received.ids[delta.index].extend(_generated_ids(delta))
+                if not delta.is_prompt:
+                    self.received.ids[delta.index].extend(delta.token_ids)
                 self.pending.setdefault(delta.index, []).append(delta)
             case "finished":
                 finished = response.finished
@@ -84,7 +86,7 @@ class OutputCollector(Generic[Delta]):
         self.ended.set()
         self.changed.set()
 
-    async def admitted(self) -> completion_pb2.CompleteAccepted:
+    async def admitted(self) -> completion_pb2.Accepted:
         """Wait until the request is admitted.
 
         Raises ServiceError if it is refused, ClientGoneError if the client leaves first.
@@ -113,12 +115,14 @@ class OutputCollector(Generic[Delta]):
 
     def take(
         self, max_bytes: int
-    ) -> tuple[dict[int, list[Delta]], dict[int, completion_pb2.ChoiceFinished]]:
+    ) -> tuple[
+        dict[int, list[completion_pb2.ChoiceDelta]], dict[int, completion_pb2.ChoiceFinished]
+    ]:
         """Remove and return the pending deltas by choice, and the ends of their choices.
 
         The first choices that together reach `max_bytes` are taken; the others stay pending.
         """
-        taken: dict[int, list[Delta]] = {}
+        taken: Deltas = {}
         size = 0
         while self.pending and size < max_bytes:
             index = next(iter(self.pending))
@@ -142,9 +146,3 @@ class OutputCollector(Generic[Delta]):
             raise self.error
         if self.gone:
             raise ClientGoneError
-
-
-def _generated_ids(delta: completion_pb2.ChoiceDelta | completion_pb2.ChatDelta) -> Sequence[int]:
-    if isinstance(delta, completion_pb2.ChatDelta):
-        return delta.token_ids
-    return () if delta.is_prompt else delta.tokens.ids

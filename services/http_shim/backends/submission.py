@@ -1,13 +1,12 @@
-"""One completion or chat, on one tokenizer service after the other if they are lost."""
+"""One request, on one tokenizer service after the other if they are lost."""
 
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
 
-from services.common.accounts.account import GenerationRequest
 from services.common.errors import internal_error
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
@@ -44,7 +43,7 @@ class TokenizerChoice(Protocol):
 
 
 class Submission:
-    """A submitted completion or chat: hands its events to a collector, grants credit and cancels.
+    """A submitted request: hands its events to a collector, grants credit and cancels.
 
     A request that loses its service is submitted again with what the collector has received, and
     continues behind it. A request with best_of is repeated with its seed: it sends each choice
@@ -71,9 +70,9 @@ class Submission:
     def __init__(
         self,
         services: TokenizerChoice,
-        request: GenerationRequest,
+        request: completion_pb2.GenerateRequest,
         context: completion_pb2.RequestContext,
-        collector: OutputCollector[Any],
+        collector: OutputCollector,
         *,
         timeout: float | None = None,
         credit: int | None,
@@ -134,7 +133,7 @@ class Submission:
         """Let every choice send that many more tokens."""
         if self._credit is not None:
             self._credit += tokens
-        credit = completion_pb2.Credit(tokens=tokens)
+        credit = completion_pb2.SessionCredit(tokens=tokens)
         self._send(completion_pb2.SessionCommand(credit=credit))
 
     def cancel(self) -> None:
@@ -161,7 +160,7 @@ class Submission:
             self._services.kept_images.drop(self._images)
         if self._retry is not None:
             self._retry.cancel()
-        self._send(completion_pb2.SessionCommand(cancel=completion_pb2.Cancel()))
+        self._send(completion_pb2.SessionCommand(cancel=completion_pb2.SessionCancel()))
 
     def _count_loss(self) -> None:
         progress = self._collector.received.progress
@@ -194,13 +193,8 @@ class Submission:
 
     def _start_command(self) -> completion_pb2.SessionCommand:
         command = completion_pb2.SessionCommand()
-        start: completion_pb2.StartChat | completion_pb2.StartComplete
-        if isinstance(self._request, completion_pb2.ChatRequest):
-            start = command.start_chat
-            start.request.CopyFrom(self._request)
-        else:
-            start = command.start_complete
-            start.request.CopyFrom(self._request)
+        start = command.start
+        start.request.CopyFrom(self._request)
         start.context.CopyFrom(self._context)
         if self._deadline is not None:
             left = self._deadline - asyncio.get_running_loop().time()
@@ -237,8 +231,6 @@ def _not_resumable(error: ServiceError) -> ServiceError:
     return ServiceError(grpc.StatusCode.UNAVAILABLE, "NOT_RESUMED", message)
 
 
-def _ranks_choices(request: GenerationRequest) -> bool:
+def _ranks_choices(request: completion_pb2.GenerateRequest) -> bool:
     """Return whether best_of selects from all choices, so that none can be continued alone."""
-    if isinstance(request, completion_pb2.ChatRequest):
-        return False
     return request.best_of > (request.n if request.HasField("n") else 1)

@@ -6,7 +6,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic
 
 import grpc
 import msgspec
@@ -34,7 +33,6 @@ from services.http_shim.formats.openai_responses.response_requests import Prepar
 from services.http_shim.formats.request_bodies import StreamOptions
 from services.http_shim.formats.responses import (
     ChoiceFormatter,
-    Delta,
     Envelope,
     prompt_logprobs_of,
     usage_of,
@@ -59,14 +57,14 @@ _KEEP_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Seconds between two attempts to keep the end of a response in the background"""
 
 
-class AnswerFormat(ABC, Generic[Delta]):
+class AnswerFormat(ABC):
     """The form that a request asks for."""
 
     @abstractmethod
     def events(
         self,
-        collector: OutputCollector[Delta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         exchange: Exchange,
         name_of: Callable[[str], str],
     ) -> Events:
@@ -75,16 +73,16 @@ class AnswerFormat(ABC, Generic[Delta]):
     @abstractmethod
     def whole(
         self,
-        collector: OutputCollector[Delta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         usage: types_pb2.Usage,
     ) -> bytes:
         """Return the answer as JSON."""
 
     async def answer(
         self,
-        collector: OutputCollector[Delta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         usage: types_pb2.Usage,
         *,
         is_large: bool,
@@ -95,21 +93,21 @@ class AnswerFormat(ABC, Generic[Delta]):
         return self.whole(collector, accepted, usage)
 
     @abstractmethod
-    def tokens_in(self, deltas: list[Delta]) -> int:
+    def tokens_in(self, deltas: list[completion_pb2.ChoiceDelta]) -> int:
         """Return the number of generated tokens."""
 
 
-class ChoicesFormat(AnswerFormat[Delta]):
+class ChoicesFormat(AnswerFormat):
     """Choices, as in OpenAI's completions and chats."""
 
-    def __init__(self, formatter: ChoiceFormatter[Delta], options: StreamOptions | None) -> None:
-        self._formatter: ChoiceFormatter[Delta] = formatter
+    def __init__(self, formatter: ChoiceFormatter, options: StreamOptions | None) -> None:
+        self._formatter = formatter
         self._options = options
 
     def events(
         self,
-        collector: OutputCollector[Delta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         exchange: Exchange,
         name_of: Callable[[str], str],
     ) -> Events:
@@ -118,8 +116,8 @@ class ChoicesFormat(AnswerFormat[Delta]):
 
     def whole(
         self,
-        collector: OutputCollector[Delta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         usage: types_pb2.Usage,
     ) -> bytes:
         formatter = self._formatter
@@ -139,21 +137,21 @@ class ChoicesFormat(AnswerFormat[Delta]):
             more = formatter.add_prompt_logprobs(choices, prompts)
         return self._envelope(accepted).whole(choices, usage_of(usage), more)
 
-    def tokens_in(self, deltas: list[Delta]) -> int:
+    def tokens_in(self, deltas: list[completion_pb2.ChoiceDelta]) -> int:
         return self._formatter.tokens_in(deltas)
 
-    def _envelope(self, accepted: completion_pb2.CompleteAccepted) -> Envelope:
+    def _envelope(self, accepted: completion_pb2.Accepted) -> Envelope:
         identity = f"{self._formatter.id_prefix}-{uuid.uuid4().hex}"
         return Envelope(identity, int(time.time()), accepted, self._formatter)
 
 
-class MessageFormat(AnswerFormat[completion_pb2.ChatDelta]):
+class MessageFormat(AnswerFormat):
     """One message, as in Anthropic's Messages API."""
 
     def events(
         self,
-        collector: OutputCollector[completion_pb2.ChatDelta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         exchange: Exchange,
         name_of: Callable[[str], str],
     ) -> Events:
@@ -161,8 +159,8 @@ class MessageFormat(AnswerFormat[completion_pb2.ChatDelta]):
 
     def whole(
         self,
-        collector: OutputCollector[completion_pb2.ChatDelta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         usage: types_pb2.Usage,
     ) -> bytes:
         deltas, finished = collector.pending.get(0, []), collector.finished[0]
@@ -171,11 +169,11 @@ class MessageFormat(AnswerFormat[completion_pb2.ChatDelta]):
             whole_message(_message_id(), accepted.model, deltas, finished, total)
         )
 
-    def tokens_in(self, deltas: list[completion_pb2.ChatDelta]) -> int:
+    def tokens_in(self, deltas: list[completion_pb2.ChoiceDelta]) -> int:
         return sum(len(delta.token_ids) for delta in deltas)
 
 
-class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
+class ResponseFormat(AnswerFormat):
     """A response, as in OpenAI's Responses API, which is kept if its body says so."""
 
     def __init__(self, prepared: PreparedResponse, store: ResponseStore) -> None:
@@ -184,8 +182,8 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
 
     def events(
         self,
-        collector: OutputCollector[completion_pb2.ChatDelta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         exchange: Exchange,
         name_of: Callable[[str], str],
     ) -> ResponseStream:
@@ -197,8 +195,8 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
 
     async def answer(
         self,
-        collector: OutputCollector[completion_pb2.ChatDelta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         usage: types_pb2.Usage,
         *,
         is_large: bool,
@@ -212,16 +210,16 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
 
     def whole(
         self,
-        collector: OutputCollector[completion_pb2.ChatDelta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         usage: types_pb2.Usage,
     ) -> bytes:
         return msgspec.json.encode(self._ended(collector, accepted, usage))
 
     def _ended(
         self,
-        collector: OutputCollector[completion_pb2.ChatDelta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         usage: types_pb2.Usage,
     ) -> ResponseObject:
         deltas, finished = collector.pending.get(0, []), collector.finished[0]
@@ -235,10 +233,10 @@ class ResponseFormat(AnswerFormat[completion_pb2.ChatDelta]):
         end_response(response, output, finished, usage, int(time.time()))
         return response
 
-    def tokens_in(self, deltas: list[completion_pb2.ChatDelta]) -> int:
+    def tokens_in(self, deltas: list[completion_pb2.ChoiceDelta]) -> int:
         return sum(len(delta.token_ids) for delta in deltas)
 
-    def _begun(self, accepted: completion_pb2.CompleteAccepted) -> ResponseObject:
+    def _begun(self, accepted: completion_pb2.Accepted) -> ResponseObject:
         identity = f"resp_{uuid.uuid4().hex}"
         return begun_response(identity, int(time.time()), accepted.model, self._prepared)
 
@@ -269,8 +267,8 @@ class BackgroundFormat(ResponseFormat):
 
     async def running(
         self,
-        collector: OutputCollector[Any],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         exchange: Exchange,
         submission: Submission,
     ) -> BackgroundResponse:

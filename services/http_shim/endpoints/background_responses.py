@@ -29,7 +29,6 @@ from services.http_shim.formats.openai_responses.response_objects import (
 )
 from services.http_shim.stored.event_log import EventLog, EventLogs
 from tokenwire.errors import ServiceError
-from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["BackgroundResponse", "BackgroundResponses", "send_log"]
 
@@ -44,7 +43,7 @@ class BackgroundResponse:
         self,
         owner: str,
         events: ResponseStream,
-        collector: OutputCollector[completion_pb2.ChatDelta],
+        collector: OutputCollector,
         submission: Submission,
         keep: Callable[[ResponseObject], Awaitable[None]],
     ) -> None:

@@ -22,8 +22,8 @@ class ChatStream(ABC):
 
     def __init__(
         self,
-        collector: OutputCollector[completion_pb2.ChatDelta],
-        accepted: completion_pb2.CompleteAccepted,
+        collector: OutputCollector,
+        accepted: completion_pb2.Accepted,
         exchange: Exchange,
     ) -> None:
         self._collector = collector
@@ -38,7 +38,7 @@ class ChatStream(ABC):
         """Return the events before the output."""
 
     @abstractmethod
-    def _output(self, delta: completion_pb2.ChatDelta) -> Iterable[bytes]:
+    def _output(self, delta: completion_pb2.ChoiceDelta) -> Iterable[bytes]:
         """Return the events of a delta."""
 
     @abstractmethod

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic
 
 from msgspec import UNSET, UnsetType
 
@@ -12,7 +11,6 @@ from services.http_shim.errors import error_body, http_status
 from services.http_shim.formats.request_bodies import StreamOptions
 from services.http_shim.formats.responses import (
     ChoiceFormatter,
-    Delta,
     Envelope,
     Usage,
     running_usage,
@@ -26,13 +24,13 @@ __all__ = ["EventStream"]
 _MAX_DELTA_BYTES = 128 * 1024  # per call of `take`: a few milliseconds of work
 
 
-class EventStream(Generic[Delta]):
+class EventStream:
     """Converts the pending output of a request to the bytes of its events."""
 
     def __init__(
         self,
-        collector: OutputCollector[Delta],
-        formatter: ChoiceFormatter[Delta],
+        collector: OutputCollector,
+        formatter: ChoiceFormatter,
         options: StreamOptions | None,
         envelope: Envelope,
         exchange: Exchange,
@@ -40,9 +38,9 @@ class EventStream(Generic[Delta]):
     ) -> None:
         """`name_of` converts the service's name of a field to the client's."""
         assert collector.accepted is not None
-        self._running: OutputCollector[Delta] = collector
+        self._running = collector
         self._prompts = collector.accepted.prompts
-        self._formatter: ChoiceFormatter[Delta] = formatter
+        self._formatter = formatter
         self._envelope = envelope
         self._exchange = exchange
         self._name_of = name_of
@@ -118,7 +116,7 @@ class EventStream(Generic[Delta]):
     def _event(
         self,
         index: int,
-        deltas: Sequence[Delta],
+        deltas: Sequence[completion_pb2.ChoiceDelta],
         end: completion_pb2.ChoiceFinished | None,
         opening: Usage | UnsetType | None,
         usage: Usage | UnsetType | None,

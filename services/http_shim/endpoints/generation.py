@@ -11,7 +11,6 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.accounts.account import GenerationRequest
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
@@ -51,6 +50,7 @@ from services.http_shim.formats.completion_requests import (
     to_complete_request,
 )
 from services.http_shim.formats.completion_responses import CompletionFormatter
+from services.http_shim.formats.field_paths import within_input
 from services.http_shim.formats.openai_responses.items import (
     take_item_documents,
     take_item_images,
@@ -69,7 +69,6 @@ from services.http_shim.formats.request_bodies import (
     GenerationBody,
     parse,
 )
-from services.http_shim.formats.responses import Delta
 from services.http_shim.formats.tools import unenforced_formats
 from services.http_shim.http.access import assign_model, charged, reserve
 from services.http_shim.http.body import BodyReader, HeldBytes
@@ -96,17 +95,17 @@ Body = TypeVar("Body", bound=GenerationBody | MessagesBody | PreparedResponse)
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationApi(Generic[Body, Delta]):
+class GenerationApi(Generic[Body]):
     """The formats that one endpoint reads and writes."""
 
     decoder: msgspec.json.Decoder[Any]
     take_images: Callable[[Body], RequestImages]
     """Removes the images from a body; raises INVALID_ARGUMENT for invalid ones"""
-    to_request: Callable[[Body], GenerationRequest]
+    to_request: Callable[[Body], completion_pb2.GenerateRequest]
     """Converts a body; raises INVALID_ARGUMENT for what the proto can't express"""
     param_of: Callable[[str, Body], str]
     """Returns the client's name of a field of the request"""
-    format_of: Callable[[Body], AnswerFormat[Delta]]
+    format_of: Callable[[Body], AnswerFormat]
     schema_param: Callable[[str, Body], str]
     """Returns the client's name of a path into a schema"""
     ignored: Callable[[Body], list[str]] = lambda _: []
@@ -118,7 +117,7 @@ class GenerationApi(Generic[Body, Delta]):
     """Makes the body of what was decoded; raises ServiceError for what is not served"""
 
 
-COMPLETIONS: GenerationApi[CompletionBody, completion_pb2.ChoiceDelta] = GenerationApi(
+COMPLETIONS: GenerationApi[CompletionBody] = GenerationApi(
     msgspec.json.Decoder(CompletionBody),
     take_images,
     to_complete_request,
@@ -127,7 +126,7 @@ COMPLETIONS: GenerationApi[CompletionBody, completion_pb2.ChoiceDelta] = Generat
     schema_param,
     lambda body: unenforced_formats(body.tools),
 )
-CHAT: GenerationApi[ChatBody, completion_pb2.ChatDelta] = GenerationApi(
+CHAT: GenerationApi[ChatBody] = GenerationApi(
     msgspec.json.Decoder(ChatBody),
     lambda body: take_message_images(body.messages),
     to_chat_request,
@@ -137,7 +136,7 @@ CHAT: GenerationApi[ChatBody, completion_pb2.ChatDelta] = GenerationApi(
     lambda body: unenforced_formats(body.tools),
     lambda body: take_message_documents(body.messages),
 )
-MESSAGES: GenerationApi[MessagesBody, completion_pb2.ChatDelta] = GenerationApi(
+MESSAGES: GenerationApi[MessagesBody] = GenerationApi(
     msgspec.json.Decoder(MessagesBody),
     lambda body: take_block_images(body.messages),
     to_message_request,
@@ -151,10 +150,10 @@ MESSAGES: GenerationApi[MessagesBody, completion_pb2.ChatDelta] = GenerationApi(
 
 def responses_api(
     store: ResponseStore, background: BackgroundResponses
-) -> GenerationApi[PreparedResponse, completion_pb2.ChatDelta]:
+) -> GenerationApi[PreparedResponse]:
     """Return the formats of /v1/responses, whose responses are kept in `store`."""
 
-    def format_of(body: PreparedResponse) -> AnswerFormat[completion_pb2.ChatDelta]:
+    def format_of(body: PreparedResponse) -> AnswerFormat:
         if body.body.background:
             return BackgroundFormat(body, store, background)
         return ResponseFormat(body, store)
@@ -173,12 +172,12 @@ def responses_api(
     )
 
 
-class GenerationEndpoint(Generic[Body, Delta]):
+class GenerationEndpoint(Generic[Body]):
     """An endpoint as an ASGI application, which can watch for a client that leaves."""
 
     def __init__(
         self,
-        api: GenerationApi[Body, Delta],
+        api: GenerationApi[Body],
         models: ModelSource,
         gate: Gate,
         bodies: BodyReader,
@@ -186,7 +185,7 @@ class GenerationEndpoint(Generic[Body, Delta]):
         documents: Documents,
         stall_seconds: float,
     ) -> None:
-        self._api: GenerationApi[Body, Delta] = api
+        self._api: GenerationApi[Body] = api
         self._models = models
         self._gate = gate
         self._bodies = bodies
@@ -201,7 +200,7 @@ class GenerationEndpoint(Generic[Body, Delta]):
             body, exchange.ignored = asked.body, asked.ignored
             request = await self._request(exchange, asked, held)
             model = await assign_model(exchange, self._models, body.model, request)
-            collector: OutputCollector[Delta] = OutputCollector()
+            collector = OutputCollector()
             name_of = partial(self._param_of, body)
             with (
                 charged(exchange, await reserve(exchange, request)),
@@ -257,7 +256,7 @@ class GenerationEndpoint(Generic[Body, Delta]):
 
     async def _request(
         self, exchange: Exchange, asked: "_Asked[Body]", held: HeldBytes
-    ) -> GenerationRequest:
+    ) -> completion_pb2.GenerateRequest:
         """Return the request, whose documents are read before."""
         if asked.request is not None:
             return asked.request
@@ -265,10 +264,10 @@ class GenerationEndpoint(Generic[Body, Delta]):
         return await asyncio.to_thread(self._api.to_request, asked.body)
 
     def _param_of(self, body: Body, path: str) -> str:
-        return self._api.param_of(path, body)
+        return self._api.param_of(within_input(path), body)
 
     def _schema_param(self, body: Body, path: str) -> str:
-        return self._api.schema_param(path, body)
+        return self._api.schema_param(within_input(path), body)
 
     def _parse(
         self, exchange: Exchange, encoded: bytes, continued: StoredResponse | None
@@ -289,20 +288,20 @@ class _Asked(Generic[Body]):
     body: Body
     ignored: list[str]
     """Paths of fields that are ignored"""
-    request: GenerationRequest | None
+    request: completion_pb2.GenerateRequest | None
     """None while its documents are not read"""
     images: RequestImages
     documents: list[RequestDocument]
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer(Generic[Delta]):
+class _Answer:
     """The answer to one request, made of the output that its collector gathers."""
 
     exchange: Exchange
     model: ServedModel
-    collector: OutputCollector[Delta]
-    format: AnswerFormat[Delta]
+    collector: OutputCollector
+    format: AnswerFormat
     schema_param: Callable[[str], str]
 
     async def stream(
@@ -358,7 +357,7 @@ class _Answer(Generic[Delta]):
         pending = self.collector.pending.values()
         self.exchange.completion_tokens += sum(map(self.format.tokens_in, pending))
 
-    async def _admitted(self) -> completion_pb2.CompleteAccepted:
+    async def _admitted(self) -> completion_pb2.Accepted:
         """Wait for the admission; note the model, and for the header the ignored parts."""
         accepted = await self.collector.admitted()
         self.exchange.ignored += [self.schema_param(path) for path in accepted.ignored]
@@ -374,7 +373,7 @@ class _Answer(Generic[Delta]):
 
 
 @contextmanager
-def _watched(receive: Receive, collector: OutputCollector[Any]) -> Iterator[None]:
+def _watched(receive: Receive, collector: OutputCollector) -> Iterator[None]:
     """Abandon a request when its client leaves."""
     watch = asyncio.ensure_future(watch_for_disconnect(receive, collector))
     try:
@@ -383,7 +382,7 @@ def _watched(receive: Receive, collector: OutputCollector[Any]) -> Iterator[None
         watch.cancel()
 
 
-async def watch_for_disconnect(receive: Receive, *collectors: OutputCollector[Any]) -> None:
+async def watch_for_disconnect(receive: Receive, *collectors: OutputCollector) -> None:
     """Abandon the requests of a client when it leaves."""
     await client_left(receive)
     for collector in collectors:

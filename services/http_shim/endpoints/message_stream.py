@@ -26,9 +26,9 @@ class MessageStream(ChatStream):
 
     def __init__(
         self,
-        collector: OutputCollector[completion_pb2.ChatDelta],
+        collector: OutputCollector,
         identity: str,
-        accepted: completion_pb2.CompleteAccepted,
+        accepted: completion_pb2.Accepted,
         exchange: Exchange,
         name_of: Callable[[str], str],
     ) -> None:
@@ -42,7 +42,7 @@ class MessageStream(ChatStream):
     def _started(self) -> Iterable[bytes]:
         return [event("message_start", message=self._empty)]
 
-    def _output(self, delta: completion_pb2.ChatDelta) -> Iterable[bytes]:
+    def _output(self, delta: completion_pb2.ChoiceDelta) -> Iterable[bytes]:
         return self._blocks.of(delta)
 
     def _closed(self, finished: completion_pb2.ChoiceFinished) -> Iterable[bytes]:

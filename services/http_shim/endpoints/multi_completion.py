@@ -19,6 +19,7 @@ from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.endpoints.generation import watch_for_disconnect
 from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.formats.completion_responses import CompletionFormatter
+from services.http_shim.formats.field_paths import within_input
 from services.http_shim.formats.request_bodies import MultiCompletionBody, parse
 from services.http_shim.http.access import assign_model, charged, reserve
 from services.http_shim.http.body import BodyReader
@@ -31,7 +32,7 @@ from tokenwire.pb.types.v1 import types_pb2
 __all__ = ["MultiAnswer", "MultiCompletion"]
 
 _DECODER = msgspec.json.Decoder(MultiCompletionBody)
-_Collector = OutputCollector[completion_pb2.ChoiceDelta]
+_Collector = OutputCollector
 _PLAIN = CompletionFormatter(
     choices_per_prompt=1,
     logprobs=False,
@@ -75,7 +76,7 @@ class _Part:
     """One model's share of a request."""
 
     model: ServedModel
-    request: completion_pb2.CompleteRequest
+    request: completion_pb2.GenerateRequest
 
 
 class MultiCompletion:
@@ -126,11 +127,11 @@ def _names(body: MultiCompletionBody) -> list[str]:
     return names
 
 
-def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.CompleteRequest:
+def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.GenerateRequest:
     if body.prompt is None:
         raise invalid("prompt", "prompt is required: a string.")
-    return completion_pb2.CompleteRequest(
-        prompts=[completion_pb2.Prompt(text=body.prompt)],
+    return completion_pb2.GenerateRequest(
+        prompts=completion_pb2.Prompts(items=[completion_pb2.Prompt(text=body.prompt)]),
         sampling=types_pb2.SamplingParams(
             temperature=body.temperature,
             top_p=body.top_p,
@@ -203,8 +204,8 @@ async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> M
 
 
 def _param_of(path: str) -> str:
-    """Return the client's name of a field of CompleteRequest."""
-    parts = path.partition("[")[0].split(".")
+    """Return the client's name of a field of the request."""
+    parts = within_input(path).partition("[")[0].split(".")
     return {"prompts": "prompt"}.get(parts[0], parts[-1])
 
 

@@ -31,9 +31,9 @@ class ResponseStream(ChatStream):
 
     def __init__(
         self,
-        collector: OutputCollector[completion_pb2.ChatDelta],
+        collector: OutputCollector,
         response: ResponseObject,
-        accepted: completion_pb2.CompleteAccepted,
+        accepted: completion_pb2.Accepted,
         exchange: Exchange,
         keep: Callable[[ResponseObject], Awaitable[None]],
         items: ItemEvents,
@@ -48,7 +48,7 @@ class ResponseStream(ChatStream):
         for kind in ("created", self.response.status):
             yield self._event(kind)
 
-    def _output(self, delta: completion_pb2.ChatDelta) -> Iterable[bytes]:
+    def _output(self, delta: completion_pb2.ChoiceDelta) -> Iterable[bytes]:
         if begin_output(self.response):
             yield self._event("in_progress")
         yield from self._items.of(delta)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -53,7 +53,7 @@ class Events(Protocol):
 async def send_stream(
     scope: Scope,
     send: Send,
-    collector: OutputCollector[Any],
+    collector: OutputCollector,
     submission: Submission,
     events: Events,
     *,
@@ -94,7 +94,7 @@ def _start(*, has_trailers: bool) -> Message:
 
 async def _send_events(
     send: Send,
-    collector: OutputCollector[Any],
+    collector: OutputCollector,
     submission: Submission,
     events: Events,
     timer: "_StreamTimer",
@@ -115,7 +115,7 @@ async def _send_events(
 
 
 async def _next_body(
-    collector: OutputCollector[Any], events: Events, timer: "_StreamTimer"
+    collector: OutputCollector, events: Events, timer: "_StreamTimer"
 ) -> tuple[bytes, bool]:
     """Wait for the next bytes of a stream; return them, and whether they are the last."""
     while True:
@@ -145,7 +145,7 @@ class _StreamTimer:
 
     def __init__(
         self,
-        collector: OutputCollector[Any],
+        collector: OutputCollector,
         timeout: asyncio.Timeout,
         ping_seconds: float,
         stall_seconds: float,

@@ -27,6 +27,7 @@ from services.http_shim.formats.anthropic.message_requests import (
     message_param_of,
     to_count_request,
 )
+from services.http_shim.formats.field_paths import within_input
 from services.http_shim.formats.openai_responses.items import (
     take_item_documents,
     take_item_images,
@@ -169,7 +170,7 @@ class TokenCounting(Generic[Body]):
         )
 
     def _param_of(self, body: Body, path: str) -> str:
-        return self._api.param_of(path, body)
+        return self._api.param_of(within_input(path), body)
 
 
 @dataclass(frozen=True, slots=True)

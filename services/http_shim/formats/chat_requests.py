@@ -1,10 +1,9 @@
 """Conversion of a chat's JSON to its proto, and of proto field paths to the client's names."""
 
-from typing import Any
-
 from services.http_shim.formats.chat_messages import message_param, messages_of
 from services.http_shim.formats.completion_requests import param_of, shared_fields
 from services.http_shim.formats.constraints import json_text
+from services.http_shim.formats.field_paths import within_input
 from services.http_shim.formats.request_bodies import ChatBody, TemplateBody
 from services.http_shim.formats.tools import tool_choice_of, tool_param, tools_of
 from tokenwire.errors import invalid
@@ -22,7 +21,7 @@ _PARAMS = {
 
 
 def chat_param_of(path: str, body: ChatBody) -> str:
-    """Return the client's name of a field of ChatRequest."""
+    """Return the client's name of a field of a request."""
     if path == "logprobs" and body.top_logprobs is not None:
         return "top_logprobs"
     if path.startswith("messages[") or path in _PARAMS:
@@ -32,6 +31,7 @@ def chat_param_of(path: str, body: ChatBody) -> str:
 
 def rendered_param_of(path: str, body: ChatBody | TemplateBody) -> str:
     """Return the client's name of a field that makes the prompt; other paths stay."""
+    path = within_input(path)
     if path.startswith("messages["):
         return message_param(path, body.messages or ())
     if path.startswith("tools["):
@@ -39,7 +39,7 @@ def rendered_param_of(path: str, body: ChatBody | TemplateBody) -> str:
     return _PARAMS.get(path, path)
 
 
-def to_chat_request(body: ChatBody) -> completion_pb2.ChatRequest:
+def to_chat_request(body: ChatBody) -> completion_pb2.GenerateRequest:
     """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
     for name in ("functions", "function_call"):
         if getattr(body, name) is not None:
@@ -48,9 +48,9 @@ def to_chat_request(body: ChatBody) -> completion_pb2.ChatRequest:
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true.")
     _check_generation_prompt(body)
-    return completion_pb2.ChatRequest(
+    return completion_pb2.GenerateRequest(
         **shared_fields(body),
-        **_prompt_fields(body),
+        conversation=_conversation(body),
         parallel_tool_calls=body.parallel_tool_calls,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         drop_oldest_messages=body.truncation == "auto",
@@ -64,24 +64,24 @@ def to_render_request(
     """Convert a body to the request that renders its messages. Raises INVALID_ARGUMENT."""
     _check_generation_prompt(body)
     return tokenizer_pb2.RenderChatRequest(
-        **_prompt_fields(body),
+        conversation=_conversation(body),
         tools=tools_of(body.tools, body.tool_choice),
         tool_choice=tool_choice_of(body.tools, body.tool_choice),
         with_texts=with_texts,
     )
 
 
-def _prompt_fields(body: ChatBody | TemplateBody) -> dict[str, Any]:
-    """Return the fields that make the prompt, besides the tools. Raises INVALID_ARGUMENT."""
+def _conversation(body: ChatBody | TemplateBody) -> completion_pb2.Conversation:
+    """Return what makes the prompt, besides the tools. Raises INVALID_ARGUMENT."""
     arguments = body.chat_template_kwargs
-    return {
-        "messages": messages_of(body.messages),
-        "template": body.chat_template or "",
-        "template_arguments_json": "" if arguments is None else json_text(arguments),
-        "add_generation_prompt": body.add_generation_prompt,
-        "continue_last_message": bool(body.continue_final_message),
-        "reasoning_effort": body.reasoning_effort or "",
-    }
+    return completion_pb2.Conversation(
+        messages=messages_of(body.messages),
+        template=body.chat_template or "",
+        template_arguments_json="" if arguments is None else json_text(arguments),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_last_message=bool(body.continue_final_message),
+        reasoning_effort=body.reasoning_effort or "",
+    )
 
 
 def _check_generation_prompt(body: ChatBody | TemplateBody) -> None:

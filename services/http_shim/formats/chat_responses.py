@@ -145,7 +145,7 @@ class ChatPromptLogprobs(Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
+class ChatFormatter(ChoiceFormatter):
     """Formatter of a chat's choices."""
 
     custom_tools: Collection[str] = ()
@@ -170,17 +170,17 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
             custom_tools=custom_names(body.tools),
         )
 
-    def tokens_in(self, deltas: Sequence[completion_pb2.ChatDelta]) -> int:
+    def tokens_in(self, deltas: Sequence[completion_pb2.ChoiceDelta]) -> int:
         return sum([len(delta.token_ids) for delta in deltas])
 
     def choice(
         self,
         index: int,
-        deltas: Sequence[completion_pb2.ChatDelta],
+        deltas: Sequence[completion_pb2.ChoiceDelta],
         finished: completion_pb2.ChoiceFinished,
         prompt: types_pb2.TokenIds,
     ) -> ChatChoice:
-        content = "".join([delta.content for delta in deltas]) or None
+        content = "".join([delta.text for delta in deltas]) or None
         calls = _calls(deltas, self.custom_tools)
         choice = ChatChoice(
             index=index,
@@ -208,7 +208,7 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
     def chunks(
         self,
         index: int,
-        deltas: Sequence[completion_pb2.ChatDelta],
+        deltas: Sequence[completion_pb2.ChoiceDelta],
         finished: completion_pb2.ChoiceFinished | None,
         prompt: types_pb2.TokenIds | None,
     ) -> Sequence[ChatChunkChoice]:
@@ -234,7 +234,7 @@ class ChatFormatter(ChoiceFormatter[completion_pb2.ChatDelta]):
         self,
         index: int,
         chunks: list[ChatChunkChoice],
-        deltas: Sequence[completion_pb2.ChatDelta],
+        deltas: Sequence[completion_pb2.ChoiceDelta],
     ) -> None:
         """Add ids and scores to the first chunk, which is created if necessary."""
         logprobs = _logprobs(deltas, self.tokens_as_ids) if self.logprobs else None
@@ -261,7 +261,7 @@ class _CallReader:
         """Index of the last call"""
 
     def parts(
-        self, deltas: Iterable[completion_pb2.ChatDelta], *, is_last: bool
+        self, deltas: Iterable[completion_pb2.ChoiceDelta], *, is_last: bool
     ) -> Iterator[CallDelta]:
         """Yield the parts of calls; the start of a call, and its arguments, stay apart."""
         for call in (call for delta in deltas for call in delta.tool_calls):
@@ -294,19 +294,19 @@ class _CallReader:
 
 
 def _message_deltas(
-    deltas: Sequence[completion_pb2.ChatDelta], reader: _CallReader, *, is_last: bool
+    deltas: Sequence[completion_pb2.ChoiceDelta], reader: _CallReader, *, is_last: bool
 ) -> Iterator[MessageDelta]:
     """Merge the deltas of a choice, apart from those of calls."""
     if reasoning := "".join([delta.reasoning for delta in deltas]):
         yield MessageDelta(reasoning=reasoning, reasoning_content=reasoning)
-    if content := "".join([delta.content for delta in deltas]):
+    if content := "".join([delta.text for delta in deltas]):
         yield MessageDelta(content=content)
     for call in reader.parts(deltas, is_last=is_last):
         yield MessageDelta(tool_calls=[call])
 
 
 def _calls(
-    deltas: Iterable[completion_pb2.ChatDelta], custom_tools: Collection[str]
+    deltas: Iterable[completion_pb2.ChoiceDelta], custom_tools: Collection[str]
 ) -> list[AnswerCall]:
     starts: dict[int, completion_pb2.ToolCallDelta] = {}
     arguments: dict[int, str] = {}
@@ -325,16 +325,16 @@ def _call(
     return AnswerCall(start.id, "function", AnswerFunction(start.name, arguments))
 
 
-def _token_ids(deltas: Iterable[completion_pb2.ChatDelta]) -> list[int]:
+def _token_ids(deltas: Iterable[completion_pb2.ChoiceDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-def _logprobs(deltas: Iterable[completion_pb2.ChatDelta], as_ids: bool) -> ChatLogprobs:
+def _logprobs(deltas: Iterable[completion_pb2.ChoiceDelta], as_ids: bool) -> ChatLogprobs:
     return ChatLogprobs(logprobs_of(deltas, as_ids=as_ids))
 
 
 def logprobs_of(
-    deltas: Iterable[completion_pb2.ChatDelta], *, as_ids: bool = False
+    deltas: Iterable[completion_pb2.ChoiceDelta], *, as_ids: bool = False
 ) -> list[ContentLogprob]:
     """Return an entry for each token of the content. as_ids: show ids in place of texts."""
     content: list[ContentLogprob] = []

@@ -117,7 +117,7 @@ def take_images(body: CompletionBody) -> RequestImages:
     return images
 
 
-def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
+def to_complete_request(body: CompletionBody) -> completion_pb2.GenerateRequest:
     """Convert a body to the request, with an empty place for each image.
 
     Raises INVALID_ARGUMENT with the client's name of a field.
@@ -128,15 +128,17 @@ def to_complete_request(body: CompletionBody) -> completion_pb2.CompleteRequest:
             "best_of",
             f"best_of above n ({n}) can't be streamed; lower best_of or omit stream.",
         )
-    return completion_pb2.CompleteRequest(
+    return completion_pb2.GenerateRequest(
         **shared_fields(body),
-        prompts=prompts_of(body.prompt, "prompt", MAX_SEQUENCES),
-        suffix=body.suffix,
+        prompts=completion_pb2.Prompts(
+            items=prompts_of(body.prompt, "prompt", MAX_SEQUENCES),
+            suffix=body.suffix,
+            images=[b""] * len(body.images or ()),
+        ),
         best_of=body.best_of,
         echo=bool(body.echo),
         logprobs=body.logprobs,
         truncate_prompt=bool(body.truncate_sequence),
-        images=[b""] * len(body.images or ()),
         beam_search=_beam_search(body),
     )
 
@@ -155,7 +157,7 @@ def _beam_search(body: CompletionBody) -> types_pb2.BeamSearch | None:
 
 
 def shared_fields(body: GenerationBody) -> dict[str, Any]:
-    """Return the fields that CompleteRequest and ChatRequest share. Raises INVALID_ARGUMENT."""
+    """Return the fields that completions and chats share. Raises INVALID_ARGUMENT."""
     _refuse_contradictions(body)
     overflow = body.context_length_exceeded_behavior
     return {

@@ -46,7 +46,7 @@ class Choice(Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionFormatter(ChoiceFormatter[completion_pb2.ChoiceDelta]):
+class CompletionFormatter(ChoiceFormatter):
     """Formatter of a completion's choices."""
 
     id_prefix = "cmpl"
@@ -67,7 +67,7 @@ class CompletionFormatter(ChoiceFormatter[completion_pb2.ChoiceDelta]):
         count = 0
         for delta in deltas:
             if not delta.is_prompt:
-                count += len(delta.tokens.ids)
+                count += len(delta.token_ids)
         return count
 
     def choice(
@@ -91,7 +91,7 @@ class CompletionFormatter(ChoiceFormatter[completion_pb2.ChoiceDelta]):
             choice.matched_stop = matched_stop_of(finished)
         if self.token_ids:
             generated = [delta for delta in deltas if not delta.is_prompt]
-            choice.token_ids = [token for delta in generated for token in delta.tokens.ids]
+            choice.token_ids = [token for delta in generated for token in delta.token_ids]
             if prompt is not None:
                 choice.prompt_token_ids = list(prompt.ids)
         return choice

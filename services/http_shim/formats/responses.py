@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -15,7 +15,6 @@ from tokenwire.pb.types.v1 import types_pb2
 __all__ = [
     "AnswerHead",
     "ChoiceFormatter",
-    "Delta",
     "Envelope",
     "PromptLogprobs",
     "Usage",
@@ -28,7 +27,6 @@ __all__ = [
     "usage_of",
 ]
 
-Delta = TypeVar("Delta", completion_pb2.ChoiceDelta, completion_pb2.ChatDelta)
 _FINISH_REASONS: dict[int, str] = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
@@ -86,7 +84,7 @@ class AnswerHead(Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceFormatter(ABC, Generic[Delta]):
+class ChoiceFormatter(ABC):
     """Converts output to JSON choices, with the fields that the client wants."""
 
     choices_per_prompt: int
@@ -102,14 +100,14 @@ class ChoiceFormatter(ABC, Generic[Delta]):
     """True if the ids of the only prompt stand beside the choices"""
 
     @abstractmethod
-    def tokens_in(self, deltas: Sequence[Delta]) -> int:
+    def tokens_in(self, deltas: Sequence[completion_pb2.ChoiceDelta]) -> int:
         """Return the number of generated tokens."""
 
     @abstractmethod
     def choice(
         self,
         index: int,
-        deltas: Sequence[Delta],
+        deltas: Sequence[completion_pb2.ChoiceDelta],
         finished: completion_pb2.ChoiceFinished,
         prompt: types_pb2.TokenIds,
     ) -> Struct:
@@ -125,7 +123,7 @@ class ChoiceFormatter(ABC, Generic[Delta]):
     def chunks(
         self,
         index: int,
-        deltas: Sequence[Delta],
+        deltas: Sequence[completion_pb2.ChoiceDelta],
         finished: completion_pb2.ChoiceFinished | None,
         prompt: types_pb2.TokenIds | None,
     ) -> Sequence[Struct]:
@@ -141,8 +139,8 @@ class Envelope:
         self,
         identity: str,
         created: int,
-        accepted: completion_pb2.CompleteAccepted,
-        formatter: ChoiceFormatter[Delta],
+        accepted: completion_pb2.Accepted,
+        formatter: ChoiceFormatter,
     ) -> None:
         def head(name: str) -> bytes:
             model, fingerprint = accepted.model, accepted.system_fingerprint

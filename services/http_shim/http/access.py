@@ -12,8 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.accounts.account import (
-    GenerationRequest,
-    VectorRequest,
+    TextRequest,
     cap_output,
     estimated_tokens,
     sequence_count,
@@ -94,13 +93,12 @@ async def assign_model(
     exchange: Exchange,
     models: ModelSource,
     name: str | None,
-    request: GenerationRequest,
+    request: completion_pb2.GenerateRequest,
 ) -> ServedModel:
     """Return the model for a request, which is lowered to its limits. Raises ServiceError."""
     served = await authorized_model(exchange, models, name)
     request.model = served.backend_name
-    is_chat = isinstance(request, completion_pb2.ChatRequest)
-    operation = "chat" if is_chat else "text_completion"
+    operation = "chat" if request.HasField("conversation") else "text_completion"
     model = name or served.backend_name
     exchange.span.set({"gen_ai.operation.name": operation, "gen_ai.request.model": model})
     caps = [served.max_output_length]
@@ -112,9 +110,7 @@ async def assign_model(
     return served
 
 
-async def reserve(
-    exchange: Exchange, *requests: GenerationRequest | VectorRequest
-) -> Charge | None:
+async def reserve(exchange: Exchange, *requests: TextRequest) -> Charge | None:
     """Reserve the tokens that the requests may use; `charged` ends it. Raises RESOURCE_EXHAUSTED.
 
     Returns None on a server without keys.

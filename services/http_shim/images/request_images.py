@@ -90,17 +90,15 @@ class RequestImages:
 
     def copy_into(
         self,
-        request: completion_pb2.CompleteRequest
-        | completion_pb2.ChatRequest
-        | tokenizer_pb2.RenderChatRequest,
+        request: completion_pb2.GenerateRequest | tokenizer_pb2.RenderChatRequest,
     ) -> None:
         """Fill the request's empty places for images."""
         images = [item for item in self._items if isinstance(item, bytes)]
         assert len(images) == len(self._items), "images must be fetched before the request is sent"
-        if isinstance(request, completion_pb2.CompleteRequest):
-            request.images[:] = images
+        if isinstance(request, completion_pb2.GenerateRequest) and request.HasField("prompts"):
+            request.prompts.images[:] = images
             return
-        for part, image in zip(_places(request.messages), images, strict=True):
+        for part, image in zip(_places(request.conversation.messages), images, strict=True):
             part.image = image
 
 

@@ -67,7 +67,7 @@ def forces_calls(choice: completion_pb2.ToolChoice) -> bool:
 
 
 def build_answer_grammar(
-    request: completion_pb2.ChatRequest, form: AnswerFormat, state: ReasoningState
+    request: completion_pb2.GenerateRequest, form: AnswerFormat, state: ReasoningState
 ) -> AnswerGrammar | None:
     """Return the grammar of the answer; None if the request's own grammar, if any, is enough.
 
@@ -89,7 +89,7 @@ def build_answer_grammar(
     is_strict = any(tool.strict for _, tool in tools)
     reasoning = form.reasoning if state is not ReasoningState.NONE else None
     frame = ("", "")
-    if form.reasoning is not None and not request.continue_last_message:
+    if form.reasoning is not None and not request.conversation.continue_last_message:
         frame = form.reasoning.frame  # a message that goes on is behind the first mark
     if not (is_forced or is_strict or (has_content and (tools or reasoning or any(frame)))):
         return None

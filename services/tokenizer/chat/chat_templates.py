@@ -48,7 +48,7 @@ _PROBE_SECONDS = 60.0
 """Time for which a chat waits for the probe of the templates"""
 _INLINE_SIZE = 4_096  # bytes or characters; larger inputs are processed in a thread
 _MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation, like the limit of rendered text
-_ARGUMENTS = "template_arguments_json"
+_ARGUMENTS = "conversation.template_arguments_json"
 _THINKING_SWITCHES = ("enable_thinking", "thinking")  # Qwen, GLM; DeepSeek, Granite
 _TOOL_TEMPLATE = "tool_use"
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
@@ -77,6 +77,22 @@ class ChatPrompt:
     reasoning_effort: str = ""
     """Effort of reasoning; empty = the template's default"""
 
+    @classmethod
+    def of(
+        cls, conversation: completion_pb2.Conversation, tools: Sequence[completion_pb2.Tool]
+    ) -> "ChatPrompt":
+        """Return the prompt of a request's conversation, which shows these tools."""
+        has_choice = conversation.HasField("add_generation_prompt")
+        return cls(
+            messages=conversation.messages,
+            tools=tools,
+            template=conversation.template,
+            arguments_json=conversation.template_arguments_json,
+            add_generation_prompt=conversation.add_generation_prompt if has_choice else None,
+            continue_last_message=conversation.continue_last_message,
+            reasoning_effort=conversation.reasoning_effort,
+        )
+
     @property
     def size(self) -> int:
         """Approximate size in bytes."""
@@ -91,7 +107,7 @@ class ChatPrompt:
         if effort:
             if variables.setdefault("reasoning_effort", effort) != effort:
                 raise invalid(
-                    "reasoning_effort",
+                    "conversation.reasoning_effort",
                     f"reasoning_effort is {effort}, but the template arguments have another: "
                     "leave out one of them.",
                 )
@@ -193,15 +209,18 @@ class ChatTemplates:
             )
         if name not in self._vocabulary.chat_templates:
             known = ", ".join(sorted(self._vocabulary.chat_templates))
-            raise invalid("template", f"template must be one of {known}, got {name!r}.")
+            raise invalid(
+                "conversation.template", f"template must be one of {known}, got {name!r}."
+            )
         if prompt.size > _MAX_SIZE:
             raise invalid(
-                "messages", f"A conversation with its tools must have at most {_MAX_SIZE:,} bytes."
+                "conversation.messages",
+                f"A conversation with its tools must have at most {_MAX_SIZE:,} bytes.",
             )
         check_messages(prompt.messages, continues_last=prompt.continue_last_message)
         if prompt.add_generation_prompt and prompt.continue_last_message:
             raise invalid(
-                "add_generation_prompt",
+                "conversation.add_generation_prompt",
                 "add_generation_prompt can't be combined with continue_last_message.",
             )
         if len(prompt.arguments_json) > MAX_TEMPLATE_JSON:
@@ -209,7 +228,7 @@ class ChatTemplates:
             raise invalid(_ARGUMENTS, message)
         if prompt.reasoning_effort and prompt.reasoning_effort not in REASONING_EFFORTS:
             raise invalid(
-                "reasoning_effort",
+                "conversation.reasoning_effort",
                 f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}, got "
                 f"{prompt.reasoning_effort!r}.",
             )

@@ -91,9 +91,10 @@ class Columns:
 
     def write(self, delta: completion_pb2.ChoiceDelta) -> None:
         """Put the columns into a delta."""
-        delta.tokens.ids.extend(self.ids)
+        delta.token_ids.extend(self.ids)
         if not self.scores:
             return
+        delta.tokens.ids.extend(self.ids)
         write_scores(self.scores, delta.tokens)
         delta.token_texts.extend(self.texts)
         delta.text_offsets.extend(self.offsets)

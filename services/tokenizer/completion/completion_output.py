@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from services.tokenizer import metrics
 from services.tokenizer.completion.choice_set import ChoiceSet
-from services.tokenizer.completion.complete_processor import RequestProcessor, Response
 from services.tokenizer.completion.plan import CompletionPlan
 from services.tokenizer.completion.prompt_scores import PromptScores
+from services.tokenizer.completion.request_processor import AddResponse, RequestProcessor
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -110,8 +110,8 @@ class CompletionOutput:
 
     def write(
         self,
-        processor: RequestProcessor[Response],
-        add: Callable[[], Response],
+        processor: RequestProcessor,
+        add: AddResponse,
         is_full: Callable[[], bool],
     ) -> bool:
         """Write what is ready, as responses from `add`. Returns whether output is left."""
@@ -175,7 +175,7 @@ class CompletionOutput:
         self._last_token_at[sequence] = now
 
     def _write_admission(
-        self, accepted: completion_pb2.CompleteAccepted, admission: engine_pb2.Accepted
+        self, accepted: completion_pb2.Accepted, admission: engine_pb2.Accepted
     ) -> None:
         plan = self.plan
         accepted.model = plan.limits.model

@@ -1,12 +1,11 @@
 """Running completions of the process: start and drain."""
 
 import asyncio
-from typing import Any
 
 from services.tokenizer import metrics
-from services.tokenizer.completion.complete_processor import RequestProcessor, Response
 from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
+from services.tokenizer.completion.request_processor import RequestProcessor
 from services.tokenizer.engines.engine_link import EngineLink
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.send_queue import SendQueue
@@ -19,7 +18,7 @@ class CompletionRegistry:
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
-        self._running: set[CompletionStream[Any]] = set()
+        self._running: set[CompletionStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_draining = False
@@ -27,13 +26,13 @@ class CompletionRegistry:
 
     def start(
         self,
-        processor: RequestProcessor[Response],
+        processor: RequestProcessor,
         context: CallContext,
-        send_queue: SendQueue[CompletionStream[Any]],
+        send_queue: SendQueue[CompletionStream],
         *,
         credit: int | None = None,
         is_windowed: bool = False,
-    ) -> CompletionStream[Response]:
+    ) -> CompletionStream:
         """Start a completion, which marks itself in `send_queue` when it has output or fails.
 
         credit: tokens per choice that the client grants; None without its own flow control.
@@ -64,7 +63,7 @@ class CompletionRegistry:
         self.is_draining = True
         await self._idle.wait()
 
-    def _discard(self, stream: CompletionStream[Any]) -> None:
+    def _discard(self, stream: CompletionStream) -> None:
         self._running.discard(stream)
         metrics.RUNNING.dec()
         if not self._running:

@@ -12,15 +12,13 @@ from tokenwire.pb.types.v1 import types_pb2
 __all__ = ["end_span", "start_span"]
 
 TextRequest: TypeAlias = (
-    completion_pb2.CompleteRequest
-    | completion_pb2.ChatRequest
+    completion_pb2.GenerateRequest
     | completion_pb2.EmbedRequest
     | completion_pb2.ScoreRequest
     | completion_pb2.ClassifyRequest
 )
 _NAMES: Mapping[type[TextRequest], tuple[str, str]] = {
-    completion_pb2.CompleteRequest: ("Complete", "text_completion"),
-    completion_pb2.ChatRequest: ("Chat", "chat"),
+    completion_pb2.GenerateRequest: ("Generate", "text_completion"),
     completion_pb2.EmbedRequest: ("Embed", "embeddings"),
     completion_pb2.ScoreRequest: ("Score", "score"),
     completion_pb2.ClassifyRequest: ("Classify", "classify"),
@@ -36,6 +34,8 @@ def start_span(
 ) -> Span:
     """Start the span of a request, below the traceparent of its caller."""
     method, operation = _NAMES[type(request)]
+    if isinstance(request, completion_pb2.GenerateRequest) and request.HasField("conversation"):
+        operation = "chat"
     span = tracing.start(f"{_SERVICE}/{method}", parent, request_id)
     span.set({"gen_ai.operation.name": operation, "gen_ai.request.model": request.model})
     return span

@@ -5,18 +5,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic
 
 import grpc
 
 from services.common.errors import draining_error, internal_error
 from services.common.failures import failure
 from services.tokenizer import metrics
-from services.tokenizer.completion.complete_processor import RequestProcessor, Response
 from services.tokenizer.completion.completion_output import CompletionOutput
 from services.tokenizer.completion.completion_span import end_span
 from services.tokenizer.completion.engine_request import CallContext, EngineLosses, EngineRequest
 from services.tokenizer.completion.plan import CompletionPlan
+from services.tokenizer.completion.request_processor import AddResponse, RequestProcessor
 from services.tokenizer.engines.engine_link import EngineLink
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.send_queue import SendQueue
@@ -58,16 +57,16 @@ def _too_many_losses(error: ServiceError) -> ServiceError:
     return ServiceError(grpc.StatusCode.UNAVAILABLE, "ENGINE_LOST", message)
 
 
-class CompletionStream(Generic[Response]):
+class CompletionStream:
     """Listens to the engine, and gathers output until the client takes it."""
 
     def __init__(
         self,
-        processor: RequestProcessor[Response],
+        processor: RequestProcessor,
         context: CallContext,
         pool: EnginePool,
-        send_queue: "SendQueue[CompletionStream[Any]]",
-        on_end: "Callable[[CompletionStream[Any]], None]",
+        send_queue: "SendQueue[CompletionStream]",
+        on_end: "Callable[[CompletionStream], None]",
         *,
         credit: int | None,
         is_windowed: bool,
@@ -75,7 +74,7 @@ class CompletionStream(Generic[Response]):
         """`credit` and `is_windowed` are those of `EngineRequest`; `on_end` is called once."""
         self.error: ServiceError | None = None
         """The failure, which the client gets after the last `write`"""
-        self.processor: RequestProcessor[Response] = processor
+        self.processor: RequestProcessor = processor
         self._context = context
         self._pool = pool
         self._send_queue = send_queue
@@ -153,7 +152,7 @@ class CompletionStream(Generic[Response]):
             metrics.MOVED.labels("DRAINING").inc()
             self._run_as_task(self._resubmit(output, draining_error()))
 
-    def write(self, add: Callable[[], Response], is_full: Callable[[], bool] = _never_full) -> None:
+    def write(self, add: AddResponse, is_full: Callable[[], bool] = _never_full) -> None:
         """Write what is ready, as responses from `add`; mark the stream again if output is left."""
         if self._output is not None and self._output.write(self.processor, add, is_full):
             self._send_queue.mark(self)

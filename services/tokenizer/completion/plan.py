@@ -29,7 +29,17 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["ChoicePlan", "CompletionPlan", "context_length", "plan_completion"]
+__all__ = [
+    "ChoicePlan",
+    "CompletionPlan",
+    "Constraint",
+    "EncodedInput",
+    "choice_count",
+    "context_length",
+    "grammar_constraint",
+    "plan_prompts",
+    "plan_request",
+]
 
 _SEED_BITS = 53  # a JSON reader that knows only doubles keeps the seed
 _DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's defaults
@@ -104,8 +114,38 @@ class CompletionPlan:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-def plan_completion(
-    request: completion_pb2.CompleteRequest,
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Grammar of every choice."""
+
+    spec: types_pb2.GrammarSpec
+    ignored: Sequence[str]
+    """Paths of schema keywords that are not enforced"""
+    remap_error: Callable[[ServiceError], None] | None
+    """As in `CompletionPlan`"""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedInput:
+    """The prompts, or the conversation, of a request as the engine gets them."""
+
+    prompts: Sequence[EncodedPrompt]
+    max_tokens: int
+    """Most tokens of a choice: the request's, or the default of its input"""
+    constraint: Constraint | None = None
+    stop_ids: Collection[int] = ()
+    """Ids that end a choice besides the request's and the EOS, unless it ignores these"""
+    suffix: str = ""
+    """Text to append when the choice ends"""
+    scores_echo: bool = False
+    """True if the echoed tokens are scored like the generated ones"""
+    images: Sequence[engine_pb2.PromptImage] = ()
+    image_places: Sequence[Sequence[ImagePlaces]] = ()
+    """Images of each prompt; empty without any"""
+
+
+def plan_prompts(
+    request: completion_pb2.GenerateRequest,
     vocabulary: Vocabulary,
     infill: InfillTemplate | None,
     limits: ModelLimits,
@@ -116,47 +156,65 @@ def plan_completion(
     Takes long for long texts. Raises as `encode_prompt` and `ImageExpander.place`, and
     INVALID_ARGUMENT for bad words.
     """
+    given = request.prompts
     policy = _prompt_policy(request, infill, limits)
-    placed = images.place(request.prompts) if images is not None else ()
+    placed = images.place(given.items) if images is not None else ()
     prompts = [
         encode_prompt(
-            vocabulary, prompt, f"prompts[{index}]", policy, placed[index] if placed else None
+            vocabulary, prompt, f"prompts.items[{index}]", policy, placed[index] if placed else None
         )
-        for index, prompt in enumerate(request.prompts)
+        for index, prompt in enumerate(given.items)
     ]
+    is_infilled = infill is not None and given.HasField("suffix")
+    encoded = EncodedInput(
+        prompts,
+        policy.max_tokens,
+        _constraint(request),
+        stop_ids=infill.stop_ids if infill is not None and is_infilled else (),
+        suffix=given.suffix if infill is None else "",
+        scores_echo=request.echo,
+        images=images.messages(placed) if images is not None else (),
+        image_places=images.places(placed, [each.ids for each in prompts]) if images else (),
+    )
+    return plan_request(request, encoded, vocabulary, limits)
+
+
+def plan_request(
+    request: completion_pb2.GenerateRequest,
+    encoded: EncodedInput,
+    vocabulary: Vocabulary,
+    limits: ModelLimits,
+) -> CompletionPlan:
+    """Return the plan of a valid request. Raises INVALID_ARGUMENT for bad words."""
+    stop_ids = {*request.stopping.stop_token_ids}
+    if not request.stopping.ignore_eos:
+        stop_ids.update(encoded.stop_ids)
     engine_request = engine_pb2.GenerateRequest(
         model=limits.model if limits.adapter else "",
-        prompts=[types_pb2.TokenIds(ids=prompt.ids) for prompt in prompts],
-        n=max(_n(request), request.best_of),
+        prompts=[types_pb2.TokenIds(ids=prompt.ids) for prompt in encoded.prompts],
+        n=max(choice_count(request), request.best_of),
         sampling=_sampling(request, vocabulary),
         stopping=types_pb2.StoppingParams(
-            max_tokens=policy.max_tokens,
+            max_tokens=encoded.max_tokens,
             min_tokens=request.stopping.min_tokens,
             ignore_eos=request.stopping.ignore_eos,
-            stop_token_ids=sorted(_stop_ids(request, infill)),
-            context_length=policy.context_length,
+            stop_token_ids=sorted(stop_ids),
+            context_length=context_length(request.stopping, limits),
         ),
-        images=images.messages(placed) if images is not None else (),
+        images=encoded.images,
+        grammar=encoded.constraint.spec if encoded.constraint is not None else None,
         beam_search=request.beam_search if request.HasField("beam_search") else None,
     )
-    _request_logprobs(request, engine_request)
-    calls = tool_call_grammar(request.tools, request.tool_choice)
-    ignored: Sequence[str] = ()
-    if request.HasField("grammar"):
-        engine_request.grammar.CopyFrom(request.grammar)
-        ignored = unenforced_in(request.grammar, "grammar")
-    elif calls is not None:
-        engine_request.grammar.CopyFrom(calls)
-        ignored = unenforced_in_tools(constrained_tools(request.tools, request.tool_choice))
-    choice = _choice_plan(request, infill, limits)
+    _request_logprobs(request, engine_request, scores_echo=encoded.scores_echo)
+    choice = _choice_plan(request, stop_ids, encoded.suffix, limits)
     return CompletionPlan(
         engine_request=engine_request,
-        prompts=prompts,
-        n=_n(request),
+        prompts=encoded.prompts,
+        n=choice_count(request),
         choice=choice,
-        remap_error=None if calls is None else _remap_to_tools,
-        ignored=ignored,
-        echo=request.echo,
+        remap_error=encoded.constraint.remap_error if encoded.constraint is not None else None,
+        ignored=encoded.constraint.ignored if encoded.constraint is not None else (),
+        echo=request.echo and request.HasField("prompts"),
         whole=request.delivery == completion_pb2.DELIVERY_WHOLE,
         limits=limits,
         table=vocabulary.table if choice.skip_special_tokens else vocabulary.full_table,
@@ -165,14 +223,30 @@ def plan_completion(
         begins_text=False,
         resume=request.resume if request.HasField("resume") else None,
         generates_again=request.sampling.HasField("mirostat") or request.HasField("beam_search"),
-        images=images.places(placed, [each.ids for each in prompts]) if images else (),
+        images=encoded.image_places,
     )
 
 
+def grammar_constraint(request: completion_pb2.GenerateRequest) -> Constraint | None:
+    """Return the constraint by the request's own grammar, if it has one."""
+    if not request.HasField("grammar"):
+        return None
+    return Constraint(request.grammar, unenforced_in(request.grammar, "grammar"), None)
+
+
+def _constraint(request: completion_pb2.GenerateRequest) -> Constraint | None:
+    """Return the constraint of prompts: the request's grammar, or that of a call."""
+    calls = tool_call_grammar(request.tools, request.tool_choice)
+    if request.HasField("grammar") or calls is None:
+        return grammar_constraint(request)
+    tools = constrained_tools(request.tools, request.tool_choice)
+    return Constraint(calls, unenforced_in_tools(tools), _remap_to_tools)
+
+
 def _prompt_policy(
-    request: completion_pb2.CompleteRequest, infill: InfillTemplate | None, limits: ModelLimits
+    request: completion_pb2.GenerateRequest, infill: InfillTemplate | None, limits: ModelLimits
 ) -> PromptPolicy:
-    stopping = request.stopping
+    stopping, prompts = request.stopping, request.prompts
     context = context_length(stopping, limits)
     max_tokens = stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS
     keep: int | None = None
@@ -185,36 +259,33 @@ def _prompt_policy(
         refuse_overflow=request.context_overflow == completion_pb2.CONTEXT_OVERFLOW_ERROR,
         echo=request.echo,
         infill=infill,
-        suffix=request.suffix if request.HasField("suffix") else None,
+        suffix=prompts.suffix if prompts.HasField("suffix") else None,
         keep=keep,
     )
 
 
-def _n(request: completion_pb2.CompleteRequest) -> int:
+def choice_count(request: completion_pb2.GenerateRequest) -> int:
+    """Return the number of choices per prompt."""
     return request.n if request.HasField("n") else 1
 
 
-def _is_ranked(request: completion_pb2.CompleteRequest) -> bool:
+def _is_ranked(request: completion_pb2.GenerateRequest) -> bool:
     """Return whether the candidates of best_of must be ranked: beams come best first."""
-    return request.best_of > _n(request) and not request.HasField("beam_search")
-
-
-def _stop_ids(request: completion_pb2.CompleteRequest, infill: InfillTemplate | None) -> set[int]:
-    stop_ids = set(request.stopping.stop_token_ids)
-    if infill is not None and request.HasField("suffix") and not request.stopping.ignore_eos:
-        stop_ids.update(infill.stop_ids)
-    return stop_ids
+    return request.best_of > choice_count(request) and not request.HasField("beam_search")
 
 
 def _request_logprobs(
-    request: completion_pb2.CompleteRequest, engine_request: engine_pb2.GenerateRequest
+    request: completion_pb2.GenerateRequest,
+    engine_request: engine_pb2.GenerateRequest,
+    *,
+    scores_echo: bool,
 ) -> None:
     """Request the logprobs that the client, an echo or best_of needs."""
     if _is_ranked(request):
         engine_request.logprobs = 0
     if request.HasField("logprobs"):
         engine_request.logprobs = request.logprobs
-        if request.echo:
+        if scores_echo:
             engine_request.prompt_logprobs = request.logprobs
     if request.HasField("prompt_logprobs"):
         # an echo uses the same rows
@@ -223,10 +294,13 @@ def _request_logprobs(
 
 
 def _choice_plan(
-    request: completion_pb2.CompleteRequest, infill: InfillTemplate | None, limits: ModelLimits
+    request: completion_pb2.GenerateRequest,
+    stop_ids: Collection[int],
+    suffix: str,
+    limits: ModelLimits,
 ) -> ChoicePlan:
     skips = not request.HasField("skip_special_tokens") or request.skip_special_tokens
-    end_ids = _stop_ids(request, infill)
+    end_ids = {*stop_ids}
     if not request.stopping.ignore_eos:
         end_ids.update(limits.eos_ids)
     return ChoicePlan(
@@ -236,7 +310,7 @@ def _choice_plan(
         min_tokens=request.stopping.min_tokens,
         scored=request.HasField("logprobs"),
         ranked=_is_ranked(request),
-        suffix=request.suffix if infill is None else "",
+        suffix=suffix,
         skip_special_tokens=skips,
     )
 
@@ -253,7 +327,7 @@ def context_length(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> i
 
 
 def _sampling(
-    request: completion_pb2.CompleteRequest, vocabulary: Vocabulary
+    request: completion_pb2.GenerateRequest, vocabulary: Vocabulary
 ) -> types_pb2.SamplingParams:
     """Return the engine's parameters: always with a seed, never with a neutral penalty."""
     sampling = types_pb2.SamplingParams()

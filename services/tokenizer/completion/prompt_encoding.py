@@ -18,6 +18,7 @@ __all__ = [
     "EncodedPrompt",
     "PromptPolicy",
     "check_cut",
+    "encode_ids",
     "encode_prompt",
     "kept_tokens",
     "prompt_too_long",
@@ -121,17 +122,21 @@ def encode_prompt(
         check_cut(cut, images.ids, images)
         encoded = _of_ids(vocabulary, images.ids[cut:], policy)
     else:
-        given = prompt.token_ids.ids
-        ids = list(given[_check_length(len(given), field, policy) :])
-        encoded = _of_ids(vocabulary, ids, policy)
-    wanted = len(encoded.ids) + policy.max_tokens
-    if policy.refuse_overflow and wanted > policy.context_length:
-        raise _too_long(
-            field,
-            f"{len(encoded.ids):,} prompt tokens and max_tokens {policy.max_tokens:,} exceed the "
-            f"context length of {policy.context_length:,}.",
-        )
+        return encode_ids(vocabulary, prompt.token_ids.ids, field, policy)
+    _check_room(len(encoded.ids), field, policy)
     return encoded
+
+
+def encode_ids(
+    vocabulary: Vocabulary, ids: Sequence[int], field: str, policy: PromptPolicy
+) -> EncodedPrompt:
+    """Return the prompt of ids that come from the path `field`.
+
+    Raises OUT_OF_RANGE if they are too many.
+    """
+    kept = list(ids[_check_length(len(ids), field, policy) :])
+    _check_room(len(kept), field, policy)
+    return _of_ids(vocabulary, kept, policy)
 
 
 def check_cut(cut: int, ids: Sequence[int], images: ImagePrompt | None) -> None:
@@ -249,6 +254,16 @@ def _check_length(length: int, field: str, policy: PromptPolicy) -> int:
     if policy.cuts:
         return length - policy.cut_to
     raise prompt_too_long(field, f"{length:,}", policy.context_length, policy.max_tokens)
+
+
+def _check_room(length: int, field: str, policy: PromptPolicy) -> None:
+    """Raise OUT_OF_RANGE if max_tokens do not fit behind a prompt, and must."""
+    if policy.refuse_overflow and length + policy.max_tokens > policy.context_length:
+        raise _too_long(
+            field,
+            f"{length:,} prompt tokens and max_tokens {policy.max_tokens:,} exceed the "
+            f"context length of {policy.context_length:,}.",
+        )
 
 
 def _with_room(context_length: int, max_tokens: int) -> int:

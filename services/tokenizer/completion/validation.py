@@ -1,4 +1,4 @@
-"""Validation of a CompleteRequest before any work; errors name the field by its path."""
+"""Validation of a GenerateRequest before any work; errors name the field by its path."""
 
 from collections.abc import Container, Mapping, Sequence
 from itertools import islice
@@ -28,10 +28,11 @@ from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
-    "check_complete",
     "check_generates",
     "check_ids",
     "check_model",
+    "check_prompts",
+    "check_request",
     "check_text_size",
     "require",
 ]
@@ -44,6 +45,8 @@ _PENALTIES: Mapping[_Penalty, float] = {
     "repetition_penalty": 1.0,
 }
 """Neutral value of each penalty"""
+_ONLY_WITH_PROMPTS: Sequence[str] = ("best_of", "truncate_prompt", "beam_search")
+_ONLY_IN_CONVERSATIONS: Sequence[str] = ("drop_oldest_messages", "parallel_tool_calls")
 
 
 def check_model(model: str, served: str, adapters: Container[str] = ()) -> None:
@@ -83,19 +86,19 @@ def check_text_size(field: str, *texts: str) -> None:
         raise invalid(field, f"A request must have at most {MAX_TEXT_BYTES:,} bytes of text.")
 
 
-def check_complete(
-    request: completion_pb2.CompleteRequest, limits: ModelLimits, infill: InfillTemplate | None
-) -> None:
-    """Raise the ServiceError of the first field that is wrong or not implemented."""
+def check_request(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
+    """Raise the ServiceError of the first field that is wrong or not implemented.
+
+    The input itself is for `check_prompts`, or the chat template, to check.
+    """
     check_model(request.model, limits.model)
     check_generates(limits)
+    _check_input(request)
     _check_counts(request, limits)  # first, as it bounds the work on prompts
-    _check_prompts(request, limits)
-    _check_suffix(request, limits, infill)
     _check_stopping(request, limits)
     _check_sampling(request, limits)
     _check_logprobs(request, limits)
-    _check_truncation(request, infill)
+    _check_truncation(request)
     _check_bad_words(request.bad_words, limits)
     if request.HasField("grammar"):
         _check_grammar(request.grammar, limits)
@@ -103,30 +106,54 @@ def check_complete(
         raise invalid("context_overflow", "context_overflow must be one of the known values.")
     if request.delivery not in completion_pb2.Delivery.values():
         raise invalid("delivery", "delivery must be one of the known values.")
-    _check_tools(request, limits)
+    check_tools(request.tools, request.tool_choice)
     if request.HasField("beam_search"):
         _check_beams(request, limits)
     if request.HasField("resume"):
         _check_resume(request, limits)
 
 
-def _check_prompts(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
-    if not request.prompts:
-        raise invalid("prompts", "A request must have at least one prompt.")
-    for index, prompt in enumerate(request.prompts):
+def check_prompts(
+    request: completion_pb2.GenerateRequest, limits: ModelLimits, infill: InfillTemplate | None
+) -> None:
+    """Raise the ServiceError of the first field that is wrong for the request's prompts."""
+    for index, prompt in enumerate(request.prompts.items):
         kind = prompt.WhichOneof("prompt")
         if kind is None:
-            raise invalid(f"prompts[{index}]", "A prompt must hold text or token ids.")
+            raise invalid(f"prompts.items[{index}]", "A prompt must hold text or token ids.")
         if kind == "token_ids":
-            field = f"prompts[{index}].token_ids.ids"
+            field = f"prompts.items[{index}].token_ids.ids"
             if not prompt.token_ids.ids:
                 raise invalid(field, "A prompt must have at least one id.")
             # a prompt that exceeds the context is refused or cut to its end
             begin = max(0, len(prompt.token_ids.ids) - limits.context_length)
             check_ids(field, prompt.token_ids.ids, limits.vocabulary_size, begin)
+    if request.prompts.HasField("suffix"):
+        _check_suffix(request, limits, infill)
+    if request.HasField("logprobs") and request.echo:
+        require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "logprobs")
+    if tool_call_grammar(request.tools, request.tool_choice) is not None:
+        if request.HasField("grammar"):
+            raise invalid("grammar", "Tool calls are already constrained: leave out grammar.")
+        require(limits, engine_pb2.CAPABILITY_GRAMMAR, "tools")
 
 
-def _check_counts(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
+def _check_input(request: completion_pb2.GenerateRequest) -> None:
+    """Check that there is an input, and no field that only the other kind of input has."""
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise invalid("input", "A request must have prompts or a conversation.")
+    if kind == "prompts" and not request.prompts.items:
+        raise invalid("prompts.items", "A request must have at least one prompt.")
+    fields, other = _ONLY_IN_CONVERSATIONS, "a conversation"
+    if kind == "conversation":
+        fields, other = _ONLY_WITH_PROMPTS, "prompts"
+    for field, _ in request.ListFields():
+        if field.name in fields:
+            raise invalid(field.name, f"{field.name} needs {other}: leave it out.")
+
+
+def _check_counts(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
     n = request.n if request.HasField("n") else 1
     if not 1 <= n <= MAX_SEQUENCES:
         raise invalid("n", f"n must be between 1 and {MAX_SEQUENCES}.")
@@ -141,56 +168,64 @@ def _check_counts(request: completion_pb2.CompleteRequest, limits: ModelLimits) 
             if not request.HasField("beam_search"):
                 require(limits, engine_pb2.CAPABILITY_LOGPROBS, "best_of")
     most = min(MAX_SEQUENCES, limits.max_sequences)
-    draws = max(n, request.best_of)
-    if len(request.prompts) * draws > most:
+    draws, prompts = max(n, request.best_of), _prompt_count(request)
+    if prompts * draws > most:
         name = "best_of" if request.best_of > n else "n"
         raise invalid(
-            name if len(request.prompts) <= most else "prompts",
-            f"prompts x {name} must be at most {most}, got {len(request.prompts)} x {draws}.",
+            name if prompts <= most else "prompts.items",
+            f"prompts x {name} must be at most {most}, got {prompts} x {draws}.",
         )
+
+
+def _prompt_count(request: completion_pb2.GenerateRequest) -> int:
+    return len(request.prompts.items) if request.HasField("prompts") else 1
 
 
 def _check_suffix(
-    request: completion_pb2.CompleteRequest, limits: ModelLimits, infill: InfillTemplate | None
+    request: completion_pb2.GenerateRequest, limits: ModelLimits, infill: InfillTemplate | None
 ) -> None:
-    if not request.HasField("suffix"):
+    if infill is None:
+        if not limits.appends_suffix:
+            raise invalid("prompts.suffix", f"{limits.model} can't infill: leave out suffix.")
         return
-    if infill is not None and request.echo:
+    if request.echo:
         raise invalid(
             "echo", "echo can't be combined with suffix, whose answer is only the middle."
         )
-    if infill is None and not limits.appends_suffix:
-        raise invalid("suffix", f"{limits.model} can't infill: leave out suffix.")
+    if request.HasField("truncate_prompt_tokens"):
+        asked, field = request.truncate_prompt_tokens, "truncate_prompt_tokens"
+        if 0 <= asked < infill.control_count:
+            raise invalid(
+                field,
+                f"{field} must be at least {infill.control_count} with a suffix, the number of the "
+                "prompt's control tokens.",
+            )
 
 
-def _check_logprobs(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
-    most = limits.max_logprobs
+def _check_logprobs(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
+    is_conversation = request.HasField("conversation")
+    most = limits.max_chat_logprobs if is_conversation else limits.max_logprobs
     if request.HasField("logprobs"):
         if request.logprobs > most:
             raise invalid("logprobs", f"logprobs must be between 0 and {most}.")
         require(limits, engine_pb2.CAPABILITY_LOGPROBS, "logprobs")
-        if request.echo:
-            require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "logprobs")
     if request.HasField("prompt_logprobs"):
         if request.prompt_logprobs > most:
             raise invalid("prompt_logprobs", f"prompt_logprobs must be between 0 and {most}.")
         require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "prompt_logprobs")
 
 
-def _check_truncation(
-    request: completion_pb2.CompleteRequest, infill: InfillTemplate | None
-) -> None:
+def _check_truncation(request: completion_pb2.GenerateRequest) -> None:
     """Check truncate_prompt_tokens, except for the room for output, which `kept_tokens` checks."""
     if not request.HasField("truncate_prompt_tokens"):
         return
     asked, field = request.truncate_prompt_tokens, "truncate_prompt_tokens"
     if asked < 1 and asked != -1:
         raise invalid(field, f"{field} must be at least 1, or -1 to keep what fits, got {asked}.")
-    if infill is not None and request.HasField("suffix") and 0 <= asked < infill.control_count:
+    if request.drop_oldest_messages:
         raise invalid(
-            field,
-            f"{field} must be at least {infill.control_count} with a suffix, the number of the "
-            "prompt's control tokens.",
+            "drop_oldest_messages",
+            "truncate_prompt_tokens cuts the prompt, too: leave out one of the two.",
         )
 
 
@@ -208,11 +243,16 @@ def _check_lengths(field: str, strings: Sequence[str], most: int, name: str) -> 
             raise invalid(f"{field}[{index}]", f"{name} must have 1 to {most:,} characters.")
 
 
-def _check_stopping(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
+def _check_stopping(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
     stopping = request.stopping
-    if stopping.HasField("max_tokens") and stopping.max_tokens == 0 and not request.echo:
-        raise invalid("stopping.max_tokens", "max_tokens 0 without echo returns nothing: set echo.")
-    if stopping.min_tokens > _max_tokens(stopping):
+    if stopping.HasField("max_tokens") and stopping.max_tokens == 0:
+        if request.HasField("conversation"):
+            raise invalid("stopping.max_tokens", "An answer needs a limit of at least 1 token.")
+        if not request.echo:
+            raise invalid(
+                "stopping.max_tokens", "max_tokens 0 without echo returns nothing: set echo."
+            )
+    if stopping.min_tokens > _max_tokens(request, limits):
         raise invalid("stopping.min_tokens", "min_tokens must be at most max_tokens.")
     if stopping.HasField("context_length") and not stopping.context_length:
         raise invalid("stopping.context_length", "context_length must be at least 1.")
@@ -236,11 +276,14 @@ def _check_stopping(request: completion_pb2.CompleteRequest, limits: ModelLimits
             )
 
 
-def _max_tokens(stopping: types_pb2.StoppingParams) -> int:
-    return stopping.max_tokens if stopping.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+def _max_tokens(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> int:
+    """Return the most tokens of a choice; a conversation without a limit has its context."""
+    if request.stopping.HasField("max_tokens"):
+        return request.stopping.max_tokens
+    return limits.context_length if request.HasField("conversation") else DEFAULT_MAX_TOKENS
 
 
-def _check_sampling(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
+def _check_sampling(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
     sampling = request.sampling
     _check_range(sampling, "temperature", 0, 2)
     _check_range(sampling, "top_p", 0, 1)
@@ -307,7 +350,7 @@ def _check_token_limits(sampling: types_pb2.SamplingParams, limits: ModelLimits)
         require(limits, engine_pb2.CAPABILITY_TOKEN_LIMITS, "sampling.bad_token_ids")
 
 
-def _check_dry(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
+def _check_dry(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
     dry = request.sampling.dry
     if not request.sampling.HasField("dry"):
         if request.dry_sequence_breakers:
@@ -353,35 +396,27 @@ def _check_mirostat(sampling: types_pb2.SamplingParams) -> None:
             raise invalid(f"sampling.{name}", f"mirostat replaces {name}: set only one of them.")
 
 
-def _check_tools(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
-    check_tools(request.tools, request.tool_choice)
-    if tool_call_grammar(request.tools, request.tool_choice) is None:
-        return
-    if request.HasField("grammar"):
-        raise invalid("grammar", "Tool calls are already constrained: leave out grammar.")
-    require(limits, engine_pb2.CAPABILITY_GRAMMAR, "tools")
-
-
-def _check_beams(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
+def _check_beams(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
     require(limits, engine_pb2.CAPABILITY_BEAM_SEARCH, "beam_search")
     calls = tool_call_grammar(request.tools, request.tool_choice)
     others = {"grammar": request.HasField("grammar"), "tools": calls is not None}
     check_beam_search(request.beam_search, request.sampling, others)
 
 
-def _check_resume(request: completion_pb2.CompleteRequest, limits: ModelLimits) -> None:
+def _check_resume(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
     require(limits, engine_pb2.CAPABILITY_RESUME, "resume")
     if not request.sampling.HasField("seed"):
-        raise invalid("sampling.seed", "A resumed request needs the seed of its CompleteAccepted.")
+        raise invalid("sampling.seed", "A resumed request needs the seed of its Accepted.")
     n = request.n if request.HasField("n") else 1
     if request.best_of > n:
         raise invalid("resume", "A request with best_of above n can't be resumed: start it anew.")
-    if len(request.resume.scored_prompt_tokens) > len(request.prompts):
+    prompts = _prompt_count(request)
+    if len(request.resume.scored_prompt_tokens) > prompts:
         raise invalid("resume.scored_prompt_tokens", "There are more numbers than prompts.")
     seen: set[int] = set()
     for place, choice in enumerate(request.resume.choices):
         field = f"resume.choices[{place}]"
-        if choice.index >= len(request.prompts) * n or choice.index in seen:
+        if choice.index >= prompts * n or choice.index in seen:
             message = f"Choice {choice.index} does not exist or is resumed twice."
             raise invalid(f"{field}.index", message)
         seen.add(choice.index)

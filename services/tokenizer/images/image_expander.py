@@ -103,7 +103,7 @@ class ImageExpander:
         for prompt in prompts:
             if prompt.WhichOneof("prompt") == "text":
                 text = [(prompt.text, False)]
-                placed.append(self._in_parts(text, "images", takes_generic=True)[1])
+                placed.append(self._in_parts(text, "prompts.images", takes_generic=True)[1])
             else:
                 placed.append(self._in_ids(list(prompt.token_ids.ids)))
                 are_ids = True
@@ -117,7 +117,7 @@ class ImageExpander:
                 message += (
                     " In ids, a mark is one image token, or as many as the image's size needs."
                 )
-            raise invalid("images", message)
+            raise invalid("prompts.images", message)
         return placed
 
     def place_in_chat(
@@ -127,7 +127,7 @@ class ImageExpander:
 
         Raises INVALID_ARGUMENT unless the template wrote a mark for each image.
         """
-        placed = self._in_parts(parts, "messages", takes_generic=False)
+        placed = self._in_parts(parts, "conversation.messages", takes_generic=False)
         if self._marks < len(self._images):
             raise invalid(
                 self._images[self._marks].field,
@@ -136,7 +136,7 @@ class ImageExpander:
             )
         if self._marks > len(self._images):
             raise invalid(
-                "messages",
+                "conversation.messages",
                 f"The chat template writes {_count(self._marks, 'image mark')} for "
                 f"{_count(len(self._images), 'image')}.",
             )
@@ -216,12 +216,12 @@ class ImageExpander:
                 end = start + len(core)
                 placed += ids[done:end]
             elif ids[place] != mark_id:
-                raise _stray("images", self._family.placeholder)
+                raise _stray("prompts.images", self._family.placeholder)
             else:
                 end = place + 1
                 placed += [*ids[done:place], *self._lone(expansion)]
             done = end
-        return self._prompt(before, "images", ids=[*placed, *ids[done:]])
+        return self._prompt(before, "prompts.images", ids=[*placed, *ids[done:]])
 
     def _prompt(
         self,

@@ -59,7 +59,7 @@ class ImageReader:
                 f"The prompts have image tokens ({self._family.placeholder}), but the request has "
                 "no images."
             )
-            raise invalid("images", message)
+            raise invalid("prompts.images", message)
 
     async def read(self, images: Sequence[RequestImage]) -> ImageExpander | None:
         """Decode images for a model that takes them; return their expander, None without images.

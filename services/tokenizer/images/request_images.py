@@ -10,6 +10,9 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["RequestImage", "has_images", "take_images", "take_message_images"]
 
+_IMAGES = "prompts.images"  # paths in a request
+_MESSAGES = "conversation.messages"
+
 
 @dataclass(frozen=True, slots=True)
 class RequestImage:
@@ -21,29 +24,29 @@ class RequestImage:
     """Digest of the image, from `image_digest`; empty before the image is read"""
 
 
-def has_images(
-    request: completion_pb2.CompleteRequest | completion_pb2.ChatRequest, most_parts: int
-) -> bool:
-    """Return whether a completion, or one of the first `most_parts` parts of a chat, has images."""
-    if isinstance(request, completion_pb2.CompleteRequest):
-        return bool(request.images)
-    parts = (part for message in request.messages for part in message.parts)
+def has_images(request: completion_pb2.GenerateRequest, most_parts: int) -> bool:
+    """Return whether prompts, or the first `most_parts` parts of a conversation, have images."""
+    if not request.HasField("conversation"):
+        return bool(request.prompts.images)
+    parts = (part for message in request.conversation.messages for part in message.parts)
     return any(part.HasField("image") for part in islice(parts, most_parts))
 
 
 def take_images(
-    request: completion_pb2.CompleteRequest,
-) -> tuple[completion_pb2.CompleteRequest, Sequence[RequestImage]]:
+    request: completion_pb2.GenerateRequest,
+) -> tuple[completion_pb2.GenerateRequest, Sequence[RequestImage]]:
     """Return the request without its images, and these. The given request loses them.
 
     Raises INVALID_ARGUMENT for too many images, or too many bytes.
     """
-    _check_count("images", len(request.images))
-    images = [RequestImage(f"images[{index}]", data) for index, data in enumerate(request.images)]
-    del request.images[:]
-    small = completion_pb2.CompleteRequest()  # the given one keeps its memory
+    if request.HasField("conversation"):
+        images = take_message_images(request.conversation.messages)
+    else:
+        images = _take_prompt_images(request.prompts)
+    if not images:
+        return request, images
+    small = completion_pb2.GenerateRequest()  # the given one keeps its memory
     small.CopyFrom(request)
-    _check_bytes("images", images)
     return small, images
 
 
@@ -56,10 +59,19 @@ def take_message_images(messages: Sequence[completion_pb2.Message]) -> Sequence[
     for place, message in enumerate(messages):
         for index, part in enumerate(message.parts):
             if part.HasField("image"):
-                _check_count("messages", len(images) + 1)
-                images.append(RequestImage(f"messages[{place}].parts[{index}].image", part.image))
+                _check_count(_MESSAGES, len(images) + 1)
+                field = f"{_MESSAGES}[{place}].parts[{index}].image"
+                images.append(RequestImage(field, part.image))
                 part.image = b""
-    _check_bytes("messages", images)
+    _check_bytes(_MESSAGES, images)
+    return images
+
+
+def _take_prompt_images(prompts: completion_pb2.Prompts) -> Sequence[RequestImage]:
+    _check_count(_IMAGES, len(prompts.images))
+    images = [RequestImage(f"{_IMAGES}[{i}]", data) for i, data in enumerate(prompts.images)]
+    del prompts.images[:]
+    _check_bytes(_IMAGES, images)
     return images
 
 

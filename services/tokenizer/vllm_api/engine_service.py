@@ -17,7 +17,7 @@ from services.tokenizer.completion_call import Context
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.vllm_api.generate_answer import GenerateAnswer
 from services.tokenizer.vllm_api.generate_calls import GenerateCalls
-from services.tokenizer.vllm_api.generate_request import name_field, to_complete_request
+from services.tokenizer.vllm_api.generate_request import name_field, to_request
 from services.tokenizer.vllm_api.kv_events import kv_event_batches
 from services.tokenizer.vllm_api.model_info import ModelInfo, takes_images
 from services.tokenizer.vllm_api.pool_load import load_of
@@ -49,7 +49,7 @@ class VllmEngine(VllmEngineServicer):
         """Generate, in chunks or as one message for each choice."""
         self._last_request_at = time.time()
         answer = GenerateAnswer(request)
-        completion = to_complete_request(request)
+        completion = to_request(request)
         name = partial(name_field, request=request)
         responses = self._calls.run(completion, request.request_id, name, context)
         async with aclosing(responses):

@@ -32,7 +32,7 @@ class GenerateAnswer:
         """Tokens of choices that are delivered at their end"""
 
     def responses(
-        self, response: completion_pb2.CompleteResponse
+        self, response: completion_pb2.GenerateResponse
     ) -> Iterator[vllm_engine_pb2.GenerateResponse]:
         """Yield what the client gets for one response of the completion."""
         match response.WhichOneof("event"):
@@ -52,9 +52,9 @@ class GenerateAnswer:
 
     def _chunk(self, delta: completion_pb2.ChoiceDelta) -> vllm_engine_pb2.GenerateStreamChunk:
         return vllm_engine_pb2.GenerateStreamChunk(
-            token_ids=delta.tokens.ids,
+            token_ids=delta.token_ids,
             prompt_tokens=len(self._prompt),
-            completion_tokens=len(delta.tokens.ids),
+            completion_tokens=len(delta.token_ids),
             cached_tokens=self._cached_tokens,
             output_logprobs=_output_scores(delta.tokens),
             input_logprobs=self._take_prompt_scores(delta.index),
@@ -65,14 +65,14 @@ class GenerateAnswer:
         self, finished: completion_pb2.ChoiceFinished
     ) -> vllm_engine_pb2.GenerateComplete:
         """Return the end of a choice. After chunks it holds no tokens a second time."""
-        tokens = self._whole.pop(finished.index, completion_pb2.ChoiceDelta()).tokens
+        delta = self._whole.pop(finished.index, completion_pb2.ChoiceDelta())
         complete = vllm_engine_pb2.GenerateComplete(
-            output_ids=tokens.ids,
+            output_ids=delta.token_ids,
             finish_reason=_REASONS[finished.reason],
             prompt_tokens=len(self._prompt),
             completion_tokens=finished.completion_tokens,
             cached_tokens=self._cached_tokens,
-            output_logprobs=_output_scores(tokens),
+            output_logprobs=_output_scores(delta.tokens),
             input_logprobs=self._take_prompt_scores(finished.index),
             index=finished.index,
         )

@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from services.common.accounts import identity as caller
 from services.common.errors import draining_error
@@ -44,7 +43,7 @@ class GenerateCalls:
         self._processors = processors
         self._settings = settings
         self._stalled = StalledCalls(settings)
-        self._streams: defaultdict[str, set[CompletionStream[Any]]] = defaultdict(set)
+        self._streams: defaultdict[str, set[CompletionStream]] = defaultdict(set)
         """Running streams by the client's request id, which need not be unique"""
 
     @property
@@ -54,14 +53,14 @@ class GenerateCalls:
 
     async def run(
         self,
-        request: completion_pb2.CompleteRequest,
+        request: completion_pb2.GenerateRequest,
         identity: str,
         name_field: Callable[[str], str],
         context: Context,
         *,
         salt: str = "",
         priority: int = 0,
-    ) -> AsyncGenerator[completion_pb2.CompleteResponse, None]:
+    ) -> AsyncGenerator[completion_pb2.GenerateResponse, None]:
         """Yield the responses of a completion.
 
         identity: the client's id of the request; empty = the call's.
@@ -82,7 +81,7 @@ class GenerateCalls:
         call = CompletionCall(self._registry, processor, origin, self._settings)
         name = identity or known_as
         self._streams[name].add(call.stream)
-        responses = call.responses(context, self._stalled, completion_pb2.CompleteResponse)
+        responses = call.responses(context, self._stalled)
         try:
             async for response in responses:
                 yield response

@@ -3,15 +3,15 @@
 from collections.abc import Coroutine
 from dataclasses import replace
 
-from services.tokenizer.completion.complete_processor import CompleteProcessor
 from services.tokenizer.completion.plan import CompletionPlan
+from services.tokenizer.completion.prompt_processor import PromptProcessor
 from services.tokenizer.model_limits import ModelLimits
 
 __all__ = ["GenerateProcessor"]
 
 
-class GenerateProcessor(CompleteProcessor):
-    """A completion with the limits of chats: gateways send the chats of their clients."""
+class GenerateProcessor(PromptProcessor):
+    """Prompts with the limits of conversations: gateways send the chats of their clients."""
 
     def check(self, limits: ModelLimits) -> None:
         super().check(_of_chats(limits))

@@ -1,4 +1,4 @@
-"""Translation of vLLM's GenerateRequest to a CompleteRequest."""
+"""Translation of vLLM's GenerateRequest to Tokenwire's."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["name_field", "to_complete_request"]
+__all__ = ["name_field", "to_request"]
 
 _MANY_TOKENS = 2**31 - 1
 """max_tokens without a limit but the context"""
@@ -21,18 +21,18 @@ _UNSUPPORTED = {
     "mm_inputs": "images are taken as media_refs, not as tensors",
 }
 _PLACES = (
-    ("prompts[0].token_ids.ids", "tokenized.input_ids"),
-    ("prompts[0].text", "text"),
-    ("prompts[0]", "input"),
-    ("prompts", "input"),
-    ("images", "media_refs.items"),
+    ("prompts.items[0].token_ids.ids", "tokenized.input_ids"),
+    ("prompts.items[0].text", "text"),
+    ("prompts.items[0]", "input"),
+    ("prompts.items", "input"),
+    ("prompts.images", "media_refs.items"),
 )
-"""Paths of a CompleteRequest, and what they are called in a GenerateRequest"""
+"""Paths of our GenerateRequest, and what they are called in vLLM's"""
 
 
-def to_complete_request(
+def to_request(
     request: vllm_engine_pb2.GenerateRequest,
-) -> completion_pb2.CompleteRequest:
+) -> completion_pb2.GenerateRequest:
     """Return the same request in Tokenwire's terms.
 
     The answer has no text, so the tokens of a stop string stay in it, for the gateway to cut.
@@ -40,8 +40,8 @@ def to_complete_request(
     """
     _refuse_unsupported(request)
     params = request.sampling_params
-    completion = completion_pb2.CompleteRequest(
-        prompts=[_prompt(request)],
+    completion = completion_pb2.GenerateRequest(
+        prompts=completion_pb2.Prompts(items=[_prompt(request)], images=_images(request)),
         sampling=_sampling(params),
         stopping=_stopping(params),
         stop=params.stop,
@@ -51,7 +51,6 @@ def to_complete_request(
         delivery=completion_pb2.DELIVERY_DELTAS
         if request.stream
         else completion_pb2.DELIVERY_WHOLE,
-        images=list(_images(request)),
     )
     for name in ("logprobs", "prompt_logprobs"):
         if params.HasField(name):
@@ -65,7 +64,7 @@ def to_complete_request(
 
 
 def name_field(path: str, request: vllm_engine_pb2.GenerateRequest) -> str:
-    """Return what a field of the CompleteRequest is called in the client's request."""
+    """Return what a field of our request is called in the client's request."""
     for prefix, name in _PLACES:
         if path.startswith(prefix):
             return name + path.removeprefix(prefix)

@@ -27,7 +27,7 @@ class InferenceAnswer:
         """Tokens of each choice that were sent"""
 
     def responses(
-        self, response: completion_pb2.CompleteResponse
+        self, response: completion_pb2.GenerateResponse
     ) -> Iterator[inference_pb2.GenerateResponse]:
         """Yield what the client gets for one response of the completion."""
         match response.WhichOneof("event"):
@@ -60,13 +60,13 @@ class InferenceAnswer:
 
     def _part(self, delta: completion_pb2.ChoiceDelta) -> inference_pb2.SequenceOutput:
         options, tokens = self._options, delta.tokens
-        self._sent[delta.index] = delta.position + len(tokens.ids)
+        self._sent[delta.index] = delta.position + len(delta.token_ids)
         gives_text = not options.HasField("output_text") or options.output_text
         return inference_pb2.SequenceOutput(
             index=delta.index,
             text=delta.text if gives_text else "",
-            num_tokens=len(tokens.ids),
-            token_ids=tokens.ids if options.output_token_ids else (),
+            num_tokens=len(delta.token_ids),
+            token_ids=delta.token_ids if options.output_token_ids else (),
             logprobs=tokens.logprobs,
             ranks=tokens.ranks,
             candidate_tokens=_candidates(tokens),

@@ -1,4 +1,4 @@
-"""Translation of vllm.GenerateRequest, which vllm-router sends, to a CompleteRequest."""
+"""Translation of vllm.GenerateRequest, which vllm-router sends, to Tokenwire's."""
 
 from collections.abc import Iterator
 
@@ -12,15 +12,15 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 from tokenwire.pb.vllm import inference_pb2
 
-__all__ = ["complete_request_of", "inference_field"]
+__all__ = ["inference_field", "request_of"]
 
 _MANY_TOKENS = 2**31 - 1
 """max_tokens without a limit but the context"""
 _PLACES = {
-    "prompts[0].token_ids": "token_ids",
-    "prompts[0].text": "text",
-    "prompts": "prompt",
-    "images": "media",
+    "prompts.items[0].token_ids": "token_ids",
+    "prompts.items[0].text": "text",
+    "prompts.items": "prompt",
+    "prompts.images": "media",
     "sampling.temperature": "temperature",
     "sampling.frequency_penalty": "decoding.frequency_penalty",
     "sampling.presence_penalty": "decoding.presence_penalty",
@@ -35,12 +35,12 @@ _PLACES = {
     "logprobs": "response.output_candidates",
     "prompt_logprobs": "response.prompt_candidates",
 }
-"""Paths of a CompleteRequest, and what they are called in a GenerateRequest"""
+"""Paths of our GenerateRequest, and what they are called in vLLM's"""
 
 
-def complete_request_of(
+def request_of(
     request: inference_pb2.GenerateRequest,
-) -> completion_pb2.CompleteRequest:
+) -> completion_pb2.GenerateRequest:
     """Return the same request in Tokenwire's terms.
 
     Raises INVALID_ARGUMENT and UNIMPLEMENTED, with the path of the field at fault.
@@ -48,9 +48,9 @@ def complete_request_of(
     _refuse_unknown(request, "")
     _refuse_unsupported(request)
     stopping, response = request.stopping, request.response
-    completion = completion_pb2.CompleteRequest(
+    completion = completion_pb2.GenerateRequest(
         model=request.model,
-        prompts=[_prompt(request)],
+        prompts=completion_pb2.Prompts(items=[_prompt(request)], images=_images(request)),
         sampling=_sampling(request),
         stopping=types_pb2.StoppingParams(
             max_tokens=stopping.max_new_tokens or _MANY_TOKENS,
@@ -63,7 +63,6 @@ def complete_request_of(
         n=request.sampling.num_sequences or 1,
         skip_special_tokens=not response.HasField("skip_special_tokens")
         or response.skip_special_tokens,
-        images=list(_images(request)),
         user=request.session_id,
     )
     if response.output_logprobs:
@@ -79,7 +78,7 @@ def complete_request_of(
 
 
 def inference_field(path: str, request: inference_pb2.GenerateRequest) -> str:
-    """Return what a field of the CompleteRequest is called in the client's request."""
+    """Return what a field of our request is called in the client's request."""
     head, _, rest = path.partition(".")
     if head == "grammar":
         _, _, inner = rest.partition(".")

@@ -8,7 +8,7 @@ from services.common.interceptor import metadata_value
 from services.tokenizer.completion_call import Context
 from services.tokenizer.vllm_api.generate_calls import GenerateCalls
 from services.tokenizer.vllm_api.inference_answer import InferenceAnswer
-from services.tokenizer.vllm_api.inference_request import complete_request_of, inference_field
+from services.tokenizer.vllm_api.inference_request import inference_field, request_of
 from tokenwire.errors import invalid
 from tokenwire.pb.vllm import inference_pb2
 from tokenwire.pb.vllm.inference_pb2_grpc import InferenceServicer
@@ -32,7 +32,7 @@ class VllmInference(InferenceServicer):
             raise invalid(_RANK, "There is one rank, 0.")
         answer = InferenceAnswer(request)
         responses = self._calls.run(
-            complete_request_of(request),
+            request_of(request),
             request.request_id,
             partial(inference_field, request=request),
             context,

@@ -44,10 +44,10 @@ class Message:
     deltas: int = 0
     reason: str = ""
 
-    def take(self, delta: completion.ChatDelta) -> None:
+    def take(self, delta: completion.ChoiceDelta) -> None:
         assert delta.position == len(self.ids)
         self.deltas += 1
-        self.content += delta.content
+        self.content += delta.text
         self.reasoning += delta.reasoning
         self.ids.extend(delta.token_ids)
         self.scored.extend(delta.tokens.ids)
@@ -69,14 +69,14 @@ class Answer:
     """Answer to one chat, joined from its events."""
 
     messages: dict[int, Message] = field(default_factory=dict)
-    accepted: completion.CompleteAccepted = field(default_factory=completion.CompleteAccepted)
+    accepted: completion.Accepted = field(default_factory=completion.Accepted)
     usage: types.Usage = field(default_factory=types.Usage)
 
     @property
     def message(self) -> Message:
         return self.messages[0]
 
-    def take(self, event: completion.ChatResponse) -> None:
+    def take(self, event: completion.GenerateResponse) -> None:
         kind = event.WhichOneof("event")
         if kind == "accepted":
             self.accepted = event.accepted
@@ -97,7 +97,7 @@ class Services:
 
     async def chat(self, *messages: completion.Message, **fields: object) -> Answer:
         answer = Answer()
-        async for event in self.completions.Chat(make_request(*messages, **fields)):
+        async for event in self.completions.Generate(make_request(*messages, **fields)):
             answer.take(event)
         return answer
 
@@ -107,8 +107,14 @@ class Services:
         return ServiceError.from_rpc_error(caught.value)
 
 
-def make_request(*messages: completion.Message, **fields: object) -> completion.ChatRequest:
-    return completion.ChatRequest(messages=messages, **fields)  # type: ignore[arg-type]
+def make_request(*messages: completion.Message, **fields: object) -> completion.GenerateRequest:
+    """Return a request; fields of the conversation stand among the others."""
+    names = completion.Conversation.DESCRIPTOR.fields_by_name
+    own = {name: fields.pop(name) for name in [*fields] if name in names}
+    return completion.GenerateRequest(
+        conversation=completion.Conversation(messages=messages, **own),  # type: ignore[arg-type]
+        **fields,  # type: ignore[arg-type]
+    )
 
 
 def says(role: "completion.Role.ValueType", *texts: str, **fields: object) -> completion.Message:

@@ -109,11 +109,13 @@ async def test_truncated_tool_call_is_accepted_in_the_next_turn(services: Servic
         json.loads(call.arguments_json)
     rendered = await services.tokenizer.RenderChat(
         tokenizer_pb2.RenderChatRequest(
-            messages=[
-                user("Call f."),
-                completion.Message(role=completion.ROLE_ASSISTANT, tool_calls=[call]),
-                says(completion.ROLE_TOOL, "cut", tool_call_id=call.id),
-            ]
+            conversation=completion.Conversation(
+                messages=[
+                    user("Call f."),
+                    completion.Message(role=completion.ROLE_ASSISTANT, tool_calls=[call]),
+                    says(completion.ROLE_TOOL, "cut", tool_call_id=call.id),
+                ]
+            )
         )
     )
     assert f'"arguments": {call.arguments_json}' in rendered.text  # this template accepts any text

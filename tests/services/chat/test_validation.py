@@ -14,17 +14,21 @@ async def test_invalid_chat_is_refused_with_the_field_to_blame(services: Service
     call = completion.ToolCall(id="c", name="f", arguments_json="{" + " " * 2**20)
     bounded = {"type": "object", "properties": {"a": {"unevaluatedItems": False}}}
     bad: list[tuple[str, list[completion.Message], dict[str, object]]] = [
-        ("messages", [], {}),
-        ("messages[0].role", [says(completion.ROLE_UNSPECIFIED, "a")], {}),
-        ("messages[1].parts", [hello, completion.Message(role=completion.ROLE_USER)], {}),
-        ("messages[0].tool_call_id", [says(completion.ROLE_TOOL, "a")], {}),
+        ("conversation.messages", [], {}),
+        ("conversation.messages[0].role", [says(completion.ROLE_UNSPECIFIED, "a")], {}),
         (
-            "messages[0].tool_calls[0].arguments_json",
+            "conversation.messages[1].parts",
+            [hello, completion.Message(role=completion.ROLE_USER)],
+            {},
+        ),
+        ("conversation.messages[0].tool_call_id", [says(completion.ROLE_TOOL, "a")], {}),
+        (
+            "conversation.messages[0].tool_calls[0].arguments_json",
             [completion.Message(role=completion.ROLE_ASSISTANT, tool_calls=[call])],
             {},
         ),
         (
-            "messages[0].parts[1].image",
+            "conversation.messages[0].parts[1].image",
             [
                 completion.Message(
                     role=completion.ROLE_USER,
@@ -51,12 +55,16 @@ async def test_invalid_chat_is_refused_with_the_field_to_blame(services: Service
             {"tools": [tool(), tool("f", bounded, strict=True)], "tool_choice": REQUIRED},
         ),
         ("tools[0].parameters_json", [hello], {"tools": [tool("f", bounded, strict=True)]}),
-        ("template", [hello], {"template": "nope"}),
-        ("template_arguments_json", [hello], {"template_arguments_json": "[]"}),
-        ("template_arguments_json", [hello], {"template_arguments_json": '{"messages": []}'}),
-        ("continue_last_message", [hello], {"continue_last_message": True}),
+        ("conversation.template", [hello], {"template": "nope"}),
+        ("conversation.template_arguments_json", [hello], {"template_arguments_json": "[]"}),
         (
-            "add_generation_prompt",
+            "conversation.template_arguments_json",
+            [hello],
+            {"template_arguments_json": '{"messages": []}'},
+        ),
+        ("conversation.continue_last_message", [hello], {"continue_last_message": True}),
+        (
+            "conversation.add_generation_prompt",
             [hello, says(completion.ROLE_ASSISTANT, "a")],
             {"continue_last_message": True, "add_generation_prompt": True},
         ),
@@ -66,7 +74,7 @@ async def test_invalid_chat_is_refused_with_the_field_to_blame(services: Service
         ("sampling.top_p", [hello], {"sampling": types.SamplingParams(top_p=2)}),
         ("grammar.regex", [hello], {"grammar": types.GrammarSpec(regex="[")}),
         ("model", [hello], {"model": "nope"}),
-        ("messages", [user("long " * 3_000)], {}),
+        ("conversation.messages", [user("long " * 3_000)], {}),
     ]
     for path, messages, fields in bad:
         error = await services.refused(*messages, **fields)
@@ -86,19 +94,23 @@ async def test_large_chat_is_validated_like_a_small_one(services: Services) -> N
     hello, long = user("Hello!"), user("long " * 30_000)
     padding = {"template_arguments_json": json.dumps({"unused": "x" * 20_000})}
     error = await services.refused(long)
-    assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "messages")
+    assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "conversation.messages")
     assert "The prompt has at least " in error.message
     call = completion.ToolCall(id="c", name="f", arguments_json="{" + " " * 2**20)
     huge = {"type": "object", "properties": {"a": {"description": "x" * 2**20}}}
     bad: list[tuple[str, list[completion.Message], dict[str, object]]] = [
         (
-            "messages[0].tool_calls[0].arguments_json",
+            "conversation.messages[0].tool_calls[0].arguments_json",
             [completion.Message(role=completion.ROLE_ASSISTANT, tool_calls=[call])],
             {},
         ),
         ("logprobs", [hello], {"logprobs": 21, **padding}),
         ("model", [hello], {"model": "nope", **padding}),
-        ("template_arguments_json", [hello], {"template_arguments_json": " " * 70_000}),
+        (
+            "conversation.template_arguments_json",
+            [hello],
+            {"template_arguments_json": " " * 70_000},
+        ),
         ("tools", [hello], {"tools": [tool(schema=huge)]}),
     ]
     for path, messages, fields in bad:

@@ -21,11 +21,11 @@ from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.vision_checkpoints import png
 from tests.vision import write_whole
 from tokenwire.channel import connect
-from tokenwire.client import Client, CompletionStream
+from tokenwire.client import AnswerStream, Client
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
-from tokenwire.requests import complete_start
+from tokenwire.requests import text_start
 from tokenwire.session import completion_session
 
 # With this seed, no draw lies within 1e-4 of the boundary between two tokens (see test_failover).
@@ -96,15 +96,13 @@ async def test_stream_goes_on_at_another_engine_whichever_is_killed(
 ) -> None:
     """The engine that has the stream is killed again and again. Credit bounds what it sends."""
     async with fleet(embedded_model, tmp_path, 3) as many:
-        calm = await many.client.complete("import", max_tokens=TOKENS, **ASKED)
-        start = complete_start(
-            "import", {"max_tokens": TOKENS, **ASKED}, completion.DELIVERY_DELTAS
-        )
+        calm = await many.client.generate("import", max_tokens=TOKENS, **ASKED)
+        start = text_start("import", {"max_tokens": TOKENS, **ASKED}, completion.DELIVERY_DELTAS)
         start.credit = granted = share = TOKENS // 4
         text, received, before = "", 0, await many.placed()
         async with connect(many.target) as channel:
             session = completion_session(channel)
-            async with CompletionStream(session, start) as stream:
+            async with AnswerStream(session, start) as stream:
                 async for delta in stream:
                     text += delta.text
                     received += len(delta.token_ids)
@@ -116,7 +114,7 @@ async def test_stream_goes_on_at_another_engine_whichever_is_killed(
                     await many.of(busy).start()
                     before = after
                     granted += share
-                    more = completion.Credit(tokens=share)
+                    more = completion.SessionCredit(tokens=share)
                     session.send(completion.SessionCommand(handle=1, credit=more))
             await session.close()
         assert text == calm.text
@@ -127,15 +125,13 @@ async def test_engine_that_stops_hands_its_streams_over_at_once(
 ) -> None:
     """The stream has no credit left, so the engine could never end it itself."""
     async with fleet(embedded_model, tmp_path, 2) as many:
-        calm = await many.client.complete("import", max_tokens=TOKENS, **ASKED)
+        calm = await many.client.generate("import", max_tokens=TOKENS, **ASKED)
         before = await many.placed()
-        start = complete_start(
-            "import", {"max_tokens": TOKENS, **ASKED}, completion.DELIVERY_DELTAS
-        )
+        start = text_start("import", {"max_tokens": TOKENS, **ASKED}, completion.DELIVERY_DELTAS)
         start.credit = 20
         async with connect(many.target) as channel:
             session = completion_session(channel)
-            async with CompletionStream(session, start) as stream:
+            async with AnswerStream(session, start) as stream:
                 deltas = aiter(stream)
                 text, received = "", 0
                 while received < 20:
@@ -147,7 +143,7 @@ async def test_engine_that_stops_hands_its_streams_over_at_once(
                 many.of(busy).terminate()
                 async with asyncio.timeout(25):  # less than the engine's --grace
                     await many.of(busy).wait()
-                more = completion.Credit(tokens=TOKENS)
+                more = completion.SessionCredit(tokens=TOKENS)
                 session.send(completion.SessionCommand(handle=1, credit=more))
                 text += "".join([delta.text async for delta in deltas])
             await session.close()
@@ -158,12 +154,12 @@ async def test_prompts_go_where_their_prefix_is_and_others_spread(pair: Fleet) -
     asked: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
     systems = [f"# Module {topic}\n" + f"{topic} = compute({topic})\n" * 40 for topic in "abcd"]
     before, logged = await pair.placed(), pair.log.read_text()
-    firsts = [pair.client.complete(text, **asked) for text in systems]
+    firsts = [pair.client.generate(text, **asked) for text in systems]
     await asyncio.gather(*firsts)
     assert all(count > before[engine] for engine, count in (await pair.placed()).items())
     for turn in range(6):
         for text in systems:
-            answer = await pair.client.complete(f"{text}# turn {turn}\n", **asked)
+            answer = await pair.client.generate(f"{text}# turn {turn}\n", **asked)
             assert answer.usage.cached_tokens > answer.usage.prompt_tokens // 2
     assert "read anew" not in pair.log.read_text().removeprefix(logged)
 
@@ -176,12 +172,12 @@ async def test_prompts_with_images_go_where_their_prefix_is(name: str, tmp_path:
     pictures = [png(56, 56, seed) for seed in range(4)]
     text = "<image>def a(b):\n" + "a b ab re turn return\n" * 12
     async with fleet(model, tmp_path, 2) as many:
-        firsts = [many.client.complete(text, images=[each], **asked) for each in pictures]
+        firsts = [many.client.generate(text, images=[each], **asked) for each in pictures]
         await asyncio.gather(*firsts)
         assert min((await many.placed()).values()) >= 1
         for turn in range(2):
             for each in pictures:
-                answer = await many.client.complete(f"{text}{turn}", images=[each], **asked)
+                answer = await many.client.generate(f"{text}{turn}", images=[each], **asked)
                 assert answer.usage.cached_tokens > answer.usage.prompt_tokens // 2
         lacking = "tokenwire_tokenizer_lacking_prefix_tokens_total"
         assert (await metrics_of(many.target))[lacking] == 0
@@ -191,7 +187,7 @@ async def test_engine_of_another_model_is_refused_and_told(pair: Fleet, tmp_path
     """Ids of another vocabulary would continue the text with nonsense."""
     other = tmp_path / "other"
     make_checkpoint(other, CONFIGS["llama"])
-    calm = await pair.client.complete("import", max_tokens=8, **ASKED)
+    calm = await pair.client.generate("import", max_tokens=8, **ASKED)
     odd = pair.engines[0]
     await odd.kill()
     await odd.start(other)
@@ -201,7 +197,7 @@ async def test_engine_of_another_model_is_refused_and_told(pair: Fleet, tmp_path
     assert "serves another checkpoint" in pair.log.read_text()
     assert (await metrics_of(pair.target))['tokenwire_tokenizer_engines{state="refused"}'] == 1
     for _ in range(4):
-        assert (await pair.client.complete("import", max_tokens=8, **ASKED)).text == calm.text
+        assert (await pair.client.generate("import", max_tokens=8, **ASKED)).text == calm.text
     await odd.kill()
     await odd.start()
     await pair.until_serving(2)
@@ -229,7 +225,7 @@ async def test_engine_of_other_weights_is_refused(
             while sorted((await both.states()).values()) != [SERVING, REFUSED]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert "its dtype is" in (tmp_path / "both").read_text()
-        assert (await client.complete("import", max_tokens=4)).text
+        assert (await client.generate("import", max_tokens=4)).text
 
 
 async def test_full_engine_leaves_a_request_to_another(
@@ -249,13 +245,13 @@ async def test_full_engine_leaves_a_request_to_another(
     ):
         many = Fleet([], client, service.target, tmp_path / "tokenizer")
         await many.until_serving(2)
-        start = complete_start("import", {"max_tokens": 100, **ASKED}, completion.DELIVERY_DELTAS)
+        start = text_start("import", {"max_tokens": 100, **ASKED}, completion.DELIVERY_DELTAS)
         start.credit = 1  # keeps the requests in their places
         async with connect(service.target) as channel, AsyncExitStack() as streams:
             session = completion_session(channel)
 
-            async def begin() -> CompletionStream:
-                return await streams.enter_async_context(CompletionStream(session, start))
+            async def begin() -> AnswerStream:
+                return await streams.enter_async_context(AnswerStream(session, start))
 
             for stream in [await begin(), await begin()]:
                 assert (await anext(aiter(stream))).token_ids
@@ -264,7 +260,7 @@ async def test_full_engine_leaves_a_request_to_another(
             for engine in (one, two):
                 await watch_load(engine.target, until=lambda load: load.waiting_sequences == 1)
             with pytest.raises(ServiceError) as refused:
-                await client.complete("import", max_tokens=4)
+                await client.generate("import", max_tokens=4)
             assert refused.value.reason == "QUEUE_FULL"
 
 
@@ -278,7 +274,7 @@ async def test_engines_are_found_by_dns(pair: Fleet, embedded_model: Path, tmp_p
         ) as service,
         Client(service.target) as client,
     ):
-        assert (await client.complete("import", max_tokens=4)).text
+        assert (await client.generate("import", max_tokens=4)).text
 
 
 async def test_server_that_is_no_engine_is_refused_by_name(

@@ -26,7 +26,7 @@ GREEDY = types.SamplingParams(temperature=0)
 class Answer:
     """Answer to one completion, joined from its events."""
 
-    accepted: completion.CompleteAccepted = field(default_factory=completion.CompleteAccepted)
+    accepted: completion.Accepted = field(default_factory=completion.Accepted)
     texts: dict[int, str] = field(default_factory=dict)
     ids: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Answer:
     deltas: int = 0
     prompt_logprobs: list[completion.PromptLogprobs] = field(default_factory=list)
 
-    def take(self, response: completion.CompleteResponse) -> None:
+    def take(self, response: completion.GenerateResponse) -> None:
         kind = response.WhichOneof("event")
         if kind == "accepted":
             self.accepted = response.accepted
@@ -45,7 +45,7 @@ class Answer:
             delta = response.delta
             self.deltas += 1
             self.texts[delta.index] = self.texts.get(delta.index, "") + delta.text
-            self.ids.setdefault(delta.index, []).extend(delta.tokens.ids)
+            self.ids.setdefault(delta.index, []).extend(delta.token_ids)
             self.logprobs.setdefault(delta.index, []).extend(delta.tokens.logprobs)
             self.token_texts.setdefault(delta.index, []).extend(delta.token_texts)
             self.offsets.setdefault(delta.index, []).extend(delta.text_offsets)
@@ -69,18 +69,18 @@ class Services:
 
     async def complete(self, *prompts: str | list[int], **fields: object) -> Answer:
         answer = Answer()
-        async for response in self.completions.Complete(make_request(*prompts, **fields)):
+        async for response in self.completions.Generate(make_request(*prompts, **fields)):
             answer.take(response)
         return answer
 
     def start(
-        self, request: completion.CompleteRequest, **fields: object
+        self, request: completion.GenerateRequest, **fields: object
     ) -> tuple[int, Listener[Answer]]:
         """Start a completion on the session; return its handle, and the listener to its events."""
-        events = Listener("complete", Answer())
+        events = Listener(Answer())
         handle = self.session.open(events)
-        begin = completion.StartComplete(request=request, **fields)  # type: ignore[arg-type]
-        self.session.send(completion.SessionCommand(handle=handle, start_complete=begin))
+        begin = completion.SessionStart(request=request, **fields)  # type: ignore[arg-type]
+        self.session.send(completion.SessionCommand(handle=handle, start=begin))
         return handle, events
 
     async def refused(self, *prompts: str | list[int], **fields: object) -> ServiceError:
@@ -93,20 +93,25 @@ class Services:
         await watch_load(self.engine, until=is_idle)
 
 
-async def completed(call: AsyncIterable[completion.CompleteResponse]) -> Answer:
+async def completed(call: AsyncIterable[completion.GenerateResponse]) -> Answer:
     answer = Answer()
     async for response in call:
         answer.take(response)
     return answer
 
 
-def make_request(*prompts: str | list[int], **fields: object) -> completion.CompleteRequest:
-    request = completion.CompleteRequest(**fields)  # type: ignore[arg-type]
+def make_request(*prompts: str | list[int], **fields: object) -> completion.GenerateRequest:
+    """Return a request; fields of the prompts, such as `suffix`, stand among the others."""
+    of_prompts = {name: fields.pop(name) for name in ("suffix", "images") if name in fields}
+    request = completion.GenerateRequest(
+        prompts=completion.Prompts(**of_prompts),  # type: ignore[arg-type]
+        **fields,  # type: ignore[arg-type]
+    )
     for prompt in prompts:
         if isinstance(prompt, str):
-            request.prompts.add(text=prompt)
+            request.prompts.items.add(text=prompt)
         else:
-            request.prompts.add(token_ids=types.TokenIds(ids=prompt))
+            request.prompts.items.add(token_ids=types.TokenIds(ids=prompt))
     return request
 
 

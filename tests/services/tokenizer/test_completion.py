@@ -110,7 +110,7 @@ async def test_best_of_equal_to_n_keeps_the_order_of_choices(services: Services)
     request = make_request("import ", best_of=3, **fields)
     handle, events = services.start(request, credit=5)
     await events.began  # before the rest is generated
-    credit = completion.SessionCommand(handle=handle, credit=completion.Credit(tokens=100))
+    credit = completion.SessionCommand(handle=handle, credit=completion.SessionCredit(tokens=100))
     services.session.send(credit)
     streamed = await events.ended
     whole = await services.complete(

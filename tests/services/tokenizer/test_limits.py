@@ -34,7 +34,7 @@ async def test_very_long_prompt_is_refused_before_it_is_fully_encoded(services: 
     for fields in ({}, {"echo": True}, {"suffix": "y"}, {"stop": ["a" * 1_000] * 16}):
         error = await services.refused(text, **fields)
         assert error.reason == "CONTEXT_LENGTH_EXCEEDED"
-        assert error.field == "prompts[0].text"
+        assert error.field == "prompts.items[0].text"
         assert "The prompt has at least " in error.message
     error = await services.refused("x", suffix=text)
     assert "The prompt has at least " in error.message
@@ -69,7 +69,11 @@ async def test_tokenizer_rpcs_limit_the_size_of_a_request(services: Services) ->
         "suffix": stub.RenderInfill(
             tokenizer_pb2.RenderInfillRequest(prefix="x", suffix=half + over)
         ),
-        "messages": stub.RenderChat(tokenizer_pb2.RenderChatRequest(messages=[message])),
+        "conversation.messages": stub.RenderChat(
+            tokenizer_pb2.RenderChatRequest(
+                conversation=completion.Conversation(messages=[message])
+            )
+        ),
     }
     for path, call in refused.items():
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -116,7 +120,7 @@ async def test_service_works_after_invalid_requests(services: Services) -> None:
         error = await services.refused("a", **fields)
         assert (error.code, error.field) == (code, path)
     error = await services.refused([1, 10**6])
-    assert error.field == "prompts[0].token_ids.ids[1]"
+    assert error.field == "prompts.items[0].token_ids.ids[1]"
     decode = tokenizer_pb2.DecodeRequest(sequences=[types.TokenIds(ids=[1, 10**6])])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await services.tokenizer.Decode(decode)
@@ -128,11 +132,17 @@ async def test_request_with_the_most_bytes_of_images_arrives(services: Services)
     """gRPC's own limits would end it, and with it the Session that other requests are on."""
     images = [b"\0" * (MAX_IMAGES_BYTES // 3)] * 3
     error = await services.refused("<image>" * 3, images=images)
-    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "images")
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "prompts.images")
     assert "takes text alone" in error.message
     message = completion.Message(
         role=completion.ROLE_USER, parts=[completion.ContentPart(image=data) for data in images]
     )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await services.tokenizer.RenderChat(tokenizer_pb2.RenderChatRequest(messages=[message]))
-    assert ServiceError.from_rpc_error(caught.value).field == "messages[0].parts[0].image"
+        await services.tokenizer.RenderChat(
+            tokenizer_pb2.RenderChatRequest(
+                conversation=completion.Conversation(messages=[message])
+            )
+        )
+    assert (
+        ServiceError.from_rpc_error(caught.value).field == "conversation.messages[0].parts[0].image"
+    )

@@ -13,11 +13,11 @@ from google.protobuf.duration_pb2 import Duration
 from tests.services.tokenizer.completion_client import Services
 from tests.stack import running_service
 from tokenwire.channel import connect
-from tokenwire.client import CompletionStream
+from tokenwire.client import AnswerStream
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 from tokenwire.pb.orca.v1.orca_pb2 import OrcaLoadReport, OrcaLoadReportRequest
-from tokenwire.requests import complete_start
+from tokenwire.requests import text_start
 from tokenwire.session import completion_session
 
 HANG_SECONDS = 120
@@ -57,13 +57,13 @@ async def test_report_follows_the_load_of_the_engine(embedded_model: Path, tmp_p
         idle = await first(stream, lambda report: report.application_utilization < 0.5)
         assert idle.rps_fractional == 0
         session = completion_session(channel)
-        start = complete_start(
+        start = text_start(
             "import", {"max_tokens": 100, "ignore_eos": True}, completion.DELIVERY_DELTAS
         )
         start.credit = 1
         async with AsyncExitStack() as running:
             for _ in range(8):
-                await running.enter_async_context(CompletionStream(session, start))
+                await running.enter_async_context(AnswerStream(session, start))
             busy = await first(stream, lambda report: report.application_utilization > 2)
             assert busy.named_metrics["num_requests_running"] == 2
             assert busy.named_metrics["num_requests_waiting"] == 6

@@ -60,13 +60,13 @@ async def test_completion_continues_after_an_engine_loss(
             "def ", n=2, best_of=4, sampling=types.SamplingParams(seed=2), logprobs=0,
             stopping=tokens(200, ignore_eos=True), delivery=completion.DELIVERY_WHOLE,
         )  # fmt: skip
-        calm = await completed(stub.Complete(request))
-        calm_ranked = await completed(stub.Complete(ranked))
+        calm = await completed(stub.Generate(request))
+        calm_ranked = await completed(stub.Generate(ranked))
         is_ranking = False
         while not is_ranking:  # retry if the ranking ended before the kill
-            ranking = asyncio.ensure_future(completed(stub.Complete(ranked)))
+            ranking = asyncio.ensure_future(completed(stub.Generate(ranked)))
             stormy, killed = Answer(), False
-            async for response in stub.Complete(request):
+            async for response in stub.Generate(request):
                 stormy.take(response)
                 if len(stormy.ids.get(1, ())) >= 20 and not killed:
                     killed, is_ranking = True, not ranking.done()
@@ -95,7 +95,7 @@ async def test_sigterm_finishes_running_requests(
     ):
         stub = CompletionServiceStub(channel)
         answer = Answer()
-        async for response in stub.Complete(
+        async for response in stub.Generate(
             make_request("import", stopping=tokens(300, ignore_eos=True))
         ):
             if response.HasField("delta") and not answer.deltas:

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from services.http_shim.backends.output_collector import OutputCollector
+from tests.services.tokenizer.completion_client import make_request
 from tests.stack import Stack
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
@@ -30,27 +31,31 @@ ASK = completion.Message(
 )
 
 
-def complete(text: str = "def add(a, b):", **fields: Any) -> completion.CompleteRequest:
+def complete(text: str = "def add(a, b):", **fields: Any) -> completion.GenerateRequest:
     fields = {"sampling": SAMPLED, "stopping": FREE, **fields}
-    return completion.CompleteRequest(prompts=[completion.Prompt(text=text)], **fields)
+    return make_request(text, **fields)
 
 
-def chat(**fields: Any) -> completion.ChatRequest:
+def chat(**fields: Any) -> completion.GenerateRequest:
     fields = {"sampling": SAMPLED, "stopping": FREE, **fields}
-    return completion.ChatRequest(messages=[ASK], **fields)
+    return completion.GenerateRequest(
+        conversation=completion.Conversation(messages=[ASK]), **fields
+    )
 
 
 MIROSTAT = types.SamplingParams(seed=5, mirostat=types.MirostatParams(target_perplexity=16))
 PENALISED = types.SamplingParams(temperature=0.9, seed=3, frequency_penalty=0.5)
-REQUESTS: dict[str, completion.CompleteRequest | completion.ChatRequest] = {
+REQUESTS: dict[str, completion.GenerateRequest] = {
     "text": complete(),
     "logprobs": complete(logprobs=2),
     "echo with logprobs": complete(echo=True, logprobs=1),
     "echo without": complete(echo=True),
     "prompt logprobs": complete(prompt_logprobs=1),
     "choices": complete(n=3),
-    "two prompts": completion.CompleteRequest(
-        prompts=[completion.Prompt(text="import"), completion.Prompt(text="class A")],
+    "two prompts": completion.GenerateRequest(
+        prompts=completion.Prompts(
+            items=[completion.Prompt(text="import"), completion.Prompt(text="class A")]
+        ),
         sampling=SAMPLED,
         stopping=FREE,
         n=2,
@@ -90,12 +95,10 @@ class Got:
     usage: tuple[int, int] = (0, 0)
 
     def take(self, event: completion.SessionEvent) -> None:
-        response: Any = event.chat if event.HasField("chat") else event.complete
+        response = event.response
         kind = response.WhichOneof("event")
-        if kind == "delta" and event.HasField("chat"):
-            self._take_chat(response.delta)
-        elif kind == "delta":
-            self._take_text(response.delta)
+        if kind == "delta":
+            self._take_delta(response.delta)
         elif kind == "prompt_logprobs":
             self.prompt_tokens[response.prompt_logprobs.prompt] += (
                 response.prompt_logprobs.tokens.ids
@@ -108,17 +111,12 @@ class Got:
             usage = response.completed.usage
             self.usage = (usage.prompt_tokens, usage.completion_tokens)
 
-    def _take_text(self, delta: completion.ChoiceDelta) -> None:
+    def _take_delta(self, delta: completion.ChoiceDelta) -> None:
         self.texts[delta.index] += delta.text
-        self.ids[delta.index] += delta.tokens.ids
-        self.scored[delta.index] += delta.tokens.ids[: len(delta.tokens.logprobs)]
-        self.token_texts[delta.index] += delta.token_texts
-        self.offsets[delta.index] += delta.text_offsets
-
-    def _take_chat(self, delta: completion.ChatDelta) -> None:
-        self.texts[delta.index] += delta.content
         self.ids[delta.index] += delta.token_ids
         self.scored[delta.index] += delta.tokens.ids
+        self.token_texts[delta.index] += delta.token_texts
+        self.offsets[delta.index] += delta.text_offsets
         for call in delta.tool_calls:
             self.calls[delta.index] += call.name + call.arguments_json
 
@@ -128,7 +126,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[completion.SessionEvent] = []
-        self._collector: OutputCollector[Any] = OutputCollector()
+        self._collector: OutputCollector = OutputCollector()
 
     def on_event(self, event: completion.SessionEvent) -> None:
         self.events.append(event)
@@ -151,22 +149,19 @@ async def session(stack: Stack) -> AsyncIterator[CompletionSession]:
 
 
 async def events_of(
-    session: CompletionSession, request: completion.CompleteRequest | completion.ChatRequest
+    session: CompletionSession, request: completion.GenerateRequest
 ) -> Sequence[completion.SessionEvent]:
     recorder = Recorder()
     handle = session.open(recorder)
     command = completion.SessionCommand(handle=handle)
-    if isinstance(request, completion.ChatRequest):
-        command.start_chat.request.CopyFrom(request)
-    else:
-        command.start_complete.request.CopyFrom(request)
+    command.start.request.CopyFrom(request)
     session.send(command)
     return await recorder.completed()
 
 
 def ends_with_its_choice(events: Sequence[completion.SessionEvent], place: int) -> bool:
     """Return whether the event comes in one message with the end of its choice."""
-    inner: Any = [e.chat if e.HasField("chat") else e.complete for e in events[place : place + 2]]
+    inner = [event.response for event in events[place : place + 2]]
     return len(inner) == 2 and inner[0].HasField("delta") and inner[1].HasField("finished")
 
 
@@ -180,13 +175,13 @@ async def test_request_continues_behind_what_arrived(session: CompletionSession,
         whole.take(event)
     places = [i for i in range(len(events) - 1) if not ends_with_its_choice(events, i)]
     for place in places[:: max(1, len(places) // 4)]:
-        received: OutputCollector[Any] = OutputCollector()
+        received: OutputCollector = OutputCollector()
         got = Got()
         for event in events[: place + 1]:
             received.on_event(event)
             got.take(event)
-        resumed = type(request)()
-        resumed.CopyFrom(request)  # type: ignore[arg-type]
+        resumed = completion.GenerateRequest()
+        resumed.CopyFrom(request)
         resumed.resume.CopyFrom(received.received.resumption())
         for event in await events_of(session, resumed):
             got.take(event)

@@ -51,7 +51,7 @@ async def test_cancelled_session_request_ends_and_is_counted(services: Services)
     # with less credit than max_tokens, no choice can end before the cancellation
     handle, events = services.start(request, credit=1_000)
     await events.began
-    cancel = completion.SessionCommand(handle=handle, cancel=completion.Cancel())
+    cancel = completion.SessionCommand(handle=handle, cancel=completion.SessionCancel())
     services.session.send(cancel)
     answer = await events.ended
     reasons = {finished.reason for finished in answer.finished.values()}
@@ -67,7 +67,7 @@ async def test_credit_limits_the_tokens_sent(services: Services) -> None:
     _, other = services.start(request)
     await other.ended
     assert len(events.answer.ids[0]) == 5
-    credit = completion.SessionCommand(handle=handle, credit=completion.Credit(tokens=100))
+    credit = completion.SessionCommand(handle=handle, credit=completion.SessionCredit(tokens=100))
     services.session.send(credit)
     answer = await events.ended
     assert len(answer.ids[0]) == 64
@@ -75,7 +75,7 @@ async def test_credit_limits_the_tokens_sent(services: Services) -> None:
 
 
 async def test_credit_of_0_tokens_is_refused(services: Services) -> None:
-    credit = completion.SessionCommand(handle=1, credit=completion.Credit())
+    credit = completion.SessionCommand(handle=1, credit=completion.SessionCredit())
     call = services.completions.Session()
     await call.write(completion.SessionRequest(commands=[credit]))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -94,15 +94,15 @@ async def test_session_request_ends_at_its_deadline(services: Services) -> None:
 
 async def test_disconnected_client_stops_generation(services: Services) -> None:
     async with left_early(services.engine, 4 * 1_500):
-        call = services.completions.Complete(make_request("import", n=4, stopping=endless()))
+        call = services.completions.Generate(make_request("import", n=4, stopping=endless()))
         async for response in call:
             if response.HasField("delta"):
                 call.cancel()
                 break
     async with left_early(services.engine, 4 * 1_500):
         stream = services.completions.Session()
-        start = completion.StartComplete(request=make_request("import", n=4, stopping=endless()))
-        command = completion.SessionCommand(handle=1, start_complete=start)
+        start = completion.SessionStart(request=make_request("import", n=4, stopping=endless()))
+        command = completion.SessionCommand(handle=1, start=start)
         await stream.write(completion.SessionRequest(commands=[command]))
         await stream.read()
         stream.cancel()

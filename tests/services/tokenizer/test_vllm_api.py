@@ -121,7 +121,7 @@ async def test_chunks_hold_what_a_whole_answer_holds(facade: Facade) -> None:
     scores = [each for chunk in chunks for each in chunk.output_logprobs.token_logprobs]
     assert scores == pytest.approx(list(whole.complete.output_logprobs.token_logprobs))
     assert [len(top.token_ids) for top in whole.complete.output_logprobs.top_logprobs] == [2] * 12
-    answer = await facade.client.complete(PROMPT, temperature=0, max_tokens=12)
+    answer = await facade.client.generate(PROMPT, temperature=0, max_tokens=12)
     assert list(answer.choices[0].token_ids) == whole.complete.output_ids
 
 
@@ -147,7 +147,7 @@ async def test_output_is_limited_by_the_context_alone_without_max_tokens(facade:
 
 
 async def test_tokens_of_a_stop_string_stay_for_the_gateway_to_cut(facade: Facade) -> None:
-    free = (await facade.client.complete(PROMPT, temperature=0, max_tokens=12)).text
+    free = (await facade.client.generate(PROMPT, temperature=0, max_tokens=12)).text
     stop = free[8:12]
     [answer] = await facade.generate(asked(stream=False, stop=[stop]))
     text = await facade.client.decode(answer.complete.output_ids)
@@ -436,7 +436,7 @@ async def test_inference_streams_text_and_ids(facade: Facade) -> None:
     options = {"output_token_ids": True, "output_logprobs": True, "prompt_token_ids": True}
     request = streamed(response={**options, "output_candidates": {"top_n": 3}})
     first, *others = [part async for part in facade.inference.GenerateStream(request)]
-    answer = await facade.client.complete(PROMPT, temperature=0, max_tokens=12)
+    answer = await facade.client.generate(PROMPT, temperature=0, max_tokens=12)
     parts = [first.outputs, *(other.outputs for other in others)]
     assert "".join(part.text for part in parts) == answer.text
     assert [each for part in parts for each in part.token_ids] == list(answer.choices[0].token_ids)
@@ -500,7 +500,7 @@ async def test_images_come_as_data_urls(tmp_path: Path) -> None:
             Client(service.target) as client,
         ):
             text = "<image>def a("
-            answer = await client.complete(text, images=[image], temperature=0, max_tokens=6)
+            answer = await client.generate(text, images=[image], temperature=0, max_tokens=6)
             ids = (await client.encode(text)).ids
             expected = list(answer.choices[0].token_ids)
             stub: Any = VllmEngineStub(channel)  # type: ignore[no-untyped-call]

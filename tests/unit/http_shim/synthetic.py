@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.formats.completion_responses import CompletionFormatter
 from services.http_shim.formats.request_bodies import CompletionBody
-from services.http_shim.formats.responses import Delta, Envelope
+from services.http_shim.formats.responses import Envelope
 from services.http_shim.http.exchange import Exchange
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-ACCEPTED = completion_pb2.CompleteAccepted(
+ACCEPTED = completion_pb2.Accepted(
     model="m", system_fingerprint="fp", prompts=[types_pb2.TokenIds(ids=[7, 8])], seed=1
 )
 USAGE = types_pb2.Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=1)
@@ -39,7 +39,8 @@ def delta(
     return completion_pb2.ChoiceDelta(
         index=index,
         text=text,
-        tokens=columns,
+        token_ids=ids,
+        tokens=columns if logprobs else None,
         token_texts=texts,
         text_offsets=offsets,
         top_texts=[candidate[1] for row in top for candidate in row],
@@ -56,16 +57,16 @@ def chat_delta(
     calls: Sequence[completion_pb2.ToolCallDelta] = (),
     scored: Sequence[tuple[int, bytes, float]] = (),
     top: Sequence[Sequence[tuple[int, bytes, float]]] = (),
-) -> completion_pb2.ChatDelta:
+) -> completion_pb2.ChoiceDelta:
     """Return a delta.
 
     scored: (id, bytes, logprob) of each token of the content.
     top: a row of candidates in the same form for each token.
     """
     candidates = [candidate for row in top for candidate in row]
-    return completion_pb2.ChatDelta(
+    return completion_pb2.ChoiceDelta(
         index=index,
-        content=content,
+        text=content,
         reasoning=reasoning,
         tool_calls=calls,
         tokens=types_pb2.TokenColumns(
@@ -102,30 +103,25 @@ def finished(
 
 
 def feed(
-    collector: OutputCollector[Delta],
+    collector: OutputCollector,
     *events: completion_pb2.ChoiceDelta
-    | completion_pb2.ChatDelta
     | completion_pb2.ChoiceFinished
-    | completion_pb2.CompleteAccepted
+    | completion_pb2.Accepted
     | types_pb2.Usage,
 ) -> None:
     """Feed events as a Session does; Usage stands for the terminal event."""
     for event in events:
-        response = completion_pb2.CompleteResponse()
+        response = completion_pb2.GenerateResponse()
         match event:
-            case completion_pb2.ChatDelta():
-                chat = completion_pb2.ChatResponse(delta=event)
-                collector.on_event(completion_pb2.SessionEvent(handle=1, chat=chat))
-                continue
             case completion_pb2.ChoiceDelta():
                 response.delta.CopyFrom(event)
             case completion_pb2.ChoiceFinished():
                 response.finished.CopyFrom(event)
-            case completion_pb2.CompleteAccepted():
+            case completion_pb2.Accepted():
                 response.accepted.CopyFrom(event)
             case types_pb2.Usage():
                 response.completed.usage.CopyFrom(event)
-        collector.on_event(completion_pb2.SessionEvent(handle=1, complete=response))
+        collector.on_event(completion_pb2.SessionEvent(handle=1, response=response))
 
 
 def envelope() -> Envelope:

@@ -14,7 +14,7 @@ NOWHERE = "127.0.0.1:1"
 async def test_missing_server_raises_service_error() -> None:
     async with Client(NOWHERE) as client:
         with pytest.raises(ServiceError) as refused:
-            await client.complete("x")
+            await client.generate("x")
         assert refused.value.code.name == "UNAVAILABLE"
         assert refused.value.retry_seconds is not None
         with pytest.raises(ServiceError):
@@ -26,7 +26,12 @@ async def test_closed_client_refuses_requests() -> None:
     client, engine = Client(NOWHERE), EngineClient(NOWHERE)
     await client.aclose()
     await engine.aclose()
-    calls = (client.complete("x"), client.chat("x"), client.encode("x"), engine.generate([1]))
+    calls = (
+        client.generate("x"),
+        client.generate(Message("user", "x")),
+        client.encode("x"),
+        engine.generate([1]),
+    )
     for call in (*calls, engine.load()):
         with pytest.raises(ServiceError, match="closed") as refused:
             await asyncio.wait_for(call, 30)
@@ -58,9 +63,9 @@ async def test_value_out_of_a_fields_range_names_the_field(
 ) -> None:
     """The error is that of the server for a value which the field can hold."""
     async with Client(NOWHERE) as client:
-        for ask in (client.complete, client.chat):
+        for given in ("x", Message("user", "x")):
             with pytest.raises(ServiceError) as refused:
-                await ask("x", **options)
+                await client.generate(given, **options)
             assert refused.value.code.name == "INVALID_ARGUMENT"
             assert refused.value.field == field
             assert field in refused.value.message
@@ -70,9 +75,12 @@ async def test_texts_and_ids_that_protobuf_cannot_hold_are_refused() -> None:
     text = "\udcff"  # Python's form of a byte that is not UTF-8
     async with Client(NOWHERE) as client, EngineClient(NOWHERE) as engine:
         for call, field in (
-            (client.complete(text), "prompts.text"),
-            (client.complete([1, -1]), "prompts.ids"),
-            (client.chat([Message("user", "x"), Message("user", text)]), "messages[1]"),
+            (client.generate(text), "prompts.items[0].text"),
+            (client.generate([1, -1]), "prompts.items[0].token_ids.ids"),
+            (
+                client.generate([Message("user", "x"), Message("user", text)]),
+                "conversation.messages[1]",
+            ),
             (client.encode(text), "texts"),
             (client.decode([2**40]), "sequences.ids"),
             (engine.generate([1, 2**40]), "prompts.ids"),
@@ -87,8 +95,8 @@ async def test_misspelt_option_raises() -> None:
     """An option without effect must not be accepted."""
     async with Client(NOWHERE) as client, EngineClient(NOWHERE) as engine:
         with pytest.raises(ValueError, match="max_token"):
-            await client.complete("x", max_token=3)  # type: ignore[call-arg]
+            await client.generate("x", max_token=3)  # type: ignore[call-arg]
         with pytest.raises(ValueError, match="suffix"):
             await engine.generate([1], suffix="x")  # type: ignore[call-arg]
         with pytest.raises(TypeError):
-            await client.complete("x", grammar=GrammarSpec(regex=3))  # type: ignore[arg-type]
+            await client.generate("x", grammar=GrammarSpec(regex=3))  # type: ignore[arg-type]

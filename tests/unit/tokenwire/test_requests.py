@@ -2,9 +2,9 @@
 
 import pytest
 
-from tokenwire.chat import Message
+from tokenwire.messages import Message
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.requests import chat_start, complete_start, with_image_marks
+from tokenwire.requests import text_start, with_image_marks
 
 WHOLE = completion_pb2.DELIVERY_WHOLE
 
@@ -27,14 +27,14 @@ def test_prompt_without_marks_gets_one_for_each_image(
 
 def test_images_are_sent_unchanged() -> None:
     data = [b"\x89PNG\0", b"\xff\xd8"]
-    start = complete_start("<image><image>", {"images": data}, WHOLE)
-    assert list(start.request.images) == data
+    start = text_start("<image><image>", {"images": data}, WHOLE)
+    assert list(start.request.prompts.images) == data
 
 
 def test_images_of_a_message_stand_before_its_text() -> None:
     """Most templates expect this order."""
     message = Message("user", "What?", images=[b"\x89PNG\0", b"\xff\xd8"])
-    [written] = chat_start([message], {}, WHOLE).request.messages
+    [written] = text_start([message], {}, WHOLE).request.conversation.messages
     assert [part.image or part.text for part in written.parts] == [
         b"\x89PNG\0", b"\xff\xd8", "What?",
     ]  # fmt: skip

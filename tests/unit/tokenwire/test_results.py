@@ -33,6 +33,7 @@ def _message(width: int, rows: list[tuple[int, float, list[int]]]) -> completion
     )
     return completion_pb2.ChoiceDelta(
         text="".join(texts),
+        token_ids=columns.ids,
         tokens=columns,
         token_texts=texts,
         text_offsets=range(0, 3 * len(rows), 3),

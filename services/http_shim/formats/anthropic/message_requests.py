@@ -156,7 +156,7 @@ def ignored_in_message(body: MessagesBody) -> list[str]:
     return [*ignored_tools(body), *(() if body.thread is None else ("thread",))]
 
 
-def to_message_request(body: MessagesBody) -> completion_pb2.ChatRequest:
+def to_message_request(body: MessagesBody) -> completion_pb2.GenerateRequest:
     """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
     if body.max_tokens is None:
         raise invalid("max_tokens", "max_tokens is required: the most tokens of the answer.")
@@ -173,7 +173,7 @@ def to_message_request(body: MessagesBody) -> completion_pb2.ChatRequest:
         )
     choice = body.tool_choice
     calls = [] if choice is None or isinstance(choice, NoChoice) else [choice]
-    return completion_pb2.ChatRequest(
+    return completion_pb2.GenerateRequest(
         **_prompt_fields(body),
         model=body.model or "",
         parallel_tool_calls=not any(each.disable_parallel_tool_use for each in calls),
@@ -198,13 +198,16 @@ def to_count_request(body: CountTokensBody) -> tokenizer_pb2.RenderChatRequest:
 def _prompt_fields(body: PromptBody) -> dict[str, Any]:
     """Return the fields of a chat that make its prompt. Raises INVALID_ARGUMENT."""
     prompt = _prompt(body)
+    conversation = completion_pb2.Conversation(
+        messages=[placed.message for placed in prompt],
+        template_arguments_json=_template_arguments(body),
+        continue_last_message=_continues(prompt),
+        reasoning_effort=_effort(body),
+    )
     return {
-        "messages": [placed.message for placed in prompt],
+        "conversation": conversation,
         "tools": [tool for _, tool in _tools(body)],
         "tool_choice": _tool_choice(body),
-        "template_arguments_json": _template_arguments(body),
-        "continue_last_message": _continues(prompt),
-        "reasoning_effort": _effort(body),
     }
 
 

@@ -114,7 +114,7 @@ class MessageError(Struct, tag_field="type", tag="error"):
 def whole_message(
     identity: str,
     model: str,
-    deltas: Sequence[completion_pb2.ChatDelta],
+    deltas: Sequence[completion_pb2.ChoiceDelta],
     finished: completion_pb2.ChoiceFinished | None,
     usage: MessageUsage,
 ) -> MessageAnswer:
@@ -165,11 +165,11 @@ def event(name: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode({"type": name} | fields))
 
 
-def _blocks(deltas: Iterable[completion_pb2.ChatDelta]) -> Iterator[AnswerBlock]:
+def _blocks(deltas: Iterable[completion_pb2.ChoiceDelta]) -> Iterator[AnswerBlock]:
     reasoning = "".join(delta.reasoning for delta in deltas)
     if reasoning:
         yield AnswerThinking(reasoning)
-    if text := "".join(delta.content for delta in deltas):
+    if text := "".join(delta.text for delta in deltas):
         yield AnswerText(text)
     calls: dict[int, tuple[str, str, list[str]]] = {}
     for part in (call for delta in deltas for call in delta.tool_calls):
@@ -201,14 +201,14 @@ class BlockEvents:
         self.has_calls = False
         """True if a block was the call of a tool"""
 
-    def of(self, delta: completion_pb2.ChatDelta) -> Iterator[bytes]:
+    def of(self, delta: completion_pb2.ChoiceDelta) -> Iterator[bytes]:
         """Yield the events of a delta."""
         if delta.reasoning:
             yield from self._opened(("thinking", 0), AnswerThinking(""))
             yield self._delta(type="thinking_delta", thinking=delta.reasoning)
-        if delta.content:
+        if delta.text:
             yield from self._opened(("text", 0), AnswerText(""))
-            yield self._delta(type="text_delta", text=delta.content)
+            yield self._delta(type="text_delta", text=delta.text)
         for call in delta.tool_calls:
             self.has_calls = True
             block = AnswerToolUse(call.id, call.name, _EMPTY_OBJECT)

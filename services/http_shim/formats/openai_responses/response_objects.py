@@ -287,12 +287,12 @@ class ItemEvents:
         self._sequence += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(data))
 
-    def of(self, delta: completion_pb2.ChatDelta) -> Iterator[bytes]:
+    def of(self, delta: completion_pb2.ChoiceDelta) -> Iterator[bytes]:
         """Yield the events of a delta."""
         if delta.reasoning:
             yield from self._opened(("reasoning", 0), ReasoningOutput(_id("rs"), _IN_PROGRESS, []))
             yield from self._add_reasoning(delta.reasoning)
-        if delta.content:
+        if delta.text:
             yield from self._opened(("message", 0), MessageOutput(_id("msg"), _IN_PROGRESS, []))
             yield from self._add_text(delta)
         for call in delta.tool_calls:
@@ -342,16 +342,16 @@ class ItemEvents:
         self._input = CustomInput()
         yield self.event("response.output_item.added", output_index=len(self.items) - 1, item=item)
 
-    def _add_text(self, delta: completion_pb2.ChatDelta) -> Iterator[bytes]:
+    def _add_text(self, delta: completion_pb2.ChoiceDelta) -> Iterator[bytes]:
         item = self.items[-1]
         assert isinstance(item, MessageOutput)
         if not item.content:
             item.content = [OutputText("", [], [])]
             yield self._event("response.content_part.added", 0, part=item.content[0])
         logprobs = logprobs_of([delta]) if self._has_logprobs else []
-        item.content[0].text += delta.content
+        item.content[0].text += delta.text
         item.content[0].logprobs += logprobs
-        yield self._event("response.output_text.delta", 0, delta=delta.content, logprobs=logprobs)
+        yield self._event("response.output_text.delta", 0, delta=delta.text, logprobs=logprobs)
 
     def _add_reasoning(self, text: str) -> Iterator[bytes]:
         item = self.items[-1]
@@ -388,7 +388,7 @@ class ItemEvents:
 
 
 def output_of(
-    deltas: Sequence[completion_pb2.ChatDelta],
+    deltas: Sequence[completion_pb2.ChoiceDelta],
     finished: completion_pb2.ChoiceFinished,
     *,
     has_logprobs: bool,

@@ -219,10 +219,10 @@ def ignored_in_count(prepared: PreparedResponse) -> list[str]:
     return [*ignored_parts(prepared), *(("truncation",) if truncates else ())]
 
 
-def to_response_request(prepared: PreparedResponse) -> completion_pb2.ChatRequest:
+def to_response_request(prepared: PreparedResponse) -> completion_pb2.GenerateRequest:
     """Convert a body to the request. Raises INVALID_ARGUMENT with the client's name of a field."""
     body = prepared.body
-    return completion_pb2.ChatRequest(
+    return completion_pb2.GenerateRequest(
         **_prompt_fields(prepared),
         model=body.model or "",
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -248,11 +248,14 @@ def to_input_count_request(prepared: PreparedResponse) -> tokenizer_pb2.RenderCh
 def _prompt_fields(prepared: PreparedResponse) -> dict[str, Any]:
     """Return the fields of a chat that make its prompt. Raises INVALID_ARGUMENT."""
     body = prepared.body
+    conversation = completion_pb2.Conversation(
+        messages=[placed.message for placed in _prompt(prepared)],
+        reasoning_effort=(body.reasoning.effort or "") if body.reasoning else "",
+    )
     return {
-        "messages": [placed.message for placed in _prompt(prepared)],
+        "conversation": conversation,
         "tools": [tool for _, tool in _tools(body)],
         "tool_choice": _tool_choice(body),
-        "reasoning_effort": (body.reasoning.effort or "") if body.reasoning else "",
     }
 
 

@@ -89,7 +89,7 @@ class ContentTokens:
         if is_content and length:
             self._content.append((begin, self._settled))
 
-    def write(self, delta: completion_pb2.ChatDelta) -> None:
+    def write(self, delta: completion_pb2.ChoiceDelta) -> None:
         """Put tokens of the content into a delta, those without text along with their character."""
         silent: list[_Token] = []
         while self._held and self._held[0].end <= self._settled:
@@ -106,7 +106,7 @@ class ContentTokens:
         self._held.extendleft(reversed(silent))
 
 
-def _write(token: _Token, delta: completion_pb2.ChatDelta) -> None:
+def _write(token: _Token, delta: completion_pb2.ChoiceDelta) -> None:
     delta.tokens.ids.append(token.token)
     write_scores([token.score], delta.tokens)
     delta.token_bytes.append(token.data)

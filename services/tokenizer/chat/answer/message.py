@@ -54,15 +54,17 @@ class ChatMessage:
         """Tokens of reasoning so far."""
         return self._reasoning.count
 
-    def write(self, output: ChoiceOutput, add: Callable[[], completion_pb2.ChatResponse]) -> None:
+    def write(
+        self, output: ChoiceOutput, add: Callable[[], completion_pb2.GenerateResponse]
+    ) -> None:
         """Write new tokens of the choice, or its end, or both, as responses from `add`."""
         self._skip(output.skipped)
         if self._echo:
-            delta = completion_pb2.ChatDelta(index=output.index, content=self._echo)
+            delta = completion_pb2.ChoiceDelta(index=output.index, text=self._echo)
             add().delta.CopyFrom(delta)
             self._echo = ""
         segments: list[Segment] = []
-        answer = add().delta if output.has_tokens else completion_pb2.ChatDelta()
+        answer = add().delta if output.has_tokens else completion_pb2.ChoiceDelta()
         answer.index, answer.position = output.index, output.position
         if output.has_tokens:
             answer.token_ids.extend(output.columns.ids)
@@ -93,7 +95,7 @@ class ChatMessage:
         self._reasoning.extend(skipped.text, skipped.columns.ids)
         if self._tokens is not None:
             self._tokens.extend(skipped.text, skipped.columns)
-        unsent = completion_pb2.ChatDelta()
+        unsent = completion_pb2.ChoiceDelta()
         self._write(unsent, segments)
         if self._tokens is not None:
             self._tokens.write(unsent)
@@ -109,14 +111,14 @@ class ChatMessage:
         ):
             event.match.eos_token_id = event.match.stop_token_id
 
-    def _write(self, answer: completion_pb2.ChatDelta, segments: Iterable[Segment]) -> None:
+    def _write(self, answer: completion_pb2.ChoiceDelta, segments: Iterable[Segment]) -> None:
         for segment in segments:
             kind = segment.kind
             self._reasoning.settle(segment.source, is_reasoning=kind is SegmentKind.REASONING)
             if self._tokens is not None:
                 self._tokens.settle(segment.source, is_content=kind is SegmentKind.CONTENT)
             if kind is SegmentKind.CONTENT:
-                answer.content += segment.text
+                answer.text += segment.text
             elif kind is SegmentKind.REASONING:
                 answer.reasoning += segment.text
             elif kind is SegmentKind.CALL:
@@ -131,7 +133,7 @@ class ChatMessage:
     def _drops_call(self) -> bool:
         return self._single_call and self._calls > 1
 
-    def _write_arguments(self, answer: completion_pb2.ChatDelta, text: str) -> None:
+    def _write_arguments(self, answer: completion_pb2.ChoiceDelta, text: str) -> None:
         index = self._calls - 1
         if not answer.tool_calls or answer.tool_calls[-1].index != index:
             answer.tool_calls.add(index=index)

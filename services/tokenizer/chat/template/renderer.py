@@ -58,7 +58,7 @@ class Renderer:
     async def render(self, job: RenderJob) -> Rendering:
         """Return what the template renders from the conversation, without an error.
 
-        Raises INVALID_ARGUMENT for `messages` if the template refuses them or exceeds a limit,
+        Raises INVALID_ARGUMENT for the messages if the template refuses them or exceeds a limit,
         RESOURCE_EXHAUSTED if too many conversations wait, UNAVAILABLE if the process can't start,
         or if two of them end or hang for a reason that is not the conversation's.
         """
@@ -76,7 +76,7 @@ class Renderer:
         exchange.add_done_callback(partial(self._on_exchanged, tenant))
         rendering = await asyncio.shield(exchange)
         if rendering.error:
-            raise invalid("messages", rendering.error, reason="TEMPLATE_REFUSED")
+            raise invalid("conversation.messages", rendering.error, reason="TEMPLATE_REFUSED")
         return rendering
 
     async def stop(self) -> None:

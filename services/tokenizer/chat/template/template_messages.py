@@ -13,6 +13,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["EmptyContent", "TemplateFacts", "check_messages", "template_messages"]
 
+_MESSAGES = "conversation.messages"  # path in a request
 _SHORT_ID = 9  # characters of a call's id in Mistral's templates
 _ROLES: Mapping["completion_pb2.Role.ValueType", str] = {
     completion_pb2.ROLE_SYSTEM: "system",
@@ -79,17 +80,17 @@ class TemplateFacts:
 def check_messages(messages: Sequence[completion_pb2.Message], *, continues_last: bool) -> None:
     """Raise INVALID_ARGUMENT for the first wrong field."""
     if not messages:
-        raise invalid("messages", "A conversation must have at least one message.")
+        raise invalid(_MESSAGES, "A conversation must have at least one message.")
     if len(messages) > MAX_MESSAGES:
-        raise invalid("messages", f"A conversation must have at most {MAX_MESSAGES:,} messages.")
+        raise invalid(_MESSAGES, f"A conversation must have at most {MAX_MESSAGES:,} messages.")
     for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]")
+        _check_message(message, f"{_MESSAGES}[{index}]")
     last = messages[-1]
     if continues_last and (
         last.role != completion_pb2.ROLE_ASSISTANT or last.tool_calls or not last.parts
     ):
         raise invalid(
-            "continue_last_message",
+            "conversation.continue_last_message",
             "The last message must be the assistant's, with content and without tool calls.",
         )
 

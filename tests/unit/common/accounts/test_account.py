@@ -99,9 +99,12 @@ def test_each_choice_counts_as_a_stream() -> None:
     key.end(1, 1, 0.0, choices=3)
     key.begin(1, 0.0, choices=3)
     prompt = completion_pb2.Prompt(text="a")
-    best_of = completion_pb2.CompleteRequest(best_of=5, n=2, prompts=[prompt] * 3)
+    best_of = completion_pb2.GenerateRequest(
+        best_of=5, n=2, prompts=completion_pb2.Prompts(items=[prompt] * 3)
+    )
     assert sequence_count(best_of) == 15
-    assert sequence_count(completion_pb2.ChatRequest(n=7)) == 7
+    chat = completion_pb2.GenerateRequest(n=7, conversation=completion_pb2.Conversation())
+    assert sequence_count(chat) == 7
 
 
 def test_refused_request_costs_nothing() -> None:
@@ -169,37 +172,40 @@ def test_bucket_never_exceeds_its_rate(per_minute: int, asks: list[tuple[int, fl
 
 
 def test_estimate_counts_prompts_and_output_of_all_choices() -> None:
-    def tokens(**fields: Any) -> int:
-        return estimated_tokens(completion_pb2.CompleteRequest(**fields))
+    def tokens(*items: completion_pb2.Prompt, **fields: Any) -> int:
+        of_prompts = {name: fields.pop(name) for name in ("suffix", "images") if name in fields}
+        prompts = completion_pb2.Prompts(items=items, **of_prompts)
+        return estimated_tokens(completion_pb2.GenerateRequest(prompts=prompts, **fields))
 
     text = completion_pb2.Prompt(text="é" * 10)  # 20 bytes
     ids = completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[1] * 7))
     hundred = types_pb2.StoppingParams(max_tokens=100)
-    assert tokens(prompts=[text]) == 5 + 16
-    assert tokens(prompts=[ids], stopping=hundred) == 107
-    assert tokens(prompts=[text, ids], stopping=hundred, n=3) == 12 + 600
-    assert tokens(prompts=[ids], stopping=hundred, n=2, best_of=5) == 507
-    assert tokens(prompts=[text], suffix="four", stopping=hundred) == 106
-    assert tokens(prompts=[ids], stopping=types_pb2.StoppingParams(max_tokens=0)) == 7
-    assert tokens(prompts=[ids], images=[b"", b""], stopping=hundred) == 107 + 2 * 1_024
+    assert tokens(text) == 5 + 16
+    assert tokens(ids, stopping=hundred) == 107
+    assert tokens(text, ids, stopping=hundred, n=3) == 12 + 600
+    assert tokens(ids, stopping=hundred, n=2, best_of=5) == 507
+    assert tokens(text, suffix="four", stopping=hundred) == 106
+    assert tokens(ids, stopping=types_pb2.StoppingParams(max_tokens=0)) == 7
+    assert tokens(ids, images=[b"", b""], stopping=hundred) == 107 + 2 * 1_024
 
 
 def test_estimate_of_a_chat_counts_messages_tools_and_output() -> None:
     """A choice without max_tokens counts as 1,024 tokens."""
 
-    def tokens(**fields: Any) -> int:
-        return estimated_tokens(completion_pb2.ChatRequest(**fields))
+    def tokens(message: completion_pb2.Message, **fields: Any) -> int:
+        conversation = completion_pb2.Conversation(messages=[message])
+        return estimated_tokens(completion_pb2.GenerateRequest(conversation=conversation, **fields))
 
     part = completion_pb2.ContentPart(text="x" * 4000)
     message = completion_pb2.Message(role=completion_pb2.ROLE_USER, parts=[part])
     tool = completion_pb2.Tool(name="f", description="x" * 4000)
     ten = types_pb2.StoppingParams(max_tokens=10)
-    assert 1010 <= tokens(messages=[message], stopping=ten) <= 1020
-    assert 2030 <= tokens(messages=[message], tools=[tool], stopping=ten, n=3) <= 2050
-    assert tokens(messages=[message], n=2) == tokens(messages=[message], stopping=ten) + 2038
+    assert 1010 <= tokens(message, stopping=ten) <= 1020
+    assert 2030 <= tokens(message, tools=[tool], stopping=ten, n=3) <= 2050
+    assert tokens(message, n=2) == tokens(message, stopping=ten) + 2038
     image = completion_pb2.ContentPart(image=b"")
     picture = completion_pb2.Message(role=completion_pb2.ROLE_USER, parts=[image, part])
-    more = tokens(messages=[picture], n=2) - tokens(messages=[message], n=2)
+    more = tokens(picture, n=2) - tokens(message, n=2)
     assert 1_024 <= more <= 1_030
 
 
@@ -219,7 +225,7 @@ def test_estimate_of_a_chat_counts_messages_tools_and_output() -> None:
 def test_output_is_capped(
     asked: dict[str, Any], limits: list[int | None], lowered: dict[str, Any]
 ) -> None:
-    request = completion_pb2.CompleteRequest(stopping=types_pb2.StoppingParams(**asked))
+    request = completion_pb2.GenerateRequest(stopping=types_pb2.StoppingParams(**asked))
     cap_output(request, limits)
     assert request.stopping == types_pb2.StoppingParams(**lowered)
 
@@ -236,6 +242,9 @@ def test_output_is_capped(
 def test_output_of_a_chat_without_max_tokens_is_capped(
     asked: dict[str, Any], limits: list[int | None], lowered: dict[str, Any]
 ) -> None:
-    request = completion_pb2.ChatRequest(stopping=types_pb2.StoppingParams(**asked))
+    request = completion_pb2.GenerateRequest(
+        conversation=completion_pb2.Conversation(),
+        stopping=types_pb2.StoppingParams(**asked),
+    )
     cap_output(request, limits)
     assert request.stopping == types_pb2.StoppingParams(**lowered)

@@ -88,7 +88,7 @@ class Caller:
     def grammar(self, schema: Any, **fields: Any) -> GrammarSpec:
         """Return the grammar of an answer with calls of the tool f."""
         tool = completion.Tool(name="f", parameters_json=json.dumps(schema), strict=True)
-        request = completion.ChatRequest(tools=[tool], **fields)
+        request = completion.GenerateRequest(tools=[tool], **fields)
         grammar = build_answer_grammar(request, self.templates.answers, ReasoningState.NONE)
         assert grammar is not None
         check(grammar.spec)

@@ -25,8 +25,8 @@ from tokenwire.errors import ServiceError
 
 def begin(
     options: StreamOptions | None = None, *, n: int = 1, **fields: bool
-) -> tuple[OutputCollector[Any], EventStream[Any]]:
-    collector = OutputCollector[Any]()
+) -> tuple[OutputCollector, EventStream]:
+    collector = OutputCollector()
     feed(collector, ACCEPTED)
     body = CompletionBody(prompt="x", stream=True, stream_options=options, n=n)
     for name, value in fields.items():

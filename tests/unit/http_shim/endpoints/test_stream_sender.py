@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import grpc
 import pytest
@@ -70,8 +69,8 @@ def begin(
     choices: int = 1,
     extensions: Sequence[str] = (),
     **intervals: float,
-) -> tuple[OutputCollector[Any], "asyncio.Task[None]"]:
-    collector = OutputCollector[Any]()
+) -> tuple[OutputCollector, "asyncio.Task[None]"]:
+    collector = OutputCollector()
     feed(collector, ACCEPTED)
     body = CompletionBody(prompt="x", stream=True, n=choices)
     asked = exchange()

@@ -56,18 +56,18 @@ def body_of(**fields: object) -> ChatBody:
     return parse(DECODER, json.dumps({"messages": [HELLO]} | fields).encode())[0]
 
 
-def translated(**fields: object) -> completion_pb2.ChatRequest:
+def translated(**fields: object) -> completion_pb2.GenerateRequest:
     return to_chat_request(body_of(**fields))
 
 
-def expected(**fields: object) -> completion_pb2.ChatRequest:
-    base = completion_pb2.ChatRequest(
-        messages=[message("USER", text("Hello"))],
+def expected(**fields: object) -> completion_pb2.GenerateRequest:
+    base = completion_pb2.GenerateRequest(
+        conversation=completion_pb2.Conversation(messages=[message("USER", text("Hello"))]),
         sampling=types_pb2.SamplingParams(),
         stopping=types_pb2.StoppingParams(),
         delivery=completion_pb2.DELIVERY_WHOLE,
     )
-    base.MergeFrom(completion_pb2.ChatRequest(**fields))  # type: ignore[arg-type]
+    base.MergeFrom(completion_pb2.GenerateRequest(**fields))  # type: ignore[arg-type]
     return base
 
 
@@ -142,7 +142,7 @@ def message(
     ],
 )
 def test_messages_are_converted(given_: dict[str, object], wanted: completion_pb2.Message) -> None:
-    assert list(translated(messages=[given_]).messages) == [wanted]
+    assert list(translated(messages=[given_]).conversation.messages) == [wanted]
 
 
 @pytest.mark.parametrize(
@@ -256,12 +256,17 @@ def test_messages_are_required() -> None:
         ),
         (
             {"chat_template": "rag", "chat_template_kwargs": {"thinking": False}},
-            {"template": "rag", "template_arguments_json": '{"thinking":false}'},
+            {
+                "conversation": {
+                    "template": "rag",
+                    "template_arguments_json": '{"thinking":false}',
+                }
+            },
         ),
-        ({"add_generation_prompt": False}, {"add_generation_prompt": False}),
+        ({"add_generation_prompt": False}, {"conversation": {"add_generation_prompt": False}}),
         (
             {"continue_final_message": True, "add_generation_prompt": False},
-            {"continue_last_message": True, "add_generation_prompt": False},
+            {"conversation": {"continue_last_message": True, "add_generation_prompt": False}},
         ),
         ({"stream": True}, {"delivery": completion_pb2.DELIVERY_DELTAS}),
         ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
@@ -274,7 +279,10 @@ def test_messages_are_required() -> None:
             {"sampling": {"allowed_token_ids": {"ids": [4, 5]}}},
         ),
         ({"allowed_token_ids": []}, {"sampling": {"allowed_token_ids": {}}}),
-        ({"reasoning_effort": "none", "echo": True}, {"reasoning_effort": "none", "echo": True}),
+        (
+            {"reasoning_effort": "none", "echo": True},
+            {"conversation": {"reasoning_effort": "none"}, "echo": True},
+        ),
     ],
 )
 def test_fields_are_converted(fields: dict[str, object], request_: dict[str, object]) -> None:
@@ -301,8 +309,12 @@ def test_every_field_of_the_proto_has_a_json_field() -> None:
     )  # fmt: skip
     without_breakers = translated(dry_multiplier=1, dry_sequence_breakers=[])
     fields = [*complete.ListFields(), *without_breakers.ListFields()]
-    names = {field.name for field in completion_pb2.ChatRequest.DESCRIPTOR.fields}
-    assert {field.name for field, _ in fields} == names - {"resume"}  # the shim itself resumes
+    names = {field.name for field in completion_pb2.GenerateRequest.DESCRIPTOR.fields}
+    of_prompts = {"prompts", "best_of", "truncate_prompt", "beam_search"}
+    # the shim itself resumes
+    assert {field.name for field, _ in fields} == names - of_prompts - {"resume"}
+    of_conversation = {field.name for field, _ in complete.conversation.ListFields()}
+    assert of_conversation == {*completion_pb2.Conversation.DESCRIPTOR.fields_by_name}
 
 
 @pytest.mark.parametrize(
@@ -401,10 +413,14 @@ def test_images_stay_apart_from_the_messages_until_they_are_sent() -> None:
     images = take_message_images(body.messages)
     assert b"AAEC" not in msgspec.json.encode(body)
     for request in (to_chat_request(body), to_render_request(TemplateBody(messages=body.messages))):
-        assert [part.image for part in request.messages[1].parts] == [b"", b"", b""]
+        assert [part.image for part in request.conversation.messages[1].parts] == [b"", b"", b""]
     images.copy_into(request)
-    assert [part.image for part in request.messages[1].parts] == [b"\0\1\2", b"", b"\xff"]
-    assert request.messages[1].parts[1].text == "a"
+    assert [part.image for part in request.conversation.messages[1].parts] == [
+        b"\0\1\2",
+        b"",
+        b"\xff",
+    ]
+    assert request.conversation.messages[1].parts[1].text == "a"
 
 
 @pytest.mark.parametrize(
@@ -443,11 +459,13 @@ def test_render_request_has_the_fields_of_a_chat() -> None:
     }
     body = msgspec.json.decode(json.dumps(fields), type=TokenizeBody)
     assert to_render_request(body, with_texts=True) == tokenizer_pb2.RenderChatRequest(
-        messages=[message("USER", text("Hello"))],
+        conversation=completion_pb2.Conversation(
+            messages=[message("USER", text("Hello"))],
+            template="rag",
+            template_arguments_json='{"a":1}',
+            add_generation_prompt=False,
+        ),
         tools=translated(tools=[TOOL]).tools,
-        template="rag",
-        template_arguments_json='{"a":1}',
-        add_generation_prompt=False,
         with_texts=True,
     )
 
@@ -455,7 +473,7 @@ def test_render_request_has_the_fields_of_a_chat() -> None:
 def test_custom_tool_and_its_call_are_shown_as_a_function() -> None:
     request = translated(messages=[HELLO, CALLER], tools=[TOOL, SHELL])
     assert request.tools[1] == custom_tool("shell", "Runs.", InputGrammar("regex", "ls|pwd"))
-    call = request.messages[1].tool_calls[1]
+    call = request.conversation.messages[1].tool_calls[1]
     assert (call.id, call.name) == ("d", "shell")
     assert json.loads(call.arguments_json) == {"input": 'ls "a"'}
 

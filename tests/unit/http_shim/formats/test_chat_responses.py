@@ -41,7 +41,7 @@ WEATHER = [
 
 
 def whole(
-    *deltas: completion_pb2.ChatDelta,
+    *deltas: completion_pb2.ChoiceDelta,
     reason: types_pb2.FinishReason.ValueType = STOP,
     **fields: Any,
 ) -> Any:
@@ -52,8 +52,8 @@ def whole(
 
 def begin(
     options: StreamOptions | None = None, **fields: Any
-) -> tuple[OutputCollector[completion_pb2.ChatDelta], EventStream[completion_pb2.ChatDelta]]:
-    collector: OutputCollector[completion_pb2.ChatDelta] = OutputCollector()
+) -> tuple[OutputCollector, EventStream]:
+    collector: OutputCollector = OutputCollector()
     feed(collector, ACCEPTED)
     formatter = ChatFormatter.of(ChatBody(**fields))
     envelope = Envelope("chatcmpl-1", 1700000000, ACCEPTED, formatter)
@@ -387,7 +387,7 @@ calls = st.lists(st.lists(st.text(max_size=3), max_size=3), max_size=2)
 
 @given(st.lists(parts, max_size=5), calls, st.lists(st.booleans(), min_size=12, max_size=12))
 def test_joined_chunks_equal_the_whole_answer(
-    deltas: list[completion_pb2.ChatDelta], arguments: list[list[str]], reads: list[bool]
+    deltas: list[completion_pb2.ChoiceDelta], arguments: list[list[str]], reads: list[bool]
 ) -> None:
     """A slow client gets merged chunks of the same answer."""
     for index, fragments in enumerate(arguments):

@@ -21,18 +21,18 @@ def body_of(**fields: object) -> CompletionBody:
     return msgspec.json.decode(encoded, type=CompletionBody)
 
 
-def translated(**fields: object) -> completion_pb2.CompleteRequest:
+def translated(**fields: object) -> completion_pb2.GenerateRequest:
     return to_complete_request(body_of(**fields))
 
 
-def expected(**fields: object) -> completion_pb2.CompleteRequest:
-    base = completion_pb2.CompleteRequest(
-        prompts=[completion_pb2.Prompt(text="x")],
+def expected(**fields: object) -> completion_pb2.GenerateRequest:
+    base = completion_pb2.GenerateRequest(
+        prompts=completion_pb2.Prompts(items=[completion_pb2.Prompt(text="x")]),
         sampling=types_pb2.SamplingParams(),
         stopping=types_pb2.StoppingParams(),
         delivery=completion_pb2.DELIVERY_WHOLE,
     )
-    base.MergeFrom(completion_pb2.CompleteRequest(**fields))  # type: ignore[arg-type]
+    base.MergeFrom(completion_pb2.GenerateRequest(**fields))  # type: ignore[arg-type]
     return base
 
 
@@ -52,7 +52,7 @@ def ids(*values: int) -> completion_pb2.Prompt:
     ],
 )
 def test_prompt_has_four_forms(prompt: object, prompts: list[completion_pb2.Prompt]) -> None:
-    assert list(translated(prompt=prompt).prompts) == prompts
+    assert list(translated(prompt=prompt).prompts.items) == prompts
 
 
 @pytest.mark.parametrize("prompt", [None, [], ["a", 1], [1, [2]], [[1], "a"]])
@@ -68,9 +68,9 @@ def test_images_stay_apart_from_the_request_until_it_is_sent() -> None:
     images = take_images(body)
     assert body.images == ["", ""]
     request = to_complete_request(body)
-    assert list(request.images) == [b"", b""]
+    assert list(request.prompts.images) == [b"", b""]
     images.copy_into(request)
-    assert list(request.images) == [b"\0\1\2", b"\xff"]
+    assert list(request.prompts.images) == [b"\0\1\2", b"\xff"]
     images.drop()
     assert len(images) == 0
 
@@ -89,7 +89,7 @@ _SCHEMA = {"type": "object", "properties": {"b": {"maximum": 1.10}, "a": {}}}
     [
         ({}, {}),
         ({"model": "m"}, {"model": "m"}),
-        ({"suffix": ""}, {"suffix": ""}),
+        ({"suffix": ""}, {"prompts": {"suffix": ""}}),
         ({"max_tokens": 0}, {"stopping": types_pb2.StoppingParams(max_tokens=0)}),
         ({"max_completion_tokens": 3}, {"stopping": types_pb2.StoppingParams(max_tokens=3)}),
         (

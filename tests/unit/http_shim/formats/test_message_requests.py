@@ -50,10 +50,7 @@ BASE: Json = {"max_tokens": 1, "messages": [HELLO]}
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
 """Parameters of the SDK's methods that are headers of the request"""
 REFUSED = {"compaction"}
-PROMPT_FIELDS = (
-    *("messages", "tools", "tool_choice", "template_arguments_json"),
-    *("continue_last_message", "reasoning_effort"),
-)
+PROMPT_FIELDS = ("conversation", "tools", "tool_choice")
 IGNORED = {
     "billing_policy",
     "container",
@@ -128,7 +125,7 @@ def params(*of: Any) -> set[str]:
     return {name for each in of for name in get_type_hints(each)}
 
 
-def asked(**fields: Any) -> tuple[completion_pb2.ChatRequest, list[str]]:
+def asked(**fields: Any) -> tuple[completion_pb2.GenerateRequest, list[str]]:
     """Return the request, and what is ignored."""
     body, ignored = parse(MESSAGES, json.dumps(BASE | fields).encode())
     counted, _ = parse(COUNT, json.dumps(BASE | fields).encode())
@@ -170,7 +167,7 @@ def test_every_block_of_the_sdk_is_read_or_left_out(kind: Any) -> None:
     text = {"type": "text", "text": "said"}
     request, ignored = asked(messages=[HELLO, {"role": role, "content": [text, block]}])
     assert ignored == (["messages[1].content[1]"] if block["type"] in LEFT_OUT else [])
-    assert request.messages[1].parts[0].text == "said"
+    assert request.conversation.messages[1].parts[0].text == "said"
 
 
 @pytest.mark.parametrize(
@@ -200,11 +197,13 @@ def test_every_choice_of_the_sdk_has_a_meaning() -> None:
     for kind in members(ThinkingConfigParam, BetaThinkingConfigParam):
         thinks = tag(kind) != "disabled"
         request, _ = asked(thinking=least(kind))
-        assert json.loads(request.template_arguments_json) == {"enable_thinking": thinks}
+        assert json.loads(request.conversation.template_arguments_json) == {
+            "enable_thinking": thinks
+        }
     assert asked(thinking={"type": "adaptive", "display": "omitted"})[1] == ["thinking.display"]
     [effort, _] = get_args(get_type_hints(OutputConfigParam)["effort"])
     for level in get_args(effort):
-        assert asked(output_config={"effort": level})[0].reasoning_effort == level
+        assert asked(output_config={"effort": level})[0].conversation.reasoning_effort == level
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for fields in ({"output_format": form}, {"output_config": {"format": form}}):
         assert asked(**fields)[0].grammar.json_schema == '{"type":"object"}'
@@ -227,8 +226,8 @@ def test_thread_that_goes_on_is_refused_with_the_code_that_clients_know() -> Non
 @pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
 def test_empty_last_message_of_the_assistant_is_continued(content: Any) -> None:
     request, _ = asked(messages=[HELLO, {"role": "assistant", "content": content}])
-    assert request.continue_last_message
-    assert [part.text for part in request.messages[-1].parts] == [""]
+    assert request.conversation.continue_last_message
+    assert [part.text for part in request.conversation.messages[-1].parts] == [""]
 
 
 def test_server_tools_of_a_history_are_left_out_and_the_answer_stays() -> None:
@@ -244,7 +243,7 @@ def test_server_tools_of_a_history_are_left_out_and_the_answer_stays() -> None:
         HELLO,
     ]  # fmt: skip
     request, ignored = asked(messages=history)
-    assert [part.text for each in request.messages for part in each.parts] == [
+    assert [part.text for each in request.conversation.messages for part in each.parts] == [
         "Hello",
         "Found.",
         "Hello",
@@ -260,7 +259,7 @@ def test_citations_of_a_document_are_ignored_by_name() -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "text"}
     block = {"type": "document", "source": source, "title": "T", "citations": {"enabled": True}}
     request, ignored = asked(messages=[{"role": "user", "content": [block]}])
-    assert request.messages[0].parts[0].text == "T\n\ntext"
+    assert request.conversation.messages[0].parts[0].text == "T\n\ntext"
     assert ignored == ["messages[0].content[0].citations"]
 
 
@@ -288,7 +287,7 @@ def test_blocks_of_a_document_are_its_content() -> None:
             "source": {"type": "content", "content": content},
         }
         request, _ = asked(messages=[{"role": "user", "content": [block]}])
-        assert [part.text for part in request.messages[0].parts] == texts
+        assert [part.text for part in request.conversation.messages[0].parts] == texts
 
 
 def test_tool_without_a_name_is_refused() -> None:

@@ -300,9 +300,9 @@ async def test_urls_of_a_request_become_images_in_its_order() -> None:
         images = images_of(web.url("/2"), "data:image/png;base64,AAEC", web.url("/1"))
         sizes: list[int] = []
         await fetch_remote(fetcher_of(web), images, sizes.append)
-    request = completion_pb2.CompleteRequest(images=[b""] * 3)
+    request = completion_pb2.GenerateRequest(prompts=completion_pb2.Prompts(images=[b""] * 3))
     images.copy_into(request)
-    assert list(request.images) == [b"two", b"\0\1\2", b"one"]
+    assert list(request.prompts.images) == [b"two", b"\0\1\2", b"one"]
     assert sizes[-1] == 9
 
 

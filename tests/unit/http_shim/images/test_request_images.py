@@ -145,9 +145,9 @@ def test_fetched_images_stand_in_the_order_of_the_request() -> None:
     ]
     images.replace(2, b"second")
     images.replace(0, b"first")
-    request = completion_pb2.CompleteRequest(images=[b""] * 3)
+    request = completion_pb2.GenerateRequest(prompts=completion_pb2.Prompts(images=[b""] * 3))
     images.copy_into(request)
-    assert list(request.images) == [b"first", b"\0\1\2", b"second"]
+    assert list(request.prompts.images) == [b"first", b"\0\1\2", b"second"]
 
 
 def test_url_of_an_image_is_not_shown_in_logs() -> None:

@@ -138,7 +138,7 @@ async def test_invalid_reasoning_effort_is_refused(
 ) -> None:
     async with _started(tmp_path, "a") as templates:
         prompt = _prompt(_says("user", "a"), arguments=arguments, reasoning_effort=effort)
-        assert (await _refusal(templates, prompt)).field == "reasoning_effort"
+        assert (await _refusal(templates, prompt)).field == "conversation.reasoning_effort"
 
 
 async def test_ids_equal_those_of_transformers(family: _Family) -> None:
@@ -367,7 +367,7 @@ async def test_one_of_several_templates_is_selected_by_name(tmp_path: Path) -> N
         second = _prompt(_says("user", "a"), template="second", arguments={"x": [1, "é"]})
         assert (await templates.render(second)).text == "2a[1, 'é']"
         error = await _refusal(templates, _prompt(_says("user", "a"), template="fourth"))
-        assert error.field == "template"
+        assert error.field == "conversation.template"
 
 
 async def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
@@ -429,7 +429,10 @@ async def test_error_of_a_template_reaches_the_client(tmp_path: Path) -> None:
     async with _started(tmp_path, named) as templates:
         for place, message in enumerate(sources.values()):
             error = await _refusal(templates, _prompt(_says("user", "a"), template=f"t{place}"))
-            assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "messages")
+            assert (error.code, error.field) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "conversation.messages",
+            )
             assert message in error.message
 
 
@@ -568,13 +571,13 @@ async def test_part_that_is_too_large_is_refused_by_its_field(tmp_path: Path) ->
         most = {"a": "x" * (64 * 1024 - len('{"a": ""}'))}
         await templates.render(_prompt(_says("user", "a"), arguments=most))
         for field, prompt in {
-            "template_arguments_json": _prompt(
+            "conversation.template_arguments_json": _prompt(
                 _says("user", "a"), arguments={"a": most["a"] + "x"}
             ),
-            "messages[1].tool_calls[0].arguments_json": _prompt(
+            "conversation.messages[1].tool_calls[0].arguments_json": _prompt(
                 _says("user", "a"), _says("assistant", tool_calls=[call])
             ),
-            "messages": _prompt(_says("user", "x" * 2**23)),
+            "conversation.messages": _prompt(_says("user", "x" * 2**23)),
         }.items():
             error = await _refusal(templates, prompt)
             assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)

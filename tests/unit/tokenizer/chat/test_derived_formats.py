@@ -124,7 +124,7 @@ class Model:
     def accepts(self, text: str) -> bool:
         """Return whether the grammar of required calls accepts the text."""
         choice = completion.ToolChoice(mode=completion.TOOL_MODE_REQUIRED)
-        request = completion.ChatRequest(tools=TOOLS, tool_choice=choice)
+        request = completion.GenerateRequest(tools=TOOLS, tool_choice=choice)
         grammar = build_answer_grammar(request, self.templates.answers, ReasoningState.NONE)
         assert grammar is not None
         matcher = LLMatcher(self._tokenizer, specification.translate(grammar.spec))

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from services.tokenizer.completion.choice import Choice
 from services.tokenizer.completion.columns import Columns, Score
-from services.tokenizer.completion.complete_processor import CompleteProcessor
 from services.tokenizer.completion.echo import Echo, make_echo
 from services.tokenizer.completion.plan import ChoicePlan
 from services.tokenizer.completion.prompt_encoding import EncodedPrompt
+from services.tokenizer.completion.prompt_processor import write_text
 from services.tokenizer.completion.stops import compile_stops
 from services.tokenizer.text.detokenizer import Detokenizer, TokenTable, token_table
 from tests.unit.tokenizer.checkpoints import byte_level
@@ -127,19 +127,19 @@ def _columns(ids: Sequence[int], position: int, scored: bool) -> types_pb2.Token
     return columns
 
 
-def _write(choice: Choice) -> Iterator[completion_pb2.CompleteResponse]:
-    responses: list[completion_pb2.CompleteResponse] = []
+def _write(choice: Choice) -> Iterator[completion_pb2.GenerateResponse]:
+    responses: list[completion_pb2.GenerateResponse] = []
 
-    def add() -> completion_pb2.CompleteResponse:
-        responses.append(completion_pb2.CompleteResponse())
+    def add() -> completion_pb2.GenerateResponse:
+        responses.append(completion_pb2.GenerateResponse())
         return responses[-1]
 
     if choice.has_output:
-        CompleteProcessor.write_choice(choice.take(), add)
+        write_text(choice.take(), add)
     yield from responses
 
 
-_Responses = list[completion_pb2.CompleteResponse]
+_Responses = list[completion_pb2.GenerateResponse]
 
 
 def _run(choice: Choice, ids: Sequence[int], cuts: Sequence[int], scored: bool) -> _Responses:
@@ -193,7 +193,7 @@ def test_streamed_text_ids_and_usage_equal_unstreamed(
     responses = _run(Choice(0, plan, Detokenizer(_TABLE), None), ids, cuts, scored=False)
     deltas = [response.delta for response in responses if response.HasField("delta")]
     assert "".join(delta.text for delta in deltas) == "".join(expected.texts)
-    assert [token for delta in deltas for token in delta.tokens.ids] == expected.ids
+    assert [token for delta in deltas for token in delta.token_ids] == expected.ids
     finished = responses[-1].finished
     assert finished.completion_tokens == expected.completion_tokens
     assert (finished.match.stop_string or None) == expected.stop
@@ -213,7 +213,7 @@ def test_scores_and_offsets_stay_with_their_tokens(
     expected = _reference(ids, plan, stops)
     responses = _run(Choice(0, plan, Detokenizer(_TABLE), None), ids, cuts, scored=True)
     deltas = [response.delta for response in responses if response.HasField("delta")]
-    assert [token for delta in deltas for token in delta.tokens.ids] == expected.ids
+    assert [token for delta in deltas for token in delta.token_ids] == expected.ids
     names = [_TABLE.hidden.get(token) for token in expected.ids]
     shown = [
         text if name is None else name for text, name in zip(expected.texts, names, strict=True)
@@ -282,7 +282,7 @@ def test_resumed_choice_continues_behind_what_was_received(
     before, after = _flat(writes[:received]), _flat(writes[received:])
     if any(response.HasField("finished") for response in before):
         return
-    known = [token for response in before for token in response.delta.tokens.ids]
+    known = [token for response in before for token in response.delta.token_ids]
     resumed = Choice(0, plan, Detokenizer(_TABLE), None)
     resumed.skip(known)
     if not again:
@@ -300,6 +300,7 @@ def _joined(responses: _Responses) -> completion_pb2.ChoiceDelta:
         joined.text += delta.text
         joined.token_texts.extend(delta.token_texts)
         joined.text_offsets.extend(delta.text_offsets)
+        joined.token_ids.extend(delta.token_ids)
         joined.tokens.ids.extend(delta.tokens.ids)
         joined.tokens.logprobs.extend(delta.tokens.logprobs)
         if response.HasField("finished"):
@@ -323,7 +324,7 @@ def test_slow_client_gets_one_delta_for_many_steps() -> None:
         choice.add(position, _columns([token], position, scored=False))
     [response] = _write(choice)
     assert response.delta.index == 3
-    assert list(response.delta.tokens.ids) == _IDS[:5]
+    assert list(response.delta.token_ids) == _IDS[:5]
     choice.add(5, _columns([_IDS[0]], 5, scored=False))
     [response] = _write(choice)
     assert response.delta.position == 5
@@ -373,11 +374,11 @@ def test_echo_and_output_join_to_the_whole(
         text = "".join(delta.text for delta in (first, *deltas))
         assert text == _whole_text(prompt, [token for token in generated if token != _EOS])
         assert first.is_prompt
-        assert list(first.tokens.ids) == prompt
+        assert list(first.token_ids) == prompt
         if not scored:
             continue
         assert "".join(first.token_texts) == first.text
-        tokens = [token for delta in (first, *deltas) for token in delta.tokens.ids]
+        tokens = [token for delta in (first, *deltas) for token in delta.token_ids]
         offsets = [place for delta in (first, *deltas) for place in delta.text_offsets]
         shown = [text for delta in (first, *deltas) for text in delta.token_texts]
         assert tokens == [*prompt, *generated]
@@ -468,6 +469,6 @@ def test_appended_suffix_is_the_last_delta_and_has_no_tokens() -> None:
     text, suffix, finished = _write(choice)
     assert text.delta.text == "a"
     assert suffix.delta.text == "ab!"
-    assert not suffix.delta.tokens.ids
+    assert not suffix.delta.token_ids
     assert finished.finished.match.stop_string == "b"
     assert finished.finished.completion_tokens == 2

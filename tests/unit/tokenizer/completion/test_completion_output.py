@@ -1,8 +1,8 @@
 """Output of a completion: events of the engine in, responses out."""
 
-from services.tokenizer.completion.complete_processor import CompleteProcessor
 from services.tokenizer.completion.completion_output import CompletionOutput
-from services.tokenizer.completion.plan import plan_completion
+from services.tokenizer.completion.plan import plan_prompts
+from services.tokenizer.completion.prompt_processor import PromptProcessor
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -20,20 +20,22 @@ def test_scores_repeated_after_a_resubmission_echo_a_prompt_once(
     byte_level_vocabulary: Vocabulary,
 ) -> None:
     """The engine scores all prompts again if one of them was not complete at its loss."""
-    request = completion.CompleteRequest(
-        prompts=[completion.Prompt(token_ids=types.TokenIds(ids=[3, 4, 5]))] * 2,
+    request = completion.GenerateRequest(
+        prompts=completion.Prompts(
+            items=[completion.Prompt(token_ids=types.TokenIds(ids=[3, 4, 5]))] * 2
+        ),
         echo=True,
         logprobs=0,
         stopping=types.StoppingParams(max_tokens=0),
     )
     reader = ImageReader(None, byte_level_vocabulary, "m")
-    processor = CompleteProcessor(request, byte_level_vocabulary, None, reader)
+    processor = PromptProcessor(request, byte_level_vocabulary, None, reader)
     limits = ModelLimits("m", "fp_0", 64, 99, frozenset(), frozenset(), 5, 20, 128, 16, True)
-    output = CompletionOutput(plan_completion(request, byte_level_vocabulary, None, limits), 0.0)
-    responses: list[completion.CompleteResponse] = []
+    output = CompletionOutput(plan_prompts(request, byte_level_vocabulary, None, limits), 0.0)
+    responses: list[completion.GenerateResponse] = []
 
-    def add() -> completion.CompleteResponse:
-        responses.append(completion.CompleteResponse())
+    def add() -> completion.GenerateResponse:
+        responses.append(completion.GenerateResponse())
         return responses[-1]
 
     for scores in (_scores(0, [4, 5]), _scores(0, [4, 5]), _scores(1, [4, 5])):

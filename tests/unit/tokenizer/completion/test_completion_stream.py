@@ -10,9 +10,9 @@ import grpc
 from services.common.settings import StreamSettings
 from services.common.span import Span
 from services.tokenizer.completion.choice import ChoiceOutput
-from services.tokenizer.completion.complete_processor import CompleteProcessor
 from services.tokenizer.completion.completion_stream import CompletionStream
 from services.tokenizer.completion.engine_request import CallContext
+from services.tokenizer.completion.prompt_processor import PromptProcessor
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.send_queue import SendQueue
@@ -47,17 +47,15 @@ class _Placement:
         pass
 
 
-class _FaultyProcessor(CompleteProcessor):
+class _FaultyProcessor(PromptProcessor):
     @staticmethod
-    def write_choice(output: ChoiceOutput, add: Callable[[], completion.CompleteResponse]) -> None:
+    def write_choice(output: ChoiceOutput, add: Callable[[], completion.GenerateResponse]) -> None:
         raise ArithmeticError
 
 
-def _started(
-    make: type[CompleteProcessor], vocabulary: Vocabulary
-) -> CompletionStream[completion.CompleteResponse]:
+def _started(make: type[PromptProcessor], vocabulary: Vocabulary) -> CompletionStream:
     prompt = completion.Prompt(token_ids=types.TokenIds(ids=[3]))
-    request = completion.CompleteRequest(prompts=[prompt])
+    request = completion.GenerateRequest(prompts=completion.Prompts(items=[prompt]))
     pool: Any = SimpleNamespace(
         is_serving=True,
         limits_of=lambda model: _LIMITS,
@@ -68,7 +66,7 @@ def _started(
         make(request, vocabulary, None, ImageReader(None, vocabulary, "m")),
         CallContext("", Span(""), "", 0, None),
         pool,
-        SendQueue[CompletionStream[Any]](StreamSettings()),
+        SendQueue[CompletionStream](StreamSettings()),
         lambda ended: None,
         credit=None,
         is_windowed=False,
@@ -86,7 +84,7 @@ async def test_request_whose_output_can_not_be_written_fails_even_after_its_end(
     stream.on_event(engine.SessionEvent(delta=engine.OutputDelta(tokens=tokens)))
     stream.on_event(engine.SessionEvent(completed=engine.Completed()))
     try:
-        stream.write(completion.CompleteResponse)
+        stream.write(completion.GenerateResponse)
     except ArithmeticError:
         stream.fail_unexpectedly()
     assert stream.error is not None
@@ -97,7 +95,7 @@ async def test_cancelled_request_ends_when_the_engine_is_lost(
     byte_level_vocabulary: Vocabulary,
 ) -> None:
     """The next engine would generate for nobody."""
-    stream = _started(CompleteProcessor, byte_level_vocabulary)
+    stream = _started(PromptProcessor, byte_level_vocabulary)
     stream.cancel()
     stream.on_error(ServiceError(grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", "It is lost."))
     await asyncio.sleep(0)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.tokenizer.completion.plan import plan_completion
+from services.tokenizer.completion.plan import plan_prompts
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -22,8 +22,8 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 def _breaker_ids(
     vocabulary: Vocabulary, ids: list[int], breakers: list[str], *, none: bool = False
 ) -> list[int]:
-    request = completion.CompleteRequest(
-        prompts=[completion.Prompt(text="a")],
+    request = completion.GenerateRequest(
+        prompts=completion.Prompts(items=[completion.Prompt(text="a")]),
         sampling=types.SamplingParams(dry=types.DryParams(multiplier=1, breaker_ids=ids)),
         dry_sequence_breakers=breakers,
         no_dry_sequence_breakers=none,
@@ -31,7 +31,7 @@ def _breaker_ids(
     limits = ModelLimits(
         "m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 20, 128, 16, True
     )
-    plan = plan_completion(request, vocabulary, None, limits)
+    plan = plan_prompts(request, vocabulary, None, limits)
     return list(plan.engine_request.sampling.dry.breaker_ids)
 
 
@@ -81,14 +81,13 @@ def test_infill_stops_at_the_tokens_that_begin_another_file(
     vocabulary: Vocabulary, suffix: str | None, ignore_eos: bool, stop_ids: list[int]
 ) -> None:
     """Models trained on repositories would continue with the next file."""
-    request = completion.CompleteRequest(
-        prompts=[completion.Prompt(text="a")],
-        suffix=suffix,
+    request = completion.GenerateRequest(
+        prompts=completion.Prompts(items=[completion.Prompt(text="a")], suffix=suffix),
         stopping=types.StoppingParams(stop_token_ids=[7], ignore_eos=ignore_eos),
     )
     limits = ModelLimits(
         "m", "fp_0", 64, vocabulary.size, frozenset(), frozenset(), 5, 20, 128, 16, True
     )
     infill = InfillTemplate("x", InfillOrder.PREFIX_SUFFIX_MIDDLE, 1, 2, 3, None, (5, 9))
-    plan = plan_completion(request, vocabulary, infill, limits)
+    plan = plan_prompts(request, vocabulary, infill, limits)
     assert list(plan.engine_request.stopping.stop_token_ids) == stop_ids

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import grpc
 import pytest
 
-from services.tokenizer.completion.validation import check_complete
+from services.tokenizer.completion.validation import check_prompts, check_request
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate
 from tokenwire.errors import ServiceError
@@ -32,18 +32,28 @@ def _limits(*, all_capabilities: bool) -> ModelLimits:
 
 
 def _error(
-    request: completion.CompleteRequest,
+    request: completion.GenerateRequest,
     *,
     all_capabilities: bool = True,
     infill: InfillTemplate | None = None,
 ) -> ServiceError:
     with pytest.raises(ServiceError) as caught:
-        check_complete(request, _limits(all_capabilities=all_capabilities), infill)
+        _check(request, _limits(all_capabilities=all_capabilities), infill)
     return caught.value
 
 
-def _request(**fields: object) -> completion.CompleteRequest:
-    return completion.CompleteRequest(**{"prompts": [_TEXT], **fields})  # type: ignore[arg-type]
+def _check(
+    request: completion.GenerateRequest, limits: ModelLimits, infill: InfillTemplate | None = None
+) -> None:
+    check_request(request, limits)
+    check_prompts(request, limits, infill)
+
+
+def _request(**fields: object) -> completion.GenerateRequest:
+    items = fields.pop("prompts", [_TEXT])
+    of_prompts = {name: fields.pop(name) for name in ("suffix", "images") if name in fields}
+    prompts = completion.Prompts(items=items, **of_prompts)  # type: ignore[arg-type]
+    return completion.GenerateRequest(prompts=prompts, **fields)  # type: ignore[arg-type]
 
 
 def _ids(*ids: int) -> completion.Prompt:
@@ -51,14 +61,14 @@ def _ids(*ids: int) -> completion.Prompt:
 
 
 _INVALID: list[tuple[str, Mapping[str, object]]] = [
-    ("prompts", {"prompts": []}),
-    ("prompts[0]", {"prompts": [completion.Prompt()]}),
-    ("prompts[1].token_ids.ids", {"prompts": [_TEXT, _ids()]}),
-    ("prompts[1].token_ids.ids[2]", {"prompts": [_TEXT, _ids(1, 99, 100)]}),
+    ("prompts.items", {"prompts": []}),
+    ("prompts.items[0]", {"prompts": [completion.Prompt()]}),
+    ("prompts.items[1].token_ids.ids", {"prompts": [_TEXT, _ids()]}),
+    ("prompts.items[1].token_ids.ids[2]", {"prompts": [_TEXT, _ids(1, 99, 100)]}),
     ("n", {"n": 0}),
     ("n", {"n": 129}),
     ("n", {"prompts": [_TEXT] * 2, "n": 65}),
-    ("prompts", {"prompts": [_TEXT] * 129}),
+    ("prompts.items", {"prompts": [_TEXT] * 129}),
     ("best_of", {"n": 2, "best_of": 1, "delivery": completion.DELIVERY_WHOLE}),
     ("best_of", {"best_of": 2}),
     ("best_of", {"n": 2, "best_of": 3, "delivery": completion.DELIVERY_DELTAS}),
@@ -200,15 +210,13 @@ def test_field_that_the_engine_does_not_implement_is_refused(
     ],
 )
 def test_values_at_the_limits_are_allowed(fields: dict[str, object]) -> None:
-    check_complete(_request(**fields), _limits(all_capabilities=False), None)
+    _check(_request(**fields), _limits(all_capabilities=False))
 
 
 def test_echo_can_not_be_combined_with_infill() -> None:
     request = _request(suffix="b", echo=True)
     assert _error(request, infill=_INFILL).field == "echo"
-    check_complete(
-        request, _limits(all_capabilities=False), None
-    )  # without infill, the suffix is appended
+    _check(request, _limits(all_capabilities=False))  # without infill, the suffix is appended
 
 
 def test_unknown_model_is_not_found() -> None:

@@ -31,7 +31,7 @@ def _refusal(
 ) -> ServiceError:
     with pytest.raises(ServiceError) as caught:
         checkpoint.expander(*sizes).place(prompts)
-    assert caught.value.field == "images"
+    assert caught.value.field == "prompts.images"
     return caught.value
 
 
@@ -114,7 +114,7 @@ def test_placeholder_beside_the_images_is_refused(
     [placed] = checkpoint.expander(_SIZES[0]).place([_text("<image><image_soft_token>")])
     with pytest.raises(ServiceError, match="<image_soft_token>") as caught:
         placed.lengthen(checkpoint.vocabulary.encode(placed.text))
-    assert caught.value.field == "images"
+    assert caught.value.field == "prompts.images"
     soft = checkpoint.family.placeholder_id
     mark = checkpoint.vocabulary.ids["<start_of_image>"]
     _refusal(checkpoint, _SIZES[:1], _ids([soft, mark]))

@@ -14,11 +14,11 @@ from PIL import Image
 from transformers import PreTrainedTokenizerFast
 
 from services.common.contract import MAX_IMAGE_BYTES, MAX_IMAGES
-from services.tokenizer.chat.chat_processor import ChatProcessor
 from services.tokenizer.chat.chat_templates import ChatTemplates
-from services.tokenizer.completion.complete_processor import CompleteProcessor
+from services.tokenizer.chat.conversation_processor import ConversationProcessor
 from services.tokenizer.completion.completion_output import CompletionOutput
-from services.tokenizer.completion.plan import CompletionPlan, plan_completion
+from services.tokenizer.completion.plan import CompletionPlan, plan_prompts
+from services.tokenizer.completion.prompt_processor import PromptProcessor
 from services.tokenizer.images import image_reader
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.model_limits import ModelLimits
@@ -65,13 +65,13 @@ def _limits(checkpoint: Seeing, *, sees: bool = True) -> ModelLimits:
 
 async def _completed(
     checkpoint: Seeing,
-    request: completion.CompleteRequest,
+    request: completion.GenerateRequest,
     *,
     sees: bool = True,
     infill: InfillTemplate | None = None,
 ) -> CompletionPlan:
     reader = ImageReader(checkpoint.family, checkpoint.vocabulary, "m")
-    processor = CompleteProcessor(request, checkpoint.vocabulary, infill, reader)
+    processor = PromptProcessor(request, checkpoint.vocabulary, infill, reader)
     limits = _limits(checkpoint, sees=sees)
     processor.check(limits)
     plan = processor.plan(limits)
@@ -80,9 +80,11 @@ async def _completed(
 
 def _complete(
     *texts: str, images: Sequence[bytes] = (), **fields: Any
-) -> completion.CompleteRequest:
-    prompts = [completion.Prompt(text=text) for text in texts]
-    return completion.CompleteRequest(prompts=prompts, images=images, **fields)
+) -> completion.GenerateRequest:
+    items = [completion.Prompt(text=text) for text in texts]
+    of_prompts = {name: fields.pop(name) for name in ("suffix",) if name in fields}
+    prompts = completion.Prompts(items=items, images=images, **of_prompts)
+    return completion.GenerateRequest(prompts=prompts, **fields)
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,16 @@ class _Chats:
     reader: ImageReader
 
     async def plan(
-        self, *messages: completion.Message, sees: bool = True, **fields: Any
+        self,
+        *messages: completion.Message,
+        sees: bool = True,
+        continues: bool = False,
+        **fields: Any,
     ) -> CompletionPlan:
-        request = completion.ChatRequest(messages=messages, **fields)
+        conversation = completion.Conversation(messages=messages, continue_last_message=continues)
+        request = completion.GenerateRequest(conversation=conversation, **fields)
         vocabulary = self.checkpoint.vocabulary
-        processor = ChatProcessor(request, vocabulary, self.templates, self.reader)
+        processor = ConversationProcessor(request, vocabulary, self.templates, self.reader)
         limits = _limits(self.checkpoint, sees=sees)
         processor.check(limits)
         return await processor.plan(limits)
@@ -166,7 +173,7 @@ async def test_text_without_images_stays_as_it_is(
     if checkpoint.family.placeholder == "<image>":
         with pytest.raises(ServiceError, match="the request has no images") as refused:
             await _completed(checkpoint, _complete("<image> and <img>"))
-        assert refused.value.field == "images"
+        assert refused.value.field == "prompts.images"
         return
     plan = await _completed(checkpoint, _complete("<image> and <img>"))
     assert list(plan.prompts[0].ids) == checkpoint.vocabulary.encode("<image> and <img>")
@@ -182,7 +189,7 @@ async def test_echo_shows_placeholders_as_their_texts(
     kind, checkpoint = KINDS[name], checkpoints[name]
     request = _complete("a<image>b", images=_IMAGES[:1], echo=True, logprobs=1)
     if as_ids:
-        request.prompts[0].token_ids.ids.extend(
+        request.prompts.items[0].token_ids.ids.extend(
             checkpoint.vocabulary.encode(f"a{kind.written}b", add_special_tokens=False)
         )
     request.stopping.max_tokens = 0
@@ -214,14 +221,14 @@ async def test_images_of_a_text_only_model_are_refused(checkpoints: dict[str, Se
     message = "m takes text alone: leave out images."
     request = _complete("<image>", images=_IMAGES[:1])
     error = await _refusal(_completed(checkpoint, request, sees=False))
-    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "images")
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "prompts.images")
     assert error.message == message
     async with _chats(checkpoint) as chats:
         error = await _refusal(chats.plan(_says("a", _IMAGES[0]), sees=False))
-    assert (error.field, error.message) == ("messages[0].parts[1].image", message)
+    assert (error.field, error.message) == ("conversation.messages[0].parts[1].image", message)
     reader = ImageReader(None, checkpoint.vocabulary, "m")
     with pytest.raises(ServiceError, match=message):
-        reader.require("images", _limits(checkpoint))
+        reader.require("prompts.images", _limits(checkpoint))
 
 
 async def test_images_with_a_suffix_are_refused(checkpoints: dict[str, Seeing]) -> None:
@@ -230,7 +237,7 @@ async def test_images_with_a_suffix_are_refused(checkpoints: dict[str, Seeing]) 
     for template in (None, infill):
         request = _complete("<image>", images=_IMAGES[:1], suffix="b")
         error = await _refusal(_completed(checkpoints["llava"], request, infill=template))
-        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "images")
+        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "prompts.images")
         assert "suffix" in error.message
 
 
@@ -246,11 +253,11 @@ async def test_damaged_image_is_refused_by_its_place(checkpoints: dict[str, Seei
     for data, why in bad.items():
         request = _complete("<image><image>", images=[_IMAGES[0], data])
         error = await _refusal(_completed(checkpoint, request))
-        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "images[1]")
+        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "prompts.images[1]")
         assert why in error.message
     async with _chats(checkpoint) as chats:
         error = await _refusal(chats.plan(_says("a"), _says("b", b"x", _IMAGES[0])))
-    assert error.field == "messages[1].parts[1].image"
+    assert error.field == "conversation.messages[1].parts[1].image"
 
 
 def _png_of_pixels(width: int, height: int) -> bytes:
@@ -271,9 +278,9 @@ async def test_number_and_size_of_images_are_limited(checkpoints: dict[str, Seei
     checkpoint = checkpoints["llava"]
     third = b"\0" * (17 * 1024 * 1024)
     bad: list[tuple[str, list[bytes]]] = [
-        ("images", [b""] * (MAX_IMAGES + 1)),
-        ("images[1]", [b"", b"\0" * (MAX_IMAGE_BYTES + 1)]),
-        ("images", [third] * 3),
+        ("prompts.images", [b""] * (MAX_IMAGES + 1)),
+        ("prompts.images[1]", [b"", b"\0" * (MAX_IMAGE_BYTES + 1)]),
+        ("prompts.images", [third] * 3),
     ]
     async with _chats(checkpoint) as chats:
         for field, images in bad:
@@ -281,7 +288,11 @@ async def test_number_and_size_of_images_are_limited(checkpoints: dict[str, Seei
             error = await _refusal(_completed(checkpoint, request))
             assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
             error = await _refusal(chats.plan(_says("a", *images)))
-            expected = "messages" if field == "images" else "messages[0].parts[2].image"
+            expected = (
+                "conversation.messages"
+                if field == "prompts.images"
+                else "conversation.messages[0].parts[2].image"
+            )
             assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, expected)
 
 
@@ -308,11 +319,11 @@ async def test_cut_keeps_images_whole(
     checkpoint = checkpoints[name]
     text = "a" * 40 + "<image>b"
 
-    def request(keep: int | None) -> completion.CompleteRequest:
+    def request(keep: int | None) -> completion.GenerateRequest:
         cut = {} if keep is None else {"truncate_prompt_tokens": keep}
         made = _complete(text, images=_IMAGES[:1], **cut)
         if as_ids:
-            made.prompts[0].token_ids.ids.extend(whole)
+            made.prompts.items[0].token_ids.ids.extend(whole)
         return made
 
     whole: Sequence[int] = ()
@@ -325,7 +336,7 @@ async def test_cut_keeps_images_whole(
     assert kept.count(checkpoint.family.placeholder_id) == placeholders
     assert list(kept[-fits + 1 :]) == ids[-fits + 1 :]
     error = await _refusal(_completed(checkpoint, request(placeholders)))
-    assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "images")
+    assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "prompts.images")
 
 
 async def test_cut_of_a_long_text_keeps_images_whole(checkpoints: dict[str, Seeing]) -> None:
@@ -339,7 +350,7 @@ async def test_cut_of_a_long_text_keeps_images_whole(checkpoints: dict[str, Seei
     for text in (f"<image>{long}", f"{long}<image>{long}"):
         request = _complete(text, images=_IMAGES[:1], truncate_prompt=True)
         error = await _refusal(_completed(checkpoint, request))
-        assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "images")
+        assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "prompts.images")
 
 
 async def test_images_beyond_the_context_are_refused(checkpoints: dict[str, Seeing]) -> None:
@@ -354,12 +365,12 @@ async def test_images_beyond_the_context_are_refused(checkpoints: dict[str, Seei
     )
     request = _complete("<image>" * 5, images=images, truncate_prompt=True)
     error = await _refusal(_completed(checkpoint, request))
-    assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "images")
+    assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "prompts.images")
     async with _chats(checkpoint) as chats:
         error = await _refusal(chats.plan(_says(*images)))
-        assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "messages")
+        assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "conversation.messages")
         error = await _refusal(chats.plan(_says(*_IMAGES), truncate_prompt_tokens=5))
-        assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "messages")
+        assert (error.code, error.field) == (grpc.StatusCode.OUT_OF_RANGE, "conversation.messages")
 
 
 async def test_oldest_messages_are_left_out_with_their_images(
@@ -445,7 +456,10 @@ async def _rendered(
     )
     context: Any = None
     return await servicer.RenderChat(
-        tokenizer_pb2.RenderChatRequest(messages=messages, model="m"), context
+        tokenizer_pb2.RenderChatRequest(
+            conversation=completion.Conversation(messages=messages), model="m"
+        ),
+        context,
     )
 
 
@@ -478,10 +492,10 @@ async def test_image_that_the_template_leaves_out_is_refused(tmp_path: Path) -> 
     system = _says("a", _IMAGES[1], role=completion.ROLE_SYSTEM)
     async with _chats(checkpoint) as chats:
         error = await _refusal(chats.plan(system))
-        assert error.field == "messages[0].parts[1].image"
+        assert error.field == "conversation.messages[0].parts[1].image"
         assert "leaves out images" in error.message
         error = await _refusal(chats.plan(_says(_IMAGES[0]), system))
-        assert error.field == "messages[1].parts[1].image"
+        assert error.field == "conversation.messages[1].parts[1].image"
 
 
 async def test_template_that_writes_more_marks_is_refused(tmp_path: Path) -> None:
@@ -490,7 +504,7 @@ async def test_template_that_writes_more_marks_is_refused(tmp_path: Path) -> Non
     checkpoint = seeing(write_kind(tmp_path, KINDS["llava"], template))
     async with _chats(checkpoint) as chats:
         error = await _refusal(chats.plan(_says(_IMAGES[0])))
-    assert error.field == "messages"
+    assert error.field == "conversation.messages"
 
 
 async def test_chat_goes_on_after_an_image(checkpoints: dict[str, Seeing]) -> None:
@@ -499,7 +513,7 @@ async def test_chat_goes_on_after_an_image(checkpoints: dict[str, Seeing]) -> No
     answer = _says("so", role=completion.ROLE_ASSISTANT)
     async with _chats(checkpoint) as chats:
         plan = await chats.plan(
-            _says("a", _IMAGES[0]), answer, continue_last_message=True, echo=True, logprobs=2, n=3
+            _says("a", _IMAGES[0]), answer, continues=True, echo=True, logprobs=2, n=3
         )
     text = "".join(checkpoint.vocabulary.decode(plan.prompts[0].ids))
     assert text.endswith("assistant: so")
@@ -539,5 +553,5 @@ async def test_render_of_a_chat_with_images_needs_no_engine(
 def test_plan_without_images_has_none(checkpoints: dict[str, Seeing]) -> None:
     """Text-only requests cost what they cost before."""
     checkpoint = checkpoints["llava"]
-    plan = plan_completion(_complete("a"), checkpoint.vocabulary, None, _limits(checkpoint))
+    plan = plan_prompts(_complete("a"), checkpoint.vocabulary, None, _limits(checkpoint))
     assert not plan.engine_request.images

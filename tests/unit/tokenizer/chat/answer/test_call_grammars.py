@@ -83,7 +83,9 @@ class _Model:
     def grammar(
         self, state: ReasoningState = ReasoningState.NONE, **fields: Any
     ) -> AnswerGrammar | None:
-        return build_answer_grammar(completion.ChatRequest(**fields), self.templates.answers, state)
+        return build_answer_grammar(
+            completion.GenerateRequest(**fields), self.templates.answers, state
+        )
 
     def matcher(self, grammar: AnswerGrammar) -> LLMatcher:
         specification.check(grammar.spec)

@@ -53,7 +53,7 @@ def test_each_token_has_the_bytes_that_it_adds(
 def test_tokens_wait_until_their_text_is_settled() -> None:
     tokens = ContentTokens(_PIECES, _HIDDEN)
     tokens.extend(*_scored((0, "a"), (5, "\n"), (2, "<t>"), (6, ""), (7, "éx"), (4, "")))
-    answer = completion.ChatDelta()
+    answer = completion.ChoiceDelta()
     tokens.write(answer)
     assert not answer.tokens.ids
     tokens.settle(1, is_content=True)
@@ -73,7 +73,7 @@ def test_special_tokens_within_the_content_have_their_own_bytes() -> None:
     tokens = ContentTokens(_PIECES, _HIDDEN)
     tokens.extend(*_scored((0, "a"), (12, "<s>"), (3, "cd"), (12, "<s>")))
     tokens.settle(3, is_content=True)
-    answer = completion.ChatDelta()
+    answer = completion.ChoiceDelta()
     tokens.write(answer)
     assert list(answer.token_bytes) == [b"a", b"<s>", b"cd"]
     assert list(answer.top_bytes) == [b"a", b"\xc3", b"<s>", b"\xc3", b"cd", b"\xc3"]
@@ -85,6 +85,6 @@ def test_token_across_the_border_of_the_content_is_kept() -> None:
     tokens.extend(*_scored((3, "cd")))
     tokens.settle(1, is_content=True)
     tokens.settle(1, is_content=False)
-    answer = completion.ChatDelta()
+    answer = completion.ChoiceDelta()
     tokens.write(answer)
     assert list(answer.token_bytes) == [b"cd"]

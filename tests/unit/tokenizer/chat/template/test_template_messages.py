@@ -26,31 +26,37 @@ def _assistant(**fields: object) -> completion.Message:
 @pytest.mark.parametrize(
     ("field", "messages"),
     [
-        ("messages", []),
-        ("messages", [_USER] * 4_097),
-        ("messages[1].role", [_USER, completion.Message(role=9, parts=[_TEXT])]),  # type: ignore[arg-type]
-        ("messages[0].parts", [completion.Message(role=completion.ROLE_USER)]),
+        ("conversation.messages", []),
+        ("conversation.messages", [_USER] * 4_097),
+        ("conversation.messages[1].role", [_USER, completion.Message(role=9, parts=[_TEXT])]),  # type: ignore[arg-type]
+        ("conversation.messages[0].parts", [completion.Message(role=completion.ROLE_USER)]),
         (
-            "messages[0].parts",
+            "conversation.messages[0].parts",
             [completion.Message(role=completion.ROLE_USER, parts=[_TEXT] * 1_025)],
         ),
         (
-            "messages[0].parts[0]",
+            "conversation.messages[0].parts[0]",
             [completion.Message(role=completion.ROLE_USER, parts=[completion.ContentPart()])],
         ),
-        ("messages[0].tool_calls", [_assistant(tool_calls=[_CALL] * 129)]),
+        ("conversation.messages[0].tool_calls", [_assistant(tool_calls=[_CALL] * 129)]),
         (
-            "messages[0].tool_calls",
+            "conversation.messages[0].tool_calls",
             [completion.Message(role=completion.ROLE_USER, parts=[_TEXT], tool_calls=[_CALL])],
         ),
-        ("messages[0].tool_calls[0].id", [_assistant(tool_calls=[completion.ToolCall(name="f")])]),
-        ("messages[0].tool_calls[0].name", [_assistant(tool_calls=[completion.ToolCall(id="c")])]),
         (
-            "messages[0].reasoning",
+            "conversation.messages[0].tool_calls[0].id",
+            [_assistant(tool_calls=[completion.ToolCall(name="f")])],
+        ),
+        (
+            "conversation.messages[0].tool_calls[0].name",
+            [_assistant(tool_calls=[completion.ToolCall(id="c")])],
+        ),
+        (
+            "conversation.messages[0].reasoning",
             [completion.Message(role=completion.ROLE_USER, parts=[_TEXT], reasoning="b")],
         ),
         (
-            "messages[0].tool_call_id",
+            "conversation.messages[0].tool_call_id",
             [completion.Message(role=completion.ROLE_USER, parts=[_TEXT], tool_call_id="c")],
         ),
     ],

@@ -1,7 +1,7 @@
-"""Processor of a Chat request: a completion of the prompt that its conversation makes."""
+"""Processor of a request with a conversation: its template makes the prompt, parts the answer."""
 
 import asyncio
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -18,64 +18,59 @@ from services.tokenizer.chat.answer_grammar import (
 from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates, RenderedChat
 from services.tokenizer.chat.dropped_messages import KeptMessages, shorter_conversations
 from services.tokenizer.completion.choice import ChoiceOutput
-from services.tokenizer.completion.complete_processor import is_large
-from services.tokenizer.completion.plan import CompletionPlan, context_length, plan_completion
+from services.tokenizer.completion.plan import (
+    CompletionPlan,
+    Constraint,
+    EncodedInput,
+    choice_count,
+    context_length,
+    grammar_constraint,
+    plan_request,
+)
 from services.tokenizer.completion.prompt_encoding import (
     CONTEXT_LENGTH_EXCEEDED,
+    PromptPolicy,
     check_cut,
+    encode_ids,
     kept_tokens,
     prompt_too_long,
 )
+from services.tokenizer.completion.request_processor import AddResponse, RequestProcessor
 from services.tokenizer.completion.validation import (
-    check_complete,
     check_generates,
     check_model,
+    check_request,
     require,
 )
-from services.tokenizer.images.held_images import NO_IMAGES
 from services.tokenizer.images.image_expander import ImageExpander
 from services.tokenizer.images.image_reader import ImageReader
-from services.tokenizer.images.request_images import RequestImage, take_message_images
+from services.tokenizer.images.request_images import RequestImage
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
-from services.tokenizer.tool_schemas import arguments_schemas, check_tools, shown_tools
+from services.tokenizer.tool_schemas import arguments_schemas, shown_tools
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
-from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["ChatProcessor"]
+__all__ = ["ConversationProcessor"]
 
-_PLACEHOLDER_PROMPT = completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=[0]))
+_MESSAGES = "conversation.messages"  # path in a request
 
 
-class ChatProcessor:
-    """Processor of one Chat request."""
+class ConversationProcessor(RequestProcessor):
+    """Processor of one request with a conversation."""
 
     def __init__(
         self,
-        request: completion_pb2.ChatRequest,
+        request: completion_pb2.GenerateRequest,
         vocabulary: Vocabulary,
         templates: ChatTemplates,
         reader: ImageReader,
     ) -> None:
-        self._request = request
-        """The request, without the bytes of its images after `_check`"""
-        self._vocabulary = vocabulary
+        super().__init__(request, vocabulary, reader)
         self._templates = templates
-        self._reader = reader
-        self._held = NO_IMAGES
-        """Bytes of the request's images that `reader.held` counts"""
         self._messages: list[ChatMessage] = []
-        """Answers by index of the choice; empty until `plan`."""
-
-    @property
-    def model(self) -> str:
-        return self._request.model
-
-    def check(self, limits: ModelLimits) -> None:
-        if not is_large(self._request):
-            self._check(limits)
+        """Answers by index of the choice; empty until `plan`"""
 
     async def plan(self, limits: ModelLimits) -> CompletionPlan:
         """Return the plan.
@@ -84,7 +79,7 @@ class ChatProcessor:
         that is too long, the errors of `ImageReader.read`, and those of `check` if the request is
         large.
         """
-        if not is_large(self._request):
+        if not self._is_large:
             return self._plan(limits, *await self._render(limits, None))
         given = await asyncio.to_thread(self._check, limits)
         self._held = self._reader.held.hold(given)
@@ -92,36 +87,20 @@ class ChatProcessor:
         rendered, images = await self._render(limits, images)
         return await asyncio.to_thread(self._plan, limits, rendered, images)
 
-    def close(self) -> None:
-        self._reader.held.release(self._held)
-        self._held = NO_IMAGES
+    def write_choice(self, output: ChoiceOutput, add: AddResponse) -> None:
+        """Write output of one choice as parts of its message."""
+        self._messages[output.index].write(output, add)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(message.reasoning_tokens for message in self._messages)
 
     def _check(self, limits: ModelLimits) -> Sequence[RequestImage]:
-        """Validate the request; take and return its images."""
         check_model(self._request.model, limits.model)
         check_generates(limits)
         images = self._take_images(limits)
-        request = self._request
         self._templates.check(self._prompt())
-        check_tools(request.tools, request.tool_choice)
-        if request.stopping.HasField("max_tokens") and not request.stopping.max_tokens:
-            raise invalid("stopping.max_tokens", "An answer needs a limit of at least 1 token.")
-        limits = replace(limits, max_logprobs=limits.max_chat_logprobs)
-        check_complete(self._completion(limits.context_length), limits, None)
-        if request.drop_oldest_messages and request.HasField("truncate_prompt_tokens"):
-            raise invalid(
-                "drop_oldest_messages",
-                "truncate_prompt_tokens cuts the prompt, too: leave out one of the two.",
-            )
-        return images
-
-    def _take_images(self, limits: ModelLimits) -> Sequence[RequestImage]:
-        images = take_message_images(self._request.messages)
-        if images:
-            self._reader.require(images[0].field, limits)
-            small = completion_pb2.ChatRequest()  # clearing fields would not free their memory
-            small.CopyFrom(self._request)
-            self._request = small
+        check_request(self._request, limits)
         return images
 
     async def _render(
@@ -142,11 +121,13 @@ class ChatProcessor:
         whole, stopping = self._request, self._request.stopping
         least_room = stopping.max_tokens if stopping.HasField("max_tokens") else context // 8
         most = kept_tokens(-1, context, max(1, least_room))
-        ways = shorter_conversations(whole.messages)
+        ways = shorter_conversations(whole.conversation.messages)
         shown = images
         low, high = 0, len(ways) - 1
         place = low
-        found: tuple[completion_pb2.ChatRequest, RenderedChat, ImageExpander | None] | None = None
+        found: tuple[completion_pb2.GenerateRequest, RenderedChat, ImageExpander | None] | None = (
+            None
+        )
         while low <= high:  # the whole first, then by halves
             self._request, shown = _shortened(whole, images, ways[place])
             try:
@@ -176,7 +157,7 @@ class ChatProcessor:
         def check_length(text: str) -> None:
             least = self._vocabulary.least_tokens(text, context - 1)
             if least >= context:  # a chat always needs room for output
-                raise prompt_too_long("messages", f"at least {least:,}", context, max_tokens=1)
+                raise prompt_too_long(_MESSAGES, f"at least {least:,}", context, max_tokens=1)
 
         return await self._templates.render(self._prompt(), check_length, images)
 
@@ -184,68 +165,88 @@ class ChatProcessor:
         self, limits: ModelLimits, rendered: RenderedChat, images: ImageExpander | None
     ) -> CompletionPlan:
         request, templates = self._request, self._templates
-        if not rendered.ids:
-            raise invalid("messages", "The chat template renders these messages to nothing.")
-        stopping = request.stopping
-        context = context_length(stopping, limits)
-        keep = self._kept_tokens(context)
-        ids = rendered.ids if keep is None else rendered.ids[-keep:]
-        check_cut(len(rendered.ids) - len(ids), rendered.ids, rendered.images)
-        completion = self._completion(max(1, context - len(ids)))
-        completion.prompts[0].token_ids.ids[:] = ids
-        if not stopping.ignore_eos:
-            turn_ends = templates.turn_end_ids.difference(limits.eos_ids)
-            completion.stopping.stop_token_ids.extend(turn_ends)
-        behind = _text_before(request) if request.continue_last_message else None
+        continues = request.conversation.continue_last_message
+        behind = _text_before(request.conversation) if continues else None
         state = templates.reasoning_state(rendered.text, behind=behind)
-        grammar = build_answer_grammar(request, templates.answers, state)
-        if grammar is not None:
-            require(limits, engine_pb2.CAPABILITY_GRAMMAR, grammar.field)
-            completion.grammar.CopyFrom(grammar.spec)
-        try:
-            plan = plan_completion(completion, self._vocabulary, None, limits)
-        except ServiceError as error:
-            if error.field.startswith("prompts"):
-                error.field = "messages"
-            raise
-        if images is not None and rendered.images is not None:
-            plan.engine_request.images.extend(images.messages([rendered.images]))
-            places = images.places([rendered.images], [prompt.ids for prompt in plan.prompts])
-            plan = replace(plan, images=places)
+        encoded = self._encode(limits, rendered, images)
+        encoded = replace(encoded, constraint=self._constraint(limits, state))
+        plan = plan_request(request, encoded, self._vocabulary, limits)
         table = templates.table if plan.choice.skip_special_tokens else plan.full_table
-        hidden = table.hidden if plan.choice.scored else None
-        echo = _last_answer(request) if request.echo else ""
-        tools = arguments_schemas(shown_tools(request.tools, request.tool_choice))
-        resumed = {choice.index for choice in request.resume.choices}
-        self._messages = [
-            self._message(state, tools, hidden, table.pieces, "" if index in resumed else echo)
-            for index in range(request.n if request.HasField("n") else 1)
-        ]
-        moved = [f"messages[{index}].role" for index in rendered.moved]
-        if grammar is not None:
-            plan = replace(plan, remap_error=grammar.remap_error, ignored=grammar.ignored)
+        self._messages = self._answers(plan, state, table.hidden, table.pieces)
+        moved = [f"{_MESSAGES}[{index}].role" for index in rendered.moved]
         return replace(
             plan,
             ignored=[*moved, *plan.ignored][:MOST_IGNORED],
             table=table,
-            begins_text=not request.continue_last_message,
+            begins_text=not continues,
             # scores of content that is held back are sent later than its ids
             generates_again=plan.generates_again or plan.choice.scored,
             writes_one_large=True,
         )
 
-    def write_choice(
-        self, output: ChoiceOutput, add: Callable[[], completion_pb2.ChatResponse]
-    ) -> None:
-        """Write output of one choice as parts of its message."""
-        self._messages[output.index].write(output, add)
+    def _encode(
+        self, limits: ModelLimits, rendered: RenderedChat, images: ImageExpander | None
+    ) -> EncodedInput:
+        """Return the prompt's ids, as far as the request keeps them, with their images."""
+        if not rendered.ids:
+            raise invalid(_MESSAGES, "The chat template renders these messages to nothing.")
+        request, stopping = self._request, self._request.stopping
+        context = context_length(stopping, limits)
+        keep = self._kept_tokens(context)
+        ids = rendered.ids if keep is None else rendered.ids[-keep:]
+        check_cut(len(rendered.ids) - len(ids), rendered.ids, rendered.images)
+        room = max(1, context - len(ids))
+        policy = PromptPolicy(
+            context_length=context,
+            max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else room,
+            truncate=False,
+            refuse_overflow=request.context_overflow == completion_pb2.CONTEXT_OVERFLOW_ERROR,
+            echo=False,
+            infill=None,
+            suffix=None,
+        )
+        encoded = EncodedInput(
+            [encode_ids(self._vocabulary, ids, _MESSAGES, policy)],
+            policy.max_tokens,
+            stop_ids=self._templates.turn_end_ids.difference(limits.eos_ids),
+        )
+        if images is None or rendered.images is None:
+            return encoded
+        placed = [rendered.images]
+        return replace(
+            encoded,
+            images=images.messages(placed),
+            image_places=images.places(placed, [ids]),
+        )
 
-    @property
-    def reasoning_tokens(self) -> int:
-        return sum(message.reasoning_tokens for message in self._messages)
+    def _constraint(self, limits: ModelLimits, state: ReasoningState) -> Constraint | None:
+        """Return the constraint of the answers; the request's own grammar may be enough."""
+        grammar = build_answer_grammar(self._request, self._templates.answers, state)
+        if grammar is None:
+            return grammar_constraint(self._request)
+        require(limits, engine_pb2.CAPABILITY_GRAMMAR, grammar.field)
+        return Constraint(grammar.spec, grammar.ignored, grammar.remap_error)
 
-    def response_in(self, event: completion_pb2.SessionEvent) -> completion_pb2.ChatResponse:
-        return event.chat
+    def _answers(
+        self,
+        plan: CompletionPlan,
+        state: ReasoningState,
+        hidden: Container[int],
+        pieces: Sequence[bytes],
+    ) -> list[ChatMessage]:
+        """Return the writer of each choice; a resumed one has had its echo.
+
+        hidden: ids without text. pieces: bytes of the tokens, as far as the text has them.
+        """
+        request = self._request
+        echo = _last_answer(request.conversation) if request.echo else ""
+        tools = arguments_schemas(shown_tools(request.tools, request.tool_choice))
+        resumed = {choice.index for choice in request.resume.choices}
+        scored = hidden if plan.choice.scored else None
+        return [
+            self._message(state, tools, scored, pieces, "" if index in resumed else echo)
+            for index in range(choice_count(request))
+        ]
 
     def _message(
         self,
@@ -280,82 +281,45 @@ class ChatProcessor:
 
     def _prompt(self) -> ChatPrompt:
         request = self._request
-        return ChatPrompt(
-            messages=request.messages,
-            tools=shown_tools(request.tools, request.tool_choice),
-            template=request.template,
-            arguments_json=request.template_arguments_json,
-            add_generation_prompt=(
-                request.add_generation_prompt if request.HasField("add_generation_prompt") else None
-            ),
-            continue_last_message=request.continue_last_message,
-            reasoning_effort=request.reasoning_effort,
-        )
-
-    def _completion(self, max_tokens: int) -> completion_pb2.CompleteRequest:
-        """Return the request as a completion of a placeholder; `max_tokens` is the default."""
-        request = self._request
-        completion = completion_pb2.CompleteRequest(
-            model=request.model,
-            prompts=[_PLACEHOLDER_PROMPT],
-            sampling=request.sampling,
-            stopping=request.stopping,
-            stop=request.stop,
-            include_stop_string=request.include_stop_string,
-            n=request.n if request.HasField("n") else None,
-            logprobs=request.logprobs if request.HasField("logprobs") else None,
-            grammar=request.grammar if request.HasField("grammar") else None,
-            context_overflow=request.context_overflow,
-            delivery=request.delivery,
-            user=request.user,
-            dry_sequence_breakers=request.dry_sequence_breakers,
-            no_dry_sequence_breakers=request.no_dry_sequence_breakers,
-            bad_words=request.bad_words,
-            resume=request.resume if request.HasField("resume") else None,
-        )
-        for name in ("skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"):
-            if request.HasField(name):
-                setattr(completion, name, getattr(request, name))
-        if not request.stopping.HasField("max_tokens"):
-            completion.stopping.max_tokens = max_tokens
-        return completion
+        return ChatPrompt.of(request.conversation, shown_tools(request.tools, request.tool_choice))
 
 
 def _shortened(
-    request: completion_pb2.ChatRequest, images: ImageExpander | None, kept: KeptMessages
-) -> tuple[completion_pb2.ChatRequest, ImageExpander | None]:
+    request: completion_pb2.GenerateRequest, images: ImageExpander | None, kept: KeptMessages
+) -> tuple[completion_pb2.GenerateRequest, ImageExpander | None]:
     """Return a request with the kept messages alone, and their images."""
-    indices = [*kept.indices(len(request.messages))]
-    short = completion_pb2.ChatRequest()
+    messages = request.conversation.messages
+    indices = [*kept.indices(len(messages))]
+    short = completion_pb2.GenerateRequest()
     short.CopyFrom(request)
-    del short.messages[:]
-    short.messages.extend(request.messages[index] for index in indices)
+    del short.conversation.messages[:]
+    short.conversation.messages.extend(messages[index] for index in indices)
     if images is None:
         return short, None
-    counts = [sum(part.HasField("image") for part in each.parts) for each in request.messages]
+    counts = [sum(part.HasField("image") for part in each.parts) for each in messages]
     begins = [*accumulate(counts, initial=0)]
     places = [place for i in indices for place in range(begins[i], begins[i + 1])]
     return short, images.of(places) if places else None
 
 
 def _in_whole(
-    rendered: RenderedChat, request: completion_pb2.ChatRequest, kept: KeptMessages
+    rendered: RenderedChat, request: completion_pb2.GenerateRequest, kept: KeptMessages
 ) -> RenderedChat:
     """Return the prompt of the kept messages with the indices that they have in the request."""
-    indices = [*kept.indices(len(request.messages))]
+    indices = [*kept.indices(len(request.conversation.messages))]
     return replace(rendered, moved=[indices[index] for index in rendered.moved])
 
 
-def _last_answer(request: completion_pb2.ChatRequest) -> str:
+def _last_answer(conversation: completion_pb2.Conversation) -> str:
     """Return the content of the last message if it is the assistant's, else ""."""
-    last = request.messages[-1]
+    last = conversation.messages[-1]
     is_answer = last.role == completion_pb2.ROLE_ASSISTANT
     return "\n".join(_texts(last)) if is_answer else ""
 
 
-def _text_before(request: completion_pb2.ChatRequest) -> str:
+def _text_before(conversation: completion_pb2.Conversation) -> str:
     """Return the last text part of the second-last message, trimmed as templates do, or ""."""
-    texts = [text for message in request.messages[-2:-1] for text in _texts(message)]
+    texts = [text for message in conversation.messages[-2:-1] for text in _texts(message)]
     return texts[-1].strip() if texts else ""
 
 
