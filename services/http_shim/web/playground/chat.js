@@ -6,6 +6,8 @@ import { MessageView } from "./message_view.js";
 import { stream, Usage } from "./requests.js";
 import { tokensOf } from "./tokens.js";
 
+const DRAW_MILLISECONDS = 30; // between two draws of an answer that grows
+const DRAW_SHARE = 0.2; // the most of the time that draws take
 const KEEP_MILLISECONDS = 2000; // between two writes of an answer that grows
 
 export class Chat {
@@ -159,12 +161,15 @@ export class Chat {
 
   async #receive({ message, conversation, controller }, [path, body]) {
     const usage = new Usage();
-    let frame = 0;
+    let timer = 0;
+    let pause = DRAW_MILLISECONDS;
     let keptAt = Date.now();
     const draw = () => {
-      frame = 0;
+      timer = 0;
+      const began = performance.now();
       this.#views.get(message)?.update();
       this.#host.scroller.follow();
+      pause = Math.max(DRAW_MILLISECONDS, (performance.now() - began) / DRAW_SHARE);
       if (Date.now() - keptAt < KEEP_MILLISECONDS) return;
       keptAt = Date.now();
       this.#host.grows(conversation);
@@ -177,7 +182,7 @@ export class Chat {
         this.#views.get(message)?.addTokens(tokensOf(choice));
         if (choice.finish_reason === "length") message.note = "Cut at max_tokens.";
       }
-      frame ||= setTimeout(draw, 30); // not each of a hundred events a second; frames stop in hidden tabs
+      timer ||= setTimeout(draw, pause); // not each of a hundred events a second; frames stop in hidden tabs
     }
   }
 }
