@@ -127,6 +127,12 @@ async def test_image_of_another_server_is_a_link(page: Page) -> None:
     await expect(answer.locator("a")).to_have_attribute("href", "https://example.org/cat.png")
 
 
+async def test_image_in_a_link_leaves_one_link(page: Page) -> None:
+    answer = await drawn(page, "[![built](https://example.org/badge.svg)](https://example.org/ci)")
+    await expect(answer.locator("a")).to_have_attribute("href", "https://example.org/ci")
+    await expect(answer.locator("a")).to_have_text("built")
+
+
 async def test_links_do_not_tell_which_page_they_are_on(page: Page) -> None:
     answer = await drawn(page, "[a](https://example.org) <mailto:a@example.org>")
     relations = await answer.locator("a").evaluate_all("links => links.map(link => link.rel)")

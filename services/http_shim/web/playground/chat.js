@@ -6,14 +6,14 @@ import { MessageView } from "./message_view.js";
 import { stream, Usage } from "./requests.js";
 import { tokensOf } from "./tokens.js";
 
-const DRAW_MILLISECONDS = 30; // between two draws of an answer that grows
-const DRAW_SHARE = 0.2; // the most of the time that draws take
-const KEEP_MILLISECONDS = 2000; // between two writes of an answer that grows
+const DRAW_MILLISECONDS = 30; // between two draws of a growing answer
+const DRAW_SHARE = 0.2; // largest share of the time that draws take
+const SAVE_MILLISECONDS = 2000; // between two writes of a growing answer to the browser's storage
 
 export class Chat {
   conversation = newConversation();
   #list;
-  #host; // {settings, model(), scroller, changed(conversation), grows(conversation), running(bool), say(text), focus()}
+  #host; // {settings, model(), scroller, changed(conversation), grown(conversation), running(bool), say(text), focus()}
   #views = new Map();
   #run = null; // {controller, message, conversation}
 
@@ -42,7 +42,7 @@ export class Chat {
     this.#answer();
   }
 
-  // Returns path and body of the request that answers the messages, or the error that prevents one.
+  // Returns path and body of the request for an answer. Throws with the reason if a setting is not valid.
   request(messages, fields = {}) {
     const { settings, model } = this.#host;
     const body = { ...settings.common(model()), ...settings.chat(), ...fields };
@@ -57,10 +57,10 @@ export class Chat {
       view.refresh(index === messages.length - 1);
       return view.element;
     });
-    // elements that stay are not moved: moving one would drop its focus
+    // elements that stay are not moved, because a moved element loses the focus
     for (const old of [...this.#list.children]) if (!elements.includes(old)) old.remove();
-    for (const [index, made] of elements.entries()) {
-      if (this.#list.children[index] !== made) this.#list.insertBefore(made, this.#list.children[index] ?? null);
+    for (const [index, node] of elements.entries()) {
+      if (this.#list.children[index] !== node) this.#list.insertBefore(node, this.#list.children[index] ?? null);
     }
     this.#list.classList.toggle("empty", messages.length === 0);
     this.#host.scroller.follow();
@@ -81,9 +81,9 @@ export class Chat {
     this.#change();
   }
 
-  // Says why not, where an answer runs.
+  // Returns whether messages may change. Tells the user why not while an answer runs.
   mayChange() {
-    if (this.#run) this.#host.say("An answer is on its way: wait for its end, or stop it.");
+    if (this.#run) this.#host.say("An answer is on its way. Wait for its end, or stop it.");
     return !this.#run;
   }
 
@@ -98,7 +98,7 @@ export class Chat {
   regenerate(message) {
     if (this.#run) return;
     const parent = parentOf(this.conversation, message);
-    if (!message.content && !message.calls) removeMessage(this.conversation, message); // a failed try is no version
+    if (!message.content && !message.calls) removeMessage(this.conversation, message); // a failed attempt is not a version
     this.#answer(parent);
   }
 
@@ -163,26 +163,26 @@ export class Chat {
     const usage = new Usage();
     let timer = 0;
     let pause = DRAW_MILLISECONDS;
-    let keptAt = Date.now();
+    let savedAt = Date.now();
     const draw = () => {
       timer = 0;
       const began = performance.now();
       this.#views.get(message)?.update();
       this.#host.scroller.follow();
       pause = Math.max(DRAW_MILLISECONDS, (performance.now() - began) / DRAW_SHARE);
-      if (Date.now() - keptAt < KEEP_MILLISECONDS) return;
-      keptAt = Date.now();
-      this.#host.grows(conversation);
+      if (Date.now() - savedAt < SAVE_MILLISECONDS) return;
+      savedAt = Date.now();
+      this.#host.grown(conversation);
     };
     for await (const event of stream(path, body, controller.signal)) {
-      message.usage = usage.note(event) ?? message.usage;
+      message.usage = usage.record(event) ?? message.usage;
       for (const choice of event.choices) {
-        if (choice.index !== 0) continue; // a conversation goes on from one answer
+        if (choice.index !== 0) continue; // a conversation continues from one answer
         extendMessage(message, choice.delta);
         this.#views.get(message)?.addTokens(tokensOf(choice));
         if (choice.finish_reason === "length") message.note = "Cut at max_tokens.";
       }
-      timer ||= setTimeout(draw, pause); // not each of a hundred events a second; frames stop in hidden tabs
+      timer ||= setTimeout(draw, pause); // animation frames would stop in hidden tabs
     }
   }
 }

@@ -1,11 +1,11 @@
 // Syntax colours of code blocks, by highlight.js.
 import { element } from "./elements.js";
 
-const MOST_CHARACTERS = 100_000; // of code that is coloured
+const MAX_CHARACTERS = 100_000; // longer code stays without colours
 
-// Colours code anew only once it has grown by a quarter: all passes over a long block together cost five times the last.
+// Colours growing code again once it is a quarter longer, so that all passes together cost at most five times the last.
 export class CodeColours {
-  #seen = new WeakMap(); // code element -> {length, coloured}: characters at the last call, and those with colours
+  #seen = new WeakMap(); // {length, coloured} of each code element: its characters at the last call, and those with colours
 
   // Colours code that has grown enough, or that has stopped growing.
   refresh(codes) {
@@ -26,7 +26,7 @@ export class CodeColours {
   #colour(code) {
     const text = code.textContent;
     const { language } = code.dataset;
-    if (this.#seen.get(code)?.coloured === text.length || text.length > MOST_CHARACTERS) return;
+    if (this.#seen.get(code)?.coloured === text.length || text.length > MAX_CHARACTERS) return;
     this.#seen.set(code, { length: text.length, coloured: text.length });
     if (!globalThis.hljs.getLanguage(language)) return;
     const { _emitter: tree } = globalThis.hljs.highlight(text, { language, ignoreIllegals: true });

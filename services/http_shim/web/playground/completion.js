@@ -1,4 +1,4 @@
-// Completions: text, infill before a suffix, and the probabilities of prompt and output.
+// Completions: text after a prompt, infill before a suffix, and the token probabilities.
 import { element } from "./elements.js";
 import { stream, Usage } from "./requests.js";
 import { TokenRow, tokensOf } from "./tokens.js";
@@ -42,7 +42,7 @@ export class Completion {
     try {
       const times = new Usage();
       for await (const event of stream(...this.request(), controller.signal)) {
-        usage.textContent = times.note(event) ?? usage.textContent;
+        usage.textContent = times.record(event) ?? usage.textContent;
         for (const choice of event.choices) this.#choice(choices, choice.index).add(choice);
         this.#host.scroller.follow();
       }
@@ -58,9 +58,9 @@ export class Completion {
 
   #choice(choices, index) {
     if (!choices.has(index)) {
-      const made = new Choice();
-      choices.set(index, made);
-      this.#output.append(made.element);
+      const choice = new Choice();
+      choices.set(index, choice);
+      this.#output.append(choice.element);
     }
     return choices.get(index);
   }

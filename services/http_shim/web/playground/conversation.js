@@ -1,5 +1,5 @@
-// Conversations: trees of messages. An edit or a new answer is a sibling of the old one, so nothing is
-// lost; the messages shown, which are the messages sent, are one path from the root.
+// Conversations: trees of messages. An edit or a new answer is a sibling of the old one, so the old one stays.
+// The page shows and sends one path from the root.
 
 export function newConversation() {
   return { id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, name: "", updated: Date.now(), children: [], shown: 0 };
@@ -29,7 +29,7 @@ export function addVersion(parent, message) {
   return message;
 }
 
-// Removes this version of the message and what follows it.
+// Removes this version of the message and the messages after it.
 export function removeMessage(conversation, message) {
   const parent = parentOf(conversation, message);
   parent.children.splice(parent.children.indexOf(message), 1);
@@ -86,7 +86,7 @@ export function asMarkdown(conversation) {
   return `${parts.join("\n\n")}\n`;
 }
 
-// Returns the conversation of an exported file. Throws with the reason if the file is another one.
+// Returns the conversation of an exported file. Throws with the reason if the file is not one.
 export function fromJson(text) {
   const { conversation } = JSON.parse(text);
   if (!Array.isArray(conversation?.children)) throw new Error('The file has no "conversation". Import a file that this page exported.');

@@ -2,22 +2,22 @@
 
 // Returns an element; `properties` are DOM properties, or attributes if their name has a dash.
 export function element(tag, properties = {}, ...children) {
-  const made = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
-    if (name.includes("-") || name === "role") made.setAttribute(name, value);
-    else made[name] = value;
+    if (name.includes("-") || name === "role") node.setAttribute(name, value);
+    else node[name] = value;
   }
-  made.append(...children.filter((child) => child !== null && child !== undefined));
-  return made;
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
 }
 
 export function button(text, action, properties = {}) {
-  const made = element("button", { type: "button", ...properties }, text);
-  made.addEventListener("click", () => action(made));
-  return made;
+  const node = element("button", { type: "button", ...properties }, text);
+  node.addEventListener("click", () => action(node));
+  return node;
 }
 
-// Copies text, and says so in the button. Without a secure context there is no clipboard API.
+// Copies text, and shows the outcome in the button. Only secure contexts have the clipboard API.
 export async function copyText(text, from) {
   const label = from.textContent;
   try {

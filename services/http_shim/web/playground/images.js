@@ -1,7 +1,7 @@
 // Images of the next message: chosen, pasted or dropped, as data URLs.
 import { button, element } from "./elements.js";
 
-const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"]; // which the server reads
+const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"]; // types that the server decodes
 
 export class Images {
   #list;
@@ -24,7 +24,7 @@ export class Images {
     return this.#urls.length;
   }
 
-  // Returns the images, and forgets them.
+  // Returns the images and removes them from the list.
   take() {
     const urls = this.#urls;
     this.#urls = [];
@@ -37,7 +37,7 @@ export class Images {
     event?.preventDefault();
     for (const file of [...files]) {
       if (TYPES.includes(file.type)) this.#urls.push(await dataUrl(file));
-      else this.#say(`${file.name} is no PNG, JPEG, WebP or GIF.`);
+      else this.#say(`${file.name} is not a PNG, JPEG, WebP or GIF image.`);
     }
     this.#draw();
   }

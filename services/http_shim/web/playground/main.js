@@ -1,4 +1,4 @@
-// The playground: joins the page's parts, and keeps each mode's state while the other is shown.
+// The playground: connects the parts of the page, and keeps the state of the mode that is not shown.
 import { Chat } from "./chat.js";
 import { Completion } from "./completion.js";
 import { newConversation, shownMessages } from "./conversation.js";
@@ -17,7 +17,7 @@ const host = {
   scroller,
   model: () => at("model").value,
   changed: (conversation) => saved.save(conversation),
-  grows: (conversation) => saved.keep(conversation),
+  grown: (conversation) => saved.saveGrowing(conversation),
   running: showRunning,
   say,
   focus: () => mode() === "chat" && at("box").focus(),
@@ -69,7 +69,7 @@ at("curl-details").addEventListener("toggle", showCurl);
 at("settings-form").addEventListener("input", showCurl);
 await showModels();
 const last = await saved.load();
-if (!chat.conversation.children.length) open(last); // nothing was said while it was loaded
+if (!chat.conversation.children.length) open(last); // no message was sent while it was loaded
 
 function mode() {
   return document.querySelector("[name=mode]:checked").value;

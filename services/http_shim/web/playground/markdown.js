@@ -1,14 +1,14 @@
-// Markdown as DOM nodes, while it streams. markdown-it parses it; a block that is complete is never parsed again.
+// Markdown as DOM nodes, while it streams. A complete block is not parsed again as the answer grows.
 import { CodeColours } from "./code_colours.js";
 import { fill, inlineOf, nodeOf, parse, setInline } from "./markdown_nodes.js";
 
-const MARKS = /^[\s>\-+*=_#|:~`\d.)]*$/; // a line of these alone does not say yet which block it begins
+const MARKS = /^[\s>\-+*=_#|:~`\d.)]*$/; // such a line is drawn later: it does not show yet which block it begins
 
 export class Markdown {
   #parent;
   #whole = "";
-  #open = ""; // the text whose blocks may still change: from the start of the last block
-  #closed = 0; // child nodes of complete blocks
+  #open = ""; // text from the start of the last block, which may still change
+  #closed = 0; // number of complete blocks, each of which is one child node
   #colours = new CodeColours();
   #hasDefinitions = false;
 

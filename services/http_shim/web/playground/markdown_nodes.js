@@ -8,7 +8,7 @@ inlineParser.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false }
 // Only these schemes: a javascript: link would run in the page, a data: link imitates one.
 inlineParser.validateLink = (url) => /^(?:https?:\/\/|mailto:)/i.test(url);
 
-const inlines = new WeakMap(); // element -> the inline text that it holds
+const inlines = new WeakMap(); // inline text of each element that holds one
 
 // Returns the blocks of the text as {line, tokens}, and the targets of links that the text defines.
 export function parse(text) {
@@ -22,13 +22,13 @@ export function parse(text) {
   return { blocks, definitions: environment.references ?? {} };
 }
 
-// Returns the node of one block. Its inline text is parsed by `fill`, for which an unchanged text has no need.
+// Returns the node of one block without its inline texts, which `fill` parses: only changed ones are parsed again.
 export function nodeOf({ tokens }) {
   const root = document.createDocumentFragment();
   let parent = root;
   for (const token of tokens) {
     if (token.type === "inline") inlines.set(parent, token.content);
-    else if (token.nesting > 0) parent = opened(token, parent);
+    else if (token.nesting > 0) parent = open(token, parent);
     else if (token.nesting < 0) parent = parent.parentNode;
     else parent.append(leaf(token));
     if (token.type === "table_close") parent = parent.parentNode; // of its frame
@@ -36,7 +36,7 @@ export function nodeOf({ tokens }) {
   return root.firstChild;
 }
 
-// Returns the inline text of an element, or undefined if it holds blocks.
+// Returns the inline text that an element holds, or undefined if it holds blocks.
 export function inlineOf(node) {
   return inlines.get(node);
 }
@@ -55,29 +55,31 @@ function appendInline(text, root, definitions) {
   let parent = root;
   const [{ children }] = inlineParser.parseInline(text, { references: definitions });
   for (const token of children) {
-    if (token.nesting > 0) parent = opened(token, parent);
+    if (token.nesting > 0) parent = open(token, parent);
     else if (token.nesting < 0) parent = parent.parentNode;
+    else if (token.type === "image" && parent.closest("a")) parent.append(token.content); // no link within a link
     else parent.append(leaf(token));
   }
 }
 
-function opened(token, parent) {
-  const made = elementOf(token);
+// Appends the element that a token opens; returns it.
+function open(token, parent) {
+  const node = elementOf(token);
   // a table is wider than a phone: its frame scrolls
-  const frame = token.tag === "table" ? element("div", { className: "table", tabIndex: 0, role: "region", "aria-label": "Table" }, made) : made;
+  const frame = token.tag === "table" ? element("div", { className: "table", tabIndex: 0, role: "region", "aria-label": "Table" }, node) : node;
   parent.append(frame);
-  return made;
+  return node;
 }
 
 function elementOf(token) {
   if (token.type === "link_open") return link(token.attrGet("href"));
   if (token.type === "heading_open") return element(`h${Math.min(6, Number(token.tag[1]) + 2)}`); // below the page's own headings
   if (token.hidden) return element("span"); // the paragraph of an item in a tight list
-  const made = element(token.tag);
-  if (token.attrGet("start") !== null) made.start = token.attrGet("start");
+  const node = element(token.tag);
+  if (token.attrGet("start") !== null) node.start = token.attrGet("start");
   const alignment = /^text-align:(\w+)$/.exec(token.attrGet("style") ?? "");
-  if (alignment) made.className = alignment[1]; // the page's policy forbids style attributes
-  return made;
+  if (alignment) node.className = alignment[1]; // the page's policy forbids style attributes
+  return node;
 }
 
 function leaf(token) {

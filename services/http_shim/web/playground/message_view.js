@@ -1,4 +1,4 @@
-// One message of the conversation, with its buttons. `actions` are the chat's: what a button does is not known here.
+// One message of the conversation, with its buttons. The chat supplies `actions`, which the buttons call.
 import { button, copyText, element } from "./elements.js";
 import { Markdown } from "./markdown.js";
 import { TokenRow } from "./tokens.js";
@@ -87,7 +87,7 @@ export class MessageView {
   #edit() {
     const box = element("textarea", { value: this.#message.content, rows: 5, "aria-label": "Edited message" });
     const isUser = this.#message.role === "user";
-    const leave = () => {
+    const close = () => {
       editor.replaceWith(this.#content);
       this.element.querySelector(".actions button")?.focus();
     };
@@ -96,11 +96,11 @@ export class MessageView {
       editor.replaceWith(this.#content);
       this.#actions.edit(this.#message, box.value);
     };
-    const editor = element("div", { className: "editor" }, box, button(isUser ? "Send edited" : "Save", save), button("Cancel", leave));
+    const editor = element("div", { className: "editor" }, box, button(isUser ? "Send edited" : "Save", save), button("Cancel", close));
     box.addEventListener("keydown", (event) => {
       if (event.key === "Escape") {
         event.stopPropagation();
-        leave();
+        close();
       }
     });
     if (this.#content.isConnected) this.#content.replaceWith(editor);

@@ -17,12 +17,11 @@ export class Panels {
     for (const name of NAMES) if (!panel(name).hidden && !WIDE.matches) this.#show(name, false);
   }
 
-
   #arrange() {
     for (const name of NAMES) this.#set(name, WIDE.matches);
   }
 
-  // Focus goes into an opened drawer, and back to its button.
+  // An opened drawer takes the focus. Its button takes the focus back.
   #show(name, isShown) {
     if (isShown && !WIDE.matches) for (const other of NAMES) if (other !== name) this.#set(other, false);
     this.#set(name, isShown);
@@ -33,7 +32,7 @@ export class Panels {
     panel(name).hidden = !isShown;
     button(name).setAttribute("aria-expanded", isShown);
     const covers = !WIDE.matches && NAMES.some((each) => !panel(each).hidden);
-    document.querySelector("main").inert = covers; // behind a drawer, nothing takes the focus
+    document.querySelector("main").inert = covers; // nothing behind a drawer takes the focus
   }
 }
 

@@ -1,14 +1,14 @@
 // Requests to the server, and its streams of events.
 
 export class ServerError extends Error {
-  // `status` is that of HTTP; undefined in a stream.
+  // `status` is the HTTP status, or undefined for an error within a stream.
   constructor(message, status) {
     super(message);
     this.status = status;
   }
 }
 
-let key = sessionStorage.getItem("key") ?? ""; // of this tab alone: a key outlives no browser session
+let key = sessionStorage.getItem("key") ?? ""; // a session's storage belongs to one tab and ends with it
 
 export function hasKey() {
   return key !== "";
@@ -62,10 +62,10 @@ async function* events(response) {
       if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
     }
   }
-  throw new ServerError("The stream ended before the answer did. The server may have stopped.");
+  throw new ServerError("The stream ended before the answer was complete. The server may have stopped.");
 }
 
-// As `fetch`, with the key.
+// Calls `fetch` with the key in the headers.
 export function send(path, options) {
   const authorization = key ? { authorization: `Bearer ${key}` } : {};
   return fetch(path, { ...options, headers: { ...options.headers, ...authorization } });
@@ -79,14 +79,14 @@ async function errorOf(response) {
   }
 }
 
-// Times of one request, and its usage as a line of text.
+// Usage and times of one request, as a line of text.
 export class Usage {
   #began = performance.now();
   #first = null;
   #last = null;
 
-  // Call for each event; returns the line once the server has counted the tokens.
-  note(event) {
+  // Takes each event of the stream. Returns the line once the server has sent the usage, else null.
+  record(event) {
     const now = performance.now();
     if (event.choices.length) {
       this.#first ??= now;

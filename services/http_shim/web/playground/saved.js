@@ -1,7 +1,7 @@
 // The list of saved conversations: open, rename, delete, export, import.
 import { asMarkdown, fromJson, nameOf } from "./conversation.js";
 import { button, element } from "./elements.js";
-import { boundConversations, deleteConversation, loadConversations, saveConversation } from "./storage.js";
+import { deleteOldest, deleteConversation, loadConversations, saveConversation } from "./storage.js";
 
 export class SavedConversations {
   #list;
@@ -21,7 +21,7 @@ export class SavedConversations {
     try {
       this.#all = await loadConversations();
     } catch {
-      this.#say("This browser stores nothing here: conversations end with the page.");
+      this.#say("This browser stores nothing for this page. Conversations are lost when it closes.");
     }
     this.draw();
     return this.#all[0] ?? null;
@@ -32,7 +32,7 @@ export class SavedConversations {
     this.draw();
   }
 
-  // Returns whether the conversation is stored; says why not.
+  // Returns whether the conversation is stored. Tells the user why not.
   async save(conversation) {
     if (!conversation.children.length && !this.#all.includes(conversation)) return true;
     conversation.updated = Date.now();
@@ -40,7 +40,7 @@ export class SavedConversations {
     this.draw();
     try {
       await saveConversation(conversation);
-      this.#all = await boundConversations(this.#all);
+      this.#all = await deleteOldest(this.#all);
       return true;
     } catch (error) {
       this.#say(`The conversation is not saved: ${error?.message}`);
@@ -48,8 +48,8 @@ export class SavedConversations {
     }
   }
 
-  // Stores an answer that still grows, for a page that is closed before its end.
-  keep(conversation) {
+  // Stores an answer that still grows: the page may be closed before its end.
+  saveGrowing(conversation) {
     saveConversation(conversation).catch(() => {}); // `save` reports it
   }
 
@@ -72,7 +72,7 @@ export class SavedConversations {
       await this.save(conversation);
       this.#open(conversation);
     } catch (error) {
-      this.#say(`${file.name} can't be imported: ${error.message}`);
+      this.#say(`${file.name} can't be imported. ${error.message}`);
     }
   }
 
@@ -89,9 +89,9 @@ export class SavedConversations {
 
   #rename(conversation, title) {
     const box = element("input", { value: nameOf(conversation), maxLength: 100, "aria-label": "Name of the conversation" });
-    const leave = (keeps) => {
+    const leave = (isKept) => {
       if (!box.isConnected) return;
-      if (keeps && box.value.trim()) conversation.name = box.value.trim();
+      if (isKept && box.value.trim()) conversation.name = box.value.trim();
       box.replaceWith(title);
       this.save(conversation);
     };
@@ -109,6 +109,6 @@ export class SavedConversations {
     this.#all = this.#all.filter((other) => other !== conversation);
     this.draw();
     if (conversation === this.#current) this.#open(null);
-    await deleteConversation(conversation.id).catch(() => {}); // it was never stored
+    await deleteConversation(conversation.id).catch(() => {}); // it was not stored
   }
 }

@@ -1,6 +1,6 @@
-// Scrolling along with an answer, while the reader is at the end.
+// Scrolling to the end of a growing answer while the reader is there.
 
-const NEAR = 48; // pixels from the end that still count as the end
+const NEAR = 48; // distance in pixels that still counts as the end
 
 export class Scroller {
   #box;
@@ -9,7 +9,7 @@ export class Scroller {
 
   constructor(box) {
     this.#box = box;
-    box.addEventListener("scroll", () => this.#note(), { passive: true });
+    box.addEventListener("scroll", () => this.#update(), { passive: true });
   }
 
   follow() {
@@ -21,8 +21,8 @@ export class Scroller {
     this.follow();
   }
 
-  // Only a move upwards is the reader's: text that arrives also puts the end out of sight.
-  #note() {
+  // Only the reader scrolls upwards. New text also moves the end out of sight, but leaves scrollTop alone.
+  #update() {
     const { scrollTop, scrollHeight, clientHeight } = this.#box;
     if (scrollHeight - scrollTop - clientHeight < NEAR) this.#follows = true;
     else if (scrollTop < this.#last) this.#follows = false;

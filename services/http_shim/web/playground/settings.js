@@ -1,4 +1,4 @@
-// Settings: the side panel's fields, kept in the browser, and what they mean in a request.
+// Settings: the fields of the side panel, which the browser stores, and their form in a request.
 import { loadSettings, saveSettings } from "./storage.js";
 
 const NUMBERS = [
@@ -12,7 +12,7 @@ export class Settings {
   constructor(form) {
     this.#fields = form.elements;
     const stored = loadSettings();
-    for (const field of this.#kept()) {
+    for (const field of this.#stored()) {
       if (!(field.name in stored)) continue;
       if (field.type === "checkbox") field.checked = stored[field.name];
       else field.value = stored[field.name];
@@ -22,7 +22,7 @@ export class Settings {
   }
 
   save() {
-    const values = [...this.#kept()].map((field) => [field.name, field.type === "checkbox" ? field.checked : field.value]);
+    const values = [...this.#stored()].map((field) => [field.name, field.type === "checkbox" ? field.checked : field.value]);
     saveSettings(Object.fromEntries(values));
   }
 
@@ -75,7 +75,7 @@ export class Settings {
     }
   }
 
-  *#kept() {
+  *#stored() {
     for (const field of this.#fields) if (field.name && field.name !== "key") yield field;
   }
 }

@@ -1,7 +1,7 @@
-// Conversations and settings, kept in this browser alone. IndexedDB has room for images, localStorage has not.
+// Conversations and settings, stored in this browser only. Conversations are in IndexedDB: localStorage has no room for images.
 
-const MOST = 100; // conversations; the oldest give way
-const MOST_CHARACTERS = 64 * 2 ** 20; // of all conversations as JSON
+const MAX_CONVERSATIONS = 100; // the oldest are deleted
+const MAX_CHARACTERS = 64 * 2 ** 20; // of all conversations as JSON
 
 function whenDone(request) {
   return new Promise((resolve, reject) => {
@@ -15,7 +15,7 @@ const opened = (() => {
   request.onupgradeneeded = () => request.result.createObjectStore("conversations", { keyPath: "id" });
   return whenDone(request);
 })();
-opened.catch(() => {}); // each use reports it
+opened.catch(() => {}); // each caller of `store` reports it
 
 async function store(mode) {
   return (await opened).transaction("conversations", mode).objectStore("conversations");
@@ -35,13 +35,13 @@ export async function deleteConversation(id) {
   await whenDone((await store("readwrite")).delete(id));
 }
 
-// Deletes the oldest conversations beyond the bounds; returns those that remain.
-export async function boundConversations(newestFirst) {
+// Deletes the oldest conversations until the bounds hold; returns those that remain.
+export async function deleteOldest(newestFirst) {
   const remaining = [];
   let characters = 0;
   for (const conversation of newestFirst) {
     characters += JSON.stringify(conversation).length;
-    const fits = remaining.length < MOST && (characters <= MOST_CHARACTERS || remaining.length === 0);
+    const fits = remaining.length < MAX_CONVERSATIONS && (characters <= MAX_CHARACTERS || remaining.length === 0);
     if (fits) remaining.push(conversation);
     else await deleteConversation(conversation.id);
   }
@@ -60,6 +60,6 @@ export function saveSettings(settings) {
   try {
     localStorage.setItem("tokenwire.settings", JSON.stringify(settings));
   } catch {
-    // a full or forbidden storage loses the settings at reload, nothing else
+    // a full or forbidden storage only loses the settings at the next load
   }
 }

@@ -1,5 +1,5 @@
-// Token probabilities: a row of tokens that touch, keyboard and screen readers reach, and the candidates
-// of the current one. The line below a token says its band by its form as well as by its colour.
+// Token probabilities: a row of tokens, and the candidates of the current one. Touch, keyboard and screen readers
+// reach each token. The line below a token shows the band of its probability by form and colour.
 import { element } from "./elements.js";
 
 // Returns the tokens of a chunk's choice as {text, logprob, others: [[text, logprob]]}.
@@ -15,7 +15,7 @@ export function tokensOf({ logprobs, text }) {
   const tokens = logprobs.tokens.map((token, index) => ({
     text: token, logprob: logprobs.token_logprobs[index], others: Object.entries(logprobs.top_logprobs?.[index] ?? {}),
   }));
-  return tokens.filter((_, index) => (offsets[index + 1] ?? end) > offsets[index]); // the text omits the others
+  return tokens.filter((_, index) => (offsets[index + 1] ?? end) > offsets[index]); // tokens without a place of their own are not in the text
 }
 
 export class TokenRow {
@@ -29,15 +29,15 @@ export class TokenRow {
   }
 
   add(token) {
-    const made = element("button", { type: "button", className: `token ${band(token.logprob)}`, tabIndex: this.#current ? -1 : 0 }, token.text);
-    made.setAttribute("aria-label", `${visible(token.text)}, ${percent(token.logprob)}`);
-    made.addEventListener("focus", () => this.#show(made, token));
-    made.addEventListener("click", () => made.focus()); // Safari does not focus a clicked button
-    this.#current ??= made;
-    this.#row.append(made);
+    const node = element("button", { type: "button", className: `token ${band(token.logprob)}`, tabIndex: this.#current ? -1 : 0 }, token.text);
+    node.setAttribute("aria-label", `${visible(token.text)}, ${percent(token.logprob)}`);
+    node.addEventListener("focus", () => this.#show(node, token));
+    node.addEventListener("click", () => node.focus()); // Safari does not focus a clicked button
+    this.#current ??= node;
+    this.#row.append(node);
   }
 
-  // One token is in the tab order, or a long answer would take hundreds of presses to leave.
+  // Only one token is in the tab order: a long answer would take hundreds of presses of Tab.
   #move(event) {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     const tokens = this.#row.children;
@@ -50,12 +50,12 @@ export class TokenRow {
     next.focus();
   }
 
-  #show(made, { text, logprob, others }) {
+  #show(node, { text, logprob, others }) {
     this.#current.tabIndex = -1;
     this.#current.classList.remove("current");
-    this.#current = made;
-    made.tabIndex = 0;
-    made.classList.add("current");
+    this.#current = node;
+    node.tabIndex = 0;
+    node.classList.add("current");
     const ranked = others.sort(([, one], [, other]) => other - one);
     const rows = ranked.map(([other, value]) =>
       element("li", {}, element("code", {}, visible(other)), ` ${percent(value)}`, element("meter", { min: 0, max: 1, value: Math.exp(value) })),

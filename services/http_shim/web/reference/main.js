@@ -1,10 +1,10 @@
-// The API reference: examples with the address of this server, and a form that sends each of them.
+// The API reference: examples with the address of this server, and a form that sends each example.
 
 import { button, copyText, element } from "../playground/elements.js";
 import { hasKey, listModels, useKey } from "../playground/requests.js";
 import { Trial } from "./trial.js";
 
-const ADDRESS = "http://127.0.0.1:8000"; // in the page as it is served
+const ADDRESS = "http://127.0.0.1:8000"; // address in the examples of the served page
 const here = new URL(".", location.href).href.replace(/\/$/, "");
 
 for (const example of document.querySelectorAll("pre[data-method]")) {
@@ -16,12 +16,12 @@ document.querySelector(".contents").before(keyForm());
 
 let model = null;
 
-// Returns the id of a model to try things with; "default" while none is known.
+// Returns the id of a model that the server has, or "default" if the list of models is not available.
 async function servedModel() {
   try {
     model ??= (await listModels())[0]?.id;
   } catch {
-    // the request that is tried says why
+    // the answer to the tried request shows the reason
   }
   return model ?? "default";
 }

@@ -3,7 +3,7 @@
 import { button, element } from "../playground/elements.js";
 import { send } from "../playground/requests.js";
 
-const MOST_CHARACTERS = 500_000; // of an answer that is shown
+const MAX_CHARACTERS = 500_000; // the rest of a longer answer is not shown
 
 export class Trial {
   #operation;
@@ -77,7 +77,7 @@ export class Trial {
   }
 
   #url() {
-    let path = this.#operation.path.slice(1); // relative, so that a proxy's prefix stays
+    let path = this.#operation.path.slice(1); // a relative path keeps the prefix of a proxy
     const query = new URLSearchParams();
     for (const [name, input] of this.#parameters) {
       const isInPath = path.includes(`{${name}}`);
@@ -93,14 +93,14 @@ export class Trial {
     return `${response.status} ${response.statusText}${id ? `, x-request-id ${id}` : ""}`;
   }
 
-  // Shows text as it arrives, and JSON on lines of its own once it is complete.
+  // Shows text as it arrives, and formats a complete JSON answer.
   async #show(response) {
     let text = "";
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let read = await reader.read(); !read.done; read = await reader.read()) {
       text += read.value;
       this.#answer.append(read.value);
-      if (text.length > MOST_CHARACTERS) {
+      if (text.length > MAX_CHARACTERS) {
         this.#answer.append("\n… The rest is not shown.");
         await reader.cancel();
         return;

@@ -1,9 +1,9 @@
-// A line chart of the last ten minutes, or since the page was opened, with its values as text.
+// A line chart of at most the last ten minutes, with its latest values as text.
 
 import { element } from "../playground/elements.js";
 import { SPAN_SECONDS } from "./history.js";
 
-const LEAST_SECONDS = 60; // that the whole width stands for, while the history is short
+const MIN_SECONDS = 60; // time that the width shows while the history is short
 const WIDTH = 300;
 const HEIGHT = 60;
 const SVG = "http://www.w3.org/2000/svg";
@@ -11,20 +11,20 @@ const SVG = "http://www.w3.org/2000/svg";
 export class Chart {
   #lines; // [key of a sample, name or ""]
   #format;
-  #least;
+  #leastTop;
   #value = element("span", { className: "value" });
   #highest = element("span", { className: "quiet" });
   #svg = document.createElementNS(SVG, "svg");
   #paths = [];
 
-  // `least` is the smallest upper end of the scale.
-  constructor(title, lines, format, least) {
+  // `leastTop` is the smallest upper end of the scale.
+  constructor(title, lines, format, leastTop) {
     this.#lines = lines;
     this.#format = format;
-    this.#least = least;
+    this.#leastTop = leastTop;
     this.#svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
     this.#svg.setAttribute("preserveAspectRatio", "none");
-    this.#svg.setAttribute("aria-hidden", "true"); // the caption says the same
+    this.#svg.setAttribute("aria-hidden", "true"); // the caption has the values as text
     for (let index = 0; index < lines.length; index++) {
       const path = document.createElementNS(SVG, "path");
       path.setAttribute("class", `line-${index}`);
@@ -41,7 +41,7 @@ export class Chart {
     const highest = Math.max(0, ...known);
     this.#value.textContent = this.#lines.map(([key, name]) => this.#text(last[key], name)).join(", ");
     this.#highest.textContent = known.length ? `highest ${this.#format(highest)}` : "";
-    const top = 1.1 * Math.max(highest, this.#least);
+    const top = 1.1 * Math.max(highest, this.#leastTop);
     this.#lines.forEach(([key], index) => {
       this.#paths[index].setAttribute("d", outline(samples, key, last.time, top));
     });
@@ -55,7 +55,7 @@ export class Chart {
 
 // Returns the path of a line, which is broken where values are unknown.
 function outline(samples, key, now, top) {
-  const seconds = Math.min(SPAN_SECONDS, Math.max(LEAST_SECONDS, now - samples[0].time));
+  const seconds = Math.min(SPAN_SECONDS, Math.max(MIN_SECONDS, now - samples[0].time));
   let isDrawing = false;
   const parts = [];
   for (const sample of samples) {

@@ -1,4 +1,4 @@
-// What the page has seen of a model. The server keeps no history; a reload starts a new one.
+// Samples of a model since the page was loaded. The server keeps no history.
 
 export const SPAN_SECONDS = 600;
 
@@ -30,7 +30,7 @@ export class History {
     while (this.samples[0].time < now - SPAN_SECONDS) this.samples.shift();
   }
 
-  // Returns a counter's increase per second; null after a start of the service, when it begins anew.
+  // Returns a counter's increase per second; null after a restart of the service, which resets its counters.
   #rate(model, now, counter) {
     const before = this.#last?.[counter] ?? null;
     if (before === null || model[counter] === null || model[counter] < before) return null;

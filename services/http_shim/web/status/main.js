@@ -4,8 +4,8 @@ import { getJson, useKey } from "../playground/requests.js";
 import { ModelCard } from "./model_card.js";
 import { duration } from "./numbers.js";
 
-const EVERY_MILLISECONDS = 2000;
-const PATIENCE_MILLISECONDS = 10_000;
+const INTERVAL_MILLISECONDS = 2000;
+const TIMEOUT_MILLISECONDS = 10_000;
 
 const at = (id) => document.getElementById(id);
 const cards = new Map(); // by model
@@ -22,16 +22,16 @@ at("key-form").addEventListener("submit", (event) => {
 poll();
 
 async function poll() {
-  if (isAsking) return; // its answer starts the timer
+  if (isAsking) return; // the answer under way starts the timer
   isAsking = true;
   clearTimeout(timer);
   try {
-    show(await getJson("status.json", AbortSignal.timeout(PATIENCE_MILLISECONDS)));
+    show(await getJson("status.json", AbortSignal.timeout(TIMEOUT_MILLISECONDS)));
   } catch (error) {
     showFailure(error);
   }
   isAsking = false;
-  if (!document.hidden) timer = setTimeout(poll, EVERY_MILLISECONDS);
+  if (!document.hidden) timer = setTimeout(poll, INTERVAL_MILLISECONDS);
 }
 
 function show(status) {
@@ -54,10 +54,10 @@ function showFailure(error) {
   at("models").classList.add("stale");
   at("key-form").hidden = error.status !== 401;
   const answered = error.status !== undefined;
-  say(answered ? error.message : "The server does not answer. The page goes on asking.", true);
+  say(answered ? error.message : "The server does not answer. The page keeps asking.", true);
 }
 
-// Screen readers hear a changed text, so an unchanged one stays as it is.
+// Screen readers announce each assignment, so an unchanged text is not assigned.
 function say(text, isError = false) {
   at("server").classList.toggle("error", isError);
   if (at("server").textContent !== text) at("server").textContent = text;

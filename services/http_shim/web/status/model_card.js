@@ -1,4 +1,4 @@
-// The card of one model: its state in words, its charts, and what its services are.
+// The card of one model: its state in words, its charts, and facts of its services.
 
 import { element } from "../playground/elements.js";
 import { Chart } from "./chart.js";
