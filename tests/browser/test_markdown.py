@@ -4,7 +4,9 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from playwright.async_api import Locator, Page, expect
+from playwright.async_api import Browser, Locator, Page, expect
+
+from tests.stack import Stack
 
 BLOCKS = (
     "A paragraph with **bold**, *slanted*, ~~struck~~ words and `code`.",
@@ -191,3 +193,13 @@ async def test_browser_refuses_text_as_html(page: Page) -> None:
         }"""
     )
     assert refused == "TypeError"
+
+
+async def test_browser_refuses_a_changed_script(browser: Browser, stack: Stack) -> None:
+    context = await browser.new_context()
+    page = await context.new_page()
+    changed = {"content_type": "text/javascript", "body": "window.changed = true"}
+    await page.route("**/vendor/**", lambda route: route.fulfill(**changed))
+    await page.goto(stack.url)
+    assert await page.evaluate("window.changed") is None
+    await context.close()
