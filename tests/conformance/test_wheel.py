@@ -110,7 +110,9 @@ def test_wheel_has_one_package_with_all_its_data(wheel: Path) -> None:
         "models/tokenwire-code-6m/model.safetensors",
         "pb/engine/v1/engine_pb2.pyi",
         "py.typed",
-        "services/http_shim/documentation/web/playground.html",
+        "services/http_shim/web/playground.html",
+        "services/http_shim/web/vendor/markdown-it/LICENSE",
+        "services/http_shim/web/vendor/markdown-it/markdown-it.umd.min.js",
     ):
         assert f"tokenwire/{name}" in names
     if (ROOT / KERNELS).exists():

@@ -174,6 +174,7 @@ async def test_every_route_except_probes_and_pages_needs_a_key(shim: Shim) -> No
         for path in (
             "/health", "/ready", "/metrics", "/version", "/openapi.json",
             "/", "/docs", "/status", "/llms.txt", "/playground/main.js", "/style.css",
+            "/vendor/markdown-it/markdown-it.umd.min.js",
         ):  # fmt: skip
             assert (await http.get(path)).status_code == 200
         for method, path in (

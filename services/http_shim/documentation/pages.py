@@ -1,7 +1,7 @@
 """Pages: the playground (GET /), the reference (/docs), the status (/status), and /llms.txt.
 
-The pages need no key, but their requests do. The pages load nothing from other servers;
-the content-security-policy header enforces that.
+Their files are in services/http_shim/web. The pages need no key, but their requests do. The
+content-security-policy header forbids them to load from other servers, and to parse text as HTML.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from services.http_shim.documentation.reference import reference
 
 __all__ = ["PAGES", "page_routes"]
 
-_WEB = Path(__file__).parent / "web"
+_WEB = Path(__file__).parents[1] / "web"
 _MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -28,7 +28,7 @@ _MEDIA_TYPES = {
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
+    "frame-ancestors 'none'; require-trusted-types-for 'script'",
     "cache-control": "no-cache",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -36,12 +36,12 @@ _HEADERS = {
 
 
 def _found_files() -> Iterator[tuple[str, tuple[str, bytes]]]:
-    """Yield path, media type and content of each file below web/.
+    """Yield path, media type and content of each file that browsers load.
 
     A page has no suffix in its path: `status.html` and `status/index.html` are `/status`.
     """
     for file in sorted(_WEB.rglob("*")):
-        if file.suffix in _MEDIA_TYPES:
+        if file.is_file() and file.suffix in _MEDIA_TYPES:
             path = f"/{file.relative_to(_WEB).as_posix()}"
             if file.suffix == ".html":
                 path = path.removesuffix(".html").removesuffix("/index")

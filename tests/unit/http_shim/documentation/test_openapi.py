@@ -10,11 +10,11 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
+from services import http_shim
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.catalog import Catalog
 from services.http_shim.batches.batch_runner import BatchRunner
-from services.http_shim.documentation import pages
 from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
 from services.http_shim.endpoints import batches
@@ -39,7 +39,7 @@ def test_document_is_valid() -> None:
 
 def test_page_for_language_models_names_every_route_that_takes_a_body() -> None:
     """A program that reads /llms.txt alone finds the API that it needs."""
-    page = (Path(pages.__file__).parent / "web" / "llms.txt").read_text()
+    page = (Path(http_shim.__file__).parent / "web" / "llms.txt").read_text()
     paths = {path for path, methods in DOCUMENT["paths"].items() if "post" in methods}
     routes = {path for path in paths if "{" not in path and f"/v1{path}" not in paths}
     assert {"/v1/messages", "/v1/batches", "/tokenize"} <= routes

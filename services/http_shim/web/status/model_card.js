@@ -1,0 +1,87 @@
+// The card of one model: its state in words, its charts, and facts of its services.
+
+import { element } from "../playground/elements.js";
+import { Chart } from "./chart.js";
+import { History, servingOf } from "./history.js";
+import { duration, milliseconds, rounded } from "./numbers.js";
+
+const percent = (share) => `${rounded(100 * share)} %`;
+let count = 0;
+
+export class ModelCard {
+  #history = new History();
+  #state = element("span", { className: "state" });
+  #facts = element("p", { className: "quiet" });
+  #outcomes = element("p", { className: "quiet outcomes" });
+  #engines = element("ul", { className: "quiet engines" });
+  #charts = [
+    new Chart("Generated tokens/s", [["generated", ""]], rounded, 1),
+    new Chart("Prompt tokens/s", [["prompt", ""]], rounded, 1),
+    new Chart("Sequences", [["running", "running"], ["waiting", "waiting"]], rounded, 1),
+    new Chart("KV cache in use", [["kvUsed", ""]], percent, 0.1),
+    new Chart("Time to first token", [["p50", "p50"], ["p95", "p95"]], milliseconds, 0.001),
+  ];
+
+  constructor(id) {
+    const title = element("h2", { id: `model-${count++}` }, id);
+    this.element = element(
+      "section",
+      { className: "card", "aria-labelledby": title.id },
+      element("div", { className: "title" }, title, this.#state),
+      element("div", { className: "charts" }, ...this.#charts.map((chart) => chart.element)),
+      this.#engines,
+      this.#outcomes,
+      this.#facts,
+    );
+  }
+
+  // Shows an answer of status.json about the model. `now` is in seconds.
+  show(model, now) {
+    this.#history.add(model, now);
+    const [kind, words] = stateOf(model);
+    this.#state.className = `state ${kind}`;
+    this.#state.textContent = words;
+    for (const chart of this.#charts) chart.show(this.#history.samples);
+    this.#engines.replaceChildren(...enginesOf(model).map((line) => element("li", {}, line)));
+    this.#outcomes.textContent = outcomesOf(model);
+    this.#facts.textContent = factsOf(model);
+  }
+}
+
+function stateOf(model) {
+  if (!model.reachable) return ["error", "Tokenizer service not reachable"];
+  const { engines } = model;
+  const serving = servingOf(model);
+  const refused = engines.find((engine) => engine.state === "refused");
+  if (!serving.length) return ["error", refused ? refused.reason : "Engine not reachable"];
+  if (serving.every((engine) => engine.draining)) return ["error", "Engine is stopping"];
+  if (engines.length === 1) return ["good", "Serving"];
+  return [serving.length < engines.length ? "error" : "good", `${serving.length} of ${engines.length} engines serve`];
+}
+
+// Lines about the engines, where there are several.
+function enginesOf({ engines }) {
+  if (!engines || engines.length < 2) return [];
+  return engines.map((engine) => {
+    if (engine.state !== "serving") return `${engine.target}: ${engine.reason ?? "not reachable"}`;
+    const share = engine.kv_blocks ? engine.kv_used_blocks / engine.kv_blocks : 0;
+    const state = engine.draining ? "is stopping" : `${engine.running_sequences} running, ${engine.waiting_sequences} waiting`;
+    return `${engine.target}: ${state}, ${percent(share)} of the KV cache`;
+  });
+}
+
+function outcomesOf(model) {
+  if (!model.reachable) return "";
+  const counts = Object.entries(model.requests).map(([outcome, number]) => `${rounded(number)} ${outcome}`);
+  const tokens = `${rounded(model.prompt_tokens)} prompt and ${rounded(model.completion_tokens)} generated tokens`;
+  return `Requests: ${counts.join(", ") || "none"}; ${model.running_requests} running. ${tokens}.`;
+}
+
+function factsOf(model) {
+  if (!model.reachable) return "";
+  const facts = [`version ${model.version}`, `up for ${duration(model.uptime_seconds)}`];
+  for (const { device, dtype, kernels } of servingOf(model).slice(0, 1)) facts.push(device, dtype, `kernels ${kernels}`);
+  const { count, window_seconds: seconds } = model.first_token;
+  facts.push(`times to first token: ${count} in the last ${duration(seconds)}`);
+  return facts.join(" · ");
+}

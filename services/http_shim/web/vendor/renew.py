@@ -1,0 +1,68 @@
+"""Vendored packages of the pages: `renew.py [PACKAGE@VERSION…]` fetches them from npm.
+
+Without arguments it fetches the versions that packages.json names. It writes the files, their
+integrity in packages.json, and the `integrity` attributes of the pages.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+VENDOR = Path(__file__).resolve().parent
+PACKAGES = VENDOR / "packages.json"
+
+
+def main() -> None:
+    packages = {each["package"]: each for each in json.loads(PACKAGES.read_text())}
+    for argument in sys.argv[1:]:
+        name, _, version = argument.rpartition("@")
+        if name not in packages:
+            raise SystemExit(f"{PACKAGES} has no package {name!r}. It has {', '.join(packages)}.")
+        packages[name]["version"] = version
+    for name, package in packages.items():
+        with tempfile.TemporaryDirectory() as folder:
+            command = ["npm", "pack", "--json", f"{name}@{package['version']}"]
+            packed = json.loads(subprocess.check_output(command, cwd=folder))[0]
+            archive = Path(folder, packed["filename"])
+            package["integrity"] = integrity("sha512", archive.read_bytes())
+            package["files"] = extract(archive, VENDOR / name, list(package["files"]))
+    PACKAGES.write_text(json.dumps(list(packages.values()), indent=2) + "\n")
+
+
+def extract(archive: Path, target: Path, names: list[str]) -> dict[str, str]:
+    """Write these files of an npm package into `target`; return the integrity of each."""
+    target.mkdir(parents=True, exist_ok=True)
+    hashes = {}
+    with tarfile.open(archive) as opened:
+        for name in names:
+            member = opened.extractfile(f"package/{name}")
+            assert member is not None
+            content = member.read()
+            hashes[name] = integrity("sha384", content)
+            file = target / Path(name).name
+            file.write_bytes(content)
+            write_integrity(file.relative_to(VENDOR.parent).as_posix(), hashes[name])
+    return hashes
+
+
+def write_integrity(path: str, value: str) -> None:
+    """Replace the `integrity` of the scripts that load `path`."""
+    for page in VENDOR.parent.glob("*.html"):
+        pattern = rf'(src="{re.escape(path)}" integrity=")[^"]*'
+        page.write_text(re.sub(pattern, rf"\g<1>{value}", page.read_text()))
+
+
+def integrity(algorithm: str, content: bytes) -> str:
+    """Return the hash as in the `integrity` attribute of HTML and in npm's lock files."""
+    digest = base64.b64encode(hashlib.new(algorithm, content).digest()).decode()
+    return f"{algorithm}-{digest}"
+
+
+if __name__ == "__main__":
+    main()
