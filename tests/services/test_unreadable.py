@@ -35,7 +35,7 @@ def assert_blames_the_client(error: grpc.aio.AioRpcError) -> None:
     ("service", "method"),
     [
         (ENGINE, "Generate"),
-        (COMPLETION, "Complete"),
+        (COMPLETION, "Generate"),
         (TOKENIZER, "Encode"),
         (GRAMMAR, "Compile"),
         (ORCA, "StreamCoreMetrics"),
