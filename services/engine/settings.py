@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 
+from services.common.peers.targets import parse_targets
 from services.common.settings import (
     INSTANT,
     LAST_PORT,
@@ -12,7 +13,6 @@ from services.common.settings import (
     StreamSettings,
     setting,
 )
-from services.common.targets import parse_targets
 from tokenwire.channel_options import LOST_SECONDS
 
 __all__ = ["EngineSettings", "parse_bytes", "parse_share", "parse_tokens"]

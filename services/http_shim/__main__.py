@@ -24,10 +24,10 @@ from services.common import tracing
 from services.common.accounts.account import Account
 from services.common.accounts.keyring import Keyring, open_keyring
 from services.common.background import keep_running
+from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.process import open_standard_files, raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
 from services.common.sharing.fair_executor import use_fair_threads
-from services.common.targets import parse_targets, warn_of_clear_text
 from services.common.telemetry import LOST_LOG_LINES, describe_build, serve_metrics
 from services.common.vllm_metrics import VllmLoadMetrics
 from services.http_shim.app import create_app

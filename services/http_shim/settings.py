@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from services.common.peers.targets import parse_targets
 from services.common.settings import (
     INSTANT,
     LAST_PORT,
@@ -11,7 +12,6 @@ from services.common.settings import (
     server_tls,
     setting,
 )
-from services.common.targets import parse_targets
 from services.http_shim.http.cors import origins_of
 from services.http_shim.images.remote_urls import AllowedSources
 from tokenwire.channel_options import LOST_SECONDS

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import grpc
 from prometheus_client import REGISTRY
 
+from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.server import Application
 from services.common.settings import StartupError
-from services.common.targets import parse_targets, warn_of_clear_text
 from services.common.telemetry import describe_build
 from services.common.vllm_metrics import ModelLoad, VllmLoadMetrics
 from services.tokenizer.chat.answer.tool_formats import answer_marks

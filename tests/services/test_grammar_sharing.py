@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from services.common.targets import parse_targets
+from services.common.peers.targets import parse_targets
 from services.engine.frontend import matchers as matchers_module
 from services.engine.frontend.matchers import Matchers
 from services.engine.messages import Mask, Token
@@ -43,9 +43,9 @@ class Engine:
 
     async def until_usable(self, count: int) -> None:
         """Wait until this many services can be used."""
-        pool = self.matchers._pool
+        pool = self.matchers._pool._peers
         async with asyncio.timeout(HANG_SECONDS):
-            while len(pool._usable) != count:
+            while len(pool.serving) != count:
                 await pool._changed.wait()
 
     async def open(self, regexes: Sequence[str], first: int) -> None:
@@ -111,7 +111,7 @@ async def test_services_share_sequences_and_each_grammar_keeps_its_service(
         places: dict[str, list[str]] = {running[0].target: [], running[1].target: []}
         for number in range(200):
             spec = GrammarSpec(regex=f"[ab]{number}")
-            places[(await ours.matchers.compile(spec)).link.target].append(spec.regex)
+            places[(await ours.matchers.compile(spec)).link.peer.target].append(spec.regex)
         compiled = await counts(running, COMPILED)
         assert compiled == [len(regexes) for regexes in places.values()]
         mixed = [regex for pair in zip(*places.values(), strict=False) for regex in pair][:16]
@@ -193,7 +193,7 @@ async def test_sequences_leave_a_service_that_is_gone_from_dns(
         assert host == "grammars"
         return [(0, 0, 0, "", ("127.0.0.1", port)) for port in records]
 
-    monkeypatch.setattr("services.common.targets._RESOLVE_SECONDS", 0.05)
+    monkeypatch.setattr("services.common.peers.targets._RESOLVE_SECONDS", 0.05)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     async with (
         grammar_services(embedded_model, tmp_path, ports) as running,
@@ -216,7 +216,7 @@ async def handles_of(ours: Engine, port: int) -> set[int]:
     return {
         matcher.handle
         for matcher in ours.matchers._matchers.values()
-        if matcher.link is not None and matcher.link.target.endswith(f":{port}")
+        if matcher.link is not None and matcher.link.peer.target.endswith(f":{port}")
     }
 
 

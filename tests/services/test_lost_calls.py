@@ -25,6 +25,8 @@ class LosingRelay(grpc.GenericRpcHandler):
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> "grpc.RpcMethodHandler[bytes, bytes]":
         method: str = handler_call_details.method
+        if method.endswith("/Watch"):  # of the health
+            return grpc.unary_stream_rpc_method_handler(self._stream(method))
         call: Any = self._channel.unary_unary(method)
 
         async def forward(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
@@ -35,6 +37,17 @@ class LosingRelay(grpc.GenericRpcHandler):
             return answer
 
         return grpc.unary_unary_rpc_method_handler(forward)
+
+    def _stream(self, method: str) -> Any:
+        call: Any = self._channel.unary_stream(method)
+
+        async def forward(
+            request: bytes, _: grpc.aio.ServicerContext[Any, Any]
+        ) -> AsyncIterator[bytes]:
+            async for answer in call(request):
+                yield answer
+
+        return forward
 
 
 @asynccontextmanager
@@ -55,12 +68,12 @@ async def backend_that_loses(losses: int, stack: Stack) -> AsyncIterator[Backend
 REQUEST = DecodeRequest(sequences=[TokenIds(ids=[65])])
 
 
-async def test_call_is_repeated_after_three_losses(stack: Stack) -> None:
-    async with backend_that_loses(3, stack) as backend:
+async def test_call_is_repeated_after_two_losses(stack: Stack) -> None:
+    async with backend_that_loses(2, stack) as backend:
         assert len((await backend.decode(REQUEST)).decodings) == 1
 
 
 async def test_call_is_not_repeated_for_ever(stack: Stack) -> None:
-    async with backend_that_loses(4, stack) as backend:
+    async with backend_that_loses(3, stack) as backend:
         with pytest.raises(ServiceError, match="lost"):
             await backend.decode(REQUEST)

@@ -18,9 +18,9 @@ from services.common.block_hash import tenant_salt
 from services.common.contract import MAX_SEQUENCES
 from services.common.errors import draining_error, internal_error
 from services.common.logging import request_fields
+from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.settings import StartupError
 from services.common.sharing.shares import Shares
-from services.common.targets import parse_targets, warn_of_clear_text
 from services.engine.frontend import events, request_accounting
 from services.engine.frontend.adapter_registry import Adapter, AdapterRegistry, parse_adapters
 from services.engine.frontend.admission import Admission

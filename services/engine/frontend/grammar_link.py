@@ -1,89 +1,45 @@
-"""Connection to one grammar service: its health, its compilations, and the matchers there."""
+"""Connection to one grammar service: its compilations, and the matchers there."""
 
-import asyncio
-import logging
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from typing import Protocol
 
-import grpc
-
-from services.common.background import keep_running
-from services.common.peer_health import PeerHealth, Status
+from services.common.peers.peer import Peer, PeerKind
 from services.engine.frontend.mask_stream import ANOTHER_TOKENIZER, GrammarClient, MaskStream
 from tokenwire.errors import ServiceError
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
-__all__ = ["GrammarLink", "LinkOwner"]
+__all__ = ["GRAMMARS", "GrammarLink"]
 
-_LOG = logging.getLogger("grammar_link")
 _SERVICE = grammar_pb2.DESCRIPTOR.services_by_name["GrammarService"].full_name
-_RETRY_SECONDS = 0.2
-
-
-class LinkOwner(Protocol):
-    """The pool that a link belongs to."""
-
-    def on_changed(self, link: "GrammarLink") -> None:
-        """Note that the service serves, serves no longer, or was refused."""
-
-    def on_idle(self, link: "GrammarLink") -> None:
-        """Note that no matcher is left at the service."""
+GRAMMARS = PeerKind("grammar service", _SERVICE, "grammar_health")
 
 
 class GrammarLink:
-    """One grammar service, from the first mention of its address to the last."""
+    """One grammar service, by its address."""
 
     def __init__(
-        self,
-        target: str,
-        channel: grpc.aio.Channel,
-        make_masks: Callable[["GrammarLink"], MaskStream],
-        fingerprint: str,
+        self, peer: Peer, make_masks: Callable[["GrammarLink"], MaskStream], fingerprint: str
     ) -> None:
-        """make_masks: returns the stream of masks over `channel`.
+        """make_masks: returns the stream of masks over the peer's channel.
 
         fingerprint: SHA-256 of the tokenizer.json that the service must have; empty = any.
         """
-        self.target = target
-        self.refusal = ""
-        """Why the service is not used although it answers; empty = it is used"""
-        self.is_serving = False
-        """True if the service serves, and was not lost since it said so"""
-        self.is_retired = False
-        """True once its address is gone from DNS"""
+        self.peer = peer
         self.num_matchers = 0
-        self._channel = channel
-        self._grammar = GrammarClient(channel, fingerprint)
-        self._health = PeerHealth(channel, _SERVICE, f"the grammar service at {target}")
+        self._grammar = GrammarClient(peer.channel, fingerprint)
         self._masks = make_masks(self)
-        self._owner: LinkOwner | None = None
-        self._watching: asyncio.Task[None] | None = None
 
     @property
-    def is_usable(self) -> bool:
-        """True if new matchers may be opened at the service."""
-        return self.is_serving and not self.refusal and not self.is_retired
+    def is_idle(self) -> bool:
+        """True if no matcher is open at the service."""
+        return not self.num_matchers
 
-    def start(self, owner: LinkOwner) -> None:
-        """Follow the service's health."""
-        self._owner = owner
-        self._watching = keep_running("grammar_health", self._watch)
+    async def ask(self) -> None:
+        """Do nothing: the answer to a compilation names the service's tokenizer."""
 
-    def suspend(self) -> None:
-        """Stop using the service until it reports again that it serves."""
-        if self._watching is not None and self._owner is not None:
-            self._watching.cancel()
-            self._change(is_serving=False)
-            self.start(self._owner)
-
-    async def aclose(self) -> None:
-        """End the stream of masks and the channel."""
-        if self._watching is not None:
-            self._watching.cancel()
+    async def close(self) -> None:
+        """End the stream of masks."""
         await self._masks.aclose()
-        await self._channel.close()
 
     async def compile(self, spec: GrammarSpec, timeout: float, tenant: str) -> str:
         """Return the id of a tenant's grammar.
@@ -95,12 +51,13 @@ class GrammarLink:
             return await self._grammar.compile(spec, timeout, tenant)
         except ServiceError as error:
             if error.reason == ANOTHER_TOKENIZER:
-                self._refuse(f"The grammar service at {self.target} can't be used: {error.message}")
+                target = self.peer.target
+                self.peer.refuse(f"The grammar service at {target} can't be used: {error.message}")
             raise
 
     # matchers
 
-    def open(self, matcher: int, grammar_id: str, generated: Sequence[int]) -> None:
+    def open_matcher(self, matcher: int, grammar_id: str, generated: Sequence[int]) -> None:
         """Open a matcher for a sequence that has already generated these tokens."""
         self.num_matchers += 1
         self._masks.open(matcher, grammar_id, generated)
@@ -111,37 +68,7 @@ class GrammarLink:
         if draft:
             self._masks.ask_draft_masks(matcher, draft)
 
-    def close(self, matcher: int) -> None:
+    def close_matcher(self, matcher: int) -> None:
         """Close a matcher, whether or not the service still has it."""
         self._masks.close(matcher)
         self.num_matchers -= 1
-        if not self.num_matchers and self._owner is not None:
-            self._owner.on_idle(self)
-
-    # health
-
-    async def _watch(self) -> None:
-        while True:
-            async with aclosing(self._health.statuses()) as statuses:
-                async for status in statuses:
-                    if status == Status.SERVICE_UNKNOWN:
-                        self._refuse(f"The server at {self.target} is no grammar service.")
-                    self._change(is_serving=status == Status.SERVING)
-            self.refusal = ""  # another service may be at the address next time
-            self._change(is_serving=False)
-            await asyncio.sleep(_RETRY_SECONDS)
-
-    def _refuse(self, why: str) -> None:
-        if why != self.refusal:
-            _LOG.error("%s", why)
-            self.refusal = why
-            self._notify_owner()
-
-    def _change(self, *, is_serving: bool) -> None:
-        if is_serving != self.is_serving:
-            self.is_serving = is_serving
-            self._notify_owner()
-
-    def _notify_owner(self) -> None:
-        if self._owner is not None:
-            self._owner.on_changed(self)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from services.common.errors import internal_error
+from services.common.peers.losses import Losses
+from services.common.peers.peer import ChannelSettings, Peer
 from services.engine.frontend.grammar_link import GrammarLink
 from services.engine.frontend.grammar_pool import GrammarPool
 from services.engine.frontend.mask_stream import (
@@ -25,12 +27,11 @@ from services.engine.frontend.mask_stream import (
 )
 from services.engine.frontend.metrics import MOVED_MATCHERS
 from services.engine.messages import DraftTokens, Mask, Token
-from tokenwire.channel import connect
 from tokenwire.channel_options import LOST_SECONDS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 from tokenwire.tls import ClientTls
-from tokenwire.token_file import TokenFile, shown
+from tokenwire.token_file import TokenFile
 
 __all__ = ["CompiledGrammar", "Matchers"]
 
@@ -42,8 +43,6 @@ _COMPILE_SECONDS = 20.0
 _LATE = "The grammar was not compiled in time: the grammar service is busy or does not answer."
 _RETRY_SECONDS = 0.1
 """Time between attempts to reach the service"""
-_MAX_RESTORES = 3
-"""Losses without an answer between them that a sequence survives; it may cause them itself"""
 _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
@@ -83,8 +82,10 @@ class _Matcher:
     """time.monotonic() of the command that the service has not answered; None = it has"""
     mask_seconds: float = 0.0
     """Seconds that the service took to answer with masks"""
-    restores: int = 0
-    """Losses of the service since its last answer"""
+    num_answers: int = 0
+    """Answers of the services"""
+    losses: Losses = field(default_factory=Losses)
+    """Losses of services that had a command of this matcher to answer"""
     draft: Sequence[int] = ()
     """Draft tokens whose masks the last command requested"""
 
@@ -115,9 +116,6 @@ class Matchers:
         wait_seconds: time limit of constrained requests that wait for a lost grammar service.
         """
         self._wait_seconds = wait_seconds
-        self._lost_seconds = lost_seconds
-        self._tls = tls
-        self._token = token
         self._fingerprint = fingerprint
         self._vocabulary_size = vocabulary_size
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -130,7 +128,8 @@ class Matchers:
         """Matchers by handle and sequence"""
         self._restoring: dict[str, asyncio.Task[None]] = {}
         """Running compilations for matchers that wait, by grammar id"""
-        self._pool = GrammarPool(targets, self._connect, self._on_leaving)
+        channels = ChannelSettings(lost_seconds, tls, token)
+        self._pool = GrammarPool(targets, channels, self._open_link, self._on_leaving)
 
     async def compile(self, spec: GrammarSpec, tenant: str = "") -> CompiledGrammar:
         """Compile a tenant's grammar at the service that should have its sequences.
@@ -159,7 +158,7 @@ class Matchers:
                 elif error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
                     if busy is not None:  # the service answers: others' grammars took the time
                         raise busy from None
-                    link.suspend()
+                    link.peer.suspend()
                     error = lost_service(_LATE)
                 if error.code not in _TRANSIENT or loop.time() + _RETRY_SECONDS >= deadline:
                     raise error from None
@@ -231,13 +230,10 @@ class Matchers:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._pool.aclose()
 
-    def _connect(self, target: str, name: str) -> GrammarLink:
-        """Return the link to a grammar service. name: that of its certificate, if not its host."""
-        channel = connect(target, self._lost_seconds, self._tls, name, shown(self._token))
-
+    def _open_link(self, peer: Peer) -> GrammarLink:
         def masks(link: GrammarLink) -> MaskStream:
             return MaskStream(
-                channel,
+                peer.channel,
                 vocabulary_size=self._vocabulary_size,
                 eos_token_ids=tuple(self._eos_token_ids),
                 on_states=self._on_states,
@@ -245,7 +241,7 @@ class Matchers:
                 answer_seconds=_ANSWER_SECONDS,
             )
 
-        return GrammarLink(target, channel, masks, self._fingerprint)
+        return GrammarLink(peer, masks, self._fingerprint)
 
     def _on_states(self, states: Sequence[MaskState]) -> None:
         masks: list[Mask] = []
@@ -258,7 +254,7 @@ class Matchers:
                 matcher.mask_seconds += now - matcher.asked_at
                 matcher.asked_at = None
             if state.error is None:
-                matcher.restores = 0
+                matcher.num_answers += 1
                 draft, matcher.draft = matcher.draft[len(state.forced) :], ()
                 masks.append(
                     Mask(
@@ -273,8 +269,7 @@ class Matchers:
                 )
                 matcher.num_consumed += len(state.forced)
                 self._catch_up(matcher)
-            elif state.error.reason == "GRAMMAR_NOT_FOUND" and matcher.restores < _MAX_RESTORES:
-                matcher.restores += 1
+            elif state.error.reason == "GRAMMAR_NOT_FOUND" and _may_continue(matcher):
                 self._restore([matcher])
             else:
                 _name_field(matcher, state.error)
@@ -299,14 +294,10 @@ class Matchers:
     def _on_lost(self, link: GrammarLink, error: ServiceError) -> None:
         """Open the matchers of a lost stream again, except those that may be the cause."""
         lost = [matcher for matcher in self._matchers.values() if matcher.link is link]
-        failed = []
-        for matcher in lost:
-            matcher.restores += matcher.asked_at is not None
-            if matcher.restores > _MAX_RESTORES:
-                failed.append(matcher)
+        failed = [each for each in lost if each.asked_at is not None and not _may_continue(each)]
         self._restore([matcher for matcher in lost if matcher not in failed])
         if error.reason == GRAMMAR_HANGS:
-            link.suspend()
+            link.peer.suspend()
         for matcher in failed:
             self._on_failed(matcher.handle, error)
 
@@ -318,13 +309,13 @@ class Matchers:
         matcher.link = link
         matcher.asked_at = time.monotonic()
         matcher.num_consumed = len(matcher.generated)
-        link.open(matcher.number, matcher.grammar.grammar_id, matcher.generated)
+        link.open_matcher(matcher.number, matcher.grammar.grammar_id, matcher.generated)
 
     def _detach(self, matcher: _Matcher) -> None:
         """Close a matcher where it is open."""
         link, matcher.link = matcher.link, None
         if link is not None:
-            link.close(matcher.number)
+            link.close_matcher(matcher.number)
 
     def _restore(self, matchers: Sequence[_Matcher]) -> None:
         """Compile the grammars of these matchers where they should be, and open them there."""
@@ -369,6 +360,11 @@ class Matchers:
         return [
             each for each in matchers if each.link is None and each.grammar.grammar_id == grammar_id
         ]
+
+
+def _may_continue(matcher: _Matcher) -> bool:
+    """Count a loss. Return whether the matcher may be opened again: it may be the cause."""
+    return matcher.losses.count(matcher.num_answers)
 
 
 def _name_field(matcher: _Matcher, error: ServiceError) -> None:

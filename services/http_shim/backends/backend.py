@@ -3,22 +3,23 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
-from services.common.background import keep_running
 from services.common.logging import request_id, traceparent
+from services.common.peers.losses import Losses
+from services.common.peers.peer import ChannelSettings, PeerState
+from services.common.peers.peer_pool import PeerPool
+from services.common.peers.targets import parse_targets
+from services.common.peers.waiting_room import WaitingRoom
 from services.common.priority import PRIORITY_KEY, TENANT_KEY
-from services.common.sharing.shares import Shares
 from services.common.sharing.tenant import current_tenant
-from services.common.targets import Discovery, parse_targets
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
-from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
+from services.http_shim.backends.tokenizer_link import TOKENIZERS, TokenizerLink, no_service
 from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.channel_options import LOST_SECONDS
@@ -32,7 +33,6 @@ __all__ = ["Backend", "RetryPolicy"]
 
 _CALL_SECONDS = 30.0
 _ADAPTER_SECONDS = 600.0
-_PROBE_SECONDS = 0.2
 Answer = TypeVar("Answer")
 
 
@@ -60,12 +60,11 @@ class Backend:
     def __init__(self, targets: str, retry_policy: RetryPolicy) -> None:
         """targets: as `parse_targets` takes them; it raises StartupError."""
         self._retry_policy = retry_policy
-        self._links: dict[str, TokenizerLink] = {}
-        self._some_serves = asyncio.Event()
-        self._waiting = Shares(retry_policy.max_waiting, reserve=retry_policy.max_waiting)
-        self._closing: set[asyncio.Task[None]] = set()
-        self._discovery = Discovery(parse_targets(targets, "--tokenizer"), self._on_addresses)
-        self._discovery.start()
+        self._waiting_room = WaitingRoom(retry_policy.max_waiting, "the model")
+        channels = ChannelSettings(retry_policy.lost_seconds, retry_policy.tls, retry_policy.token)
+        addresses = parse_targets(targets, "--tokenizer")
+        self._peers = PeerPool(addresses, TOKENIZERS, channels, TokenizerLink)
+        self._peers.start()
 
     def submit(
         self,
@@ -112,10 +111,11 @@ class Backend:
     def choose(self) -> TokenizerLink | None:
         """Return the service with the fewest open requests; None if no address is known.
 
-        One that was lost is chosen only if all were.
+        One that reports that it takes no requests is chosen only if all do, because it may wait for
+        its engines. One that was lost or refuses this server comes last: its error says why.
         """
-        links = [link for link in self._links.values() if link.probe is None]
-        links = links or list(self._links.values())
+        links = [link for link in self._peers.links if link.peer.may_serve] or self._peers.links
+        links = [link for link in links if link.peer.state is not PeerState.UNREADY] or links
         if not links:
             return None
         least = min(link.session.num_open for link in links)
@@ -123,30 +123,21 @@ class Backend:
 
     def doubt(self, link: TokenizerLink) -> None:
         """Stop sending requests to a service until it is ready again."""
-        if link.probe is None:
-            link.probe = keep_running("tokenizer_probe", partial(self._probe, link))
-            self._note_serving()
+        link.peer.suspend()
 
     async def wait_until_serving(self, error: ServiceError) -> None:
-        """Wait until a service serves.
+        """Wait until a service may serve.
 
         Raises `error` if that takes too long, and RESOURCE_EXHAUSTED if too many requests wait.
         """
-        if self._some_serves.is_set():
+        if self._may_serve():
             return
-        tenant = current_tenant.get()
-        if not self._waiting.has_room(tenant, 1):
-            message = f"{self._waiting.held} requests already wait for the model; try again."
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            raise ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
-        self._waiting.add(tenant, 1)
-        try:
-            async with asyncio.timeout(self._retry_policy.wait_seconds):
-                await self._some_serves.wait()
-        except TimeoutError:
-            raise error from None
-        finally:
-            self._waiting.add(tenant, -1)
+        with self._waiting_room.place():
+            try:
+                async with asyncio.timeout(self._retry_policy.wait_seconds):
+                    await self._peers.wait_until(self._may_serve)
+            except TimeoutError:
+                raise error from None
 
     async def models(self) -> list[completion_pb2.Model]:
         """Return the models that a service serves."""
@@ -160,7 +151,7 @@ class Backend:
     async def status(self) -> completion_pb2.ModelStatus:
         """Return the counts of the services, added up, and the loads of their engines."""
         answers = await asyncio.gather(
-            *(self._status(link) for link in self._links.values()), return_exceptions=True
+            *(self._status(link) for link in self._peers.links), return_exceptions=True
         )
         statuses = [each for each in answers if isinstance(each, completion_pb2.ModelStatus)]
         if not statuses:
@@ -234,7 +225,7 @@ class Backend:
 
     async def is_ready(self) -> bool:
         """Return whether a service accepts completions."""
-        asked = [asyncio.ensure_future(link.is_ready()) for link in self._links.values()]
+        asked = [asyncio.ensure_future(link.is_ready()) for link in self._peers.links]
         try:
             for answer in asyncio.as_completed(asked):
                 if await answer:
@@ -246,24 +237,24 @@ class Backend:
 
     async def close(self) -> None:
         """End the Sessions and abort their requests."""
-        self._discovery.stop()
-        for link in self._links.values():
-            await link.close()
+        await self._peers.close()
 
     async def _answer(self, call: Callable[[TokenizerLink], Awaitable[Answer]]) -> Answer:
         """Return the answer of an idempotent call, which is repeated if its service was lost."""
-        losses = 0
+        losses = Losses()
         while True:
             link = self._require_link()
             try:
                 return await call(link)
             except grpc.aio.AioRpcError as failure:
                 error = link.translated(ServiceError.from_rpc_error(failure))
-            if error.code is not grpc.StatusCode.UNAVAILABLE or losses == MAX_LOSSES:
+            if error.code is not grpc.StatusCode.UNAVAILABLE or not losses.count():
                 raise error
-            losses += 1
             self.doubt(link)
             await self.wait_until_serving(error)
+
+    def _may_serve(self) -> bool:
+        return any(link.peer.may_serve for link in self._peers.links)
 
     def _require_link(self) -> TokenizerLink:
         link = self.choose()
@@ -277,38 +268,6 @@ class Backend:
             return (await call).models[0]
         except grpc.aio.AioRpcError as error:
             raise link.translated(ServiceError.from_rpc_error(error)) from None
-
-    async def _probe(self, link: TokenizerLink) -> None:
-        while not await link.is_ready():  # noqa: ASYNC110 - another process
-            await asyncio.sleep(_PROBE_SECONDS)
-        link.probe = None
-        self._note_serving()
-
-    def _note_serving(self) -> None:
-        if any(link.probe is None for link in self._links.values()):
-            self._some_serves.set()
-        else:
-            self._some_serves.clear()
-
-    def _on_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Connect to new services; those that are gone from DNS end their requests first."""
-        for target in [each for each in self._links if each not in addresses]:
-            closing = asyncio.ensure_future(_close_when_idle(self._links.pop(target)))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        policy = self._retry_policy
-        for target, name in addresses.items():
-            if target not in self._links:
-                self._links[target] = TokenizerLink(
-                    target, policy.lost_seconds, policy.tls, name, policy.token
-                )
-        self._note_serving()
-
-
-async def _close_when_idle(link: TokenizerLink) -> None:
-    while link.session.num_open:  # noqa: ASYNC110 - the end of a request is its listener's
-        await asyncio.sleep(_PROBE_SECONDS)
-    await link.close()
 
 
 def _sum(statuses: Sequence[completion_pb2.ModelStatus]) -> completion_pb2.ModelStatus:

@@ -8,8 +8,9 @@ from typing import Protocol
 import grpc
 
 from services.common.errors import internal_error
+from services.common.peers.losses import Losses
 from services.http_shim.backends.output_collector import OutputCollector
-from services.http_shim.backends.tokenizer_link import MAX_LOSSES, TokenizerLink, no_service
+from services.http_shim.backends.tokenizer_link import TokenizerLink, no_service
 from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import ServiceError
@@ -56,12 +57,11 @@ class Submission:
         "_context",
         "_credit",
         "_deadline",
-        "_fruitless_losses",
         "_handle",
         "_images",
         "_link",
+        "_losses",
         "_on_admitted",
-        "_progress",
         "_request",
         "_retry",
         "_services",
@@ -92,10 +92,7 @@ class Submission:
         """Tokens per choice granted so far; None = unlimited"""
         self._images = images
         self._on_admitted = on_admitted
-        self._fruitless_losses = 0
-        """Losses in a row without new output: the request itself may crash the service"""
-        self._progress = 0
-        """Output received before the last loss"""
+        self._losses = Losses()
         self._cancelled = False
         self._retry: asyncio.Task[None] | None = None
         self._link: TokenizerLink | None = None
@@ -121,9 +118,10 @@ class Submission:
             error = _not_resumable(error)
         if error.reason in _RETRIED and self._link is not None:
             self._services.doubt(self._link)
+        may_continue = self._images is None or self._images.is_held
         if error.reason == "SESSION_LOST":
-            self._count_loss()
-        if error.reason in _RETRIED and not self._cancelled and self._may_continue():
+            may_continue &= self._losses.count(self._collector.received.progress)
+        if error.reason in _RETRIED and not self._cancelled and may_continue:
             self._link = None
             self._retry = asyncio.ensure_future(self._submit_again(error))
         else:
@@ -161,17 +159,6 @@ class Submission:
         if self._retry is not None:
             self._retry.cancel()
         self._send(completion_pb2.SessionCommand(cancel=completion_pb2.SessionCancel()))
-
-    def _count_loss(self) -> None:
-        progress = self._collector.received.progress
-        if progress > self._progress:
-            self._fruitless_losses = 0
-        self._progress = progress
-        self._fruitless_losses += 1
-
-    def _may_continue(self) -> bool:
-        has_images = self._images is None or self._images.is_held
-        return has_images and self._fruitless_losses <= MAX_LOSSES
 
     def _fail(self, error: ServiceError) -> None:
         if self._images is not None:

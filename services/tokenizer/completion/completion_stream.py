@@ -10,10 +10,11 @@ import grpc
 
 from services.common.errors import draining_error, internal_error
 from services.common.failures import failure
+from services.common.peers.losses import Losses
 from services.tokenizer import metrics
 from services.tokenizer.completion.completion_output import CompletionOutput
 from services.tokenizer.completion.completion_span import end_span
-from services.tokenizer.completion.engine_request import CallContext, EngineLosses, EngineRequest
+from services.tokenizer.completion.engine_request import CallContext, EngineRequest
 from services.tokenizer.completion.plan import CompletionPlan
 from services.tokenizer.completion.request_processor import AddResponse, RequestProcessor
 from services.tokenizer.engines.engine_link import EngineLink
@@ -80,7 +81,7 @@ class CompletionStream:
         self._send_queue = send_queue
         self._on_end = on_end
         self._engine = EngineRequest(pool, self, context, credit=credit, is_windowed=is_windowed)
-        self._losses = EngineLosses()
+        self._losses = Losses()
         self._began = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._output: CompletionOutput | None = None

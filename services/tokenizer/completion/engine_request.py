@@ -19,12 +19,11 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.session import Listener
 
-__all__ = ["CallContext", "EngineLosses", "EngineRequest"]
+__all__ = ["CallContext", "EngineRequest"]
 
 _MARGIN_SECONDS = 0.1  # by which the engine's deadline precedes the caller's
 _WINDOW = 1_024  # tokens per choice that the engine may be ahead of the reader of a call
 _MAX_CREDIT = 2**32 - 1  # tokens that one message can grant; no choice can have more
-_MAX_LOSSES = 3  # engines lost in a row: the request may be what ends them
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +47,6 @@ class CallContext:
     def log_fields(self) -> dict[str, str]:
         """Fields that identify the request in log lines."""
         return request_fields(self.request_id, self.span.traceparent)
-
-
-class EngineLosses:
-    """Count of the times in a row that a request lost its engine without progress."""
-
-    def __init__(self) -> None:
-        self._without_progress = 0
-        self._progress = 0
-
-    def count(self, progress: int) -> bool:
-        """Count a loss after `progress` tokens and scores. Returns whether a retry is allowed."""
-        if progress > self._progress:
-            self._without_progress = 0
-        self._progress = progress
-        self._without_progress += 1
-        return self._without_progress < _MAX_LOSSES
 
 
 class EngineRequest:

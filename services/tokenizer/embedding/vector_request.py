@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from services.common.peers.losses import Losses
 from services.common.priority import PRIORITY_KEY, TENANT_KEY
 from services.tokenizer.completion.engine_request import CallContext
 from services.tokenizer.engines.engine_link import EngineLink
@@ -19,7 +20,6 @@ from tokenwire.pb.types.v1 import types_pb2
 __all__ = ["VectorRequest", "Vectors"]
 
 _AT_ONCE = 2  # parts of one request that engines have: one that runs, and the next one
-_MOST_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ class VectorRequest:
             token_weights=self._weighs_tokens,
         )
         avoided: set[EngineLink] = set()
-        for tries in range(1, _MOST_TRIES + 1):
+        losses = Losses()
+        while True:
             need = self._need(request)
             placement = self._pool.place(need, avoided)
             try:
@@ -96,7 +97,7 @@ class VectorRequest:
                 avoided.add(placement.link)
                 is_lost = error.code is grpc.StatusCode.UNAVAILABLE
                 is_full = error.reason == "QUEUE_FULL" and self._pool.has_other(avoided, need)
-                if tries == _MOST_TRIES or not (is_lost or is_full):
+                if not is_full and not (is_lost and losses.count()):
                     raise
                 if is_lost:
                     self._pool.suspend(placement.link)
@@ -104,7 +105,6 @@ class VectorRequest:
             finally:
                 placement.leave()
             await self._pool.wait_until_serving(self.context.deadline, why, is_new=True)
-        raise AssertionError("the last try returns or raises")
 
     def _need(self, request: engine_pb2.EmbedRequest) -> Need:
         """Describe the request for the choice of an engine, as one that computes its prompts."""

@@ -1,37 +1,32 @@
-"""Connection to one engine: its Session, its model, its health, load and cache."""
+"""Connection to one engine: its Session, its model, adapters, load and cache."""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
 
 from services.common.background import keep_running
-from services.common.peer_health import PeerHealth, Status
+from services.common.peers.peer import RETRY_SECONDS, Peer, PeerKind, PeerRefusedError, PeerState
 from services.tokenizer import metrics
 from services.tokenizer.engines.cached_blocks import CachedBlocks, CacheEventError
 from services.tokenizer.engines.engine_load import EngineLoad
 from services.tokenizer.engines.placement import Need, Placement
 from services.tokenizer.engines.shared_count import SharedCount
-from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
-from tokenwire.serving.health import reports_serving
 from tokenwire.session import engine_session
-from tokenwire.tls import ClientTls
-from tokenwire.token_file import TokenFile, shown
 
-__all__ = ["EngineLink", "EngineRefusedError", "LinkOwner"]
+__all__ = ["ENGINES", "EngineLink", "LinkOwner"]
 
 Answer = TypeVar("Answer")
 _LOG = logging.getLogger("engine_link")
-_SERVICE = "tokenwire.engine.v1.EngineService"
-_RETRY_SECONDS = 0.5
+_SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
+ENGINES = PeerKind("engine", _SERVICE, "engine_health")
 _CALL_SECONDS = 10.0
 _ADAPTER_SECONDS = 600.0  # that the weights of an adapter may take
 _STATUS_SECONDS = 1.0  # a status page asks again soon, and shows an engine without answer as away
@@ -40,21 +35,11 @@ _LEAST_TRUST = 0.5
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
-class EngineRefusedError(Exception):
-    """The engine does not serve this checkpoint as the others do. The message is one sentence."""
-
-
 class LinkOwner(Protocol):
     """The pool that a link belongs to."""
 
     def admit(self, link: "EngineLink", model: engine_pb2.GetModelResponse) -> None:
-        """Accept the engine's model. Raises EngineRefusedError if it is another one."""
-
-    def on_changed(self, link: "EngineLink") -> None:
-        """Note that the engine has begun or ceased to serve, or was refused."""
-
-    def on_idle(self, link: "EngineLink") -> None:
-        """Note that no request is left on the engine."""
+        """Accept the engine's model. Raises PeerRefusedError if it is another one."""
 
     def on_cache_changed(
         self, link: "EngineLink", group: int, stored: Collection[bytes], removed: Collection[bytes]
@@ -65,25 +50,13 @@ class LinkOwner(Protocol):
 class EngineLink:
     """One engine, from the first mention of its address to the last."""
 
-    def __init__(
-        self,
-        target: str,
-        owner: LinkOwner,
-        lost_seconds: float,
-        tls: ClientTls | None = None,
-        server_name: str = "",
-        token: TokenFile | None = None,
-    ) -> None:
-        """The last four arguments are those of `connect`."""
-        self.target = target
+    def __init__(self, peer: Peer, owner: LinkOwner) -> None:
+        self.peer = peer
+        self.target = peer.target
         self.model: engine_pb2.GetModelResponse | None = None
         """Last answer of the engine; None before the first"""
         self.adapters: Mapping[str, str] = {}
         """Fingerprints of the engine's adapters by name, as last reported"""
-        self.is_serving = False
-        """True if the engine serves this checkpoint, and was not lost since it reported that"""
-        self.refusal = ""
-        """Why the engine is not used although it answers; empty = it is used"""
         self.cached = CachedBlocks(partial(owner.on_cache_changed, self))
         self.num_requests = 0
         """Requests of this process on the engine"""
@@ -93,19 +66,12 @@ class EngineLink:
         """Tokens of prompts that are not computed yet"""
         self._owner = owner
         self._load = engine_pb2.Load()
-        self._channel = connect(target, lost_seconds, tls, server_name, shown(token))
-        self._control = EngineControlServiceStub(self._channel)
-        self._engine = EngineServiceStub(self._channel)
-        self._health = PeerHealth(self._channel, _SERVICE, f"the engine at {target}")
+        self._control = EngineControlServiceStub(peer.channel)
+        self._engine = EngineServiceStub(peer.channel)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_followed = False
         self._is_load_followed = False
-        self._probe: asyncio.Task[bool] | None = None
-        self.session = engine_session(self._channel)
-
-    def start(self) -> None:
-        """Follow the engine's health."""
-        self._spawn("engine_health", self._watch_health)
+        self.session = engine_session(peer.channel)
         self._spawn("engine_adapters", partial(self._repeat, self._watch_adapters))
 
     def follow(self) -> None:
@@ -125,10 +91,13 @@ class EngineLink:
         """End the Session; the engine aborts its requests."""
         for task in [*self._tasks]:
             task.cancel()
-        if self._probe is not None:
-            self._probe.cancel()
+        metrics.PLACED.remove(self.target)  # a series for each former address would remain
         await self.session.close()
-        await self._channel.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request of this process is on the engine."""
+        return not self.num_requests
 
     # the engine's load
 
@@ -205,17 +174,15 @@ class EngineLink:
         """Count one request less."""
         self.num_requests -= 1
         self._sequences.add(-placement.sequences)
-        if not self.num_requests:
-            self._owner.on_idle(self)
 
     async def status(self) -> completion_pb2.EngineStatus:
         """Return the engine and its load, or why it is away."""
         status = completion_pb2.EngineStatus(target=self.target)
-        if self.refusal:
-            status.state, status.reason = completion_pb2.ENGINE_STATE_REFUSED, self.refusal
+        if self.peer.state is PeerState.REFUSED:
+            status.state, status.reason = completion_pb2.ENGINE_STATE_REFUSED, self.peer.refusal
             return status
         status.state = completion_pb2.ENGINE_STATE_AWAY
-        if self.model is None or not self.is_serving:  # another checkpoint may be at its address
+        if self.model is None or not self.peer.is_serving:  # another one may be at its address
             return status
         try:
             answer = await self._control.GetLoad(
@@ -259,99 +226,28 @@ class EngineLink:
             raise ServiceError.from_rpc_error(error) from None
         return answer.freed_blocks
 
-    # the engine's health
+    # what the engine is
 
-    def suspend(self, seconds: float) -> None:
-        """Stop using the engine until it reports again that it serves.
-
-        It is probed until then. seconds: length of each probe, without the time of loading a model.
-        """
-        if self.is_serving:
-            self._change(is_serving=False)
-            self._spawn("engine_regain", partial(self._regain, seconds))
-
-    def probe(self, seconds: float) -> "asyncio.Task[bool]":
-        """Return a task, shared by all callers, that returns true if the engine serves in time.
-
-        The time in which the engine loads its model does not count.
-        """
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self._probe_health(seconds))
-        return self._probe
-
-    async def _regain(self, seconds: float) -> None:
-        while not self.is_serving:
-            await self.probe(seconds)
-            await asyncio.sleep(_RETRY_SECONDS)
-
-    async def _watch_health(self) -> None:
-        while True:
-            try:
-                async with aclosing(self._health.statuses()) as statuses:
-                    async for status in statuses:
-                        if status == Status.SERVICE_UNKNOWN:
-                            raise EngineRefusedError(f"The server at {self.target} is no engine.")
-                        serves = status == Status.SERVING
-                        if serves:
-                            await self._read_model()
-                        self._change(serves)
-            except EngineRefusedError as error:
-                self._refuse(str(error))
-            except grpc.aio.AioRpcError as error:
-                self._health.log_loss(error)
-            self._change(is_serving=False)  # another engine may come back at the address
-            await asyncio.sleep(_RETRY_SECONDS)
-
-    async def _read_model(self) -> None:
+    async def ask(self) -> None:
+        """Read the engine's model. Raises PeerRefusedError if it can't be used."""
         request = engine_pb2.GetModelRequest()
         try:
             model = await self._control.GetModel(request, timeout=_CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
             if error.code() in _REFUSALS:
                 message = f"The engine at {self.target} refuses this service: {error.details()}"
-                raise EngineRefusedError(message) from None
+                raise PeerRefusedError(message) from None
             raise
         self._owner.admit(self, model)
         self.model = model
         self.cached.describe(model)
         self.adapters = _fingerprints(model.adapters)
-        self.refusal = ""
 
-    def _refuse(self, why: str) -> None:
-        if why != self.refusal:
-            _LOG.error("%s", why)
-            self.refusal = why
-            self._owner.on_changed(self)
-
-    def _change(self, is_serving: bool) -> None:
-        if is_serving != self.is_serving:
-            self.is_serving = is_serving
-            self._owner.on_changed(self)
-
-    async def _probe_health(self, seconds: float) -> bool:
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while (left := end - loop.time()) > 0:
-            if await self._serves(min(left, _CALL_SECONDS)):
-                return True
-            if await self._loads():
-                end = loop.time() + seconds
-            await asyncio.sleep(min(_RETRY_SECONDS, max(0.0, end - loop.time())))
-        return False
-
-    async def _serves(self, seconds: float) -> bool:
-        if not await reports_serving(self._channel, _SERVICE, seconds, wait_for_ready=True):
-            return False
+    async def is_loading(self, seconds: float) -> bool:
+        """Return whether the engine says within some seconds that it loads its model."""
+        request = engine_pb2.GetModelRequest()
         try:
-            await self._read_model()
-        except (EngineRefusedError, grpc.aio.AioRpcError):  # `_watch_health` logs it
-            return False
-        self._change(is_serving=True)
-        return True
-
-    async def _loads(self) -> bool:
-        try:
-            await self._control.GetModel(engine_pb2.GetModelRequest(), timeout=_CALL_SECONDS)
+            await self._control.GetModel(request, timeout=min(seconds, _CALL_SECONDS))
         except grpc.aio.AioRpcError as error:
             return ServiceError.from_rpc_error(error).reason == "LOADING"
         return False
@@ -384,7 +280,7 @@ class EngineLink:
         """Watch again whenever the stream ends, unless the engine does not know the rpc."""
         while True:
             try:
-                await self._health.reach()
+                await self.peer.reach()
                 await watch()
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -393,7 +289,7 @@ class EngineLink:
             except CacheEventError as error:
                 _LOG.warning("the cache of the engine at %s is read anew: %s", self.target, error)
                 metrics.CACHE_GAPS.inc()
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _watch_load(self) -> None:
         request = engine_pb2.WatchLoadRequest(interval_seconds=_WATCH_SECONDS)

@@ -2,20 +2,20 @@
 
 import asyncio
 import hashlib
-import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import grpc
 
 from services.common.contract import MAX_CHAT_LOGPROBS
+from services.common.peers.peer import RETRY_SECONDS, ChannelSettings, Peer, PeerRefusedError
+from services.common.peers.peer_pool import PeerPool
+from services.common.peers.waiting_room import WaitingRoom
 from services.common.settings import StartupError
-from services.common.sharing.shares import Shares
-from services.common.sharing.tenant import current_tenant
-from services.common.targets import Discovery
 from services.tokenizer import metrics
-from services.tokenizer.engines.engine_link import EngineLink, EngineRefusedError
+from services.tokenizer.engines.engine_link import ENGINES, EngineLink
 from services.tokenizer.engines.engine_load import EngineLoad
 from services.tokenizer.engines.known_blocks import KnownBlocks
 from services.tokenizer.engines.placement import Need, Placement
@@ -30,7 +30,6 @@ from tokenwire.token_file import TokenFile
 
 __all__ = ["EnginePool", "PoolSettings"]
 
-_LOG = logging.getLogger("engine_pool")
 _LEAVE_SECONDS = 0.25
 _AGREED = (
     "weights_fingerprint",
@@ -79,20 +78,23 @@ class EnginePool:
         self._vocabulary = vocabulary
         self._on_serving = on_serving
         self._on_leaving: Callable[[EngineLink], None] = lambda _: None
-        self._links: dict[str, EngineLink] = {}
-        self._retired: set[EngineLink] = set()
-        """Engines whose address is gone, until their last request has ended"""
-        self._serving: list[EngineLink] = []
-        self._some_serves = asyncio.Event()
+        self._was_serving = False
         self._limits: ModelLimits | None = None
-        self._discovery = Discovery(settings.targets, self._on_addresses)
-        self._started: asyncio.Future[None] | None = None
-        self._probe: asyncio.Task[bool] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._peers = PeerPool(
+            settings.targets,
+            ENGINES,
+            ChannelSettings(settings.lost_seconds, settings.tls, settings.token),
+            self._open_link,
+            on_changed=self._on_changed,
+            on_leaving=lambda link: self._on_leaving(link),
+            leave_seconds=_LEAVE_SECONDS,
+            gauge=metrics.ENGINES,
+        )
+        self._last_wait: asyncio.Task[bool] | None = None
+        """Wait for an engine that all requests share"""
         self.blocks = KnownBlocks(self._is_cached) if settings.knows_blocks else None
         """Blocks with known token ids; None = they have no watchers"""
-        self._waiting = Shares(settings.max_waiting, reserve=settings.max_waiting)
-        """New requests that wait for an engine"""
+        self._waiting_room = WaitingRoom(settings.max_waiting, "the engine")
         self._follows_load = False
 
     @property
@@ -120,7 +122,7 @@ class EnginePool:
         """Fingerprints of the engines' adapters by name."""
         return {
             name: fingerprint
-            for link in self._links.values()
+            for link in self._peers.links
             for name, fingerprint in link.adapters.items()
         }
 
@@ -135,11 +137,12 @@ class EnginePool:
         having = [link for link in links if name in link.adapters]
         await _all_or_first_error(link.unload_adapter(name) for link in having or links)
 
-    def _require_serving(self) -> list[EngineLink]:
-        if not self._serving:
+    def _require_serving(self) -> Sequence[EngineLink]:
+        serving = self.serving
+        if not serving:
             code = grpc.StatusCode.UNAVAILABLE
             raise ServiceError(code, "NO_ENGINE", "No engine serves at present.", retry_seconds=1)
-        return [*self._serving]
+        return serving
 
     @property
     def is_known(self) -> bool:
@@ -149,7 +152,7 @@ class EnginePool:
     @property
     def is_serving(self) -> bool:
         """True if an engine serves this checkpoint."""
-        return bool(self._serving)
+        return self._peers.is_serving
 
     @property
     def context_length(self) -> int:
@@ -162,41 +165,43 @@ class EnginePool:
         on_leaving: called when an engine stops to serve while another one serves.
         """
         self._on_leaving = on_leaving
-        self._started = asyncio.get_running_loop().create_future()
-        self._discovery.start()
-        await self._started
+        self._peers.start()
+        try:
+            await self._peers.wait_for_first()
+        except PeerRefusedError as error:
+            raise StartupError(str(error)) from None
 
     async def close(self) -> None:
         """End the Sessions; the engines abort their requests."""
-        self._discovery.stop()
-        for link in [*self._links.values(), *self._retired]:
-            await link.close()
+        if self._last_wait is not None:
+            self._last_wait.cancel()
+        await self._peers.close()
 
     @property
     def serving(self) -> Sequence[EngineLink]:
         """Engines that serve."""
-        return self._serving
+        return self._peers.serving
 
     async def flush_caches(self) -> int:
         """Evict the cached prefixes that no running sequence holds; return the number of blocks.
 
         Raises UNAVAILABLE if an engine does not answer.
         """
-        return sum(await asyncio.gather(*(link.flush_cache() for link in self._serving)))
+        return sum(await asyncio.gather(*(link.flush_cache() for link in self.serving)))
 
     async def statuses(self) -> Sequence[completion_pb2.EngineStatus]:
         """Return each engine with its current load."""
-        return await asyncio.gather(*(link.status() for link in self._links.values()))
+        return await asyncio.gather(*(link.status() for link in self._peers.links))
 
     def follow_load(self) -> None:
         """Follow the load of all engines, even of a single one, for `loads`."""
         self._follows_load = True
-        for link in self._links.values():
+        for link in self._peers.links:
             link.follow_load()
 
     def loads(self) -> Sequence[EngineLoad]:
         """Return the load of each engine that serves, as last reported."""
-        return [link.load for link in self._serving]
+        return [link.load for link in self.serving]
 
     # the choice
 
@@ -224,16 +229,16 @@ class EnginePool:
 
         Watchers never get the ids of a tenant.
         """
-        if self.blocks is not None and self._serving and not tenant:
-            self.blocks.learn(prompt, self._serving[0].block_size, outputs)
+        if self.blocks is not None and not tenant and (serving := self.serving):
+            self.blocks.learn(prompt, serving[0].block_size, outputs)
 
     def has_other(self, links: Collection[EngineLink], need: Need) -> bool:
         """Return whether an engine besides these could take a request."""
-        return any(link not in links and need.suits(link) for link in self._serving)
+        return any(link not in links and need.suits(link) for link in self.serving)
 
     def suspend(self, link: EngineLink) -> None:
         """Place no requests on an engine until it reports again that it serves."""
-        link.suspend(self._settings.wait_seconds)
+        link.peer.suspend()
 
     async def wait_until_serving(self, deadline: float | None, why: str, *, is_new: bool) -> None:
         """Wait for an engine if none serves: they stop, were lost, or have not been reached.
@@ -243,47 +248,45 @@ class EnginePool:
         Raises RESOURCE_EXHAUSTED if too many wait, DEADLINE_EXCEEDED, and UNAVAILABLE if no engine
         serves within `wait_seconds`; the time in which one loads its model does not count.
         """
-        if self._serving:
+        if self.is_serving:
             return
-        tenant = current_tenant.get()
-        if is_new and not self._waiting.has_room(tenant, 1):
-            message = f"{self._waiting.held} requests already wait for the engine; try again."
-            code = grpc.StatusCode.RESOURCE_EXHAUSTED
-            raise ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
-        self._waiting.add(tenant, is_new)
-        try:
-            async with asyncio.timeout_at(deadline):
-                serves = await self._serves_again()
-        except TimeoutError:
-            message = "The deadline passed while the engine was unavailable."
-            code = grpc.StatusCode.DEADLINE_EXCEEDED
-            raise ServiceError(code, "DEADLINE_EXCEEDED", message) from None
-        finally:
-            self._waiting.add(tenant, -is_new)
+        with self._waiting_room.place() if is_new else nullcontext():
+            try:
+                async with asyncio.timeout_at(deadline):
+                    serves = await self._serves_in_time()
+            except TimeoutError:
+                message = "The deadline passed while the engine was unavailable."
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+                raise ServiceError(code, "DEADLINE_EXCEEDED", message) from None
         if not serves:
             message = f"The engine is unreachable or does not serve: {why}"
             code = grpc.StatusCode.UNAVAILABLE
             raise ServiceError(code, "ENGINE_LOST", message, retry_seconds=1)
 
-    async def _serves_again(self) -> bool:
-        """Return whether an engine serves in time. All waiting requests share one probe."""
-        if self._probe is None or self._probe.done():
-            self._probe = asyncio.ensure_future(self._probe_all())
-        return await asyncio.shield(self._probe)
+    async def _serves_in_time(self) -> bool:
+        """Return whether an engine serves in time. All waiting requests share one wait."""
+        if self._last_wait is None or self._last_wait.done():
+            self._last_wait = asyncio.ensure_future(self._wait())
+        return await asyncio.shield(self._last_wait)
 
-    async def _probe_all(self) -> bool:
-        seconds = self._settings.wait_seconds
-        some = asyncio.ensure_future(self._some_serves.wait())
-        probes = {link.probe(seconds) for link in self._links.values()}
+    async def _wait(self) -> bool:
+        serves = asyncio.ensure_future(self._peers.wait_until_serving())
+        timeout = asyncio.ensure_future(self._time_out())
         try:
-            while probes and not some.done():
-                done, _ = await asyncio.wait({some, *probes}, return_when=asyncio.FIRST_COMPLETED)
-                probes -= done
-            if not some.done() and not self._links:  # the name has no addresses yet
-                await asyncio.wait({some}, timeout=seconds)
-            return some.done()
+            await asyncio.wait({serves, timeout}, return_when=asyncio.FIRST_COMPLETED)
+            return serves.done()
         finally:
-            some.cancel()
+            serves.cancel()
+            timeout.cancel()
+
+    async def _time_out(self) -> None:
+        """Return after `wait_seconds` in which no engine has loaded its model."""
+        loop, seconds = asyncio.get_running_loop(), self._settings.wait_seconds
+        end = loop.time() + seconds
+        while (left := end - loop.time()) > 0:
+            if any(await asyncio.gather(*(link.is_loading(left) for link in self._peers.links))):
+                end = loop.time() + seconds
+            await asyncio.sleep(min(RETRY_SECONDS, max(0.0, end - loop.time())))
 
     # the engines, as their owner
 
@@ -291,50 +294,16 @@ class EnginePool:
         """Accept an engine that serves the same model as the others, with its limits."""
         expected = self._vocabulary.model_vocabulary_size
         if expected and model.vocabulary_size != expected:
-            raise EngineRefusedError(
+            raise PeerRefusedError(
                 f"The engine at {link.target} serves another checkpoint: its vocabulary "
                 f"has {model.vocabulary_size:,} ids, this one's {expected:,}."
             )
-        others = [each.model for each in self._serving if each is not link and each.model]
+        others = [each.model for each in self.serving if each is not link and each.model]
         if others and (difference := _difference(model, others[0])):
-            raise EngineRefusedError(
+            raise PeerRefusedError(
                 f"The engine at {link.target} serves another model than the others: {difference}."
             )
         self._limits = self._make_limits([model, *others])
-
-    def on_changed(self, link: EngineLink) -> None:
-        """Begin or cease to use an engine."""
-        if link in self._retired:
-            return
-        was_serving = bool(self._serving)
-        if link.is_serving and link not in self._serving:
-            self._serving.append(link)
-        elif not link.is_serving and link in self._serving:
-            self._serving.remove(link)
-            # by then, the requests of an engine that crashed have their errors, which count
-            asyncio.get_running_loop().call_later(_LEAVE_SECONDS, self._leave, link)
-        self._count()
-        if bool(self._serving) != was_serving:
-            self._on_serving(not was_serving)
-        if self._serving:
-            self._some_serves.set()
-        else:
-            self._some_serves.clear()
-        self._note_start()
-
-    def _leave(self, link: EngineLink) -> None:
-        """Move the requests of an engine that has ceased to serve to others, if there are any."""
-        if not link.is_serving and self._serving:
-            self._on_leaving(link)
-
-    def on_idle(self, link: EngineLink) -> None:
-        """Close a retired engine whose last request has ended."""
-        if link in self._retired:
-            self._retired.discard(link)
-            metrics.PLACED.remove(link.target)  # a series for each former address would remain
-            closing = asyncio.ensure_future(link.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
 
     def on_cache_changed(
         self, link: EngineLink, group: int, stored: Collection[bytes], removed: Collection[bytes]
@@ -344,49 +313,23 @@ class EnginePool:
             self.blocks.on_changed(group, link.cached.groups[group], stored, removed)
 
     def _is_cached(self, group: int, block_hash: bytes) -> bool:
-        return any(link.cached.has_reported(group, block_hash) for link in self._links.values())
+        return any(link.cached.has_reported(group, block_hash) for link in self._peers.links)
 
-    def _note_start(self) -> None:
-        if self._started is None or self._started.done():
-            return
-        refusals = [link.refusal for link in self._links.values() if link.refusal]
-        if self._serving:
-            self._started.set_result(None)
-        elif self._discovery.is_static and len(refusals) == len(self._links):
-            self._started.set_exception(StartupError(refusals[0]))
+    def _open_link(self, peer: Peer) -> EngineLink:
+        link = EngineLink(peer, self)
+        if self._follows_load:
+            link.follow_load()
+        return link
 
-    def _on_addresses(self, addresses: Mapping[str, str]) -> None:
-        for target in [each for each in self._links if each not in addresses]:
-            self._retire(self._links.pop(target))
-        settings = self._settings
-        for target, name in addresses.items():
-            if target not in self._links:
-                tls, token = settings.tls, settings.token
-                link = EngineLink(target, self, settings.lost_seconds, tls, name, token)
-                self._links[target] = link
-                link.start()
-                if self._follows_load:
-                    link.follow_load()
-        if len(self._links) > 1 or self.blocks is not None:
-            for link in self._links.values():
+    def _on_changed(self) -> None:
+        """Follow the caches that the choice depends on; report whether an engine serves."""
+        links, is_serving = self._peers.links, self.is_serving
+        if len(links) > 1 or self.blocks is not None:
+            for link in links:
                 link.follow()
-        self._count()
-
-    def _retire(self, link: EngineLink) -> None:
-        """Stop placing requests on an engine whose address is gone from DNS."""
-        _LOG.info("the engine at %s is gone from its name's addresses", link.target)
-        link.is_serving = False
-        self.on_changed(link)
-        self._retired.add(link)
-        if not link.num_requests:
-            self.on_idle(link)
-
-    def _count(self) -> None:
-        refused = sum(bool(link.refusal) for link in self._links.values())
-        serving = len(self._serving)
-        metrics.ENGINES.labels("serving").set(serving)
-        metrics.ENGINES.labels("refused").set(refused)
-        metrics.ENGINES.labels("away").set(len(self._links) - serving - refused)
+        if is_serving != self._was_serving:
+            self._was_serving = is_serving
+            self._on_serving(is_serving)
 
     def _make_limits(self, models: Sequence[engine_pb2.GetModelResponse]) -> ModelLimits:
         """Return the limits that all of these engines keep, and the capabilities that all have."""

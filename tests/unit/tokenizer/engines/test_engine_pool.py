@@ -23,9 +23,9 @@ async def test_addresses_that_come_and_go_leave_no_engine(
     settings = PoolSettings(["dns:///engines:1"], "m", 5, 16, True, wait_seconds=1)
     pool = EnginePool(settings, byte_level_vocabulary, lambda _: None)
     for number in range(3):
-        pool._on_addresses({f"127.0.0.{number + 1}:9": "engines", "127.0.0.9:9": "engines"})
+        pool._peers.set_addresses({f"127.0.0.{number + 1}:9": "engines", "127.0.0.9:9": "engines"})
         assert engines_in("away") == 2
-    pool._on_addresses({})
+    pool._peers.set_addresses({})
     assert engines_in("away") == 0
     request = engine_pb2.GenerateRequest(prompts=[types_pb2.TokenIds(ids=[1])])
     with pytest.raises(ServiceError) as refused:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from services.common.peers.targets import Discovery, parse_targets
 from services.common.settings import StartupError
-from services.common.targets import Discovery, parse_targets
 
 
 def test_list_keeps_its_order_and_loses_repetitions() -> None:
@@ -46,7 +46,7 @@ async def test_addresses_follow_the_records_of_a_name(monkeypatch: pytest.Monkey
     def report(addresses: Collection[str]) -> None:
         seen.put_nowait(list(addresses))
 
-    monkeypatch.setattr("services.common.targets._RESOLVE_SECONDS", 0)
+    monkeypatch.setattr("services.common.peers.targets._RESOLVE_SECONDS", 0)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
     discovery = Discovery(["one:1", "dns:///engines:50052"], report)
     discovery.start()
