@@ -280,7 +280,7 @@ class StepLoop:
         else:
             self._runner.wait()
         for chunk in plan.chunks:
-            if chunk.draft and chunk.sequence.held_logits is None:
+            if chunk.draft and chunk.sequence.logits_hold is None:
                 self._scheduler.accept(chunk.sequence, chunk.draft)
 
     def _draw_held(self) -> None:
