@@ -8,7 +8,7 @@ import torch
 
 from services.engine.model.architecture.layers import AttentionSpec, DenseSpec, LayerSpec
 from services.engine.model.checkpoint.quantized import decoded
-from services.engine.model.decoder import LayerWeights
+from services.engine.model.layer_stack import LayerWeights
 from services.engine.model.manifest import StoredLayer
 from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.mixers.attention_weights import StoredAttention, read_attention

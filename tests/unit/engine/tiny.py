@@ -25,8 +25,8 @@ from services.engine.messages import (
     Token,
     bitmask,
 )
-from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from services.engine.model.model import Model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
@@ -89,12 +89,12 @@ def make_checkpoint(directory: Path) -> Path:
     return directory
 
 
-def load_tiny(directory: Path) -> Decoder:
+def load_tiny(directory: Path) -> Model:
     return load_model(make_checkpoint(directory), torch.float32)
 
 
 def make_loop(
-    decoder: Decoder,
+    decoder: Model,
     *,
     blocks: int = 256,
     step_tokens: int = 256,

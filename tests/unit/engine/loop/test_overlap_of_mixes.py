@@ -22,7 +22,7 @@ from services.engine.messages import (
     ScoredPrompt,
     Token,
 )
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 from services.engine.sampling import sampler
 from tests.unit.engine.loop.grammar import Grammar
 from tests.unit.engine.tiny import SAME_EXAMPLES, VOCABULARY, make_loop, make_request, mask_of
@@ -143,7 +143,7 @@ class Seen:
 
 
 def serve(
-    decoder: Decoder,
+    decoder: Model,
     streams: Sequence[Stream],
     *,
     overlaps: bool,
@@ -203,7 +203,7 @@ def serve(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_mixed_streams_get_the_same_output(
-    decoder: Decoder,
+    decoder: Model,
     monkeypatch: pytest.MonkeyPatch,
     streams: list[Stream],
     blocks: int,
