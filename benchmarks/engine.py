@@ -27,7 +27,8 @@ from services.engine.engine import Engine
 from services.engine.execution import loaded_model
 from services.engine.execution.cache_need import CacheNeed
 from services.engine.execution.memory_budget import choose_num_blocks
-from services.engine.kernels.library import Kernel, OperationCall
+from services.engine.kernels.library import Kernel
+from services.engine.kernels.structures import OperationCall
 from services.engine.loop import step_sampler
 from services.engine.messages import RequestDone, SamplingSettings, Token
 from services.engine.model.attention import AttentionBackend
@@ -49,9 +50,9 @@ PARTS = {
     Kernel.ATTENTION: "attention",
     Kernel.KEEP: "norm, rotation",
     Kernel.ROW_NORM: "norm, rotation",
-    Kernel.GROUPED: "linear",
+    Kernel.GROUPED_LINEAR: "linear",
     Kernel.FLOAT_LINEAR: "linear",
-    Kernel.GATE: "linear",
+    Kernel.GATE_ROWS: "linear",
     Kernel.PAGED_ATTENTION: "attention",
     Kernel.DELTA_RULE: "attention",
     Kernel.ARRANGE: "norm, rotation",

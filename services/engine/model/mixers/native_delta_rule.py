@@ -3,8 +3,9 @@
 import torch
 
 from services.engine.batch.step_batch import StateSegments
-from services.engine.kernels.library import DTYPES, DeltaRuleCall, Kernel, Native
+from services.engine.kernels.library import DTYPES, Kernel, Native
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.structures import DeltaRuleCall
 from services.engine.model.mixers.delta_rule import (
     DeltaInputs,
     DeltaRule,

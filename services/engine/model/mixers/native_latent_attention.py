@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.kernels.library import DTYPES, Kernel, LatentCall, Native, native
+from services.engine.kernels.library import DTYPES, Kernel, Native, native
+from services.engine.kernels.structures import LatentCall
 from services.engine.model.architecture.latent_spec import LatentSpec
 
 __all__ = ["NativeLatentDecodes", "choose_latent_decodes"]

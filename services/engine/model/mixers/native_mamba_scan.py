@@ -3,8 +3,9 @@
 import torch
 
 from services.engine.batch.step_batch import StateSegments
-from services.engine.kernels.library import DTYPES, Kernel, Native, StateScanCall
+from services.engine.kernels.library import DTYPES, Kernel, Native
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.structures import StateScanCall
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.mixers.mamba_scan import (
     MambaConstants,

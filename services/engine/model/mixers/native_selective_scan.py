@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StateSegments
-from services.engine.kernels.library import DTYPES, Native, SelectiveCall
+from services.engine.kernels.library import DTYPES, Native
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.structures import SelectiveCall
 from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.mixers.selective_scan import (
     SelectiveConstants,

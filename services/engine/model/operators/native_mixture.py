@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from services.engine.kernels.library import DTYPES, Kernel, MixtureCall, Native, RoutingCall
+from services.engine.kernels.library import DTYPES, Kernel, Native
+from services.engine.kernels.structures import MixtureCall, RoutingCall
 from services.engine.model.architecture.routing import Routing, Scoring
 from services.engine.model.operators.interface import ExpertDeltas, Mixture
 from services.engine.model.operators.looped_mixture import LoopedMixture

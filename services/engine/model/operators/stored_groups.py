@@ -7,17 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import (
+from services.engine.kernels.library import Native, Numbers
+from services.engine.kernels.memory import Arena
+from services.engine.kernels.structures import (
     BlocksCall,
     CodesCall,
     GroupedCall,
     MappedCall,
-    Native,
-    Numbers,
     NumbersCall,
     PlaneCall,
 )
-from services.engine.kernels.memory import Arena
 from services.engine.model.checkpoint.quantized import (
     BlockCodes,
     BlockNumbers,

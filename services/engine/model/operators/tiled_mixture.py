@@ -5,7 +5,8 @@ from ctypes import pointer
 
 from torch import Tensor
 
-from services.engine.kernels.library import LinearCall, MixtureCall, Native
+from services.engine.kernels.library import Native
+from services.engine.kernels.structures import LinearCall, MixtureCall
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.operators.interface import (
     AdaptedProjection,

@@ -6,16 +6,9 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import (
-    DTYPES,
-    Format,
-    InstructionSet,
-    Kernel,
-    LayerNormCall,
-    Native,
-    NormCall,
-)
+from services.engine.kernels.library import DTYPES, Format, InstructionSet, Kernel, Native
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.structures import LayerNormCall, NormCall
 from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
