@@ -23,6 +23,7 @@ from benchmarks.scenarios import ClosedLoop, Workload
 from services.common.block_hash import hash_block
 from services.engine import engine
 from services.engine.batch.step_batch import StepBatch
+from services.engine.checked_request import SamplingSettings
 from services.engine.engine import Engine
 from services.engine.execution import loaded_model
 from services.engine.execution.cache_need import CacheNeed
@@ -30,7 +31,7 @@ from services.engine.execution.memory_budget import choose_num_blocks
 from services.engine.kernels.library import Kernel
 from services.engine.kernels.structures import OperationCall
 from services.engine.loop import step_sampler
-from services.engine.messages import RequestDone, SamplingSettings, Token
+from services.engine.messages import RequestDone, Token
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.operators.recording import Recording

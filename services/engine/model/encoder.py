@@ -11,7 +11,8 @@ from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.attention.pair_scores import PairScores
 from services.engine.model.layer_stack import Activations, StackWeights
-from services.engine.model.operators.interface import LayerNorm, Operators, TableDelta
+from services.engine.model.operators.deltas import TableDelta
+from services.engine.model.operators.interface import LayerNorm, Operators
 from services.engine.model.whole_text_stack import WholeTextStack
 
 __all__ = ["Encoder", "EncoderWeights"]

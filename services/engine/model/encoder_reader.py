@@ -21,13 +21,13 @@ from services.engine.model.encoder_manifest import (
 )
 from services.engine.model.layer_stack import LayerWeights
 from services.engine.model.mixers.attention import AttentionWeights
+from services.engine.model.operators.composed_projections import AdaptedProjection
+from services.engine.model.operators.deltas import TableDelta
 from services.engine.model.operators.interface import (
-    AdaptedProjection,
     ExpertWeights,
     LayerNorm,
     Operators,
     Projection,
-    TableDelta,
 )
 from services.engine.model.pair_scores_reader import read_pair_scores
 from services.engine.model.parts.feed_forward import BiasedOutput, Dense, Experts, FeedForward

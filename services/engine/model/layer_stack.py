@@ -18,7 +18,8 @@ from services.engine.model.layer_inputs import InputRows, LayerRows
 from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
 from services.engine.model.model import Model
-from services.engine.model.operators.interface import Operators, OutputNorm
+from services.engine.model.operators.composed_projections import OutputNorm
+from services.engine.model.operators.interface import Operators
 from services.engine.model.parts.feed_forward import FeedForward
 from services.engine.model.pass_memory import pass_bytes
 from services.engine.model.residual import Residual, ResidualRows

@@ -7,7 +7,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.messages import AddRequest, Mask, Pooled, Resume
+from services.engine.checked_request import Pooled, Resume
+from services.engine.messages import AddRequest, Mask
 from services.engine.sampling.bad_words import BadWords
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.penalties import Penalties

@@ -11,20 +11,17 @@ import torch
 from hypothesis import settings
 from safetensors.torch import save_file
 
-from services.engine.execution.model_runner import ModelRunner, StepCapacity
-from services.engine.loop.request_table import LoopLimits
-from services.engine.loop.step_loop import StepLoop
-from services.engine.messages import (
-    AddRequest,
+from services.engine.checked_request import (
     CheckedRequest,
-    Command,
-    Output,
     Resume,
     SamplingSettings,
     StoppingSettings,
-    Token,
     bitmask,
 )
+from services.engine.execution.model_runner import ModelRunner, StepCapacity
+from services.engine.loop.request_table import LoopLimits
+from services.engine.loop.step_loop import StepLoop
+from services.engine.messages import AddRequest, Command, Output, Token
 from services.engine.model.loader import load_model
 from services.engine.model.model import Model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits

@@ -12,13 +12,8 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.model.adapters.peft_files import LowRankPair, PeftAdapter
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.operators.interface import (
-    Delta,
-    ExpertDeltas,
-    Operators,
-    SequenceDelta,
-    TableDelta,
-)
+from services.engine.model.operators.deltas import Delta, ExpertDeltas, SequenceDelta, TableDelta
+from services.engine.model.operators.interface import Operators
 from services.engine.model.operators.low_rank import (
     LowRank,
     LowRankProduct,

@@ -10,7 +10,8 @@ from services.engine.model.checkpoint.quantized import decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.delta_net import DeltaNetWeights
 from services.engine.model.mixers.delta_rule import DeltaWeights
-from services.engine.model.operators.interface import ChainedProjection, Projection
+from services.engine.model.operators.composed_projections import ChainedProjection
+from services.engine.model.operators.interface import Projection
 from services.engine.model.parts.shard import Shard
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
 from services.engine.model.parts.tensor_reader import TensorReader, arranged, take_rows

@@ -17,8 +17,9 @@ from torch.nn.functional import pad
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.checkpoint.mxfp4 import GROUP_SIZE, Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight
+from services.engine.model.operators.deltas import Delta, ExpertDeltas
 from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding
-from services.engine.model.operators.interface import Delta, ExpertDeltas, ExpertWeights, Mixture
+from services.engine.model.operators.interface import ExpertWeights, Mixture
 
 __all__ = ["GroupedMixture", "choose_experts"]
 

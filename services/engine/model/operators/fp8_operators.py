@@ -14,12 +14,7 @@ from services.engine.model.operators.fp8_kernels import (
     round_rows,
 )
 from services.engine.model.operators.fp8_weights import Fp8Rounding, Fp8Weight
-from services.engine.model.operators.interface import (
-    ExpertWeights,
-    Mixture,
-    Operators,
-    Projection,
-)
+from services.engine.model.operators.interface import ExpertWeights, Mixture, Operators, Projection
 from services.engine.model.operators.triton_operators import TritonOperators
 
 __all__ = ["Fp8Operators"]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight, decoded
+from services.engine.model.operators.composed_projections import AdaptedProjection
+from services.engine.model.operators.deltas import ExpertDeltas
 from services.engine.model.operators.interface import (
-    AdaptedProjection,
-    ExpertDeltas,
     ExpertWeights,
     Gate,
     Mixture,

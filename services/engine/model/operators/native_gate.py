@@ -7,7 +7,9 @@ from torch import Tensor
 from services.engine.kernels.library import Kernel, Native
 from services.engine.kernels.structures import GateCall
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
-from services.engine.model.operators.interface import AdaptedProjection, Delta, Gate, Projection
+from services.engine.model.operators.composed_projections import AdaptedProjection
+from services.engine.model.operators.deltas import Delta
+from services.engine.model.operators.interface import Gate, Projection
 
 __all__ = ["DirectGate", "GateProduct", "NativeGate", "is_native"]
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from services.engine.kernels.library import Native
 from services.engine.kernels.structures import LinearCall, MixtureCall
 from services.engine.model.architecture.routing import Routing
+from services.engine.model.operators.composed_projections import AdaptedProjection
 from services.engine.model.operators.interface import (
-    AdaptedProjection,
     Gate,
     Mixture,
     Projection,

@@ -9,9 +9,9 @@ from torch.nn.functional import linear
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.operators.composed_projections import AdaptedProjection
+from services.engine.model.operators.deltas import Delta
 from services.engine.model.operators.interface import (
-    AdaptedProjection,
-    Delta,
     ExpertWeights,
     Gate,
     Mixture,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.routing import Routing
+from services.engine.model.operators.composed_projections import OutputNorm
 from services.engine.model.operators.interface import (
     Gate,
     Mixture,
     Operators,
-    OutputNorm,
     Projection,
     RoutedMixture,
     SharedParts,

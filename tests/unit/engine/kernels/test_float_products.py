@@ -18,8 +18,9 @@ from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.model.operators import torch_operators
+from services.engine.model.operators.deltas import Delta
 from services.engine.model.operators.grouped_operators import GroupedOperators
-from services.engine.model.operators.interface import Delta, ExpertWeights
+from services.engine.model.operators.interface import ExpertWeights
 from services.engine.model.operators.native_mixture import NativeMixture
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints.configs import CONFIGS

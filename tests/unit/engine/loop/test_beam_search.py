@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
+from services.engine.checked_request import BeamSettings, EarlyStopping, SamplingSettings
 from services.engine.messages import (
     AddRequest,
-    BeamSettings,
     CancelRequest,
-    EarlyStopping,
     FinishCause,
     Finished,
     GrantCredit,
     Output,
     Refused,
     RequestDone,
-    SamplingSettings,
     Token,
 )
 from services.engine.model.model import Model

@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.engine.checked_request import MirostatSettings, Resume, SamplingSettings
 from services.engine.messages import (
     AddRequest,
     Command,
     Finished,
     GrantCredit,
-    MirostatSettings,
     Output,
     RequestDone,
-    Resume,
-    SamplingSettings,
     StepOutput,
     Token,
 )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.engine.checked_request import MirostatSettings, SamplingSettings
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
     AddRequest,
@@ -15,10 +16,8 @@ from services.engine.messages import (
     Finished,
     GrantCredit,
     Mask,
-    MirostatSettings,
     Output,
     RequestDone,
-    SamplingSettings,
     SetMasks,
     Token,
 )

@@ -8,17 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.engine.checked_request import DrySettings, MirostatSettings, SamplingSettings
 from services.engine.messages import (
     AddRequest,
     CancelRequest,
     Command,
-    DrySettings,
     Finished,
     GrantCredit,
-    MirostatSettings,
     Output,
     Refused,
-    SamplingSettings,
     ScoredPrompt,
     Token,
 )

@@ -9,17 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.engine.checked_request import MirostatSettings, SamplingSettings
 from services.engine.execution.model_runner import DeviceTokens, ModelRunner
 from services.engine.loop.request_table import LoopLimits, RequestTable
-from services.engine.messages import (
-    AddRequest,
-    Mask,
-    MirostatSettings,
-    Output,
-    Refused,
-    SamplingSettings,
-    SetMasks,
-)
+from services.engine.messages import AddRequest, Mask, Output, Refused, SetMasks
 from services.engine.model.model import Model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools

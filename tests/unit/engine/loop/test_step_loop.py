@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.engine.checked_request import Resume
 from services.engine.messages import (
     CancelRequest,
     FinishCause,
@@ -15,7 +16,6 @@ from services.engine.messages import (
     Mask,
     Output,
     RequestDone,
-    Resume,
     SetMasks,
     Token,
 )

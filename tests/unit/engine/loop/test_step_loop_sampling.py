@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from services.engine.messages import (
+from services.engine.checked_request import (
     DrySettings,
     LogitBias,
     MirostatSettings,
     Resume,
     SamplingSettings,
-    Token,
 )
+from services.engine.messages import Token
 from services.engine.model.model import Model
 from tests.unit.engine.loop.outputs import scores_of
 from tests.unit.engine.tiny import (

@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from services.engine.checked_request import MirostatSettings, SamplingSettings
 from services.engine.messages import (
     FinishCause,
     Finished,
     Mask,
-    MirostatSettings,
     Output,
     Refused,
     RequestDone,
-    SamplingSettings,
     ScoredPrompt,
     SetMasks,
     Token,

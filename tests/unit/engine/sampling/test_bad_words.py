@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.messages import Finished, Refused, SamplingSettings, Token
+from services.engine.checked_request import SamplingSettings
+from services.engine.messages import Finished, Refused, Token
 from services.engine.model.model import Model
 from services.engine.sampling.bad_words import BadWords, intersect_masks
 from services.engine.sampling.row import Row

@@ -18,8 +18,9 @@ from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.decoder import Decoder
 from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.model import Model
+from services.engine.model.operators.composed_projections import AdaptedProjection
 from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding, Fp8Weight
-from services.engine.model.operators.interface import AdaptedProjection, ExpertWeights
+from services.engine.model.operators.interface import ExpertWeights
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
