@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation
-from services.engine.model.operators.expert_kernels import GroupedMixture
 from services.engine.model.operators.fp8_kernels import (
     multiply_groups,
     multiply_row,
@@ -14,6 +13,7 @@ from services.engine.model.operators.fp8_kernels import (
     round_rows,
 )
 from services.engine.model.operators.fp8_weights import Fp8Rounding, Fp8Weight
+from services.engine.model.operators.grouped_mixture import GroupedMixture
 from services.engine.model.operators.interface import ExpertWeights, Mixture, Operators, Projection
 from services.engine.model.operators.triton_operators import TritonOperators
 

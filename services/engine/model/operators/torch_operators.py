@@ -71,7 +71,7 @@ class TorchOperators(Operators):
         if not self.groups_experts or not activation.gated:
             return LoopedMixture(experts, activation, self)
         # Imported here, because only GPU machines need Triton.
-        from services.engine.model.operators.expert_kernels import GroupedMixture
+        from services.engine.model.operators.grouped_mixture import GroupedMixture
 
         return GroupedMixture(experts, count, per_row, activation, self._dtype, self._device)
 
