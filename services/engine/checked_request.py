@@ -177,25 +177,25 @@ class CheckedRequest:
     """Candidates per prompt token; None = no scores"""
     resume: Sequence[Resume]
     constrained: bool
-    """Sequence i draws through the masks of matcher (handle, i)"""
+    """True if sequence i draws through the masks of matcher (handle, i)"""
     images: Mapping[int, Sequence[PlacedImage]] = field(default_factory=dict)
-    """By prompt index, its images in order"""
+    """Images in order, by prompt index"""
     instructions: Mapping[int, int] = field(default_factory=dict)
-    """By prompt index, number of tokens at its beginning that are an instruction"""
+    """Number of tokens at the beginning that are an instruction, by prompt index"""
     pooled: Pooled | None = None
     """None = the request generates"""
     is_raw: bool = False
-    """The last stage of the vectors is left out"""
+    """True if the last stage of the vectors is left out"""
     keeps_tokens: bool = False
-    """Each token has a vector, or a weight, instead of each prompt"""
+    """True if each token has a vector or a weight, rather than each prompt"""
     weighs_tokens: bool = False
-    """Tokens have weights instead of vectors"""
+    """True if tokens have weights instead of vectors"""
     second_texts: Mapping[int, int] = field(default_factory=dict)
-    """By prompt index, where the second text of a pair begins"""
+    """First token of the second text of a pair, by prompt index"""
     unattended: Mapping[int, int] = field(default_factory=dict)
-    """By prompt index, number of tokens at its end to which no token attends"""
+    """Number of tokens at the end to which no token attends, by prompt index"""
     beams: BeamSettings | None = None
-    """The n sequences of a prompt are the beams of a search; None = tokens are drawn"""
+    """Settings of the search whose beams are a prompt's n sequences; None = tokens are drawn"""
 
     @staticmethod
     def of_texts(

@@ -64,7 +64,7 @@ class GenerateOptions(TypedDict, total=False):
     """Candidates to draw from; 0 = all, the default"""
     min_p: float
     seed: int | None
-    """The same seed draws the same tokens; None = a random one"""
+    """Seed of the draws: the same one draws the same tokens; None = a random one"""
     stop_token_ids: Collection[int]
     ignore_eos: bool
     logprobs: int | None

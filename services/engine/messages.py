@@ -60,9 +60,9 @@ class AddRequest:
     arrival: float
     """time.monotonic() when the request arrived"""
     adapter: int = 0
-    """Number of its adapter; 0 = the model alone"""
+    """Number of the request's adapter; 0 = the model alone"""
     adapter_fingerprint: str = ""
-    """Names the adapter's weights: requests with others share no cached prefixes"""
+    """Fingerprint of the adapter's weights: requests with others share no cached prefixes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class LoadAdapter:
     """Read an adapter's directory, and keep its weights."""
 
     number: int
-    """From 1; not in use"""
+    """Number above 0 that no adapter has"""
     path: str
 
 
@@ -302,9 +302,9 @@ class AdapterLoaded:
 
     number: int
     num_bytes: int
-    """Of the weights in memory"""
+    """Bytes of the weights in memory"""
     failure: str = ""
-    """Why the adapter was not loaded, one sentence"""
+    """Reason why the adapter was not loaded, one sentence; empty = it was loaded"""
 
 
 class DraftTokens(NamedTuple):
@@ -334,9 +334,9 @@ class LoadSnapshot(NamedTuple):
     """Free blocks of the scarcest group, scaled to `total_blocks`"""
     total_blocks: int = 0
     preemptions: int = 0
-    """Since the start"""
+    """Preemptions since the start"""
     steps: int = 0
-    """Since the start"""
+    """Steps since the start"""
 
 
 class CacheChange(NamedTuple):
@@ -352,7 +352,7 @@ class StepOutput(NamedTuple):
     outputs: Sequence[Output]
     load: LoadSnapshot
     cache: Sequence[CacheChange | None] = ()
-    """By group, the last one that of states, if there are any; empty without a change, or if nobody
+    """Changes by group, of which that of states is the last; empty without a change, or if nobody
     follows the cache"""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ class CacheGroup(NamedTuple):
     window: int = 0
     """Last tokens whose keys and values a token reads, itself included; 0 = all"""
     snapshot_interval: int = 0
-    """Above 0: the group holds states, and keeps one after each so many tokens of a prompt"""
+    """Tokens of a prompt after each of which the group keeps a state; 0 = it holds no states"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class ModelDescription:
     token_width: int = 0
     """Numbers of a token's vector; 0 = it makes none"""
     weighs_tokens: bool = False
-    """It gives each token a weight"""
+    """True if it gives each token a weight"""
     hides_ends: bool = False
-    """It can hide tokens at the end of a prompt from all tokens"""
+    """True if it can hide tokens at the end of a prompt from all tokens"""
     has_scores: bool = False
-    """Its vectors are scores of texts, or of pairs of texts, rather than embeddings"""
+    """True if its vectors are scores of texts, or of pairs of texts, rather than embeddings"""
     vectors_are_normalized: bool = False
     takes_pairs: bool = False
-    """It tells the two texts of a pair apart"""
+    """True if it tells the two texts of a pair apart"""
     images_are_consecutive: bool = False
     """True if the tokens of an image must have no others between them"""

@@ -53,7 +53,7 @@ __all__ = [
 ]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
-"""enum tw_dtype"""
+"""Numbers of the dtypes; enum tw_dtype"""
 
 
 class InstructionSet(IntEnum):

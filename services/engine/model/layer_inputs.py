@@ -19,7 +19,7 @@ class LayerRows(NamedTuple):
 
     inputs: Tensor
     gated: Tensor
-    """In the layout of products"""
+    """Scratch space in the layout of products"""
 
 
 @dataclass(frozen=True, slots=True)

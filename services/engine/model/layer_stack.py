@@ -61,13 +61,13 @@ class Activations:
     hidden: Tensor
     normed: Tensor
     mixing: tuple[Scratch, ...]
-    """One for each distinct shape of a mixer"""
+    """Buffers of mixers, one for each distinct shape"""
     inner: tuple[Tensor, ...]
-    """One for each distinct width of a feed-forward layer"""
+    """Buffers of feed-forward layers, one for each distinct width"""
     spares: tuple[Tensor, ...]
     """Rows as wide as the residual, as many as a feed-forward layer needs"""
     rotations: tuple[Rotation, ...]
-    """One for each distinct RoPE"""
+    """Rotations, one for each distinct RoPE"""
     inputs: InputRows | None
     """Inputs that each token has for each layer alone; None: there are none"""
     streams: Tensor | None

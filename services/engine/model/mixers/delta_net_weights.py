@@ -83,7 +83,7 @@ def read_delta_net(
 ) -> DeltaNetWeights:
     """Read a layer's gated delta net.
 
-    shape: that of the whole model; norm: what it reads.
+    shape: that of the whole model; norm: the norm whose output it reads.
     """
     own = reader.spec.family.names.delta_net
     assert own is not None
@@ -182,7 +182,7 @@ class _Groups:
         return self._places((self._shape.value_heads, *decay), is_grouped)
 
     def mine(self, width: int) -> Tensor:
-        """Return the places of this rank's part of one part."""
+        """Return the places of this rank's heads in one part."""
         return self._places((width,), False)[0]
 
     def columns(self) -> Tensor | None:

@@ -19,7 +19,7 @@ __all__ = ["NativeDeltaRule"]
 
 
 class NativeDeltaRule(DeltaRule):
-    """float32 and bfloat16 on any CPU: one kernel for decodes and prompts, which is recordable."""
+    """The rule in float32 and bfloat16 on any CPU, by one recordable kernel for all tokens."""
 
     def __init__(self, native: Native, shape: DeltaShape, dtype: torch.dtype) -> None:
         super().__init__(shape, dtype, torch.device("cpu"))

@@ -12,7 +12,7 @@ __all__ = ["NativeLatentDecodes", "choose_latent_decodes"]
 
 
 class NativeLatentDecodes:
-    """One layer's absorbed decodes, in float32 and bfloat16 on any CPU; recordable."""
+    """One layer's absorbed decodes in float32 and bfloat16 on any CPU, by a recordable kernel."""
 
     def __init__(
         self, native: Native, spec: LatentSpec, keys: Tensor, values: Tensor, group: int

@@ -18,7 +18,7 @@ __all__ = ["NativeMambaScan"]
 
 
 class NativeMambaScan(MambaScan):
-    """float32 and bfloat16 on any CPU: one kernel for decodes and prompts, which is recordable."""
+    """The scan in float32 and bfloat16 on any CPU, by one recordable kernel for all tokens."""
 
     def __init__(self, native: Native, shape: MambaShape, dtype: torch.dtype) -> None:
         super().__init__(shape, dtype, torch.device("cpu"))

@@ -21,7 +21,7 @@ __all__ = ["NativeSelectiveScan"]
 
 
 class NativeSelectiveScan(SelectiveScan):
-    """float32 and bfloat16 on any CPU: one kernel each for convolution and scan."""
+    """Convolution and scan in float32 and bfloat16 on any CPU, by one kernel each."""
 
     def __init__(self, native: Native, shape: SelectiveShape, dtype: torch.dtype) -> None:
         super().__init__(shape, dtype, torch.device("cpu"))
@@ -61,7 +61,7 @@ class NativeSelectiveScan(SelectiveScan):
     def _call(
         self, constants: SelectiveConstants, state: SelectiveState, segments: StateSegments
     ) -> SelectiveCall:
-        """Return a call without what tokens have."""
+        """Return a call without the operands of tokens."""
         shape, bias = self._shape, constants.convolution_bias
         return SelectiveCall(
             convolution=constants.convolution.data_ptr(),

@@ -11,7 +11,7 @@ __all__ = ["AdaptedProjection", "ChainedProjection", "NormedProjection", "Output
 
 
 class AdaptedProjection(Projection):
-    """A projection and what adapters add to it. Without a row of theirs it costs one test."""
+    """A projection and the additions of adapters. A step without adapters costs one test."""
 
     def __init__(self, base: Projection, delta: Delta) -> None:
         self.base = base

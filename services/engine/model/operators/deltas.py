@@ -1,4 +1,4 @@
-"""Deltas: what the adapters of a step's rows add to its products."""
+"""Deltas: additions of adapters to the products of a step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class ExpertDeltas(ABC):
     """Additions of adapters to the products of a layer's experts."""
 
     gates: Sequence[Delta]
-    """One for each expert, to gate and up side by side"""
+    """Additions to gate and up side by side, one for each expert"""
     downs: Sequence[Delta]
 
     @property

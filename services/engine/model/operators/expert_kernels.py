@@ -67,7 +67,7 @@ class _Blocks:
 
     tile: Tile
     order: Tensor
-    """int32 [limit * tile.rows], the choices of each block; their count where there is none"""
+    """int32 [limit * tile.rows], the choices of each block; `choices` where there is none"""
     experts: Tensor
     """int32 [limit], the expert of each block"""
     count: Tensor
@@ -78,7 +78,7 @@ class _Blocks:
 
 
 def choose_experts(scores: Tensor, per_row: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
-    """Return what Operators.choose does. Experts of a row that has NaN have NaN as factors."""
+    """Choose experts as `Operators.choose` does. Factors of a row that has NaN are NaN."""
     count, experts = scores.shape
     chosen = torch.empty((count, per_row), dtype=torch.int64, device=scores.device)
     factors = torch.empty((count, per_row), dtype=torch.float32, device=scores.device)

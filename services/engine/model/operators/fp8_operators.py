@@ -70,7 +70,7 @@ class _ScaledProjection(Projection):
 
 
 class _RowScaledProjection(_ScaledProjection):
-    """A scale for each row and each output: torch's own product."""
+    """A product with a scale for each row and each output, by torch."""
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         if len(rows) == 1:
@@ -106,7 +106,7 @@ class _RowScaledProjection(_ScaledProjection):
 
 
 class _GroupScaledProjection(_ScaledProjection):
-    """A scale for each group of inputs of a row, and of an output."""
+    """A product with a scale for each group of inputs of a row and of an output."""
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, group: int) -> None:
         super().__init__(weight, bias)

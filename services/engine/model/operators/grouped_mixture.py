@@ -26,7 +26,7 @@ __all__ = ["GroupedMixture"]
 
 
 class GroupedMixture(Mixture):
-    """Experts in one product per half, without a word to the host. float16 and bfloat16.
+    """Experts in one product per half, in float16 and bfloat16, without a wait for the host.
 
     Encoded weights are decoded in registers; rows keep their dtype.
     """

@@ -30,7 +30,7 @@ class GroupedProjection(GateProduct):
     ) -> None:
         self._bias = None if bias is None else bias.float().contiguous()
         self._runs: list[tuple[int, _Run]] = []
-        """The first output of each, and it"""
+        """Runs, each with its first output"""
         first = 0
         for stored in alike_runs(weights):
             run = _Run(native, stored, None if self._bias is None else self._bias[first:], arena)

@@ -120,7 +120,7 @@ class HeadNorms:
     """Weight [heads, head_dim], or [head_dim] for all; [heads * head_dim] of one norm over all"""
     keys: Tensor
     centers: bool
-    """They are LayerNorms without a bias rather than RMSNorms"""
+    """True if the norms are LayerNorms without a bias rather than RMSNorms"""
 
 
 class SharedParts(NamedTuple):
@@ -129,7 +129,7 @@ class SharedParts(NamedTuple):
     gate: Gate
     down: Projection
     router: Projection | None
-    """To the logit of a factor on its output; None: there is no factor"""
+    """Product that makes the logit of a factor on the output; None: there is no factor"""
 
 
 class RoutedMixture(ABC):

@@ -32,7 +32,7 @@ class Expert(NamedTuple):
 
 
 class LoopedMixture(Mixture):
-    """A loop over the experts that the host reads from what the router chose."""
+    """A loop over the chosen experts, whose numbers the host reads."""
 
     def __init__(
         self, experts: Iterable[ExpertWeights], activation: Activation, operators: Operators

@@ -42,7 +42,7 @@ _GATES = {
 
 
 class NativeOperators(TorchOperators):
-    """float32 and bfloat16 on any CPU."""
+    """Operators for float32 and bfloat16 on any CPU."""
 
     _tiles_inputs: ClassVar = False
     """True if inputs of products lie in tiles"""

@@ -84,7 +84,7 @@ class _RoutedMixture(RoutedMixture):
         parts: Sequence[NativeMixture | Projection | Gate],
         tensors: Sequence[Tensor | None],
     ) -> None:
-        """parts: whatever adapters may add to; tensors: whatever else the call reads."""
+        """parts: products that adapters may change; tensors: other tensors that the call reads."""
         self._native = native
         self._call = call
         self._parts = parts

@@ -50,7 +50,7 @@ __all__ = ["TiledOperators", "pack_each"]
 
 
 class TiledOperators(NativeOperators):
-    """bfloat16 on AMX or AVX-512 BF16, with weights packed into tiles.
+    """Operators for bfloat16 on AMX or AVX-512 BF16, with weights packed into tiles.
 
     Inputs of products, which are outputs of norms and gates, are in tiles too. Without AMX, weights
     are compressed without loss to 12.5 bits and decoded as they are read; so are the codes of a

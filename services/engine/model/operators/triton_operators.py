@@ -21,7 +21,7 @@ __all__ = ["TritonOperators"]
 
 
 class TritonOperators(TorchOperators):
-    """One launch for each norm, rotation, activation and choice of experts."""
+    """Operators with one launch for each norm, rotation, activation and choice of experts."""
 
     def gate(
         self,
