@@ -61,7 +61,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Llama with tied embeddings, head dimension 64 and a context of 4,096 tokens."""
+    """Sizes of a Llama."""
 
     vocabulary: int
     """Rows of the embedding"""
@@ -71,7 +71,8 @@ class Shape:
     kv_heads: int
     feed_forward: int
     has_vision: bool = False
-    """Beside it, LLaVA-1.5's vision tower: CLIP ViT-L/14 at 336 pixels, 576 tokens an image"""
+    """True if LLaVA-1.5's vision tower lies beside it: CLIP ViT-L/14 at 336 pixels, 576 tokens an
+    image"""
 
 
 SHAPES = {
@@ -86,7 +87,10 @@ SHAPES = {
 
 
 def make(shape: Shape, out: Path) -> None:
-    """Write a Hugging Face model directory. The larger tokenizer takes about a minute."""
+    """Write a Hugging Face model directory. The larger tokenizer takes about a minute.
+
+    The model has tied embeddings, heads of 64 and a context of 4,096 tokens.
+    """
     # LLaVA-1.5 too has rows for the image token and for more than there are
     tokenizer = train_tokenizer(shape.vocabulary - (SPARE_ROWS if shape.has_vision else 0))
     config = LlamaConfig(

@@ -23,13 +23,15 @@ from benchmarks.scenarios import ClosedLoop, Workload
 from services.common.block_hash import hash_block
 from services.engine import engine
 from services.engine.batch.step_batch import StepBatch
+from services.engine.checked_request import SamplingSettings
 from services.engine.engine import Engine
 from services.engine.execution import loaded_model
 from services.engine.execution.cache_need import CacheNeed
 from services.engine.execution.memory_budget import choose_num_blocks
-from services.engine.kernels.library import Kernel, OperationCall
+from services.engine.kernels.library import Kernel
+from services.engine.kernels.structures import OperationCall
 from services.engine.loop import step_sampler
-from services.engine.messages import RequestDone, SamplingSettings, Token
+from services.engine.messages import RequestDone, Token
 from services.engine.model.attention import AttentionBackend
 from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.operators.recording import Recording
@@ -49,9 +51,9 @@ PARTS = {
     Kernel.ATTENTION: "attention",
     Kernel.KEEP: "norm, rotation",
     Kernel.ROW_NORM: "norm, rotation",
-    Kernel.GROUPED: "linear",
+    Kernel.GROUPED_LINEAR: "linear",
     Kernel.FLOAT_LINEAR: "linear",
-    Kernel.GATE: "linear",
+    Kernel.GATE_ROWS: "linear",
     Kernel.PAGED_ATTENTION: "attention",
     Kernel.DELTA_RULE: "attention",
     Kernel.ARRANGE: "norm, rotation",

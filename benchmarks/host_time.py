@@ -27,17 +27,13 @@ from benchmarks.engine import Stopwatch
 from benchmarks.tables import markdown
 from services.common.json_values import Json
 from services.engine.batch.step_batch import StepBatch
+from services.engine.checked_request import CheckedRequest, SamplingSettings, StoppingSettings
 from services.engine.execution.model_runner import ModelRunner, StepCapacity
 from services.engine.framing import pack
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.loop.step_sampler import StepSampler
-from services.engine.messages import (
-    AddRequest,
-    CheckedRequest,
-    SamplingSettings,
-    StoppingSettings,
-)
+from services.engine.messages import AddRequest
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import KVCache
 from services.engine.model.decoder import Decoder

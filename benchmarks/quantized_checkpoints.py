@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, TokenType
 
 from benchmarks import CACHE
-from benchmarks.checkpoints import CHAT_TEMPLATE, SPECIAL_TOKENS, train_tokenizer
+from benchmarks.checkpoints import CHAT_TEMPLATE, SPECIAL_TOKENS, Shape, train_tokenizer
 
 __all__ = ["SHAPES", "QuantizedShape", "write"]
 
@@ -28,22 +28,16 @@ _SCALE = 2.0**-7
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedShape:
-    """A Llama whose matrices are in Q4_0."""
+class QuantizedShape(Shape):
+    """Sizes of a Llama whose matrices are in Q4_0."""
 
-    vocabulary: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    feed_forward: int
-    head_kind: GGMLQuantizationType | None
+    head_kind: GGMLQuantizationType | None = None
     """Type of the output matrix; None = it is the embedding, in Q6_K, as llama.cpp stores it"""
 
 
 SHAPES = {
     "llama-3b": QuantizedShape(
-        128256, hidden=3072, layers=28, heads=24, kv_heads=8, feed_forward=8192, head_kind=None
+        128256, hidden=3072, layers=28, heads=24, kv_heads=8, feed_forward=8192
     ),
     "llama-7b": QuantizedShape(
         32000,

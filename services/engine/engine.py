@@ -21,29 +21,31 @@ from torch import Tensor
 from services.common.checkpoint import opened
 from services.common.contract import DEFAULT_MAX_TOKENS
 from services.engine.batch.step_batch import StateSegments, StepBatch
+from services.engine.checked_request import (
+    CheckedRequest,
+    PlacedImage,
+    Pooled,
+    SamplingSettings,
+    StoppingSettings,
+)
 from services.engine.execution.model_runner import SCORED_ROWS
 from services.engine.frontend.events import refusal
 from services.engine.loop.loaded_loop import LoadedLoop, load_loop
 from services.engine.messages import (
     AddRequest,
     CancelRequest,
-    CheckedRequest,
     Embedded,
     FinishCause,
     Finished,
     FlushCache,
-    ModelDescription,
     Output,
-    PlacedImage,
-    Pooled,
     Refused,
     RequestDone,
-    SamplingSettings,
     Score,
     ScoredPrompt,
-    StoppingSettings,
     Token,
 )
+from services.engine.model_description import ModelDescription
 from services.engine.settings import EngineSettings
 from tokenwire.errors import ServiceError, invalid
 
@@ -62,7 +64,7 @@ class GenerateOptions(TypedDict, total=False):
     """Candidates to draw from; 0 = all, the default"""
     min_p: float
     seed: int | None
-    """The same seed draws the same tokens; None = a random one"""
+    """Seed of the draws: the same one draws the same tokens; None = a random one"""
     stop_token_ids: Collection[int]
     ignore_eos: bool
     logprobs: int | None

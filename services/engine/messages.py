@@ -4,282 +4,46 @@ Plain data without torch or protobuf, pickled over one socket: commands in, one 
 step out. The processes share nothing else.
 """
 
-import math
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
+
+from services.engine.checked_request import CheckedRequest
+from services.engine.model_description import ModelDescription
 
 __all__ = [
     "AdapterLoaded",
     "AddRequest",
     "Admitted",
-    "BeamSettings",
     "CacheChange",
     "CacheFlushed",
-    "CacheGroup",
     "CancelRequest",
-    "CheckedRequest",
     "Command",
     "DraftTokens",
-    "DrySettings",
-    "EarlyStopping",
     "Embedded",
     "FinishCause",
     "Finished",
     "FlushCache",
     "FollowCache",
-    "GenerationDefaults",
     "GrantCredit",
     "LoadAdapter",
     "LoadSnapshot",
-    "LogitBias",
     "LoopFailed",
     "LoopReady",
     "Mask",
-    "MirostatSettings",
-    "ModelDescription",
     "Output",
-    "PlacedImage",
-    "Pooled",
     "Refused",
     "RequestDone",
     "RequestOutput",
-    "Resume",
-    "SamplingSettings",
     "Score",
     "ScoredPrompt",
     "SetEncoding",
     "SetMasks",
     "StepOutput",
-    "StoppingSettings",
     "Token",
     "UnloadAdapter",
-    "bitmask",
 ]
-
-
-def bitmask(ids: Iterable[int], vocabulary_size: int) -> bytes:
-    """Return a mask that allows these ids: ceil(vocabulary_size / 8) bytes, lowest bit first."""
-    mask = bytearray(-(-vocabulary_size // 8))
-    for token in ids:
-        mask[token >> 3] |= 1 << (token & 7)
-    return bytes(mask)
-
-
-@dataclass(frozen=True, slots=True)
-class LogitBias:
-    """Numbers to add to the logits of some ids."""
-
-    ids: "array[int]"
-    """int64, distinct"""
-    values: "array[float]"
-    """float32, one for each id"""
-
-
-@dataclass(frozen=True, slots=True)
-class DrySettings:
-    """DryParams with every default applied and a multiplier above 0."""
-
-    multiplier: float
-    base: float
-    allowed_length: int
-    breaker_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class MirostatSettings:
-    """MirostatParams with every default applied."""
-
-    target_perplexity: float
-    learning_rate: float
-
-    @property
-    def target_surprise(self) -> float:
-        """The target in bits."""
-        return math.log2(self.target_perplexity)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingSettings:
-    """SamplingParams with every default applied."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: LogitBias | None = None
-    dry: DrySettings | None = None
-    mirostat: MirostatSettings | None = None
-    allowed: bytes | None = None
-    """Bitmask, least significant bit first: bit i allows id i, a missing bit forbids it. None =
-    every id is allowed"""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Non-empty runs of ids that must never be generated"""
-
-    @property
-    def limits_ids(self) -> bool:
-        """True if the request itself forbids some ids."""
-        return self.allowed is not None or bool(self.bad_words)
-
-    @property
-    def penalises(self) -> bool:
-        """True if earlier tokens change the logits of the next one."""
-        return (
-            self.frequency_penalty != 0
-            or self.presence_penalty != 0
-            or self.repetition_penalty != 1
-            or self.dry is not None
-        )
-
-
-class EarlyStopping(Enum):
-    """End of a beam search, once as many sequences have ended as there are beams."""
-
-    ESTIMATE = "the best beam, as if it ended now, ranks below them"
-    FIRST = "at once"
-    NEVER = "no beam can rank above one of them"
-
-
-@dataclass(frozen=True, slots=True)
-class BeamSettings:
-    """BeamSearch with every default applied."""
-
-    length_penalty: float = 1.0
-    early_stopping: EarlyStopping = EarlyStopping.ESTIMATE
-
-
-@dataclass(frozen=True, slots=True)
-class StoppingSettings:
-    """StoppingParams with every default applied."""
-
-    max_tokens: int
-    min_tokens: int
-    ignore_eos: bool
-    context_length: int
-    """Upper bound of prompt and output tokens together"""
-    stop_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Tokens that a sequence has generated on another engine."""
-
-    sequence: int
-    generated: Sequence[int]
-    mirostat_mu: float | None = None
-    """Mirostat's state after `generated`"""
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedImage:
-    """An encoded image, and the ids of its prompt that it stands for."""
-
-    digest: bytes
-    """Hash of the encoded file: equal images share cached prefixes"""
-    places: Sequence[int]
-    """Indices of its ids in the prompt, rising"""
-    embeddings: bytearray
-    """[layers, len(places), hidden size] in the model's dtype. The first layer replaces the
-    embeddings of the ids; the others are added to what the first decoder layers return"""
-    grid: tuple[int, int] | None = None
-    """Rows and columns in which the ids lie, for multimodal RoPE; None = they lie in a line"""
-
-
-class Pooled(Enum):
-    """Tokens whose hidden states make the vector of a prompt."""
-
-    LAST = "the last token"
-    ALL = "all tokens: none may come from the prefix cache"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedRequest:
-    """A valid GenerateRequest with every default applied: prompts x n sequences.
-
-    Or a valid EmbedRequest, whose prompts are `pooled` and generate nothing.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    n: int
-    sampling: SamplingSettings
-    stopping: StoppingSettings
-    logprobs: int | None
-    """Candidates per generated token; None = no scores"""
-    prompt_logprobs: int | None
-    """Candidates per prompt token; None = no scores"""
-    resume: Sequence[Resume]
-    constrained: bool
-    """Sequence i draws through the masks of matcher (handle, i)"""
-    images: Mapping[int, Sequence[PlacedImage]] = field(default_factory=dict)
-    """By prompt index, its images in order"""
-    instructions: Mapping[int, int] = field(default_factory=dict)
-    """By prompt index, number of tokens at its beginning that are an instruction"""
-    pooled: Pooled | None = None
-    """None = the request generates"""
-    is_raw: bool = False
-    """The last stage of the vectors is left out"""
-    keeps_tokens: bool = False
-    """Each token has a vector, or a weight, instead of each prompt"""
-    weighs_tokens: bool = False
-    """Tokens have weights instead of vectors"""
-    second_texts: Mapping[int, int] = field(default_factory=dict)
-    """By prompt index, where the second text of a pair begins"""
-    unattended: Mapping[int, int] = field(default_factory=dict)
-    """By prompt index, number of tokens at its end to which no token attends"""
-    beams: BeamSettings | None = None
-    """The n sequences of a prompt are the beams of a search; None = tokens are drawn"""
-
-    @staticmethod
-    def of_texts(
-        prompts: Sequence[Sequence[int]],
-        pooled: Pooled,
-        context_length: int,
-        second_texts: Mapping[int, int] | None = None,
-        instructions: Mapping[int, int] | None = None,
-        unattended: Mapping[int, int] | None = None,
-        *,
-        is_raw: bool = False,
-        keeps_tokens: bool = False,
-        weighs_tokens: bool = False,
-    ) -> "CheckedRequest":
-        """Return a request for vectors of prompts, or for vectors or weights of their tokens."""
-        keeps_tokens |= weighs_tokens
-        return CheckedRequest(
-            prompts=prompts,
-            n=1,
-            sampling=SamplingSettings(temperature=0, top_p=1, top_k=0, min_p=0, seed=0),
-            stopping=StoppingSettings(0, 0, True, context_length, frozenset()),
-            logprobs=None,
-            prompt_logprobs=None,
-            resume=(),
-            constrained=False,
-            pooled=Pooled.ALL if keeps_tokens else pooled,
-            is_raw=is_raw,
-            keeps_tokens=keeps_tokens,
-            weighs_tokens=weighs_tokens,
-            second_texts=second_texts or {},
-            instructions=instructions or {},
-            unattended=unattended or {},
-        )
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of the images' embeddings."""
-        return sum(len(image.embeddings) for each in self.images.values() for image in each)
-
-    @property
-    def num_sequences(self) -> int:
-        """Number of sequences: prompts x n."""
-        return len(self.prompts) * self.n
-
-
-# Commands, from the gRPC process to the loop process.
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +60,9 @@ class AddRequest:
     arrival: float
     """time.monotonic() when the request arrived"""
     adapter: int = 0
-    """Number of its adapter; 0 = the model alone"""
+    """Number of the request's adapter; 0 = the model alone"""
     adapter_fingerprint: str = ""
-    """Names the adapter's weights: requests with others share no cached prefixes"""
+    """Fingerprint of the adapter's weights: requests with others share no cached prefixes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +154,7 @@ class LoadAdapter:
     """Read an adapter's directory, and keep its weights."""
 
     number: int
-    """From 1; not in use"""
+    """Number above 0 that no adapter has"""
     path: str
 
 
@@ -538,9 +302,9 @@ class AdapterLoaded:
 
     number: int
     num_bytes: int
-    """Of the weights in memory"""
+    """Bytes of the weights in memory"""
     failure: str = ""
-    """Why the adapter was not loaded, one sentence"""
+    """Reason why the adapter was not loaded, one sentence; empty = it was loaded"""
 
 
 class DraftTokens(NamedTuple):
@@ -570,9 +334,9 @@ class LoadSnapshot(NamedTuple):
     """Free blocks of the scarcest group, scaled to `total_blocks`"""
     total_blocks: int = 0
     preemptions: int = 0
-    """Since the start"""
+    """Preemptions since the start"""
     steps: int = 0
-    """Since the start"""
+    """Steps since the start"""
 
 
 class CacheChange(NamedTuple):
@@ -588,7 +352,7 @@ class StepOutput(NamedTuple):
     outputs: Sequence[Output]
     load: LoadSnapshot
     cache: Sequence[CacheChange | None] = ()
-    """By group, the last one that of states, if there are any; empty without a change, or if nobody
+    """Changes by group, of which that of states is the last; empty without a change, or if nobody
     follows the cache"""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -602,77 +366,6 @@ def _step_output(
 ) -> StepOutput:
     outputs = [Token._make(item) if type(item) is tuple else item for item in bare]
     return StepOutput(outputs, load, cache)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """Sampling settings that the checkpoint recommends; None = no recommendation."""
-
-    temperature: float | None = None
-    """0 where generation_config.json sets do_sample to false"""
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
-class CacheGroup(NamedTuple):
-    """Layers that keep the same for each token or sequence."""
-
-    blocks: int
-    """Blocks, or slots of states"""
-    window: int = 0
-    """Last tokens whose keys and values a token reads, itself included; 0 = all"""
-    snapshot_interval: int = 0
-    """Above 0: the group holds states, and keeps one after each so many tokens of a prompt"""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelDescription:
-    """The model that the loop process has loaded."""
-
-    architecture: str
-    dtype: str
-    device: str
-    context_length: int
-    vocabulary_size: int
-    eos_token_ids: Sequence[int]
-    bos_token_id: int | None
-    recommended: GenerationDefaults
-    weights_fingerprint: str
-    block_size: int
-    total_blocks: int
-    """KV blocks of the first cache group"""
-    cache_groups: Sequence[CacheGroup]
-    kv_bytes: int
-    weight_bytes: int
-    kernels: str
-    """Instruction set of the CPU kernels; "cuda" on a GPU, "none" if torch computes on a CPU"""
-    model_code: str = "native"
-    """Code that computes the model: "native" or "transformers" """
-    takes_adapters: bool = True
-    """False if the model is an encoder without adapters of its own, or in a GGUF file"""
-    tasks: Sequence[str] = ()
-    """Tasks whose adapters are loaded with the model, under the numbers from 1 on"""
-    generates: bool = True
-    """False if it only makes vectors"""
-    pooled: Pooled | None = None
-    """Tokens whose hidden states make vectors; None = it makes none"""
-    vector_width: int = 0
-    """Numbers of a prompt's vector; 0 = it makes none"""
-    token_width: int = 0
-    """Numbers of a token's vector; 0 = it makes none"""
-    weighs_tokens: bool = False
-    """It gives each token a weight"""
-    hides_ends: bool = False
-    """It can hide tokens at the end of a prompt from all tokens"""
-    has_scores: bool = False
-    """Its vectors are scores of texts, or of pairs of texts, rather than embeddings"""
-    vectors_are_normalized: bool = False
-    takes_pairs: bool = False
-    """It tells the two texts of a pair apart"""
-    images_are_consecutive: bool = False
-    """True if the tokens of an image must have no others between them"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What clients of every route rely on: the fields of its answers, its errors and its events.
+"""Recorded shapes of every route's answers: their fields, their errors and their events.
 
 After a change that is meant, `python -m tests.conformance.recorded` records the answers anew.
 """

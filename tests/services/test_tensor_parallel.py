@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from services.engine.messages import BeamSettings
+from services.engine.checked_request import BeamSettings
 from tests.services import engine_client
 from tests.stack import RunningService, loop_process, running_service
 from tests.unit.engine import tiny

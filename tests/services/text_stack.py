@@ -15,8 +15,10 @@ __all__ = ["TextStack", "running_text_stack"]
 
 @dataclass(frozen=True)
 class TextStack:
+    """The addresses of a running stack."""
+
     client: httpx.AsyncClient
-    """Of the HTTP shim"""
+    """Client of the HTTP shim"""
     tokenizer: str
     """Target of the tokenizer service, for gRPC"""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from services.common.gguf.gguf_cohere import read_cohere, read_cohere_experts
 from services.common.gguf.gguf_encoders import (
     read_encoder,
     read_modern_bert,
@@ -17,6 +18,7 @@ from services.common.gguf.gguf_gemma import (
     read_gemma3n,
     read_gemma4,
 )
+from services.common.gguf.gguf_granite import read_granite, read_granite_hybrid
 from services.common.gguf.gguf_laguna import read_laguna
 from services.common.gguf.gguf_latent import (
     choose_latent_model,
@@ -29,14 +31,12 @@ from services.common.gguf.gguf_latent import (
 from services.common.gguf.gguf_layers import (
     count_layers,
     read_delta_net,
-    read_later_windows,
     read_windows,
 )
 from services.common.gguf.gguf_mimo import read_mimo
 from services.common.gguf.gguf_recurrent import (
     read_convolutions,
     read_falcon_h1,
-    read_granite_hybrid,
     read_jamba,
     read_lightning,
     read_mamba,
@@ -95,48 +95,6 @@ def _read_mellum(file: GgufFile) -> dict[str, Json]:
         **read_windows(file, 4),
         "norm_topk_prob": True,
         "rope_local_base_freq": file.positive(file.own("rope.freq_base_swa"), base),
-    }
-
-
-def _read_granite(file: GgufFile, attention: float = 1.0) -> dict[str, Json]:
-    """Return the multipliers. attention: factor on scores if the file has none."""
-    return {
-        "embedding_multiplier": file.positive(file.own("embedding_scale"), 1.0),
-        "residual_multiplier": file.positive(file.own("residual_scale"), 1.0),
-        "attention_multiplier": file.positive(file.own("attention.scale"), attention),
-        "logits_scaling": file.positive(file.own("logit_scale"), 1.0),
-    }
-
-
-def _read_granite_hybrid(file: GgufFile) -> dict[str, Json]:
-    heads = file.count(file.own("attention.head_count"))
-    width = file.count(file.own("embedding_length"), least=heads) // heads
-    return {**_read_granite(file, width**-0.5), **read_granite_hybrid(file)}
-
-
-def _read_cohere(file: GgufFile) -> dict[str, Json]:
-    return {
-        "logit_scale": file.number(file.own("logit_scale")),
-        **read_windows(file, 4),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
-    }
-
-
-def _read_cohere_experts(file: GgufFile) -> dict[str, Json]:
-    """Return the keys of Command A+, which has LayerNorms, and North Mini Code, which has RMSNorms.
-
-    The name of the epsilon tells them apart.
-    """
-    norms: dict[str, Json] = {}
-    if file.own("attention.layer_norm_rms_epsilon") not in file.metadata:
-        epsilon = file.positive(file.own("attention.layer_norm_epsilon"))
-        norms = {"layer_norm_eps": epsilon, "rms_norm_eps": None}
-    return {
-        **read_sigmoid_routing(file),
-        **read_later_windows(file, 4),
-        **norms,
-        "expert_selection_fn": "sigmoid",
-        "logit_scale": file.positive(file.own("logit_scale")),
     }
 
 
@@ -291,7 +249,7 @@ _FALCON_MAMBA = replace(
 _OLMO3 = Architecture("Olmo3ForCausalLM", extra_keys=_read_olmo3)
 _GRANITE_MOE = Architecture(
     "GraniteMoeForCausalLM",
-    extra_keys=lambda file: {**_read_granite(file), "norm_topk_prob": True},
+    extra_keys=lambda file: {**read_granite(file), "norm_topk_prob": True},
 )
 _GRANITE_MOE_SHARED = replace(
     _GRANITE_MOE,
@@ -319,9 +277,9 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma4": Architecture("Gemma4ForCausalLM", extra_keys=read_gemma4),
     "phi3": Architecture("Phi3ForCausalLM"),
     "olmo2": Architecture("Olmo2ForCausalLM"),
-    "granite": Architecture("GraniteForCausalLM", extra_keys=_read_granite),
+    "granite": Architecture("GraniteForCausalLM", extra_keys=read_granite),
     "granitemoe": _GRANITE_MOE,
-    "granitehybrid": Architecture("GraniteMoeHybridForCausalLM", extra_keys=_read_granite_hybrid),
+    "granitehybrid": Architecture("GraniteMoeHybridForCausalLM", extra_keys=read_granite_hybrid),
     **dict.fromkeys(
         ("nemotron_h", "nemotron_h_moe"),
         Architecture(
@@ -399,10 +357,10 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture("Qwen2MoeForCausalLM", {"attention_bias": "qkv_bias"}),
     "olmoe": Architecture("OlmoeForCausalLM"),
     "command-r": Architecture(
-        "CohereForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, extra_keys=_read_cohere
+        "CohereForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, extra_keys=read_cohere
     ),
     "cohere2": Architecture(
-        "Cohere2ForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, extra_keys=_read_cohere
+        "Cohere2ForCausalLM", {"rms_norm_eps": "layer_norm_eps"}, extra_keys=read_cohere
     ),
     "cohere2moe": Architecture(
         "Cohere2MoeForCausalLM",
@@ -413,7 +371,7 @@ _ARCHITECTURES: Mapping[str, Architecture] = {
             "moe_num_shared_experts": "num_shared_experts",
             "num_local_experts": "num_experts",
         },
-        _read_cohere_experts,
+        read_cohere_experts,
     ),
     "laguna": Architecture(
         "LagunaForCausalLM",

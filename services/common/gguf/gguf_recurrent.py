@@ -1,6 +1,6 @@
 """Recurrent layers of a GGUF file, as keys of config.json."""
 
-from services.common.gguf.gguf_file import GgufError, GgufFile
+from services.common.gguf.gguf_file import GgufFile
 from services.common.gguf.gguf_layers import count_layers, read_recurrent_layers
 from services.common.json_values import Json
 
@@ -8,7 +8,6 @@ __all__ = [
     "read_attention_layers",
     "read_convolutions",
     "read_falcon_h1",
-    "read_granite_hybrid",
     "read_jamba",
     "read_lightning",
     "read_mamba",
@@ -35,29 +34,6 @@ def read_convolutions(file: GgufFile) -> dict[str, Json]:
         "block_auto_adjust_ff_dim": False,
         "conv_L_cache": file.count(file.own("shortconv.l_cache")),
         "num_dense_layers": file.integer(file.own("leading_dense_block_count"), 0),
-    }
-
-
-def read_granite_hybrid(file: GgufFile) -> dict[str, Json]:
-    """Return the keys of Granite 4, whose layers are Mamba-2 or attention.
-
-    Raises GgufError for Bamba: the converter reorders its heads as if they rotated as a whole.
-    """
-    own = file.own
-    rotates = file.flag(own("rope.scaling.finetuned"), True)
-    heads = file.count(own("attention.head_count"))
-    width = file.count(own("embedding_length"), least=heads) // heads
-    if rotates and file.count(own("rope.dimension_count"), width) < width:
-        key = own("rope.dimension_count")
-        raise GgufError(f"{file.path}: {key} is less than a head (Bamba), which is not supported.")
-    dense = file.integer(own("feed_forward_length"))
-    return {
-        **read_attention_layers(file, "linear_attention"),
-        **read_mamba(file),
-        "norm_topk_prob": True,
-        "num_local_experts": file.integer(own("expert_count"), 0),
-        "position_embedding_type": "rope" if rotates else None,
-        "shared_intermediate_size": file.integer(own("expert_shared_feed_forward_length"), dense),
     }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from services.engine.batch.staging import HostFields
 from services.engine.batch.step_batch import ImageRows
 from services.engine.batch.transfer import to_device
-from services.engine.messages import PlacedImage
+from services.engine.checked_request import PlacedImage
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.family import ImageSight

@@ -21,20 +21,19 @@ from services.common.contract import (
     MAX_TOP_K,
 )
 from services.common.vector_sizes import check_token_states, check_vectors
-from services.engine.messages import (
+from services.engine.checked_request import (
     BeamSettings,
     CheckedRequest,
     DrySettings,
     EarlyStopping,
-    GenerationDefaults,
     LogitBias,
     MirostatSettings,
-    ModelDescription,
     Resume,
     SamplingSettings,
     StoppingSettings,
     bitmask,
 )
+from services.engine.model_description import GenerationDefaults, ModelDescription
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1.engine_pb2 import (
     EmbeddedPrompt,

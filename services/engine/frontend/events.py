@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import grpc
 import numpy as np
 
+from services.engine.checked_request import SamplingSettings
 from services.engine.messages import (
     Admitted,
     FinishCause,
     Finished,
     Refused,
     RequestDone,
-    SamplingSettings,
     Score,
     ScoredPrompt,
 )

@@ -21,6 +21,7 @@ from services.common.logging import request_fields
 from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.settings import StartupError
 from services.common.sharing.shares import Shares
+from services.engine.checked_request import CheckedRequest
 from services.engine.frontend import events, request_accounting
 from services.engine.frontend.adapter_registry import Adapter, AdapterRegistry, parse_adapters
 from services.engine.frontend.admission import Admission
@@ -40,16 +41,13 @@ from services.engine.messages import (
     Admitted,
     CacheFlushed,
     CancelRequest,
-    CheckedRequest,
     DraftTokens,
     Embedded,
     Finished,
     FlushCache,
     FollowCache,
-    GenerationDefaults,
     GrantCredit,
     LoadSnapshot,
-    ModelDescription,
     Refused,
     RequestDone,
     RequestOutput,
@@ -60,6 +58,7 @@ from services.engine.messages import (
     Token,
 )
 from services.engine.model.checkpoint.fingerprint import tokenizer_fingerprint
+from services.engine.model_description import GenerationDefaults, ModelDescription
 from services.engine.settings import EngineSettings, parse_bytes
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1.engine_pb2 import EmbedRequest, GenerateRequest

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from services.engine.checked_request import PlacedImage
 from services.engine.frontend.image_client import ClientImage
-from services.engine.messages import PlacedImage
 from services.engine.vision.messages import UnreadableImage
 from tokenwire.errors import invalid
 from tokenwire.pb.engine.v1.engine_pb2 import PromptImage

@@ -8,7 +8,8 @@ from typing import Any
 from services.common.process import collector_paused
 from services.common.settings import StartupError
 from services.engine.frontend.child_process import Child, ChildProcess, spawn
-from services.engine.messages import Command, LoopFailed, ModelDescription, StepOutput
+from services.engine.messages import Command, LoopFailed, StepOutput
+from services.engine.model_description import ModelDescription
 from services.engine.settings import EngineSettings
 
 __all__ = ["LoopClient", "spawn_loop"]

@@ -15,7 +15,7 @@ import grpc
 from services.common.block_hash import tenant_salt
 from services.common.logging import request_id, traceparent
 from services.common.priority import TENANT_KEY
-from services.engine.messages import bitmask
+from services.engine.checked_request import bitmask
 from tokenwire.channel import stop_writing_at_end
 from tokenwire.errors import ServiceError
 from tokenwire.pb.grammar.v1 import grammar_pb2

@@ -122,9 +122,9 @@ def build(output: Path = LIBRARY) -> Path:
     flags = _FLAGS + (_X86_64_FLAGS if is_x86_64 else ())
     compiler = _compiler()
     with tempfile.TemporaryDirectory() as scratch:
-        named = Path(scratch) / "fingerprint.cpp"
-        named.write_text(f'extern "C" const char tw_fingerprint[] = "{_fingerprint()}";\n')
-        units += (_Unit(str(named)),)
+        identity = Path(scratch) / "identity.cpp"
+        identity.write_text(_identity())
+        units += (_Unit(str(identity)),)
         objects = [Path(scratch) / f"{index}.o" for index in range(len(units))]
 
         def compile_unit(unit: _Unit, to: Path) -> None:
@@ -161,6 +161,15 @@ def _fingerprint() -> str:
     for source in sorted([*_SOURCES.glob("[a-z]*.cpp"), *_SOURCES.glob("[a-z]*.h")]):
         digest.update(f"\0{source.name}\0".encode() + source.read_bytes())
     return f"tokenwire kernels {digest.hexdigest()}"
+
+
+def _identity() -> str:
+    """Return the source of what the library says about itself: its fingerprint and its header."""
+    header = (_SOURCES / "kernels.h").read_text(encoding="utf-8")
+    return (
+        f'extern "C" const char tw_fingerprint[] = "{_fingerprint()}";\n'
+        f'extern "C" const char tw_header[] = R"header({header})header";\n'
+    )
 
 
 def _compiler() -> list[str]:

@@ -23,7 +23,7 @@ _TOUCHED_AT_ONCE = 8
 _POPULATED_AT_ONCE = 8 << 20
 """Bytes that one call faults in; while it runs, the process can map no further memory"""
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14; Python has no name for it"""
+"""Advice of Linux 5.14, for which Python has no name"""
 _NICENESS = 19
 _ALIGNMENT = 64
 """Bytes of a cache line"""
@@ -134,7 +134,8 @@ class Arena:
     def packed(self, what: str, pack: Callable[[], Tensor]) -> Tensor:
         """Return the next packed weight, flat: from the file if it has it there, else by `pack`.
 
-        what: what is packed, and in which form; weights are packed in the same order at each start.
+        what: name of the product and of its form. Weights are packed in the same order at each
+        start.
         """
         if self.file is None:
             return pack()

@@ -32,7 +32,7 @@ _HEADER = struct.Struct("<16sQQI")
 _MAGIC = b"tokenwire packed"
 _ALIGNMENT = 4096
 _PIECE_BYTES = 1 << 20
-"""Bytes of a checksum; they are still in a core's cache when they are summed"""
+"""Bytes that a checksum covers; they are still in a core's cache when they are summed"""
 _WORD = 8
 _MODE = 0o600
 _NICENESS = 19
@@ -44,7 +44,7 @@ class _Entry:
     """A packed weight in the file."""
 
     what: str
-    """What was packed, and in which form"""
+    """Name of the product or expert whose weight was packed, and of the packed form"""
     dtype: str
     num_bytes: int
     place: int
@@ -54,7 +54,7 @@ class _Entry:
 
 
 class _DamagedError(Exception):
-    """The file holds something else than expected; the message says what."""
+    """The file does not hold what was packed; the message gives the reason."""
 
 
 class PackedFile:
@@ -65,7 +65,7 @@ class PackedFile:
     """
 
     def __init__(self, directory: Path, name: str, key: str) -> None:
-        """Open the file `name` if there is one for `key`, which stands for all that decides the
+        """Open the file `name` if there is one for `key`, the fingerprint of all that decides the
         packed bytes. Raises OSError for a directory that can't be opened."""
         self._name = name
         self._key = key
@@ -124,7 +124,7 @@ class PackedFile:
         return True
 
     def add(self, what: str, packed: Tensor) -> None:
-        """Note a weight that was packed. It must not be changed any more."""
+        """Note a weight that was packed. The caller must not change it afterwards."""
         if self._keeps:
             self._packed.append((what, packed))
 
@@ -245,7 +245,7 @@ class PackedFile:
 
 
 def _fill(file: int, data: memoryview, place: int) -> bool:
-    """Read from a byte of the file, and return whether it has as many."""
+    """Fill `data` from byte `place` of the file, and return whether it has so many bytes."""
     done = 0
     with contextlib.suppress(OSError):
         while done < len(data) and (count := os.preadv(file, [data[done:]], place + done)):

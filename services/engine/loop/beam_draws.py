@@ -53,7 +53,7 @@ class BeamDraws:
         width = request.command.checked.logprobs
         parents = search.advance(chosen, _scores(logits, chosen, width))
         for sequence in sequences:
-            sequence.held_logits = None
+            sequence.logits_hold = None
         if search.is_over:
             self._requests.end_search(sequences, search)
             return

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from services.engine.batch.buckets import decode_sizes
+from services.engine.checked_request import Pooled
 from services.engine.execution.first_steps import run_first_steps
 from services.engine.execution.loaded_model import LoadedModel, graph_capacity, load, step_tokens
 from services.engine.execution.model_runner import ModelRunner, max_logit_rows
@@ -11,12 +12,12 @@ from services.engine.execution.step_memory import usable_kernels
 from services.engine.kernels.library import instruction_set
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
-from services.engine.messages import ModelDescription, Pooled
 from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.attention import KVCache
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.checkpoint.sentence_modules import Pooling
 from services.engine.model.model import Model
+from services.engine.model_description import ModelDescription
 from services.engine.sampling.warm_up import warm_up
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools

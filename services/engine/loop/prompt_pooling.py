@@ -1,6 +1,7 @@
 """Vectors of prompts from the hidden states of a step."""
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -47,6 +48,10 @@ class PromptPooling:
     def __init__(self, pooler: Pooler, runner: ModelRunner) -> None:
         self._pooler = pooler
         self._runner = runner
+        self._token_vectors: WeakKeyDictionary[TokenSequence, list[Tensor]] = WeakKeyDictionary()
+        """Vectors of the tokens of incomplete prompts that were computed so far"""
+        self._sums: WeakKeyDictionary[TokenSequence, Tensor] = WeakKeyDictionary()
+        """Sums of the computed hidden states of incomplete prompts"""
 
     def pool(self, plan: StepPlan, hidden: Tensor) -> list[PendingVectors]:
         """Return the vectors of the prompts that the step completes, and of their tokens.
@@ -68,12 +73,11 @@ class PromptPooling:
         elif heads is not None:
             make = heads.weights if span.sequence.weighs_tokens else heads.vectors
             vectors = make(vectors, is_raw=is_raw)
-        before = [] if span.is_first else span.sequence.token_vectors
-        span.sequence.token_vectors = [*before, vectors]
+        before = self._token_vectors.pop(span.sequence, [])
+        parts = [vectors] if span.is_first else [*before, vectors]
         if not span.is_last:
+            self._token_vectors[span.sequence] = parts
             return None
-        parts = [each for each in span.sequence.token_vectors if isinstance(each, Tensor)]
-        span.sequence.token_vectors = []
         whole = torch.cat(parts)
         return PendingVectors([span.sequence], [len(whole)], HostCopy(whole))
 
@@ -121,14 +125,14 @@ class PromptPooling:
         """Return the means of the prompts that end; keep the sums of the others."""
         means = []
         for span, total in zip(spans, sums, strict=True):
-            before = span.sequence.partial_sum
-            if not span.is_first and isinstance(before, Tensor):
+            before = self._sums.get(span.sequence)
+            if not span.is_first and before is not None:
                 total += before
             if span.is_last:
                 skipped = self._skipped(span.sequence)
                 means.append(total / max(1, span.sequence.prompt_length - skipped))
             else:
-                span.sequence.partial_sum = total
+                self._sums[span.sequence] = total
         return torch.stack(means) if means else sums
 
     def _spans(self, plan: StepPlan) -> list[_Span]:

@@ -2,7 +2,8 @@
 
 import torch
 
-from services.engine.messages import Refused, SamplingSettings
+from services.engine.checked_request import SamplingSettings
+from services.engine.messages import Refused
 
 __all__ = [
     "kv_cache_too_small",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.common.block_hash import prompt_salt
+from services.engine.checked_request import StoppingSettings
 from services.engine.loop import refusals
 from services.engine.loop.delivery import Delivery
 from services.engine.messages import (
@@ -27,7 +28,6 @@ from services.engine.messages import (
     RequestDone,
     Score,
     SetMasks,
-    StoppingSettings,
     Token,
 )
 from services.engine.scheduling.beam_search import BeamSearch

@@ -5,10 +5,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from services.engine.batch.transfer import Mark, copy_rows, rows_of
@@ -17,6 +16,7 @@ from services.engine.loop import refusals
 from services.engine.loop.beam_draws import BeamDraws
 from services.engine.loop.prompt_pooling import PromptPooling
 from services.engine.loop.request_table import LoopLimits, RequestTable
+from services.engine.loop.step_in_flight import StepInFlight
 from services.engine.loop.step_sampler import (
     Draw,
     HeldLogits,
@@ -45,38 +45,6 @@ __all__ = ["StepLoop"]
 _LOG = logging.getLogger("loop")
 _SPARE_SHARE = 0.9
 """Share of a step's time for which the next one may wait for masks"""
-
-
-@dataclass(slots=True)
-class _InFlightStep:
-    """A launched step whose results the host does not have yet."""
-
-    plan: StepPlan | None
-    """Plan of the step; None = the step's duration must not be recorded as the plan's"""
-    began: float
-    end: Mark
-    """Mark behind the launches of the forward pass"""
-    results: PromptResults
-    launched: list[LaunchedDraws]
-    """Draws from the step's logits, and from logits that were held before the step"""
-
-    @property
-    def has_results(self) -> bool:
-        """True if the step has tokens or prompt results for the host."""
-        return bool(self.launched or self.results.scores or self.results.scored)
-
-    @property
-    def drawn(self) -> DeviceTokens | None:
-        """Newest tokens of the step's sequences on the device, for the next step to read."""
-        continuing = [launched for launched in self.launched if launched.held is None]
-        if not continuing:
-            return None
-        draws = [draw for launched in continuing for draw in launched.draws]
-        ids = [launched.tokens.on_device for launched in continuing]
-        return DeviceTokens(
-            ids[0] if len(ids) == 1 else torch.cat(ids),
-            {draw.sequence: i for i, draw in enumerate(draws)},
-        )
 
 
 class StepLoop:
@@ -128,9 +96,9 @@ class StepLoop:
             pooling=None if pooler is None else PromptPooling(pooler, runner),
         )
         self._beams = BeamDraws(scheduler, runner, self._requests, self._sampler)
-        self._in_flight: _InFlightStep | None = None
+        self._in_flight: StepInFlight | None = None
         """The present step, if it stays in flight"""
-        self._previous: _InFlightStep | None = None
+        self._previous: StepInFlight | None = None
         """The step before, until its tokens are taken"""
         self._last_end = -math.inf
         """Time when the last step was complete"""
@@ -280,7 +248,7 @@ class StepLoop:
         else:
             self._runner.wait()
         for chunk in plan.chunks:
-            if chunk.draft and chunk.sequence.held_logits is None:
+            if chunk.draft and chunk.sequence.logits_hold is None:
                 self._scheduler.accept(chunk.sequence, chunk.draft)
 
     def _draw_held(self) -> None:
@@ -359,7 +327,7 @@ class StepLoop:
             if ahead:
                 some = [draws[i] for i in ahead]
                 launched.append(self._sampler.launch(some, rows_of(logits, ahead)))
-        self._in_flight = _InFlightStep(plan, began, end, self._sampler.take_results(), launched)
+        self._in_flight = StepInFlight(plan, began, end, self._sampler.take_results(), launched)
         self._count_in_flight(launched)
         self._launch_seconds = self._clock() - began
         self.apply(receive())
@@ -386,7 +354,7 @@ class StepLoop:
         self._count_in_flight(launched)
         if self._in_flight is None:
             end = Mark(self._runner.device)
-            self._in_flight = _InFlightStep(None, began, end, PromptResults([], [], []), [])
+            self._in_flight = StepInFlight(None, began, end, PromptResults([], [], []), [])
         self._in_flight.launched += launched
 
     def _count_in_flight(self, launched: Iterable[LaunchedDraws]) -> None:
@@ -396,7 +364,7 @@ class StepLoop:
                     draw.sequence.in_flight += 1
 
     def _complete(
-        self, step: _InFlightStep, next_launched: Sequence[LaunchedDraws], next_held: list[Draw]
+        self, step: StepInFlight, next_launched: Sequence[LaunchedDraws], next_held: list[Draw]
     ) -> None:
         """Take the results of a step in flight.
 

@@ -20,7 +20,7 @@ from services.engine.sampling.pending_tokens import PendingTokens
 from services.engine.sampling.row import NOTHING_ALLOWED, Row
 from services.engine.sampling.sampler import argmax, reject_nan, sample
 from services.engine.sampling.score import PendingScores, score
-from services.engine.scheduling.sequence import SequenceState, TokenSequence
+from services.engine.scheduling.sequence import LogitsHold, SequenceState, TokenSequence
 from services.engine.scheduling.step_plan import Chunk, StepPlan
 
 __all__ = ["Draw", "HeldLogits", "LaunchedDraws", "PromptResults", "StepSampler"]
@@ -57,7 +57,9 @@ class HeldLogits(NamedTuple):
 
     draws: Sequence[Draw]
     logits: Tensor
-    """float32 [draws, vocabulary]; valid while they are the sequence's `held_logits`"""
+    """float32 [draws, vocabulary]"""
+    hold: LogitsHold
+    """The sequence's claim on the logits"""
 
     @property
     def sequence(self) -> TokenSequence:
@@ -66,7 +68,7 @@ class HeldLogits(NamedTuple):
     @property
     def is_valid(self) -> bool:
         """False once the sequence has drawn, ended or been preempted."""
-        return self.sequence.held_logits is self.logits
+        return self.sequence.logits_hold is self.hold
 
     @property
     def draft(self) -> list[int]:
@@ -286,8 +288,8 @@ class StepSampler:
                 held[draw.sequence] = [i]
         for sequence, indices in held.items():
             own = logits[indices[0] : indices[-1] + 1]
-            self._held.append(HeldLogits([draws[i] for i in indices], own))
-            sequence.held_logits = own
+            sequence.logits_hold = LogitsHold()
+            self._held.append(HeldLogits([draws[i] for i in indices], own, sequence.logits_hold))
 
     def take_ready(self) -> list[HeldLogits]:
         """Remove and return the held logits of sequences that may draw now."""
@@ -335,16 +337,14 @@ class StepSampler:
             draws = [held.draws[0] for held in continuing]
             launched.append(self.launch(draws, _join([held.logits for held in continuing])))
         for held in continuing:
-            held.sequence.held_logits = None
+            held.sequence.logits_hold = None
         return launched
 
     def shrink_held(self) -> None:
         """Copy held logits out of larger tensors, which would stay allocated as long as they."""
         for i, held in enumerate(self._held):
             if held.is_valid and held.logits.untyped_storage().nbytes() > held.logits.nbytes:
-                own = held.logits.clone()
-                self._held[i] = held._replace(logits=own)
-                held.sequence.held_logits = own
+                self._held[i] = held._replace(logits=held.logits.clone())
 
     def draw_held(self, ready: Sequence[HeldLogits]) -> None:
         """Draw tokens from held logits."""

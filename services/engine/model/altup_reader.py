@@ -7,7 +7,8 @@ from services.engine.model.altup import AltUp, Expansion, Laurel, Merger, Stream
 from services.engine.model.architecture.layers import AltUpSpec
 from services.engine.model.checkpoint.quantized import decoded
 from services.engine.model.layer_inputs import LayerInput
-from services.engine.model.operators.interface import NormedProjection, Projection
+from services.engine.model.operators.composed_projections import NormedProjection
+from services.engine.model.operators.interface import Projection
 from services.engine.model.parts.stored import StoredLinear
 from services.engine.model.parts.stored_altup import StoredAltUp
 from services.engine.model.parts.tensor_reader import TensorReader

@@ -1,9 +1,8 @@
 """The decoder's forward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,127 +10,33 @@ from torch import Tensor
 from services.engine.batch.step_batch import StepBatch
 from services.engine.kernels.memory import touch
 from services.engine.model.architecture.cache_groups import layer_groups
-from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
-from services.engine.model.embedding import Embedding
-from services.engine.model.layer_inputs import InputRows, LayerInputs, LayerRows
-from services.engine.model.mixers.interface import Mixer, Scratch
-from services.engine.model.mixers.kinds import MixerMaker, MixerWeights
-from services.engine.model.model import Model
-from services.engine.model.operators.interface import Operators, OutputNorm, Projection
-from services.engine.model.parts.feed_forward import FeedForward, TokenIds
-from services.engine.model.pass_memory import pass_bytes
-from services.engine.model.residual import Residual, ResidualRows
+from services.engine.model.layer_inputs import LayerInputs
+from services.engine.model.layer_stack import Activations, LayerStack, StackWeights
+from services.engine.model.operators.interface import Operators, Projection
+from services.engine.model.parts.feed_forward import TokenIds
 
-__all__ = ["Activations", "Decoder", "DecoderWeights", "LayerWeights"]
+__all__ = ["Decoder", "DecoderWeights"]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer's weights; norms are [width] in the model's dtype, None if the layer has none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights(StackWeights):
+    """All weights of a decoder."""
 
-    mixer_norm: Tensor | None
-    mixer: MixerWeights | None
-    """None: the layer has no mixer"""
-    mixer_post_norm: OutputNorm | None
-    feed_forward_norm: Tensor | None
-    feed_forward: FeedForward
-    residual: Residual
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """All weights of a decoder, on its device and in the operators' layout."""
-
-    embedding: Embedding
-    """[vocab_size, hidden_size]"""
-    positions: Tensor | None
-    """[context_length, hidden_size], added to the embedding; None: the layers use RoPE"""
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor | None
-    """None: an encoder's hidden states need none"""
+    final_norm: Tensor
     output: Projection | None
     """hidden_size → vocab_size; None: the model computes no logits"""
-    step_bytes: int
-    """Upper bound of the weight bytes that a step reads: all but the embeddings"""
-    device: torch.device
     layer_inputs: LayerInputs | None
     """None: tokens have nothing for a layer alone"""
     tokens: TokenIds | None
     """Ids that layers read whose experts depend on them; None: there are no such layers"""
 
 
-@dataclass(frozen=True, slots=True)
-class Activations:
-    """Buffers of the forward pass, [tokens, width] each; all steps share them."""
-
-    hidden: Tensor
-    normed: Tensor
-    mixing: tuple[Scratch, ...]
-    """One for each distinct shape of a mixer"""
-    inner: tuple[Tensor, ...]
-    """One for each distinct width of a feed-forward layer"""
-    spares: tuple[Tensor, ...]
-    """Rows as wide as the residual, as many as a feed-forward layer needs"""
-    rotations: tuple[Rotation, ...]
-    """One for each distinct RoPE"""
-    inputs: InputRows | None
-    """Inputs that each token has for each layer alone; None: there are none"""
-    streams: Tensor | None
-    """[tokens, streams, hidden_size], as in `ResidualRows`; None: `hidden` is all"""
-    waiting: Tensor | None
-    """[tokens, hidden_size], as in `ResidualRows`"""
-
-    @property
-    def residual(self) -> ResidualRows:
-        """The rows that layers read and add to."""
-        return ResidualRows(self.hidden, self.normed, self.streams, self.waiting)
-
-    def inputs_of(self, layer: int) -> LayerRows | None:
-        """Return what each token has for a layer alone."""
-        return None if self.inputs is None else self.inputs.of(layer)
-
-    @property
-    def large(self) -> tuple[Tensor, ...]:
-        """All buffers but the rotations."""
-        mixing = (tensor for scratch in self.mixing for tensor in scratch.tensors)
-        inputs = () if self.inputs is None else (self.inputs.whole, self.inputs.gated)
-        others = (each for each in (self.streams, self.waiting) if each is not None)
-        return self.hidden, self.normed, *mixing, *self.inner, *self.spares, *inputs, *others
-
-    def first(self, tokens: int) -> "Activations":
-        return Activations(
-            self.hidden[:tokens],
-            self.normed[:tokens],
-            tuple(scratch.first(tokens) for scratch in self.mixing),
-            tuple(inner[:tokens] for inner in self.inner),
-            tuple(spare[:tokens] for spare in self.spares),
-            tuple(rotation.first(tokens) for rotation in self.rotations),
-            None if self.inputs is None else self.inputs.first(tokens),
-            None if self.streams is None else self.streams[:tokens],
-            None if self.waiting is None else self.waiting[:tokens],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer, and where its buffers are."""
-
-    mixer_norm: Tensor | None
-    mixer: Mixer[Any]
-    mixing: int
-    """Index of the mixer's buffers in `Activations.mixing`"""
-    mixer_post_norm: OutputNorm | None
-    feed_forward_norm: Tensor | None
-    feed_forward: FeedForward
-    inner: int
-    """Index of the feed-forward layer's buffer in `Activations.inner`"""
-    residual: Residual
-
-
-class Decoder(Model):
+class Decoder(LayerStack):
     """A decoder-only transformer. Not thread-safe: passes share buffers."""
+
+    _weights: DecoderWeights
 
     def __init__(
         self,
@@ -141,44 +46,8 @@ class Decoder(Model):
         operators: Operators,
         attention: AttentionBackend,
     ) -> None:
-        super().__init__(
-            spec,
-            dtype,
-            weights.device,
-            attention,
-            weight_bytes=weights.step_bytes,
-            rows_at_once=operators.rows_at_once,
-        )
+        super().__init__(spec, dtype, weights, operators, attention)
         self.runs_in_pieces = True
-        self._weights = weights
-        self._operators = operators
-        maker = MixerMaker(spec, dtype, self.device, operators, attention)
-        self._rotaries = maker.rotaries
-        mixers = [
-            maker.make(index, layer.mixer, mine.mixer)
-            for index, (layer, mine) in enumerate(zip(spec.layers, weights.layers, strict=True))
-        ]
-        shapes = {mixer.scratch_key: mixer for mixer in mixers}
-        keys = list(shapes)
-        widths = list({layer.feed_forward.inner_width for layer in spec.layers})
-        self._shapes = list(shapes.values())
-        """A mixer of each distinct shape"""
-        self._inner_widths = widths
-        self._num_spares = max(layer.feed_forward.num_spares for layer in weights.layers)
-        self._layers = [
-            _Layer(
-                mixer_norm=layer.mixer_norm,
-                mixer=mixer,
-                mixing=keys.index(mixer.scratch_key),
-                mixer_post_norm=layer.mixer_post_norm,
-                feed_forward_norm=layer.feed_forward_norm,
-                feed_forward=layer.feed_forward,
-                inner=widths.index(shape.feed_forward.inner_width),
-                residual=layer.residual,
-            )
-            for layer, mixer, shape in zip(weights.layers, mixers, spec.layers, strict=True)
-        ]
-        self._activations = self._step_activations = self._allocate(64)
         self._logits = torch.empty((0, spec.vocab_size), device=self.device)
         self._recording = operators.recording(only_decodes=bool(spec.latent_layers))
 
@@ -193,10 +62,6 @@ class Decoder(Model):
     @property
     def computes_logits(self) -> bool:
         return self._weights.output is not None
-
-    @property
-    def buffers(self) -> object:
-        return self._activations
 
     def allocate_cache(
         self,
@@ -232,17 +97,14 @@ class Decoder(Model):
         return sum(tensor.nbytes for tensors in states for tensor in tensors)
 
     def reserve(self, tokens: int, rows: int) -> None:
-        buffers, logits = self._buffers(tokens), self._logits_buffer(rows)
+        super().reserve(tokens, rows)
+        logits = self._logits_buffer(rows)
         if self.device.type == "cpu":
-            touch((*buffers.large, logits))
+            touch((logits,))
 
     def bytes_to_reserve(self, tokens: int, rows: int) -> int:
-        allocated = sum(buffer.nbytes for buffer in self._activations.large)
         logits_bytes = rows * self.spec.vocab_size * self._logits.itemsize
-        return tokens * allocated // len(self._activations.hidden) + logits_bytes
-
-    def pass_bytes(self, tokens: int, rows: int, context: int) -> int:
-        return pass_bytes(self.spec, self.dtype, tokens, rows, context)
+        return super().bytes_to_reserve(tokens, rows) + logits_bytes
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
@@ -331,16 +193,6 @@ class Decoder(Model):
         self._norm(hidden, self._weights.final_norm, normed)
         return normed
 
-    def _run_adapted(self, batch: StepBatch, *parts: Callable[[], None]) -> None:
-        """Run the parts of a pass for a batch in which sequences have adapters."""
-        assert self.adapters is not None
-        self.adapters.begin(batch)
-        try:
-            for part in parts:
-                part()
-        finally:
-            self.adapters.end()
-
     def _run_layers(
         self, batch: StepBatch, cache: KVCache, buffers: Activations, kept: Activations
     ) -> None:
@@ -365,13 +217,7 @@ class Decoder(Model):
             self.adapters.narrow()
         self._after_mixing(last, kept)
 
-    def _mixing(self, index: int, buffers: Activations) -> tuple[Mixer[Any], Any]:
-        """Return a layer's mixer and its buffers."""
-        layer = self._layers[index]
-        return layer.mixer, buffers.mixing[layer.mixing]
-
     def _project(self, index: int, buffers: Activations) -> None:
-        """Compute what a layer's mixer combines from the residual."""
         layer = self._layers[index]
         read, normed = layer.residual.begin(buffers.residual), buffers.normed
         if read.shape != normed.shape:
@@ -383,10 +229,9 @@ class Decoder(Model):
         layer.residual.bypass(buffers.residual)
 
     def _keep(self, batch: StepBatch, buffers: Activations) -> None:
-        """Move what is left of the rows that the step returns to the front."""
+        super()._keep(batch, buffers)
         outputs = batch.output_rows
         rows = None if outputs is None else outputs.indices
-        self._operators.keep(buffers.hidden, rows)
         if buffers.inputs is not None:
             self._operators.keep(buffers.inputs.whole, rows)
         for part in (buffers.streams, buffers.waiting):
@@ -396,7 +241,6 @@ class Decoder(Model):
             self._weights.tokens.ids = batch.token_ids if rows is None else batch.token_ids[rows]
 
     def _after_mixing(self, index: int, buffers: Activations) -> None:
-        """Add the outputs of a layer's mixer and feed-forward layer to the residual."""
         layer, is_parallel = self._layers[index], self.spec.parallel_residual
         is_empty = layer.feed_forward.is_empty
         if is_parallel and not is_empty:
@@ -417,31 +261,14 @@ class Decoder(Model):
         layer.residual.end(buffers.residual, buffers.inputs_of(index))
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
-        """Compute what all layers share: the embeddings and the rotations."""
-        self._embed(batch, buffers.hidden)
+        super()._begin(batch, buffers)
         if self._weights.tokens is not None:
             self._weights.tokens.ids = batch.token_ids
         if self.spec.keeps_embedding and buffers.streams is not None:
             buffers.streams[:, 1] = buffers.hidden
-        positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
-        self._rotaries.compute(positions, buffers.rotations)
         inputs = self._weights.layer_inputs
         if inputs is not None and buffers.inputs is not None:
             inputs.compute(batch, buffers.hidden, buffers.normed, buffers.inputs.whole)
-
-    def _kept(self, batch: StepBatch, buffers: Activations) -> Activations:
-        """Return the buffers of the rows that the step returns."""
-        outputs = batch.output_rows
-        return buffers if outputs is None else self._activations.first(len(outputs.indices))
-
-    def _embed(self, batch: StepBatch, hidden: Tensor) -> None:
-        self._weights.embedding.read(batch.token_ids, hidden)
-        if self.spec.embedding_scale != 1:
-            hidden *= self.spec.embedding_scale
-        for image in batch.images:
-            hidden[image.indices] = image.embeddings[0]
-        if self._weights.positions is not None:
-            hidden += self._weights.positions[batch.positions + self.spec.position_offset]
 
     def _norm(self, rows: Tensor, weight: Tensor | None, out: Tensor) -> None:
         if weight is None:
@@ -449,14 +276,10 @@ class Decoder(Model):
         else:
             self._operators.rms_norm(rows, weight, self.spec.norm_epsilon, out)
 
-    def _buffers(self, tokens: int) -> Activations:
-        if tokens > self._activations.hidden.shape[0]:
-            self._activations = self._step_activations = self._allocate(tokens)
-            if self._recording is not None:
-                self._recording.discard()
-        if tokens != len(self._step_activations.hidden):
-            self._step_activations = self._activations.first(tokens)
-        return self._step_activations
+    def _grow(self, tokens: int) -> None:
+        super()._grow(tokens)
+        if self._recording is not None:
+            self._recording.discard()
 
     def _logits_buffer(self, rows: int) -> Tensor:
         # Kept from step to step: a new allocation each time would fragment the heap.
@@ -465,19 +288,12 @@ class Decoder(Model):
         return self._logits[:rows]
 
     def _allocate(self, tokens: int) -> Activations:
-        spec, empty = self.spec, self._operators.empty
-        return Activations(
-            hidden=empty(tokens, spec.hidden_size),
-            normed=empty(tokens, spec.hidden_size),
-            mixing=tuple(mixer.allocate(tokens) for mixer in self._shapes),
-            inner=tuple(empty(tokens, width) for width in self._inner_widths),
-            spares=tuple(empty(tokens, spec.hidden_size) for _ in range(self._num_spares)),
-            rotations=self._rotaries.allocate(tokens),
-            inputs=None
-            if self._weights.layer_inputs is None
-            else self._weights.layer_inputs.allocate(tokens),
+        inputs, width = self._weights.layer_inputs, self.spec.hidden_size
+        return replace(
+            super()._allocate(tokens),
+            inputs=None if inputs is None else inputs.allocate(tokens),
             streams=self._allocate_streams(tokens),
-            waiting=empty(tokens, spec.hidden_size) if spec.has_shortcuts else None,
+            waiting=self._operators.empty(tokens, width) if self.spec.has_shortcuts else None,
         )
 
     def _allocate_streams(self, tokens: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Forward pass of encoders, where it differs from that of a decoder without a causal mask."""
+"""The encoder's forward pass."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,17 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.attention import AttentionBackend, KVCache
 from services.engine.model.attention.pair_scores import PairScores
-from services.engine.model.decoder import Activations, DecoderWeights
-from services.engine.model.operators.interface import LayerNorm, Operators, TableDelta
-from services.engine.model.whole_text_decoder import WholeTextDecoder
+from services.engine.model.layer_stack import Activations, StackWeights
+from services.engine.model.operators.deltas import TableDelta
+from services.engine.model.operators.interface import LayerNorm, Operators
+from services.engine.model.whole_text_stack import WholeTextStack
 
 __all__ = ["Encoder", "EncoderWeights"]
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderWeights(DecoderWeights):
-    """All weights of an encoder. Its layers have no norms of a decoder's kind."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderWeights(StackWeights):
+    """All weights of an encoder, whose layers have LayerNorms in place of a decoder's norms."""
 
     token_types: Tensor | None
     """[types, hidden_size], added to the embedding; None: the model takes no pairs of texts"""
@@ -34,8 +35,11 @@ class EncoderWeights(DecoderWeights):
     """Addends to the scores of two tokens; None: there are none"""
 
 
-class Encoder(WholeTextDecoder):
-    """An encoder: its norms and embeddings differ from a decoder's."""
+class Encoder(WholeTextStack):
+    """An encoder-only transformer. It computes no logits."""
+
+    _weights: EncoderWeights
+    computes_logits = False
 
     def __init__(
         self,
@@ -48,16 +52,19 @@ class Encoder(WholeTextDecoder):
         super().__init__(spec, dtype, weights, operators, attention)
         assert spec.family.encoder is not None
         self._norms_first = spec.family.encoder.norms_first
-        self._encoder_weights = weights
-        self._epsilon = spec.norm_epsilon
 
     @torch.inference_mode()
     def compute(self, batch: StepBatch, cache: KVCache) -> Tensor:
         hidden = super().compute(batch, cache)
-        if (norm := self._encoder_weights.last_norm) is not None:
-            rows = layer_norm(hidden, hidden.shape[1:], norm.weight, norm.bias, self._epsilon)
+        if (norm := self._weights.last_norm) is not None:
+            rows = layer_norm(
+                hidden, hidden.shape[1:], norm.weight, norm.bias, self.spec.norm_epsilon
+            )
             hidden.copy_(rows)
         return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError
 
     @torch.inference_mode()
     def states(self, hidden: Tensor) -> Tensor:
@@ -65,7 +72,7 @@ class Encoder(WholeTextDecoder):
 
     def _begin(self, batch: StepBatch, buffers: Activations) -> None:
         super()._begin(batch, buffers)
-        weights, hidden = self._encoder_weights, buffers.hidden
+        weights, hidden = self._weights, buffers.hidden
         types = batch.token_types
         if weights.token_types is not None:
             hidden += weights.token_types[0] if types is None else weights.token_types[types]
@@ -79,13 +86,13 @@ class Encoder(WholeTextDecoder):
 
     def _project(self, index: int, buffers: Activations) -> None:
         if self._norms_first:
-            self._read_norm(self._encoder_weights.norms[index][0], buffers)
+            self._read_norm(self._weights.norms[index][0], buffers)
         mixer, scratch = self._mixing(index, buffers)
         mixer.project(buffers.normed, scratch, buffers.rotations)
 
     def _after_mixing(self, index: int, buffers: Activations) -> None:
         layer = self._layers[index]
-        attention_norm, feed_forward_norm = self._encoder_weights.norms[index]
+        attention_norm, feed_forward_norm = self._weights.norms[index]
         layer.mixer.add_to(buffers.mixing[layer.mixing], buffers.hidden)
         if self._norms_first:
             self._read_norm(feed_forward_norm, buffers)

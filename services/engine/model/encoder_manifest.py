@@ -24,7 +24,7 @@ class StoredMlp:
     """A dense layer, or one expert."""
 
     gate: StoredLinear
-    """Both products of a gated layer, or the only one"""
+    """Gate and up of a gated layer, or the only product"""
     down: StoredLinear
 
 

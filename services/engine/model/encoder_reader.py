@@ -11,7 +11,6 @@ from services.engine.model.architecture.layers import DenseSpec, ExpertsSpec, La
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
-from services.engine.model.decoder import LayerWeights
 from services.engine.model.embedding import TensorEmbedding
 from services.engine.model.encoder import EncoderWeights
 from services.engine.model.encoder_manifest import (
@@ -20,14 +19,15 @@ from services.engine.model.encoder_manifest import (
     StoredEncoderLayer,
     StoredMlp,
 )
+from services.engine.model.layer_stack import LayerWeights
 from services.engine.model.mixers.attention import AttentionWeights
+from services.engine.model.operators.composed_projections import AdaptedProjection
+from services.engine.model.operators.deltas import TableDelta
 from services.engine.model.operators.interface import (
-    AdaptedProjection,
     ExpertWeights,
     LayerNorm,
     Operators,
     Projection,
-    TableDelta,
 )
 from services.engine.model.pair_scores_reader import read_pair_scores
 from services.engine.model.parts.feed_forward import BiasedOutput, Dense, Experts, FeedForward
@@ -100,11 +100,7 @@ class EncoderReader:
             embedding=TensorEmbedding(self._table(manifest.embedding)),
             positions=None if manifest.positions is None else self._table(manifest.positions),
             layers=tuple(map(self._layer, manifest.layers, self._spec.layers)),
-            final_norm=None,
-            output=None,
             device=self._device,
-            layer_inputs=None,
-            tokens=None,
             token_types=None if manifest.token_types is None else self._table(manifest.token_types),
             embedding_norm=self._norm(manifest.embedding_norm),
             norms=tuple(

@@ -86,7 +86,7 @@ class HyperConnections(Residual):
     mixer: Connection
     feed_forward: Connection
     is_first: bool
-    """This is the first layer: all streams begin as the embedding"""
+    """True if this is the first layer: all streams begin as the embedding"""
     head: StreamMixture | None
     """Factors of the streams in the output of the last layer; None: this is another layer"""
 

@@ -8,7 +8,8 @@ from torch.nn.functional import rms_norm
 
 from services.engine.batch.step_batch import StepBatch
 from services.engine.model.embedding import Embedding
-from services.engine.model.operators.interface import Gate, Operators, OutputNorm, Projection
+from services.engine.model.operators.composed_projections import OutputNorm
+from services.engine.model.operators.interface import Gate, Operators, Projection
 
 __all__ = ["InputRows", "LayerInput", "LayerInputs", "LayerRows"]
 
@@ -18,7 +19,7 @@ class LayerRows(NamedTuple):
 
     inputs: Tensor
     gated: Tensor
-    """In the layout of products"""
+    """Scratch space in the layout of products"""
 
 
 @dataclass(frozen=True, slots=True)

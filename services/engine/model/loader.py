@@ -32,6 +32,7 @@ from services.engine.model.encoder import Encoder
 from services.engine.model.encoder_reader import EncoderReader
 from services.engine.model.lockstep import LeadingDecoder
 from services.engine.model.manifest import Manifest
+from services.engine.model.model import Model
 from services.engine.model.operators.fp8_weights import Fp8Rounding
 from services.engine.model.operators.grouped_operators import GroupedOperators
 from services.engine.model.operators.interface import Operators
@@ -48,7 +49,8 @@ from services.engine.model.parts.shard import Shard
 from services.engine.model.parts.stored_feed_forward import unread_experts
 from services.engine.model.parts.tensor_reader import TensorReader
 from services.engine.model.weight_reader import WeightReader
-from services.engine.model.whole_text_decoder import WholeTextDecoder, has_one_attention
+from services.engine.model.whole_text_decoder import WholeTextDecoder
+from services.engine.model.whole_text_stack import has_one_attention
 from services.engine.ranks.group import SINGLE_RANK, RankGroup
 
 __all__ = [
@@ -141,7 +143,7 @@ def load_model(
     kv_dtype: str = "model",
     ranks: RankGroup = SINGLE_RANK,
     packed: PackedFile | None = None,
-) -> Decoder:
+) -> Model:
     """Load a checkpoint, one layer at a time from the mapped files.
 
     progress: show a bar on a terminal, or log a few lines without one.

@@ -41,13 +41,13 @@ class _Task(IntEnum):
     sequence: query length, context length; with output rows, the number of these; with adapters,
     the adapter's number"""
     GRAPH = 1
-    """The same, for a padded decode step that runs as a CUDA graph"""
+    """Numbers of PASS, for a padded decode step that runs as a CUDA graph"""
     LOGITS = 2
     """First row and end of the last pass's rows whose logits are computed"""
     LOGITS_OF = 3
-    """Number of rows, which travel along"""
+    """Number of rows, which follow the order"""
     CAPTURE = 4
-    """As GRAPH, for a step whose graph is captured"""
+    """Numbers of PASS, for a padded decode step whose CUDA graph is captured"""
     COPY = 5
     """Blocks of the cache to copy: cache group, source and target each"""
     ADAPTER = 6

@@ -22,7 +22,7 @@ class Model(ABC):
     computes_whole_prompts = False
     """True if a step must compute all tokens of a prompt, and the cache keeps none of them"""
     code = ModelCode.NATIVE
-    """Whose modules compute the layers"""
+    """Code whose modules compute the layers"""
 
     def __init__(
         self,

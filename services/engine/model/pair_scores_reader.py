@@ -1,4 +1,4 @@
-"""Loading of what an encoder adds to the scores of two tokens."""
+"""Loading of the addends to the scores of two tokens of an encoder."""
 
 from collections.abc import Callable
 

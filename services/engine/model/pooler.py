@@ -60,17 +60,17 @@ class Pooler:
     pooling: Pooling
     stages: tuple[Stage, ...]
     last: Stage
-    """Activation of the labels' logits, or what gives vectors length 1"""
+    """Activation of the labels' logits, or the scaling of vectors to length 1"""
     width: int
     """Numbers of a text's vector; 0 if only tokens have vectors"""
     token_width: int
     """Numbers of a token's vector, which is its state if texts have vectors"""
     scores: bool
-    """The vector holds the scores of the checkpoint's labels rather than an embedding"""
+    """True if the vector holds the scores of the checkpoint's labels rather than an embedding"""
     normalizes: bool
-    """Vectors have length 1"""
+    """True if vectors have length 1"""
     skips_instructions: bool = False
-    """Pooling leaves out the instruction at the beginning of a text"""
+    """True if pooling leaves out the instruction at the beginning of a text"""
     lexical: LexicalHead | None = None
     """Head that makes the vectors of Pooling.LEXICAL; None for other poolings"""
     token_stages: tuple[Stage, ...] = ()

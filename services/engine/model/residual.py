@@ -59,7 +59,7 @@ class OneStream(Residual):
 
     operators: Operators
     input: LayerInput | None = None
-    """Adds what a token has for this layer alone"""
+    """Addition of a token's input for this layer alone; None: there is none"""
     scalar: float = 1.0
     """Factor on the residual at the end"""
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.layer_inputs import LayerRows
-from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
+from services.engine.model.operators.deltas import Delta
+from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.parts.feed_forward import FeedForward
 from services.engine.model.residual import Residual, ResidualRows
 

@@ -8,11 +8,12 @@ import torch
 
 from services.engine.model.architecture.layers import AttentionSpec, DenseSpec, LayerSpec
 from services.engine.model.checkpoint.quantized import decoded
-from services.engine.model.decoder import LayerWeights
+from services.engine.model.layer_stack import LayerWeights
 from services.engine.model.manifest import StoredLayer
 from services.engine.model.mixers.attention import AttentionWeights
 from services.engine.model.mixers.attention_weights import StoredAttention, read_attention
-from services.engine.model.operators.interface import ChainedProjection, Projection
+from services.engine.model.operators.composed_projections import ChainedProjection
+from services.engine.model.operators.interface import Projection
 from services.engine.model.parts.feed_forward import Dense
 from services.engine.model.parts.shard import Shard
 from services.engine.model.parts.stored import StoredLinear, StoredNorm

@@ -10,10 +10,11 @@ from services.engine.model.altup_reader import read_altup
 from services.engine.model.architecture.layers import BesideSpec, LayerSpec, NoFeedForward
 from services.engine.model.checkpoint.quantized import Weight, split
 from services.engine.model.checkpoint.tensors import StoredTensor
-from services.engine.model.decoder import DecoderWeights, LayerWeights
+from services.engine.model.decoder import DecoderWeights
 from services.engine.model.embedding import Embedding, StoredEmbedding, TensorEmbedding
 from services.engine.model.hyper_reader import read_hyper_connections
 from services.engine.model.layer_inputs import LayerInput, LayerInputs
+from services.engine.model.layer_stack import LayerWeights
 from services.engine.model.manifest import (
     Manifest,
     StoredLayer,

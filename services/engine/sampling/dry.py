@@ -6,7 +6,7 @@ As in llama.cpp, the longest repetition that an id would extend decides.
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.messages import DrySettings
+from services.engine.checked_request import DrySettings
 
 __all__ = ["Repetitions"]
 

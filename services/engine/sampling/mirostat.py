@@ -5,7 +5,7 @@ Basu et al., "Mirostat: a neural text decoding algorithm that directly controls 
 
 import numpy as np
 
-from services.engine.messages import MirostatSettings
+from services.engine.checked_request import MirostatSettings
 
 __all__ = ["Mirostat"]
 

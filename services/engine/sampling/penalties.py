@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.messages import SamplingSettings
+from services.engine.checked_request import SamplingSettings
 from services.engine.sampling.dry import Repetitions
 
 __all__ = ["Penalties"]

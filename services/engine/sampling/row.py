@@ -5,7 +5,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.engine.messages import SamplingSettings
+from services.engine.checked_request import SamplingSettings
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.penalties import Penalties
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.transfer import HostCopy, rows_of, staging_buffer, to_device
-from services.engine.kernels.library import DrawCall, native
+from services.engine.kernels.library import native
+from services.engine.kernels.structures import DrawCall
 from services.engine.sampling.adjustments import adjust
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.row import Row

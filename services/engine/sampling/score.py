@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.transfer import HostCopy, to_device
-from services.engine.kernels.library import ScoreCall, native
+from services.engine.kernels.library import native
+from services.engine.kernels.structures import ScoreCall
 from services.engine.messages import Score
 
 __all__ = ["PendingScores", "score"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from services.engine.messages import SamplingSettings
+from services.engine.checked_request import SamplingSettings
 from services.engine.sampling.pending_tokens import PendingTokens
 from services.engine.sampling.row import Row
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.messages import BeamSettings, EarlyStopping, FinishCause, Score
+from services.engine.checked_request import BeamSettings, EarlyStopping
+from services.engine.messages import FinishCause, Score
 
 __all__ = ["BeamResult", "BeamSearch", "Continuation"]
 

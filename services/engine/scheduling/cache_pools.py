@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from services.common.cached_prefix import CachedGroup, longest_prefix
-from services.engine.messages import CacheChange, CacheGroup
+from services.engine.messages import CacheChange
+from services.engine.model_description import CacheGroup
 from services.engine.scheduling.block_group import BlockGroup
 from services.engine.scheduling.block_pool import OutOfBlocksError
 from services.engine.scheduling.cache_limits import CacheLimits

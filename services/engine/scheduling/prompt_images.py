@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.messages import PlacedImage
+from services.engine.checked_request import PlacedImage
 
 __all__ = ["ImageRun", "PromptImages"]
 

@@ -87,7 +87,7 @@ class Scheduler:
             self._searching[sequence.search_key] -= 1
             if not self._searching[sequence.search_key]:
                 del self._searching[sequence.search_key]
-        sequence.held_logits = None
+        sequence.logits_hold = None
         sequence.state = SequenceState.FINISHED
 
     @property
@@ -431,7 +431,7 @@ class Scheduler:
         self._leave_place(sequence)
         sequence.num_computed = 0
         if not sequence.awaits_beams:
-            sequence.held_logits = None
+            sequence.logits_hold = None
         sequence.state = SequenceState.WAITING
         self.preemptions += 1
         self.add(sequence)

@@ -7,7 +7,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from services.engine.messages import AddRequest, Mask, Pooled, Resume
+from services.engine.checked_request import Pooled, Resume
+from services.engine.messages import AddRequest, Mask
 from services.engine.sampling.bad_words import BadWords
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.penalties import Penalties
@@ -17,7 +18,7 @@ from services.engine.scheduling.speculation import Speculation
 from services.engine.scheduling.tenants import Tenant
 from services.engine.scheduling.token_ids import Prompt, TokenIds
 
-__all__ = ["Request", "SequenceState", "TokenSequence"]
+__all__ = ["LogitsHold", "Request", "SequenceState", "TokenSequence"]
 
 
 class SequenceState(Enum):
@@ -28,6 +29,13 @@ class SequenceState(Enum):
     RUNNING = "running"
     """The sequence holds blocks: it prefills or decodes"""
     FINISHED = "finished"
+
+
+class LogitsHold:
+    """Claim of a sequence on the logits of its next position, which the step loop holds.
+
+    The step loop drops logits once their sequence has another claim or none.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -94,16 +102,12 @@ class TokenSequence:
         """True if each token of the prompt gets a vector or a weight"""
         self.weighs_tokens = checked.weighs_tokens
         """True if each token of the prompt gets a weight instead of a vector"""
-        self.token_vectors: list[object] = []
-        """Vectors of the prompt's tokens that were computed so far"""
         self.second_text = checked.second_texts.get(self.prompt_index)
         """Start of the second text of a pair; None = the prompt is no pair"""
         self.instruction_length = checked.instructions.get(self.prompt_index, 0)
         """Tokens at the beginning of the prompt that pooling may leave out"""
         self.unattended_length = checked.unattended.get(self.prompt_index, 0)
         """Tokens at the end of the prompt to which no token attends"""
-        self.partial_sum: object = None
-        """Sum of the computed hidden states, where the prompt's vector is their mean; else None"""
         is_scored = checked.prompt_logprobs is not None and index % checked.n == 0
         needs_all = is_scored or checked.pooled is Pooled.ALL
         self.scored = 1 if needs_all else self.prompt_length
@@ -116,8 +120,8 @@ class TokenSequence:
         """Time when credit ran out, in time.monotonic()"""
         self.mask: Mask | None = None
         """The newest mask of a constrained sequence; None while it is awaited"""
-        self.held_logits: object = None
-        """Logits for this position, kept by the step loop until a draw is allowed; None = none"""
+        self.logits_hold: LogitsHold | None = None
+        """Claim on logits that are held until a draw is allowed; None = no logits are held"""
 
         self.speculation = Speculation()
         self.penalties = Penalties(sampling, self.prompt_length) if sampling.penalises else None
@@ -198,7 +202,7 @@ class TokenSequence:
     @property
     def awaits_beams(self) -> bool:
         """True if the beam has its logits, and waits until the other beams have theirs."""
-        return bool(self.request.searches) and self.held_logits is not None
+        return bool(self.request.searches) and self.logits_hold is not None
 
     @property
     def order(self) -> tuple[int, float, int, int]:
@@ -226,7 +230,7 @@ class TokenSequence:
 
     def append(self, token: int) -> None:
         """Append a generated token. Logits and mask of its position are used up."""
-        self.held_logits = None
+        self.logits_hold = None
         if self.mask is not None and not self.mask.holds_after(self.position, token):
             self.mask = None
         self._ids.append(token)

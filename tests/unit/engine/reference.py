@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from services.engine.messages import DrySettings, SamplingSettings
+from services.engine.checked_request import DrySettings, SamplingSettings
 
 MOST = 1e30
 """The engine's largest penalty, where a float would overflow"""

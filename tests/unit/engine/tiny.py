@@ -11,22 +11,19 @@ import torch
 from hypothesis import settings
 from safetensors.torch import save_file
 
-from services.engine.execution.model_runner import ModelRunner, StepCapacity
-from services.engine.loop.request_table import LoopLimits
-from services.engine.loop.step_loop import StepLoop
-from services.engine.messages import (
-    AddRequest,
+from services.engine.checked_request import (
     CheckedRequest,
-    Command,
-    Output,
     Resume,
     SamplingSettings,
     StoppingSettings,
-    Token,
     bitmask,
 )
-from services.engine.model.decoder import Decoder
+from services.engine.execution.model_runner import ModelRunner, StepCapacity
+from services.engine.loop.request_table import LoopLimits
+from services.engine.loop.step_loop import StepLoop
+from services.engine.messages import AddRequest, Command, Output, Token
 from services.engine.model.loader import load_model
+from services.engine.model.model import Model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
@@ -89,12 +86,12 @@ def make_checkpoint(directory: Path) -> Path:
     return directory
 
 
-def load_tiny(directory: Path) -> Decoder:
+def load_tiny(directory: Path) -> Model:
     return load_model(make_checkpoint(directory), torch.float32)
 
 
 def make_loop(
-    decoder: Decoder,
+    decoder: Model,
     *,
     blocks: int = 256,
     step_tokens: int = 256,

@@ -683,26 +683,28 @@ enum tw_kernel : int32_t {
   TW_LATENT_DECODE = 15,
 };
 
+union tw_call {
+  tw_norm norm;
+  tw_linear linear;
+  tw_rotation rotation;
+  tw_attention attention;
+  tw_keep keep;
+  tw_row_norm row_norm;
+  tw_grouped grouped_linear;
+  tw_gate gate_rows;
+  tw_attention paged_attention;
+  tw_delta delta_rule;
+  tw_arrange arrange;
+  tw_mixture mixture;
+  tw_scan state_scan;
+  tw_scale scale;
+  tw_float_product float_linear;
+  tw_latent latent_decode;
+};
+
 struct tw_operation {
   int32_t kernel;
-  union {
-    tw_norm norm;
-    tw_linear linear;
-    tw_rotation rotation;
-    tw_attention attention;
-    tw_keep keep;
-    tw_row_norm row_norm;
-    tw_grouped grouped;
-    tw_gate gate;
-    tw_attention paged_attention;
-    tw_delta delta_rule;
-    tw_arrange arrange;
-    tw_mixture mixture;
-    tw_scan state_scan;
-    tw_scale scale;
-    tw_float_product float_linear;
-    tw_latent latent_decode;
-  };
+  tw_call call;
 };
 
 // Places of a pass's tokens in the layers of one cache group.

@@ -47,58 +47,58 @@ tw_latent &of_pass(tw_latent &call, const tw_pass &pass) {
 void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
   switch (operation.kernel) {
     case TW_NORM:
-      operation.norm.num_rows = rows.count;
-      return tw_tiled_rms_norm(&operation.norm);
+      operation.call.norm.num_rows = rows.count;
+      return tw_tiled_rms_norm(&operation.call.norm);
     case TW_LINEAR:
-      operation.linear.num_rows = rows.count;
-      return tw_tiled_linear(&operation.linear);
+      operation.call.linear.num_rows = rows.count;
+      return tw_tiled_linear(&operation.call.linear);
     case TW_ROTATION:
-      operation.rotation.tokens = pass.tokens;
-      return tw_rotate(&operation.rotation);
+      operation.call.rotation.tokens = pass.tokens;
+      return tw_rotate(&operation.call.rotation);
     case TW_ATTENTION:
-      return tw_tiled_attend(&of_pass(operation.attention, pass, rows));
+      return tw_tiled_attend(&of_pass(operation.call.attention, pass, rows));
     case TW_ROW_NORM:
-      operation.row_norm.num_rows = rows.count;
-      return tw_norm_rows(&operation.row_norm);
+      operation.call.row_norm.num_rows = rows.count;
+      return tw_norm_rows(&operation.call.row_norm);
     case TW_SCALE:
-      operation.scale.num_rows = rows.count;
-      return tw_scale_rows(&operation.scale);
+      operation.call.scale.num_rows = rows.count;
+      return tw_scale_rows(&operation.call.scale);
     case TW_GROUPED_LINEAR:
-      operation.grouped.num_rows = rows.count;
-      return tw_grouped_linear(&operation.grouped);
+      operation.call.grouped_linear.num_rows = rows.count;
+      return tw_grouped_linear(&operation.call.grouped_linear);
     case TW_FLOAT_LINEAR:
-      operation.float_linear.num_rows = rows.count;
-      return tw_float_linear(&operation.float_linear);
+      operation.call.float_linear.num_rows = rows.count;
+      return tw_float_linear(&operation.call.float_linear);
     case TW_GATE_ROWS:
-      operation.gate.num_rows = rows.count;
-      return tw_gate_rows(&operation.gate);
+      operation.call.gate_rows.num_rows = rows.count;
+      return tw_gate_rows(&operation.call.gate_rows);
     case TW_ARRANGE:
-      operation.arrange.num_rows = rows.count;
-      return tw_arrange_rows(&operation.arrange);
+      operation.call.arrange.num_rows = rows.count;
+      return tw_arrange_rows(&operation.call.arrange);
     case TW_MIXTURE:
-      operation.mixture.num_rows = rows.count;
-      return tw_mix_experts(&operation.mixture);
+      operation.call.mixture.num_rows = rows.count;
+      return tw_mix_experts(&operation.call.mixture);
     case TW_LATENT_DECODE:
-      return tw_latent_decode(&of_pass(operation.latent_decode, pass));
+      return tw_latent_decode(&of_pass(operation.call.latent_decode, pass));
     case TW_PAGED_ATTENTION:
-      return tw_paged_attend(&of_pass(operation.paged_attention, pass, rows));
+      return tw_paged_attend(&of_pass(operation.call.paged_attention, pass, rows));
     case TW_DELTA_RULE:
-      operation.delta_rule.starts = pass.state_starts;
-      operation.delta_rule.sources = pass.state_sources;
-      operation.delta_rule.targets = pass.state_targets;
-      operation.delta_rule.runs = pass.state_runs;
-      return tw_delta_rule(&operation.delta_rule);
+      operation.call.delta_rule.starts = pass.state_starts;
+      operation.call.delta_rule.sources = pass.state_sources;
+      operation.call.delta_rule.targets = pass.state_targets;
+      operation.call.delta_rule.runs = pass.state_runs;
+      return tw_delta_rule(&operation.call.delta_rule);
     case TW_STATE_SCAN:
-      operation.state_scan.starts = pass.state_starts;
-      operation.state_scan.sources = pass.state_sources;
-      operation.state_scan.targets = pass.state_targets;
-      operation.state_scan.runs = pass.state_runs;
-      return tw_state_scan(&operation.state_scan);
+      operation.call.state_scan.starts = pass.state_starts;
+      operation.call.state_scan.sources = pass.state_sources;
+      operation.call.state_scan.targets = pass.state_targets;
+      operation.call.state_scan.runs = pass.state_runs;
+      return tw_state_scan(&operation.call.state_scan);
     case TW_KEEP:
-      operation.keep.kept = pass.kept;
-      operation.keep.num_kept = pass.num_kept;
+      operation.call.keep.kept = pass.kept;
+      operation.call.keep.num_kept = pass.num_kept;
       if (pass.kept) rows = {pass.num_kept, pass.kept_starts, true};
-      return tw_keep_rows(&operation.keep);
+      return tw_keep_rows(&operation.call.keep);
   }
 }
 

@@ -12,13 +12,8 @@ from services.engine.batch.step_batch import StepBatch
 from services.engine.batch.transfer import to_device
 from services.engine.model.adapters.peft_files import LowRankPair, PeftAdapter
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.operators.interface import (
-    Delta,
-    ExpertDeltas,
-    Operators,
-    SequenceDelta,
-    TableDelta,
-)
+from services.engine.model.operators.deltas import Delta, ExpertDeltas, SequenceDelta, TableDelta
+from services.engine.model.operators.interface import Operators
 from services.engine.model.operators.low_rank import (
     LowRank,
     LowRankProduct,
@@ -34,12 +29,12 @@ class SiteModule:
     """One linear layer of the checkpoint within a product."""
 
     name: str
-    """Without the prefix of the checkpoint's names"""
+    """Name of the layer, without the prefix of the checkpoint's names"""
     outputs: int
     alias: str = ""
-    """Its other name in adapters; empty: it has none"""
+    """Other name of the layer in adapters; empty: it has none"""
     factors: Tensor | None = None
-    """[outputs], by which the weight was multiplied; None = it was not"""
+    """[outputs], factors by which the weight was multiplied; None = it was not"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +42,7 @@ class StackedPart:
     """One expert's part of a parameter that stacks all experts, as adapters have it."""
 
     name: str
-    """Of the parameter, without the prefix of the checkpoint's names"""
+    """Name of the parameter, without the prefix of the checkpoint's names"""
     outputs: int
     expert: int
     count: int
@@ -74,7 +69,7 @@ class Site:
     """A product that adapters may change, and what the weight reader has folded into its weight."""
 
     modules: tuple[SiteModule, ...]
-    """In the order of the stored outputs; empty: the checkpoint stores it in a stack alone"""
+    """Linear layers in the order of the stored outputs; empty: the checkpoint has a stack alone"""
     inputs: int
     order: Tensor | None = None
     """int64 [outputs], the stored output at each place of the product; None = all as stored. Those
@@ -84,9 +79,9 @@ class Site:
     norm_bias: Tensor | None = None
     """[inputs], a bias of the inputs that the product's own bias contains; None = none"""
     fold: Callable[[Tensor], Tensor] | None = None
-    """Applied to the weight [outputs, inputs] when it was read; None = nothing was"""
+    """Change of the weight [outputs, inputs] when it was read; None = there was none"""
     stacked: StackedPart | None = None
-    """All of the product's outputs, if it is an expert's"""
+    """Expert's part of a stack, if the product is an expert's"""
 
     @property
     def names(self) -> Iterator[str]:
@@ -110,7 +105,7 @@ class ConvertedAdapter:
     """An adapter in the layout of a decoder's products."""
 
     parts: Sequence[Sequence[LowRank]]
-    """Of each product of the decoder"""
+    """Parts of each product of the decoder"""
     num_bytes: int
 
 
@@ -292,9 +287,9 @@ class _SiteDelta(Delta, SequenceDelta, TableDelta):
         self._operators = operators
         self.site = site
         self._parts: dict[int, Sequence[LowRank]] = {}
-        """By number of the adapter; those that leave this product alone are missing"""
+        """Parts by number of the adapter; adapters that do not change this product are missing"""
         self._product: LowRankProduct | None = None
-        """Of the present parts; None = no pass has needed it"""
+        """Product with the present parts; None = no pass has needed it"""
 
     def add(self, number: int, parts: Sequence[LowRank]) -> None:
         """Take an adapter's parts."""

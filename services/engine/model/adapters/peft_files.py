@@ -18,7 +18,7 @@ _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _WRAPPED = ".base_layer"
-"""Follows the name of a module for each further parameter of it that has an adapter"""
+"""Suffix of a module's name, once for each further parameter of it that has an adapter"""
 _EXPERTS = ".experts"
 _STACKS = ("gate_up_proj", "down_proj")
 """Parameters that stack the weights of all experts, in the order in which PEFT wraps them"""
@@ -53,7 +53,7 @@ class PeftAdapter:
     """The adapter of one directory."""
 
     pairs: Mapping[str, LowRankPair]
-    """By the name of the linear layer in the base model, or of the parameter of all experts"""
+    """Pairs by the name of the base model's linear layer, or of the parameter of all experts"""
 
     @property
     def num_elements(self) -> int:

@@ -22,7 +22,7 @@ class AdapterReading:
         self._read = read
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._reads: dict[int, Future[ConvertedAdapter]] = {}
-        """By number of the adapter, in the order in which they end"""
+        """Reads by number of the adapter, in the order in which they end"""
 
     def __bool__(self) -> bool:
         """Return whether an adapter has not been taken."""

@@ -15,7 +15,7 @@ class CompressionSpec:
 
     rate: int
     overlaps: bool
-    """An entry is made of the tokens before its own, too: of twice `rate` tokens"""
+    """True if an entry is made of the tokens before its own, too: of twice `rate` tokens"""
     index: IndexSpec | None
     """Indexer that chooses the attended entries; None: all are attended to"""
     attended_entries: int = 0
@@ -55,7 +55,7 @@ class CompressedSpec:
     groups: int
     """Groups of heads, whose outputs are multiplied apart first"""
     group_width: int
-    """Width of what is made of a group's outputs"""
+    """Width of the product of a group's outputs"""
     norm_epsilon: float
     compression: CompressionSpec | None
     """None: there are no entries"""

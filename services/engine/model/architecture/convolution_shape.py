@@ -14,7 +14,7 @@ class ConvolutionShape:
     conv_width: int
     """Tokens that the convolution reads for one of its outputs; at least 2"""
     has_bias: bool
-    """Both products and the convolution have a bias"""
+    """True if both products and the convolution have a bias"""
 
     @property
     def widths(self) -> Set[int]:

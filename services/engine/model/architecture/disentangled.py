@@ -26,13 +26,13 @@ class DisentangledSpec:
     farthest: int
     """Distance of the last bucket"""
     reads_keys: bool
-    """Queries are multiplied with keys of distances (c2p)"""
+    """True if queries are multiplied with keys of distances (c2p)"""
     reads_queries: bool
-    """Keys are multiplied with queries of distances (p2c)"""
+    """True if keys are multiplied with queries of distances (p2c)"""
     shares_projections: bool
-    """Distances are projected by the weights of tokens"""
+    """True if distances are projected by the weights of tokens"""
     has_norm: bool
-    """A LayerNorm precedes the projection of distances"""
+    """True if a LayerNorm precedes the projection of distances"""
 
     @property
     def num_products(self) -> int:

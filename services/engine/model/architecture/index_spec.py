@@ -16,4 +16,5 @@ class IndexSpec:
     width: int
     """Width of a head's query and of the key; the first numbers rotate, as many as in a latent"""
     is_interleaved: bool
-    """The two rows of a RoPE pair are stored side by side rather than half the width apart"""
+    """True if the two rows of a RoPE pair are stored side by side rather than half the width
+    apart"""

@@ -31,9 +31,10 @@ class LatentSpec:
     rotary: RotarySpec | None
     """RoPE of the shared part and its counterpart in queries; None: there is none"""
     is_interleaved: bool
-    """The two rows of a RoPE pair are stored side by side rather than half the width apart"""
+    """True if the two rows of a RoPE pair are stored side by side rather than half the width
+    apart"""
     has_bias: bool
-    """Query vectors, latents and the output have biases"""
+    """True if query vectors, latents and the output have biases"""
     norm_epsilon: float
     """Epsilon of the norms of query vectors and latents"""
     attended_tokens: int = 0
@@ -43,7 +44,7 @@ class LatentSpec:
     latent_factor: float = 1.0
     """Factor on normed latents"""
     has_output_gate: bool = False
-    """Each head's output is multiplied by the sigmoid of a product of its own"""
+    """True if a sigmoid gate, a product of its own, multiplies each head's output"""
     index: IndexSpec | None = None
     """Indexer that chooses the attended tokens; None: the last layer with an indexer chose them"""
 

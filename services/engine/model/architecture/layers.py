@@ -44,7 +44,7 @@ class AttentionGate:
 
     function: GateFunction = GateFunction.SIGMOID
     is_of_heads: bool = False
-    """Each head has one gate, rather than each of its outputs"""
+    """True if each head has one gate, rather than each of its outputs"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +66,20 @@ class AttentionSpec:
     qkv_bias: bool
     output_bias: bool
     has_sinks: bool
-    """Each head's softmax has one more logit, without a value"""
+    """True if each head's softmax has one more logit, without a value"""
     qk_norm: QkNorm
     gate: AttentionGate | None
     """Gates of the outputs; None: there are none"""
     norms_values: bool = False
-    """Values have an RMSNorm over each head, without a weight"""
+    """True if values have an RMSNorm over each head, without a weight"""
     keys_are_values: bool = False
-    """Values are the product that keys are made of"""
+    """True if values are the product that keys are made of"""
     is_chunked: bool = False
-    """Tokens see those of their own chunk of `window` tokens, not the last `window`"""
+    """True if tokens see those of their own chunk of `window` tokens, not the last `window`"""
     reads_layer: int | None = None
     """Layer whose keys and values this one reads; None: it has its own"""
     input_width: int = 0
-    """Width of what it reads; 0: that of the residual"""
+    """Width of the input; 0: that of the residual"""
     alibi_bias: float = 0.0
     """Exponent of the smallest slope by which scores fall with the distance (ALiBi); 0: none"""
     clip: float = 0.0
@@ -257,8 +257,8 @@ class BesideSpec:
     dense: DenseSpec
     experts: ExpertsSpec
     is_shortcut: bool = False
-    """Both read the same norm, and the experts' output joins the residual at the end of the next
-    layer; False: each has norms of its own"""
+    """True if both read the same norm, and the experts' output joins the residual at the end of the
+    next layer; False: each has norms of its own"""
 
     @property
     def width(self) -> int:
@@ -321,15 +321,15 @@ class AltUpSpec:
     active: int
     """Number of the stream that layers read and add to"""
     has_scale: bool
-    """The active stream has a factor before the layer's input is computed from it"""
+    """True if the active stream has a factor before the layer's input is computed from it"""
     laurel_rank: int
     """Inner width of the product beside the mixer (https://arxiv.org/abs/2411.07501)"""
 
 
 @dataclass(frozen=True, slots=True)
 class HyperSpec:
-    """Hyper-connections: streams of the residual that each part of a layer reads a mixture of, and
-    mixes anew."""
+    """Hyper-connections: streams of the residual. Each part of a layer reads a mixture of them and
+    writes new ones."""
 
     streams: int
     iterations: int
@@ -364,7 +364,7 @@ class LayerSpec:
     input_width: int = 0
     """Width of what a token has for this layer alone, added behind the others; 0: there is none"""
     has_scalar: bool = False
-    """The residual is multiplied by a number at the end"""
+    """True if the residual is multiplied by a number at the end"""
     altup: AltUpSpec | None = None
     """None: there are no streams of this kind"""
     hyper: HyperSpec | None = None
@@ -380,9 +380,10 @@ class LayerSpec:
     """Number of the layer among those that share their place, and modules there; None: it is the
     only one"""
     follows_block: bool = False
-    """The layer reads the output of a shared block beside the residual"""
+    """True if the layer reads the output of a shared block beside the residual"""
     follows_shortcut: bool = False
-    """The layer ends with the addition of what the experts of the layer before have returned"""
+    """True if the layer ends with the addition of what the experts of the layer before have
+    returned"""
 
     @property
     def content(self) -> FeedForwardSpec:

@@ -20,12 +20,12 @@ class MambaShape:
     """Tokens that the convolution reads for one of its outputs; at least 2"""
     has_conv_bias: bool
     has_bias: bool
-    """The product that reads the residual has a bias"""
+    """True if the product that reads the residual has a bias"""
     has_output_bias: bool
     norm_width: int
     """Outputs that are normed together, those of other ranks included; 0: there is no norm"""
     norms_first: bool
-    """The gate multiplies the normed outputs; False: the norm is that of gated outputs"""
+    """True if the gate multiplies the normed outputs; False: the norm is that of gated outputs"""
     norm_epsilon: float
     least_step: float
     most_step: float

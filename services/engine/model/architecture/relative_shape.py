@@ -1,4 +1,4 @@
-"""Shape of what Inkling's attention has beside queries, keys and values."""
+"""Shape of the parts of Inkling's attention beside queries, keys and values."""
 
 from dataclasses import dataclass
 

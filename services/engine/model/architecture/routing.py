@@ -16,9 +16,9 @@ class Scoring(Enum):
     SOFTMAX = "softmax"
     """Parts of a softmax over all experts"""
     SIGMOID = "sigmoid"
-    """Each by itself, as the others below"""
+    """Sigmoid of each score"""
     SQRT_SOFTPLUS = "sqrtsoftplus"
-    """Square root of softplus"""
+    """Square root of each score's softplus"""
 
     def weights(self, scores: Tensor) -> Tensor:
         """Return the weights of all experts, float32 [n, experts]."""

@@ -20,9 +20,9 @@ class SelectiveShape:
     """Tokens that the convolution reads for one of its outputs; at least 2"""
     has_conv_bias: bool
     has_bias: bool
-    """The products that read the residual and that add to it have a bias"""
+    """True if the products that read the residual and that add to it have a bias"""
     has_norms: bool
-    """Time steps, input factors (B) and output factors (C) have an RMSNorm each"""
+    """True if time steps, input factors (B) and output factors (C) have an RMSNorm each"""
     norm_epsilon: float
     heads: int = 1
     """Equal parts of the channels, each with time steps and factors of its own (Zamba)"""

@@ -80,9 +80,9 @@ class ModelSpec:
     """Factor on what mixers and feed-forward layers add to the residual"""
     logit_scale: float
     parallel_residual: bool
-    """A layer's feed-forward layer reads the residual that its mixer reads"""
+    """True if a layer's feed-forward layer reads the residual that its mixer reads"""
     head_bias: bool
-    """The output projection has a bias"""
+    """True if the output projection has a bias"""
     dtype: str
     """Dtype of the stored weights according to config.json: float32, bfloat16 or float16"""
     fp8: Fp8Format | None

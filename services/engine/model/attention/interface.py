@@ -114,7 +114,7 @@ class AttentionStep:
     batch: StepBatch
     cache: KVCache
     out: Tensor
-    """[rows, heads * value_dim], contiguous; to be filled"""
+    """[rows, heads * value_dim], contiguous, the result"""
     sinks: Tensor | None = None
     """float32 [heads], one more logit in each head's softmax; None = there are none"""
     slopes: Tensor | None = None

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import DTYPES, AttentionCall, Kernel, Native
+from services.engine.kernels.library import DTYPES, Kernel, Native
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.structures import AttentionCall
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.layers import AttentionSpec
 from services.engine.model.architecture.spec import ModelSpec
@@ -21,7 +22,7 @@ _SCALE_BYTES = 4
 
 
 class NativeAttention(AttentionBackend):
-    """float32 and bfloat16 on any CPU, over a cache of any type.
+    """Attention in float32 and bfloat16 on any CPU, over a cache of any type.
 
     A layer's keys and values are [blocks, kv_heads, numbers] each, in runs of 16 tokens
     (src/kernels.h, tw_paged_attend). In int8, each token of each head has a scale.
@@ -71,8 +72,9 @@ class NativeAttention(AttentionBackend):
 
 
 class TiledAttention(AttentionBackend):
-    """bfloat16 in tiles: one kernel for decodes and prompt chunks. Its output is in tiles too.
+    """Attention in bfloat16 in tiles, by one kernel for decodes and prompt chunks.
 
+    Its output is in tiles too.
     A layer's keys are [blocks, kv_heads, block_size * head_dim], and its values likewise, the last
     dimension in tiles (src/kernels.h, tw_tiled_attend).
     """

@@ -25,12 +25,12 @@ _SCRATCH = 64 << 20
 _DECODE_ROWS = 64
 """Query heads that a program of a decode holds at most"""
 _WIDE_ROWS = 32
-"""The same where heads are wider than 256: 64 would exceed an L4's shared memory"""
+"""Query heads where heads are wider than 256: 64 would exceed an L4's shared memory"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes at a time, and how."""
+    """Part of the attention that one program computes at a time."""
 
     rows: int
     """Rows: queries × query heads that share a key head; a power of two, at least 16"""

@@ -64,7 +64,7 @@ class XformersAttention(PagedAttention):
         )
         self.reads_shared_once = self._is_supported and not self._has_split_k
         self._bias: tuple[StepBatch, object] | None = None
-        """Of the present step"""
+        """The present step's batch, and xformers' bias for it"""
 
     def _decode(self, layer: int, step: AttentionStep) -> None:
         has_chunks = len(step.batch.query_lengths_host) > step.batch.num_decodes

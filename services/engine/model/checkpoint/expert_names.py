@@ -10,16 +10,16 @@ class ExpertStack:
     """Layout of a tensor that stacks the weights of all experts."""
 
     transposed: bool = False
-    """It is [experts, inputs, outputs] rather than [experts, outputs, inputs]"""
+    """True if it is [experts, inputs, outputs] rather than [experts, outputs, inputs]"""
     alternates: bool = False
-    """Outputs of gate and up alternate; else all of the gate's come first"""
+    """True if outputs of gate and up alternate; else all of the gate's come first"""
     in_any_order: bool = False
-    """Files of some programs hold the last two dimensions in the other order"""
+    """True if files of some programs hold the last two dimensions in the other order"""
     suffix: str = ""
     """End of the tensor's name"""
     is_flat: bool = False
-    """Experts are rows of one matrix: gate and up of [experts * outputs, inputs] each, and down
-    [experts * inputs, outputs]"""
+    """True if experts are rows of one matrix: gate and up of [experts * outputs, inputs] each, and
+    down [experts * inputs, outputs]"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from services.engine.model.checkpoint.layer_norm_families import LAYER_NORM_FAMI
 from services.engine.model.checkpoint.recurrent_families import RECURRENT_FAMILIES
 from services.engine.model.checkpoint.relative_families import RELATIVE_FAMILIES
 from services.engine.model.checkpoint.sigmoid_families import SIGMOID_FAMILIES
+from services.engine.model.checkpoint.zamba_families import ZAMBA_FAMILIES
 
 __all__ = ["FAMILIES"]
 
@@ -33,6 +34,7 @@ FAMILIES: Mapping[str, Family] = {
         *DELTA_FAMILIES,
         *RECURRENT_FAMILIES,
         *RELATIVE_FAMILIES,
+        *ZAMBA_FAMILIES,
     )
 }
 """Families by architecture name, as in config.json."""

@@ -271,7 +271,7 @@ class HeadStage:
 
 @dataclass(frozen=True, slots=True)
 class EncoderTraits:
-    """Properties of encoders alone: every token sees all tokens of its text."""
+    """Properties of encoders, whose tokens see all tokens of their text."""
 
     embedding_norm: str
     token_types: str | None = None
@@ -305,7 +305,7 @@ class MultimodalAxes(Enum):
     IN_SECTIONS = (16, 24, 24)
     """All pairs of time, then all of the row, then all of the column"""
     INTERLEAVED = (24, 20, 20)
-    """In turn, until row and column have theirs; the rest are of time"""
+    """Pairs of time, row and column in turn, until row and column have theirs; then of time"""
     INTERLEAVED_IN_A_QUARTER = (11, 11, 10)
     """The order of INTERLEAVED, with the default of Qwen 3.5, where a quarter of a head rotates"""
 

@@ -18,7 +18,7 @@ __all__ = ["Fp8Format", "Fp8Tensors"]
 _FLOATS = "float-quantized"
 _STORED = "F8_E4M3"
 _PACKED = "I8"
-"""Two numbers of 4 bits"""
+"""Type of bytes that hold two numbers of 4 bits each"""
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 _EXPONENTS = ("F8_E8M0", "U8")
 """Powers of two, stored as their exponents plus 127"""
@@ -39,7 +39,7 @@ class Fp8Format:
     """
 
     suffix: str
-    """The scale of a.weight is a.weight followed by this"""
+    """Suffix of a weight's name that makes the name of its scale"""
     block: tuple[int, int] | None
     """Outputs and inputs that share a scale; None: a scale for each tensor or each output"""
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from services.engine.messages import GenerationDefaults
 from services.engine.model.checkpoint.config import Config
+from services.engine.model_description import GenerationDefaults
 
 __all__ = ["generation_config", "load_generation_defaults"]
 

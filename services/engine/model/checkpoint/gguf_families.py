@@ -91,7 +91,7 @@ _CHANNEL_DELTA_NET = DeltaNetNames(
     norm="ssm_norm.weight",
     output="attn_output",
 )
-"""Kimi's, in which each channel of a key decays"""
+"""Names of Kimi's delta attention, in which each channel of a key decays"""
 _CONVOLUTION = ConvolutionNames(
     inputs="shortconv.in_proj", convolution="shortconv.conv", output="shortconv.out_proj"
 )

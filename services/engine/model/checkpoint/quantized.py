@@ -35,12 +35,12 @@ class Plane(NamedTuple):
     then those of the next `run` codes, and so on."""
 
     first: int
-    """Byte of the block"""
+    """First byte in the block"""
     bytes: int
     run: int
     bits: int
     shift: int = 0
-    """Of the bits in the code"""
+    """Place of the bits in the code"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class BlockCodes:
         return outputs, num_bytes // self.layout.num_bytes * self.layout.num_codes
 
     def select(self, index: Tensor | slice) -> "BlockCodes":
-        """Return those of some outputs, without reading them."""
+        """Return the codes or numbers of some outputs, without reading them."""
         if self.order is not None:
             return replace(self, order=self.order[index].contiguous())
         if isinstance(index, slice):
@@ -114,7 +114,7 @@ class GroupNumbers:
         return self.each.shape[1]
 
     def float(self) -> Tensor:
-        """Return them as float32 [outputs, inputs / group]."""
+        """Return the numbers as float32 [outputs, inputs / group]."""
         if self.each.dtype == torch.uint8:
             return (self.each.int() << 23).view(torch.float32)
         if self.factors is None:
@@ -124,16 +124,16 @@ class GroupNumbers:
         return (levels * self.factors.float()[..., None]).view(self.each.shape)
 
     def contiguous(self) -> "GroupNumbers":
-        """Return them one after the other in memory."""
+        """Return the numbers one after the other in memory."""
         factors = None if self.factors is None else self.factors.contiguous()
         return GroupNumbers(self.each.contiguous(), factors)
 
     def times(self, factor: builtins.float) -> "GroupNumbers":
-        """Return them times a factor."""
+        """Return the numbers times a factor."""
         return GroupNumbers(self.float() * factor)
 
     def rows(self, index: Tensor | slice) -> "GroupNumbers":
-        """Return those of some outputs."""
+        """Return the numbers of some outputs."""
         factors = None if self.factors is None else _rows(self.factors, index)
         return GroupNumbers(_rows(self.each, index), factors)
 
@@ -188,23 +188,23 @@ class BlockNumbers:
         return self.read(torch.zeros(1, self.block_bytes, dtype=torch.uint8))
 
     def copied(self) -> GroupNumbers:
-        """Return them as they are stored, unless a factor changes them."""
+        """Return the numbers as they are stored, unless a factor changes them."""
         if self.factor != 1:
             return GroupNumbers(self.float())
         numbers = self.read(self.blocks.contiguous())
         return numbers if self.order is None else numbers.rows(self.order)
 
     def float(self) -> Tensor:
-        """Return them as float32 [outputs, inputs / group]."""
+        """Return the numbers as float32 [outputs, inputs / group]."""
         rows = self.blocks if self.order is None else self.blocks.index_select(0, self.order)
         return self.read(rows.contiguous()).float() * self.factor
 
     def times(self, factor: builtins.float) -> "BlockNumbers":
-        """Return them times a factor."""
+        """Return the numbers times a factor."""
         return replace(self, factor=self.factor * factor)
 
     def rows(self, index: Tensor | slice) -> "BlockNumbers":
-        """Return those of some outputs, without reading them."""
+        """Return the codes or numbers of some outputs, without reading them."""
         if self.order is not None:
             return replace(self, order=self.order[index])
         if isinstance(index, slice):
@@ -231,7 +231,7 @@ class QuantizedWeight:
     """4, 6 or 8"""
     scales: GroupNumbers | BlockNumbers
     offsets: GroupNumbers | BlockNumbers | None = None
-    """None = -scales * 2 ** (bits - 1), or 0 with values"""
+    """Numbers to add; None = -scales * 2 ** (bits - 1), or 0 with values"""
     order: Tensor | None = None
     """int64 [inputs]: input i is column order[i] of `codes`; None = in order"""
     values: tuple[int, ...] = ()

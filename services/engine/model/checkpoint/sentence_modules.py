@@ -51,7 +51,7 @@ class DenseModule:
     in_gguf: bool = False
     """True if the weight lies in the checkpoint's GGUF file, under the name of the directory"""
     reads_tokens: bool = False
-    """It is applied to tokens, whatever comes before it"""
+    """True if the module reads tokens, whatever comes before it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class LexicalPooling:
     """Way from the logits of a text's tokens to weights of the vocabulary's tokens."""
 
     adds: bool
-    """Weights are the sums over all tokens rather than the highest"""
+    """True if weights are the sums over all tokens rather than the highest"""
     num_logarithms: int
     """A weight is log(1 + x) of the positive logit, once or twice"""
 
@@ -71,9 +71,9 @@ class SentenceModules:
     pooling: Pooling
     dense: tuple[DenseModule, ...] = ()
     normalizes: bool = False
-    """Vectors have length 1"""
+    """True if vectors have length 1"""
     skips_instructions: bool = False
-    """Pooling leaves out the instruction at the beginning of a text"""
+    """True if pooling leaves out the instruction at the beginning of a text"""
     lexical: LexicalPooling | None = None
     """Steps by which Pooling.LEXICAL makes weights; None for other poolings"""
 

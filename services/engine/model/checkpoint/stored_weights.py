@@ -16,8 +16,8 @@ _FLOATS = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 4, "F8_E5M2": 4}
 """Types of safetensors that hold a weight per number, and the bytes of each where it is kept as it
 is or decoded"""
 _GGUF_FLOATS = {0: 4, 1: 2, 30: 2, **dict.fromkeys((16, 17, 18, 19, 21, 22, 29, 34), 4)}
-"""The same for ggml's numbers of float32, float16, bfloat16, and of the types that are decoded at
-loading"""
+"""Bytes of a weight by the number of its ggml type: float32, float16, bfloat16, and the types that
+are decoded at loading"""
 _PLAIN = frozenset({0, 1, 30})
 """ggml's numbers of float32, float16 and bfloat16"""
 _MAPPABLE = frozenset({*range(2, 4), *range(6, 9), *range(10, 15), 20, 23, 35, 39})
@@ -63,7 +63,8 @@ class StoredWeights:
     mapped_bytes: int = 0
     """Bytes of codes that products can read where they lie: in blocks, row by row"""
     is_rounded: bool = False
-    """Weights in floating point were rounded before the file was written, so no flag rounds them"""
+    """True if weights in floating point were rounded before the file was written, so no flag rounds
+    them"""
     adapters: int = 0
     """Numbers of the adapters of tasks, which are of --dtype whatever the weights are"""
 

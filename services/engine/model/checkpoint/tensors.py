@@ -36,7 +36,7 @@ class StoredTensor:
     dtype: str | tuple[str, ...] | None = None
     """Dtypes that it may have, as safetensors names them; None = any of floating-point numbers"""
     in_any_order: bool = False
-    """The file may hold the last two dimensions in the other order"""
+    """True if the file may hold the last two dimensions in the other order"""
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Return whether the file may hold the tensor in this shape."""

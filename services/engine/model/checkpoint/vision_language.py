@@ -96,16 +96,16 @@ class VisionLanguage:
     decoder: Family | None
     """The decoder's family; None: text_config names it"""
     roots: Mapping[str, str]
-    """As TensorNames.roots"""
+    """Roots of the decoder's names, as in `TensorNames.roots`"""
     vision: tuple[str, ...]
     """Patterns of the tensors that belong to the vision tower and its projector"""
     unserved_vision: tuple[str, ...] = ()
-    """The same, for a tower that is not served: requests with images are refused"""
+    """Patterns of the tensors of a tower that is not served: requests with images are refused"""
     others: tuple[str, ...] = ()
     """Patterns of tensors that are not read, such as those of a tower for sounds"""
     axes: MultimodalAxes = MultimodalAxes.NONE
     has_modal_tokens: bool = False
-    """As Family.has_modal_tokens"""
+    """Value of `Family.has_modal_tokens`"""
     image_sight: ImageSight = ImageSight.NONE
     """Sight of its images. WINDOWS: only if use_bidirectional_attention is "vision" """
 

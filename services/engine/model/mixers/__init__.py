@@ -1,1 +1,1 @@
-"""Mixers: what combines the tokens of a sequence in a layer. Each kind is one module."""
+"""Mixers: parts of layers that combine the tokens of a sequence. Each kind is one module."""

@@ -19,7 +19,7 @@ __all__ = ["AttentionMixer", "AttentionScratch", "AttentionWeights"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """Weights of one layer's attention; None: the layer has none."""
+    """Weights of one layer's attention. A weight that the layer lacks is None."""
 
     qkv: Projection
     query_norm: Tensor | None
@@ -32,7 +32,7 @@ class AttentionWeights:
     """float32 [heads], one more logit in each head's softmax"""
     output: Projection
     slopes: Tensor | None = None
-    """float32 [heads], of ALiBi in decoders"""
+    """float32 [heads], slopes of ALiBi in decoders"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class AttentionScratch(Scratch):
     values: Tensor
     """[tokens, kv_heads, value_dim]"""
     gates: Tensor
-    """[tokens, gates], one for each head or for each of its outputs; of no width: there are none"""
+    """[tokens, gates], one for each head or for each of its outputs; of width 0: there are none"""
     attended: Tensor
     """[tokens, heads * value_dim], in the layout that products read"""
 

@@ -71,7 +71,7 @@ def read_attention(
 ) -> AttentionWeights:
     """Read a layer's attention.
 
-    spec: its shape in the whole model; norm: what it reads.
+    spec: its shape in the whole model; norm: the norm whose output it reads.
     """
     qkv = _qkv(reader, stored, spec, norm)
     query_norm, key_norm = _qk_norms(reader, stored, spec)

@@ -49,7 +49,7 @@ def read_blocks(
 ) -> BlockWeights:
     """Read a layer that attends to chosen blocks. Each rank has the queries of its key heads.
 
-    spec: its shape in the whole model; norm: what it reads.
+    spec: its shape in the whole model; norm: the norm whose output it reads.
     """
     assert spec.index is not None
     width = spec.index.width

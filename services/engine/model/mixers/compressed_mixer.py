@@ -40,7 +40,7 @@ class EntryIndexWeights:
     head_weights: Projection
     """Product of the residual: each head's factor"""
     tokens: Projection
-    """Product of the residual: what index keys are made of, then its scores"""
+    """Product of the residual: vectors of which index keys are made, then their scores"""
     compressor: CompressorWeights
 
 
@@ -120,7 +120,7 @@ class CompressedMixer(Mixer[CompressedScratch]):
         operators: Operators,
         group: int,
     ) -> None:
-        """rotation: index among the step's rotations; rotary: computes the same of any positions.
+        """rotation: index among the step's rotations; rotary: computes them for any positions.
 
         group: number of the cache group of tokens; entries are in the first one.
         """
@@ -133,7 +133,7 @@ class CompressedMixer(Mixer[CompressedScratch]):
         self._group = group
         self._attention = CompressedAttention(spec, weights.sinks, rotary)
         self._compressors: list[tuple[Compressor, slice, slice]] = []
-        """Each with its columns in pages of tokens, and in pages of entries"""
+        """Compressors, each with its columns in pages of tokens and in pages of entries"""
         width, epsilon = spec.head_dim, spec.norm_epsilon
         if spec.compression is not None and weights.compressor is not None:
             read = slice(width, width + spec.compressed_width)
@@ -290,7 +290,7 @@ class CompressedMixer(Mixer[CompressedScratch]):
             entries.flatten(0, 1)[:, target][written] = made
 
     def _grouped(self, out: Tensor) -> Tensor:
-        """Return what is made of each group's outputs, [rows, groups * group_width]."""
+        """Return the products of each group's outputs, [rows, groups * group_width]."""
         groups = self._weights.groups
         by_group = out.view(len(out), len(groups), -1).transpose(0, 1)
         return torch.bmm(by_group, groups.mT).transpose(0, 1).flatten(1)

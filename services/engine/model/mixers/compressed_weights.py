@@ -100,7 +100,7 @@ def read_compressed(
 ) -> CompressedWeights:
     """Read a layer's compressed attention. Each rank has all keys, and the heads of its groups.
 
-    spec: its shape in the whole model; norm: what it reads.
+    spec: its shape in the whole model; norm: the norm whose output it reads.
     """
     heads = torch.arange(spec.num_heads * spec.head_dim).view(spec.num_heads, -1)
     sinks = reader.shard.rows(reader.tensor(stored.sinks))

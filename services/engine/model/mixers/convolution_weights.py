@@ -42,7 +42,7 @@ def read_convolution(
 ) -> ConvolutionWeights:
     """Read a layer's short convolution.
 
-    shape: that of the whole model; norm: what it reads.
+    shape: that of the whole model; norm: the norm whose output it reads.
     """
     mine = reader.shard.rows(torch.arange(shape.channels))
     places = [mine + part * shape.channels for part in range(3)]

@@ -54,7 +54,7 @@ class DeltaNetScratch(RecurrentScratch):
     arranged: Tensor
     """[tokens, outputs], in the layout that products read"""
     has_pairs: bool
-    """Gate and decay are no part of `inputs` and `rates`"""
+    """True if gate and decay have products of their own"""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

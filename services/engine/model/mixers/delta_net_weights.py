@@ -10,7 +10,8 @@ from services.engine.model.checkpoint.quantized import decoded
 from services.engine.model.checkpoint.tensors import StoredTensor
 from services.engine.model.mixers.delta_net import DeltaNetWeights
 from services.engine.model.mixers.delta_rule import DeltaWeights
-from services.engine.model.operators.interface import ChainedProjection, Projection
+from services.engine.model.operators.composed_projections import ChainedProjection
+from services.engine.model.operators.interface import Projection
 from services.engine.model.parts.shard import Shard
 from services.engine.model.parts.stored import LayerNames, StoredLinear, StoredNorm
 from services.engine.model.parts.tensor_reader import TensorReader, arranged, take_rows
@@ -82,7 +83,7 @@ def read_delta_net(
 ) -> DeltaNetWeights:
     """Read a layer's gated delta net.
 
-    shape: that of the whole model; norm: what it reads.
+    shape: that of the whole model; norm: the norm whose output it reads.
     """
     own = reader.spec.family.names.delta_net
     assert own is not None
@@ -181,7 +182,7 @@ class _Groups:
         return self._places((self._shape.value_heads, *decay), is_grouped)
 
     def mine(self, width: int) -> Tensor:
-        """Return the places of this rank's part of one part."""
+        """Return the places of this rank's heads in one part."""
         return self._places((width,), False)[0]
 
     def columns(self) -> Tensor | None:

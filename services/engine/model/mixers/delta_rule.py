@@ -87,7 +87,7 @@ class DeltaInputs:
     decay: Tensor
     """[tokens, decays], before `decay_bias` and the softplus or sigmoid"""
     out: Tensor
-    """[tokens, value_heads * value_dim], to be filled: after the norm and the gate"""
+    """[tokens, value_heads * value_dim], the result after the norm and the gate"""
 
 
 class DeltaRule(ABC):

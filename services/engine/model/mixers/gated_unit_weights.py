@@ -53,7 +53,7 @@ def read_gated_unit(
 ) -> GatedUnitWeights:
     """Read a layer's gated unit. Each rank has its heads.
 
-    shape: that of the whole model; norm: what it reads.
+    shape: that of the whole model; norm: the norm whose output it reads.
     """
     mine = reader.shard.rows(torch.arange(shape.channels))
     product = reader.product(

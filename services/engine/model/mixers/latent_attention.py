@@ -13,7 +13,8 @@ from services.engine.model.mixers.latent_pages import (
     sequence_pages,
 )
 from services.engine.model.mixers.native_latent_attention import choose_latent_decodes
-from services.engine.model.operators.interface import Operators, SequenceDelta
+from services.engine.model.operators.deltas import SequenceDelta
+from services.engine.model.operators.interface import Operators
 
 __all__ = ["LatentAttention"]
 

@@ -14,12 +14,8 @@ from services.engine.model.mixers.interface import Mixer, Scratch
 from services.engine.model.mixers.latent_attention import LatentAttention
 from services.engine.model.mixers.latent_pages import LatentBuffer
 from services.engine.model.mixers.token_choice import TokenChoice
-from services.engine.model.operators.interface import (
-    HeadNorms,
-    Operators,
-    Projection,
-    SequenceDelta,
-)
+from services.engine.model.operators.deltas import SequenceDelta
+from services.engine.model.operators.interface import HeadNorms, Operators, Projection
 
 __all__ = ["LatentMixer", "LatentScratch", "LatentShared", "LatentWeights"]
 

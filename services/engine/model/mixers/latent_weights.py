@@ -80,7 +80,7 @@ def read_latent_weights(
 ) -> LatentWeights:
     """Read a layer's latent attention. Each rank has all latents, and the heads of its part.
 
-    spec: its shape in the whole model; norm: what it reads.
+    spec: its shape in the whole model; norm: the norm whose output it reads.
     """
     vectors = None
     if stored.query_vectors is not None:

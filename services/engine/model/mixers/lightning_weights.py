@@ -47,7 +47,7 @@ def read_lightning(
 ) -> LightningWeights:
     """Read a layer's lightning attention.
 
-    shape: that of the whole model; norm: what it reads.
+    shape: that of the whole model; norm: the norm whose output it reads.
     """
     shard, outputs = reader.shard, shape.outputs
 

@@ -53,7 +53,7 @@ class MambaInputs:
     steps: Tensor
     """[tokens, heads], before `step_bias` and the softplus"""
     out: Tensor
-    """[tokens, outputs], to be filled: after the gate and the norm"""
+    """[tokens, outputs], the result after the gate and the norm"""
     convolved: Tensor
     """float32 [tokens, channels], space for what the convolution returns; contiguous"""
     scanned: Tensor

@@ -64,7 +64,7 @@ def read_mamba(
 ) -> MambaWeights:
     """Read a Mamba-2 layer.
 
-    shape: that of the whole model; norm: what it reads.
+    shape: that of the whole model; norm: the norm whose output it reads.
     """
     own = reader.spec.family.names.mamba
     assert own is not None

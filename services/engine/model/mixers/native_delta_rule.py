@@ -3,8 +3,9 @@
 import torch
 
 from services.engine.batch.step_batch import StateSegments
-from services.engine.kernels.library import DTYPES, DeltaRuleCall, Kernel, Native
+from services.engine.kernels.library import DTYPES, Kernel, Native
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.structures import DeltaRuleCall
 from services.engine.model.mixers.delta_rule import (
     DeltaInputs,
     DeltaRule,
@@ -18,7 +19,7 @@ __all__ = ["NativeDeltaRule"]
 
 
 class NativeDeltaRule(DeltaRule):
-    """float32 and bfloat16 on any CPU: one kernel for decodes and prompts, which is recordable."""
+    """The rule in float32 and bfloat16 on any CPU, by one recordable kernel for all tokens."""
 
     def __init__(self, native: Native, shape: DeltaShape, dtype: torch.dtype) -> None:
         super().__init__(shape, dtype, torch.device("cpu"))

@@ -4,14 +4,15 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.kernels.library import DTYPES, Kernel, LatentCall, Native, native
+from services.engine.kernels.library import DTYPES, Kernel, Native, native
+from services.engine.kernels.structures import LatentCall
 from services.engine.model.architecture.latent_spec import LatentSpec
 
 __all__ = ["NativeLatentDecodes", "choose_latent_decodes"]
 
 
 class NativeLatentDecodes:
-    """One layer's absorbed decodes, in float32 and bfloat16 on any CPU; recordable."""
+    """One layer's absorbed decodes in float32 and bfloat16 on any CPU, by a recordable kernel."""
 
     def __init__(
         self, native: Native, spec: LatentSpec, keys: Tensor, values: Tensor, group: int

@@ -3,8 +3,9 @@
 import torch
 
 from services.engine.batch.step_batch import StateSegments
-from services.engine.kernels.library import DTYPES, Kernel, Native, StateScanCall
+from services.engine.kernels.library import DTYPES, Kernel, Native
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.structures import StateScanCall
 from services.engine.model.architecture.mamba_shape import MambaShape
 from services.engine.model.mixers.mamba_scan import (
     MambaConstants,
@@ -17,7 +18,7 @@ __all__ = ["NativeMambaScan"]
 
 
 class NativeMambaScan(MambaScan):
-    """float32 and bfloat16 on any CPU: one kernel for decodes and prompts, which is recordable."""
+    """The scan in float32 and bfloat16 on any CPU, by one recordable kernel for all tokens."""
 
     def __init__(self, native: Native, shape: MambaShape, dtype: torch.dtype) -> None:
         super().__init__(shape, dtype, torch.device("cpu"))

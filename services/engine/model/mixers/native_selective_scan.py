@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from services.engine.batch.step_batch import StateSegments
-from services.engine.kernels.library import DTYPES, Native, SelectiveCall
+from services.engine.kernels.library import DTYPES, Native
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.structures import SelectiveCall
 from services.engine.model.architecture.selective_shape import SelectiveShape
 from services.engine.model.mixers.selective_scan import (
     SelectiveConstants,
@@ -20,7 +21,7 @@ __all__ = ["NativeSelectiveScan"]
 
 
 class NativeSelectiveScan(SelectiveScan):
-    """float32 and bfloat16 on any CPU: one kernel each for convolution and scan."""
+    """Convolution and scan in float32 and bfloat16 on any CPU, by one kernel each."""
 
     def __init__(self, native: Native, shape: SelectiveShape, dtype: torch.dtype) -> None:
         super().__init__(shape, dtype, torch.device("cpu"))
@@ -60,7 +61,7 @@ class NativeSelectiveScan(SelectiveScan):
     def _call(
         self, constants: SelectiveConstants, state: SelectiveState, segments: StateSegments
     ) -> SelectiveCall:
-        """Return a call without what tokens have."""
+        """Return a call without the operands of tokens."""
         shape, bias = self._shape, constants.convolution_bias
         return SelectiveCall(
             convolution=constants.convolution.data_ptr(),

@@ -29,7 +29,7 @@ class RelativeWeights:
     """Weights of one layer's attention, of its addends and of its convolutions."""
 
     attention: AttentionWeights
-    """Without norms"""
+    """Weights of the attention's products; its own norms are None"""
     norms: HeadNorms
     """Norms of queries and of convolved keys"""
     states: Projection
@@ -37,7 +37,7 @@ class RelativeWeights:
     table: Tensor
     """float32 [rank, extent]"""
     keys: Tensor
-    """float32 [conv_width, kv_heads * head_dim], as those below: the newest token's factors last"""
+    """float32 [conv_width, kv_heads * head_dim]; all three have the newest token's factors last"""
     values: Tensor
     """float32 [conv_width, kv_heads * head_dim]"""
     output: Tensor

@@ -93,7 +93,7 @@ def read_relative(
     """Read a layer's attention with addends by distance. Each rank has its heads, and the whole
     convolution of the output.
 
-    spec: its shape in the whole model; norm: what it reads.
+    spec: its shape in the whole model; norm: the norm whose output it reads.
     """
     attention = read_attention(reader, stored.attention, spec, norm)
     assert attention.head_norms is not None
@@ -125,7 +125,7 @@ def read_convolved(
 ) -> ConvolvedWeights:
     """Read a feed-forward layer whose output is convolved. Every rank has the whole convolution.
 
-    spec: its shape in the whole model; norm: what it reads.
+    spec: its shape in the whole model; norm: the norm whose output it reads.
     """
     scale = reader.tensor(stored.scale).float().item()
     content = FeedForwardReader(reader).read(stored.content, spec.content, norm, None)

@@ -54,7 +54,7 @@ class SelectiveInputs:
     closed: Tensor
     """float32 [tokens, state_width], factors of the outputs (C)"""
     out: Tensor
-    """[tokens, channels], to be filled: after the gate"""
+    """[tokens, channels], the result after the gate"""
 
 
 class SelectiveScan(ABC):

@@ -26,7 +26,7 @@ class StoredSelective:
     factors: StoredLinear
     steps: StoredLinear
     norms: tuple[StoredTensor, ...]
-    """Empty: there are none, or they have no weights"""
+    """Weights of the norms; empty: there are no norms, or they have no weights"""
     a_log: StoredTensor
     skip: StoredTensor
     output: StoredLinear
@@ -66,7 +66,7 @@ def read_selective(
 ) -> tuple[SelectiveWeights, ...]:
     """Read the heads of a Mamba layer.
 
-    shape: that of the whole model; norm: what it reads.
+    shape: that of the whole model; norm: the norm whose output it reads.
     """
     layer = _Layer(reader, stored, shape, norm)
     return tuple(map(layer.head, range(shape.heads)))

@@ -141,7 +141,7 @@ def read_mixer(
 ) -> MixerWeights | None:
     """Read a layer's mixer; None: it has none.
 
-    spec: its shape in the whole model; norm: what it reads.
+    spec: its shape in the whole model; norm: the norm whose output it reads.
     """
     if stored is None:
         return None

@@ -24,7 +24,7 @@ __all__ = ["TorchDeltaRule"]
 _CHUNK = 64
 """Tokens that are computed by one set of matrix products"""
 _CHANNEL_CHUNK = 16
-"""The same if each channel decays for itself: the decays of a chunk's pairs of tokens take
+"""Tokens of a set where each channel has a decay: those of a chunk's pairs of tokens take
 16 * 16 * key_dim floats for each head"""
 
 

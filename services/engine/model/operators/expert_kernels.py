@@ -1,37 +1,37 @@
-"""Mixtures of experts on a GPU: grouped products in Triton, whose launches depend on no content.
+"""Kernels of experts in Triton: choice, grouped products, and sums.
 
-Rows are sorted by expert into blocks, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841): all
-rows of a block belong to one expert.
+Launches depend on no content. Rows are sorted by expert into blocks, as in MegaBlocks (Gale et al.
+2022, arXiv:2211.15841): all rows of a block belong to one expert.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from services.engine.model.architecture.activation import Activation
-from services.engine.model.checkpoint.mxfp4 import GROUP_SIZE, Mxfp4Weight
-from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight
-from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding
-from services.engine.model.operators.interface import Delta, ExpertDeltas, ExpertWeights, Mixture
+from services.engine.model.operators.grouped_weights import PACKED_INPUTS, GroupedWeights
 
-__all__ = ["GroupedMixture", "choose_experts"]
+__all__ = [
+    "TILES",
+    "Tile",
+    "add_sums",
+    "choose_experts",
+    "choose_tile",
+    "multiply_experts",
+    "sort_choices",
+]
 
 _CHUNK = 1024
 """Choices that a program of the sorting kernels reads at a time"""
-_PACKED = 2 * GROUP_SIZE
-"""Inputs that _pack arranges together, and that a program multiplies at a time"""
 _COLUMNS = 1024
 """Columns that a program of the summing kernel adds"""
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class Tile:
     """The tile that one program multiplies at a time, and its schedule.
 
     A run on a GPU tunes these figures.
@@ -47,27 +47,27 @@ class _Tile:
     """Depth of the pipeline that loads rows and weights"""
 
 
-_TILES = (
-    _Tile(rows=16, outputs=128, inputs=64, warps=4, stages=4),
-    _Tile(rows=32, outputs=128, inputs=64, warps=4, stages=4),
-    _Tile(rows=64, outputs=128, inputs=64, warps=4, stages=3),
-    _Tile(rows=128, outputs=128, inputs=64, warps=8, stages=3),
+TILES = (
+    Tile(rows=16, outputs=128, inputs=64, warps=4, stages=4),
+    Tile(rows=32, outputs=128, inputs=64, warps=4, stages=4),
+    Tile(rows=64, outputs=128, inputs=64, warps=4, stages=3),
+    Tile(rows=128, outputs=128, inputs=64, warps=8, stages=3),
 )
 
 
-def _choose_tile(choices: int, experts: int) -> _Tile:
+def choose_tile(choices: int, experts: int) -> Tile:
     """Return the tile whose rows the average expert fills, else the largest."""
     average = choices // experts
-    return next((tile for tile in _TILES if tile.rows >= average), _TILES[-1])
+    return next((tile for tile in TILES if tile.rows >= average), TILES[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
     """Choices in the order of their experts, in blocks of `tile.rows`. A choice is row * k + j."""
 
-    tile: _Tile
+    tile: Tile
     order: Tensor
-    """int32 [limit * tile.rows], the choices of each block; their count where there is none"""
+    """int32 [limit * tile.rows], the choices of each block; `choices` where there is none"""
     experts: Tensor
     """int32 [limit], the expert of each block"""
     count: Tensor
@@ -77,208 +77,8 @@ class _Blocks:
     choices: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """The same products of all experts."""
-
-    weight: Tensor
-    """[experts, products * outputs, inputs]; uint8 as _pack returns it for MXFP4"""
-    scales: Tensor | None
-    """[experts, groups, products * outputs]: exponents of 2 plus 127 in uint8 for MXFP4, float32
-    for FP8; None: there are none"""
-    bias: Tensor | None
-    """[experts, products * outputs]"""
-    rounding: Fp8Rounding | None
-    """Rounding to FP8 of weights that are not MXFP4"""
-
-    @staticmethod
-    def allocate(
-        weights: Sequence[Tensor | Mxfp4Weight],
-        bias: Tensor | None,
-        count: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Fp8Rounding | None,
-    ) -> "_Weights":
-        """Allocate space for `count` experts like the one with these products."""
-        first = weights[0]
-        outputs, inputs = sum(weight.shape[0] for weight in weights), first.shape[1]
-        weight_dtype, scales = dtype, None
-        if isinstance(first, Mxfp4Weight):
-            chunks = triton.cdiv(inputs, _PACKED)
-            weight_dtype, inputs = torch.uint8, chunks * _PACKED // 2
-            groups = chunks * _PACKED // GROUP_SIZE
-            scales = torch.empty((count, groups, outputs), dtype=torch.uint8, device=device)
-        elif rounding is not None:
-            weight_dtype, groups = FP8, triton.cdiv(inputs, rounding.group_inputs(inputs))
-            scales = torch.empty((count, groups, outputs), dtype=torch.float32, device=device)
-        return _Weights(
-            torch.empty((count, outputs, inputs), dtype=weight_dtype, device=device),
-            scales,
-            None if bias is None else torch.empty((count, outputs), dtype=dtype, device=device),
-            rounding,
-        )
-
-    def put(
-        self,
-        number: int,
-        weights: Sequence[Tensor | Mxfp4Weight],
-        biases: Sequence[Tensor | None],
-    ) -> None:
-        """Copy one expert's products."""
-        first = 0
-        for weight, bias in zip(weights, biases, strict=True):
-            part = slice(first, first + weight.shape[0])
-            numbers, scales = self._converted(weight)
-            self.weight[number, part] = numbers
-            if self.scales is not None and scales is not None:
-                self.scales[number, :, part] = scales
-            if self.bias is not None and bias is not None:
-                self.bias[number, part] = bias.to(self.bias.device, self.bias.dtype)
-            first = part.stop
-
-    def _converted(self, weight: Tensor | Mxfp4Weight) -> tuple[Tensor, Tensor | None]:
-        """Return numbers [outputs, inputs] and scales [groups, outputs] as they are stored."""
-        device = self.weight.device
-        if not isinstance(weight, Tensor):
-            return _pack(weight, device)
-        if self.rounding is None:
-            return weight.to(device, self.weight.dtype), None
-        rounded = self.rounding.round(weight.to(device))
-        return rounded.numbers, rounded.scales
-
-    @property
-    def fp8_groups(self) -> int:
-        """FP8 scales of an output; 0: the weights are not FP8."""
-        return self.scales.shape[1] if self.scales is not None and self.weight.dtype == FP8 else 0
-
-    @property
-    def group_inputs(self) -> int:
-        """Inputs that share an FP8 scale."""
-        inputs = self.weight.shape[2]
-        return inputs if self.rounding is None else self.rounding.group_inputs(inputs)
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.scales is None else self.scales.nbytes)
-
-
-def _pack(weight: Mxfp4Weight, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Arrange MXFP4 for the kernel, whose loads are then contiguous.
-
-    A byte of the result [outputs, inputs / 2] holds an input of one group and the same of the next.
-    The scales become [groups, outputs]. Inputs are padded to pairs of groups with zeros.
-    """
-    blocks, scales = weight.blocks.to(device), weight.scales.to(device)
-    outputs, groups = scales.shape
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=3).flatten(1)
-    codes = pad(codes, (0, -groups * GROUP_SIZE % _PACKED)).view(outputs, -1, 2, GROUP_SIZE)
-    packed = (codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1)
-    return packed, pad(scales, (0, groups % 2)).T
-
-
-class GroupedMixture(Mixture):
-    """Experts in one product per half, without a word to the host. float16 and bfloat16.
-
-    Encoded weights are decoded in registers; rows keep their dtype.
-    """
-
-    def __init__(
-        self,
-        experts: Iterable[ExpertWeights],
-        count: int,
-        per_row: int,
-        activation: Activation,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Fp8Rounding | None = None,
-    ) -> None:
-        """Copy the weights to the device, an expert at a time, and compile the kernels.
-
-        per_row: experts that the router chooses for a row. rounding: to FP8, of weights that are
-        not MXFP4; None: they get `dtype`.
-        """
-        first, rest = _first(experts)
-        inputs, outputs = first.gate.shape[1], first.down.shape[0]
-        self._gate = _Weights.allocate(
-            _plain(first.gate, first.up), first.gate_bias, count, dtype, device, rounding
-        )
-        self._down = _Weights.allocate(
-            _plain(first.down), first.down_bias, count, dtype, device, rounding
-        )
-        for number, each in enumerate(rest):
-            self._gate.put(number, _plain(each.gate, each.up), (each.gate_bias, each.up_bias))
-            self._down.put(number, _plain(each.down), (each.down_bias,))
-        self.weight_bytes = self._gate.nbytes + self._down.nbytes
-        self._width = first.gate.shape[0]
-        self._activation = activation
-        self._count = count
-        self._deltas: ExpertDeltas | None = None
-        row, out = (
-            torch.zeros((1, width), dtype=dtype, device=device) for width in (inputs, outputs)
-        )
-        chosen = torch.arange(per_row, device=device)[None]
-        # Else the first step of some size would wait for the compiler.
-        for tile in _TILES:
-            self._add_to(row, chosen, chosen.float(), out, tile)
-
-    def adapt(self, deltas: ExpertDeltas) -> None:
-        self._deltas = deltas
-
-    def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
-        tile = _choose_tile(chosen.numel(), self._count)
-        self._add_to(rows, chosen, factors, out, tile)
-
-    def _add_to(
-        self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor, tile: _Tile
-    ) -> None:
-        choices, per_row = chosen.numel(), chosen.shape[1]
-        outputs = out.shape[1]
-        blocks = _sort(chosen, self._count, tile)
-        deltas = self._deltas if self._deltas is not None and self._deltas.is_active else None
-        products = rows.new_empty((choices, outputs))
-        if deltas is None:
-            hidden = rows.new_empty((choices, self._width))
-            _multiply_all(rows, self._gate, blocks, per_row, self._activation, hidden)
-        else:
-            both = rows.new_empty((choices, 2 * self._width))
-            _multiply_all(rows, self._gate, blocks, per_row, None, both)
-            _adapt(deltas, deltas.gates, rows, chosen, both)
-            hidden = self._activation.apply(both)
-        _multiply_all(hidden, self._down, blocks, 1, None, products)
-        if deltas is not None:
-            _adapt(deltas, deltas.downs, hidden, chosen, products)
-        if self.returns_rows:
-            has_weights = chosen[..., None] < self._count
-            own = products.view(*chosen.shape, outputs)
-            products = torch.where(has_weights, own, rows[:, None])
-        _add_sums[(len(rows), triton.cdiv(outputs, _COLUMNS))](
-            out, products, factors, per_row=per_row, outputs=outputs, tile=_COLUMNS
-        )
-
-
-def _adapt(
-    deltas: ExpertDeltas, parts: Sequence[Delta], rows: Tensor, chosen: Tensor, out: Tensor
-) -> None:
-    """Add to each choice's product what its row's adapter adds to its expert.
-
-    The host waits for the choices: steps with adapters run without CUDA graphs anyway. parts: one
-    for each expert; rows: of the step, or of its choices; out: [choices, outputs].
-    """
-    per_row, flat = chosen.shape[1], chosen.flatten()
-    for number in sorted(set(flat.tolist())):
-        if number >= len(parts):
-            break  # experts without weights
-        choices = torch.where(flat == number)[0]
-        with deltas.routed(choices // per_row):
-            if parts[number].is_active:
-                product = out[choices]
-                parts[number].add_to(rows[choices * len(rows) // len(out)], product)
-                out[choices] = product
-
-
 def choose_experts(scores: Tensor, per_row: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
-    """Return what Operators.choose does. Experts of a row that has NaN have NaN as factors."""
+    """Choose experts as `Operators.choose` does. Factors of a row that has NaN are NaN."""
     count, experts = scores.shape
     chosen = torch.empty((count, per_row), dtype=torch.int64, device=scores.device)
     factors = torch.empty((count, per_row), dtype=torch.float32, device=scores.device)
@@ -295,14 +95,7 @@ def choose_experts(scores: Tensor, per_row: int, *, normalized: bool) -> tuple[T
     return chosen, factors
 
 
-def _first(experts: Iterable[ExpertWeights]) -> tuple[ExpertWeights, Iterable[ExpertWeights]]:
-    """Return the first expert, and all of them."""
-    iterator = iter(experts)
-    first = next(iterator)
-    return first, chain((first,), iterator)
-
-
-def _sort(chosen: Tensor, experts: int, tile: _Tile) -> _Blocks:
+def sort_choices(chosen: Tensor, experts: int, tile: Tile) -> _Blocks:
     """Sort the choices by their experts; those of an expert stay in their order."""
     choices = chosen.numel()
     # An expert with choices has at most one partial block.
@@ -329,9 +122,9 @@ def _sort(chosen: Tensor, experts: int, tile: _Tile) -> _Blocks:
     return _Blocks(tile, order, numbers, count, limit, choices)
 
 
-def _multiply_all(
+def multiply_experts(
     rows: Tensor,
-    weights: _Weights,
+    weights: GroupedWeights,
     blocks: _Blocks,
     per_row: int,
     activation: Activation | None,
@@ -364,9 +157,20 @@ def _multiply_all(
         tile_outputs=tile_outputs,
         groups=weights.fp8_groups,
         group_inputs=weights.group_inputs,
-        tile_inputs=_PACKED if weights.weight.dtype == torch.uint8 else tile.inputs,
+        tile_inputs=PACKED_INPUTS if weights.weight.dtype == torch.uint8 else tile.inputs,
         num_warps=tile.warps,
         num_stages=tile.stages,
+    )
+
+
+def add_sums(products: Tensor, factors: Tensor, out: Tensor) -> None:
+    """Add to `out` [n, outputs] each row's products, times their factors.
+
+    products: [n, k, outputs] or [n * k, outputs]; factors: float32 [n, k].
+    """
+    (rows, per_row), outputs = factors.shape, out.shape[1]
+    _add_sums[(rows, triton.cdiv(outputs, _COLUMNS))](
+        out, products, factors, per_row=per_row, outputs=outputs, tile=_COLUMNS
     )
 
 
@@ -635,9 +439,3 @@ def _add_sums(
     sums = out + row * outputs + column
     total += tl.load(sums, mask=is_column, other=0.0).to(tl.float32)
     tl.store(sums, total.to(out.dtype.element_ty), mask=is_column)
-
-
-def _plain(*weights: Weight | None) -> list[Tensor | Mxfp4Weight]:
-    """Decode what no kernel here reads, and leave out what is None."""
-    found = (each for each in weights if each is not None)
-    return [each.decode() if isinstance(each, QuantizedWeight) else each for each in found]

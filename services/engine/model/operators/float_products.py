@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import DTYPES, FloatCall, Kernel, Native
+from services.engine.kernels.library import DTYPES, Kernel, Native
 from services.engine.kernels.memory import Arena
+from services.engine.kernels.structures import FloatCall
 from services.engine.model.operators.native_gate import GateProduct
 
 __all__ = ["FloatProjection"]

@@ -43,7 +43,7 @@ _NARROW_TILES = (
     _Tile(rows=64, outputs=64, warps=4, stages=4),
     _Tile(rows=128, outputs=128, warps=8, stages=3),
 )
-"""For weights with fewer than `_WIDE` outputs"""
+"""Tiles for weights with fewer than `_WIDE` outputs"""
 
 
 def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation
-from services.engine.model.operators.expert_kernels import GroupedMixture
 from services.engine.model.operators.fp8_kernels import (
     multiply_groups,
     multiply_row,
@@ -14,12 +13,8 @@ from services.engine.model.operators.fp8_kernels import (
     round_rows,
 )
 from services.engine.model.operators.fp8_weights import Fp8Rounding, Fp8Weight
-from services.engine.model.operators.interface import (
-    ExpertWeights,
-    Mixture,
-    Operators,
-    Projection,
-)
+from services.engine.model.operators.grouped_mixture import GroupedMixture
+from services.engine.model.operators.interface import ExpertWeights, Mixture, Operators, Projection
 from services.engine.model.operators.triton_operators import TritonOperators
 
 __all__ = ["Fp8Operators"]
@@ -75,7 +70,7 @@ class _ScaledProjection(Projection):
 
 
 class _RowScaledProjection(_ScaledProjection):
-    """A scale for each row and each output: torch's own product."""
+    """A product with a scale for each row and each output, by torch."""
 
     def into(self, rows: Tensor, out: Tensor) -> None:
         if len(rows) == 1:
@@ -111,7 +106,7 @@ class _RowScaledProjection(_ScaledProjection):
 
 
 class _GroupScaledProjection(_ScaledProjection):
-    """A scale for each group of inputs of a row, and of an output."""
+    """A product with a scale for each group of inputs of a row and of an output."""
 
     def __init__(self, weight: Fp8Weight, bias: Tensor | None, group: int) -> None:
         super().__init__(weight, bias)

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import DTYPES, GroupedCall, Kernel, Native
+from services.engine.kernels.library import DTYPES, Kernel, Native
 from services.engine.kernels.memory import Arena
+from services.engine.kernels.structures import GroupedCall
 from services.engine.model.checkpoint.quantized import QuantizedWeight
 from services.engine.model.operators.native_gate import GateProduct
 from services.engine.model.operators.stored_groups import (
@@ -29,7 +30,7 @@ class GroupedProjection(GateProduct):
     ) -> None:
         self._bias = None if bias is None else bias.float().contiguous()
         self._runs: list[tuple[int, _Run]] = []
-        """The first output of each, and it"""
+        """Runs, each with its first output"""
         first = 0
         for stored in alike_runs(weights):
             run = _Run(native, stored, None if self._bias is None else self._bias[first:], arena)
@@ -68,7 +69,7 @@ class _Target(NamedTuple):
     """The place that products go to."""
 
     place: int | None
-    """Address of the first row; None = where `Kernel.GATE` reads it"""
+    """Address of the first row; None = where `Kernel.GATE_ROWS` reads it"""
     stride: int
     """Numbers between two rows"""
     dtype: int
@@ -109,4 +110,4 @@ class _Run:
         call.rows, call.num_rows, call.dtype = rows.data_ptr(), rows.shape[0], DTYPES[rows.dtype]
         call.out, call.out_stride, call.out_dtype = out
         call.first_output, call.adds = first, adds
-        self._native.run(Kernel.GROUPED, call)
+        self._native.run(Kernel.GROUPED_LINEAR, call)

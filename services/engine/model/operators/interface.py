@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from services.engine.model.architecture.activation import SWIGLU, Activation, Ga
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight
+from services.engine.model.operators.deltas import Delta, ExpertDeltas
 from services.engine.model.operators.low_rank import (
     LowRank,
     LowRankProduct,
@@ -21,23 +21,15 @@ from services.engine.model.operators.low_rank import (
 from services.engine.model.operators.recording import Recording
 
 __all__ = [
-    "AdaptedProjection",
-    "ChainedProjection",
-    "Delta",
-    "ExpertDeltas",
     "ExpertWeights",
     "Gate",
     "HeadNorms",
     "LayerNorm",
     "Mixture",
-    "NormedProjection",
     "Operators",
-    "OutputNorm",
     "Projection",
     "RoutedMixture",
-    "SequenceDelta",
     "SharedParts",
-    "TableDelta",
 ]
 
 
@@ -71,79 +63,6 @@ class Projection(ABC):
         It is -1 for a row without an output above minus infinity.
         """
         raise NotImplementedError
-
-
-class Delta(ABC):
-    """Additions of adapters to one product, for some rows of a step."""
-
-    @property
-    @abstractmethod
-    def is_active(self) -> bool:
-        """True if the present step has rows with an adapter."""
-
-    @abstractmethod
-    def add_to(self, rows: Tensor, out: Tensor) -> None:
-        """Add to the product `out` [n, outputs] of `rows` [n, inputs], in the products' layout."""
-
-
-class TableDelta(ABC):
-    """Additions of adapters to the rows of an embedding, for some rows of a step."""
-
-    @abstractmethod
-    def add_rows(self, index: Tensor, out: Tensor) -> None:
-        """Add to `out` [n, width] what adapters add to the rows int64 [n] of the table."""
-
-
-class SequenceDelta(ABC):
-    """Additions of adapters to a product whose rows are cached tokens of one sequence."""
-
-    @abstractmethod
-    def changes_for(self, number: int) -> bool:
-        """Return whether the adapter of this number, 0 = none, changes the product."""
-
-    @abstractmethod
-    def add_for(self, number: int, rows: Tensor, out: Tensor) -> None:
-        """Add what an adapter adds to `out` [n, outputs] for all `rows` [n, inputs]."""
-
-
-class ExpertDeltas(ABC):
-    """Additions of adapters to the products of a layer's experts."""
-
-    gates: Sequence[Delta]
-    """One for each expert, to gate and up side by side"""
-    downs: Sequence[Delta]
-
-    @property
-    @abstractmethod
-    def is_active(self) -> bool:
-        """True if the present step has rows with an adapter of these experts."""
-
-    @abstractmethod
-    def routed(self, index: Tensor) -> AbstractContextManager[None]:
-        """Have `gates` and `downs` add to these rows of the step alone: int64 [n]."""
-
-
-class AdaptedProjection(Projection):
-    """A projection and what adapters add to it. Without a row of theirs it costs one test."""
-
-    def __init__(self, base: Projection, delta: Delta) -> None:
-        self.base = base
-        self._delta = delta
-        self.weight_bytes = base.weight_bytes
-
-    @property
-    def is_adapted(self) -> bool:
-        return self._delta.is_active
-
-    def into(self, rows: Tensor, out: Tensor) -> None:
-        self.base.into(rows, out)
-        if self.is_adapted:
-            self._delta.add_to(rows, out)
-
-    def add_to(self, rows: Tensor, out: Tensor) -> None:
-        self.base.add_to(rows, out)
-        if self.is_adapted:
-            self._delta.add_to(rows, out)
 
 
 class Gate(ABC):
@@ -201,7 +120,7 @@ class HeadNorms:
     """Weight [heads, head_dim], or [head_dim] for all; [heads * head_dim] of one norm over all"""
     keys: Tensor
     centers: bool
-    """They are LayerNorms without a bias rather than RMSNorms"""
+    """True if the norms are LayerNorms without a bias rather than RMSNorms"""
 
 
 class SharedParts(NamedTuple):
@@ -210,7 +129,7 @@ class SharedParts(NamedTuple):
     gate: Gate
     down: Projection
     router: Projection | None
-    """To the logit of a factor on its output; None: there is no factor"""
+    """Product that makes the logit of a factor on the output; None: there is no factor"""
 
 
 class RoutedMixture(ABC):
@@ -460,62 +379,3 @@ class Operators(ABC):
                 exact = exact - exact.mean(dim=-1, keepdim=True)
             scale = torch.rsqrt(exact.square().mean(dim=-1, keepdim=True) + epsilon)
             heads.copy_(((exact * scale).to(part.dtype) * weight).view(heads.shape))
-
-
-@dataclass(frozen=True, slots=True)
-class OutputNorm:
-    """RMSNorm of what a part of a layer adds to the residual."""
-
-    weight: Tensor
-    epsilon: float
-    operators: Operators
-
-    def add(self, output: Tensor, hidden: Tensor) -> None:
-        """Add the norm of `output` to the residual; both [n, hidden_size], row by row.
-
-        May overwrite `output`.
-        """
-        self.operators.add_rms_norm(output, self.weight, self.epsilon, hidden)
-
-
-class NormedProjection(Projection):
-    """A projection followed by an RMSNorm."""
-
-    def __init__(self, projection: Projection, norm: OutputNorm) -> None:
-        self._projection = projection
-        self._norm = norm
-        self.weight_bytes = projection.weight_bytes
-
-    def into(self, rows: Tensor, out: Tensor) -> None:
-        self.add_to(rows, out.zero_())
-
-    def add_to(self, rows: Tensor, out: Tensor) -> None:
-        product = self._norm.operators.temporary(*out.shape)
-        self._projection.into(rows, product)
-        self._norm.add(product, out)
-
-
-class ChainedProjection(Projection):
-    """A product of another product's outputs."""
-
-    def __init__(
-        self, first: Projection, second: Projection, width: int, operators: Operators
-    ) -> None:
-        """width: outputs of `first`."""
-        self._first = first
-        self._second = second
-        self._width = width
-        self._operators = operators
-        self.weight_bytes = first.weight_bytes + second.weight_bytes
-
-    def into(self, rows: Tensor, out: Tensor) -> None:
-        self._second.into(self._between(rows), out)
-
-    def add_to(self, rows: Tensor, out: Tensor) -> None:
-        self._second.add_to(self._between(rows), out)
-
-    def _between(self, rows: Tensor) -> Tensor:
-        product, arranged = (self._operators.temporary(len(rows), self._width) for _ in range(2))
-        self._first.into(rows, product)
-        self._operators.arrange(product, arranged)
-        return arranged

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from services.engine.model.architecture.activation import Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight, decoded
+from services.engine.model.operators.composed_projections import AdaptedProjection
+from services.engine.model.operators.deltas import ExpertDeltas
 from services.engine.model.operators.interface import (
-    AdaptedProjection,
-    ExpertDeltas,
     ExpertWeights,
     Gate,
     Mixture,
@@ -32,7 +32,7 @@ class Expert(NamedTuple):
 
 
 class LoopedMixture(Mixture):
-    """A loop over the experts that the host reads from what the router chose."""
+    """A loop over the chosen experts, whose numbers the host reads."""
 
     def __init__(
         self, experts: Iterable[ExpertWeights], activation: Activation, operators: Operators

@@ -32,7 +32,7 @@ class RowGroup:
     """The rows that have one adapter."""
 
     number: int
-    """Of the adapter, from 1"""
+    """Number of the adapter, from 1"""
     index: Tensor | None
     """int64 [n]; None = all rows"""
 

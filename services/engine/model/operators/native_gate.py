@@ -4,9 +4,12 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from services.engine.kernels.library import GateCall, Kernel, Native
+from services.engine.kernels.library import Kernel, Native
+from services.engine.kernels.structures import GateCall
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
-from services.engine.model.operators.interface import AdaptedProjection, Delta, Gate, Projection
+from services.engine.model.operators.composed_projections import AdaptedProjection
+from services.engine.model.operators.deltas import Delta
+from services.engine.model.operators.interface import Gate, Projection
 
 __all__ = ["DirectGate", "GateProduct", "NativeGate", "is_native"]
 
@@ -16,12 +19,12 @@ _PLAIN = (SWIGLU, _GELU)
 
 
 def is_native(activation: Activation) -> bool:
-    """Return whether `Kernel.GATE` computes an activation."""
+    """Return whether `Kernel.GATE_ROWS` computes an activation."""
     return activation in _PLAIN or activation.nonlinearity is Nonlinearity.CLAMPED_SWIGLU
 
 
 class GateProduct(Projection):
-    """A product that can be written where `Kernel.GATE` reads it."""
+    """A product that can be written where `Kernel.GATE_ROWS` reads it."""
 
     @abstractmethod
     def into_gate(self, rows: Tensor) -> None:
@@ -58,7 +61,7 @@ class NativeGate(Gate):
         activation = self._activation
         constants = (activation.alpha, activation.limit, activation == _GELU)
         call = GateCall(both, out.data_ptr(), *out.shape, out.stride(0), *constants, self._code)
-        self._native.run(Kernel.GATE, call)
+        self._native.run(Kernel.GATE_ROWS, call)
 
 
 class DirectGate(NativeGate):

@@ -7,7 +7,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import DTYPES, AdaptCall, LowRankCall, Native
+from services.engine.kernels.library import DTYPES, Native
+from services.engine.kernels.structures import AdaptCall, LowRankCall
 from services.engine.model.operators.low_rank import LowRank, LowRankProduct, RowGroups
 
 __all__ = ["NativeLowRankProduct"]

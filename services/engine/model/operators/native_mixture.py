@@ -2,9 +2,11 @@
 
 from torch import Tensor
 
-from services.engine.kernels.library import DTYPES, Kernel, MixtureCall, Native, RoutingCall
+from services.engine.kernels.library import DTYPES, Kernel, Native
+from services.engine.kernels.structures import MixtureCall, RoutingCall
 from services.engine.model.architecture.routing import Routing, Scoring
-from services.engine.model.operators.interface import ExpertDeltas, Mixture
+from services.engine.model.operators.deltas import ExpertDeltas
+from services.engine.model.operators.interface import Mixture
 from services.engine.model.operators.looped_mixture import LoopedMixture
 
 __all__ = ["NativeMixture", "routing_call"]

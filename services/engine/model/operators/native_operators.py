@@ -8,18 +8,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import (
-    DTYPES,
+from services.engine.kernels.library import DTYPES, Arrangement, Kernel, Native
+from services.engine.kernels.memory import Arena, allocate
+from services.engine.kernels.structures import (
     ArrangeCall,
-    Arrangement,
     KeepCall,
-    Kernel,
-    Native,
     RotationCall,
     RowNormCall,
     ScaleCall,
 )
-from services.engine.kernels.memory import Arena, allocate
 from services.engine.kernels.tiles import TILE
 from services.engine.model.architecture.activation import SWIGLU, Activation, GateFunction
 from services.engine.model.architecture.rotary import Rotation
@@ -45,7 +42,7 @@ _GATES = {
 
 
 class NativeOperators(TorchOperators):
-    """float32 and bfloat16 on any CPU."""
+    """Operators for float32 and bfloat16 on any CPU."""
 
     _tiles_inputs: ClassVar = False
     """True if inputs of products lie in tiles"""

@@ -2,13 +2,13 @@
 
 from typing import cast
 
-from services.engine.kernels.library import (
+from services.engine.kernels.library import Native
+from services.engine.kernels.structures import (
     FloatCall,
     FloatExpertCall,
     GroupedCall,
     GroupedExpertCall,
     MixtureCall,
-    Native,
 )
 from services.engine.model.architecture.activation import Activation, Nonlinearity
 from services.engine.model.operators.float_products import FloatProjection

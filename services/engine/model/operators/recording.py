@@ -1,14 +1,15 @@
 """Recording of a pass through the layers, replayed by one call."""
 
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import Array, byref, c_double
+from ctypes import Array, addressof, byref, c_double
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.kernels.library import Native, OperationCall, PassCall, TablesCall
+from services.engine.kernels.library import Native
+from services.engine.kernels.structures import OperationCall, PassCall, TablesCall
 from services.engine.model.attention import KVCache
 
 __all__ = ["Recording"]
@@ -78,7 +79,7 @@ class Recording:
             len(batch.context_lengths),
             0 if kept is None else len(kept.indices),
             0 if states is None else len(states.targets),
-            seconds,
+            None if seconds is None else addressof(seconds),
         )
         self._native.replay(operations, len(operations), byref(call))
 

@@ -35,7 +35,7 @@ class _GroupRounding(NativeOperators):
     """Operators that round every weight to groups of codes, but a router's."""
 
     bits = 4
-    """Of a code: 4 or 8. With 4, the product that computes the logits has 8"""
+    """Bits of a code: 4 or 8. With 4, the product that computes the logits has 8"""
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.shape[1] % _GROUP:

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import (
+from services.engine.kernels.library import Native, Numbers
+from services.engine.kernels.memory import Arena
+from services.engine.kernels.structures import (
     BlocksCall,
     CodesCall,
     GroupedCall,
     MappedCall,
-    Native,
-    Numbers,
     NumbersCall,
     PlaneCall,
 )
-from services.engine.kernels.memory import Arena
 from services.engine.model.checkpoint.quantized import (
     BlockCodes,
     BlockNumbers,
@@ -36,7 +35,7 @@ _BYTE = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredGroups:
-    """A weight as the kernels want it."""
+    """A weight in groups of codes, as the kernels read it."""
 
     codes: Tensor | BlockCodes
     bits: int
@@ -66,7 +65,7 @@ class StoredGroups:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """Weights of a run have this in common."""
+        """Form that all weights of a run share."""
         inputs, has_offsets = self.codes.shape[1], self.offsets is not None
         form = self.bits, self.group, self.numbers, has_offsets, self.values
         return inputs, self.is_mapped, *form
@@ -127,7 +126,7 @@ def mapped_call(
 ) -> tuple[GroupedCall, int]:
     """Describe mapped weights that are stored alike, and return the bytes of their blocks too.
 
-    The call is valid as long as it lives. alternate: their tiles do.
+    The call is valid as long as it lives. alternate: their tiles alternate.
     """
     call = weights[0].call(outputs)
     blocks = (BlocksCall * len(weights))(*map(_blocks_call, weights))

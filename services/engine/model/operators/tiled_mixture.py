@@ -5,10 +5,11 @@ from ctypes import pointer
 
 from torch import Tensor
 
-from services.engine.kernels.library import LinearCall, MixtureCall, Native
+from services.engine.kernels.library import Native
+from services.engine.kernels.structures import LinearCall, MixtureCall
 from services.engine.model.architecture.routing import Routing
+from services.engine.model.operators.composed_projections import AdaptedProjection
 from services.engine.model.operators.interface import (
-    AdaptedProjection,
     Gate,
     Mixture,
     Projection,
@@ -83,7 +84,7 @@ class _RoutedMixture(RoutedMixture):
         parts: Sequence[NativeMixture | Projection | Gate],
         tensors: Sequence[Tensor | None],
     ) -> None:
-        """parts: whatever adapters may add to; tensors: whatever else the call reads."""
+        """parts: products that adapters may change; tensors: other tensors that the call reads."""
         self._native = native
         self._call = call
         self._parts = parts

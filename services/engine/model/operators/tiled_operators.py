@@ -6,16 +6,9 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import (
-    DTYPES,
-    Format,
-    InstructionSet,
-    Kernel,
-    LayerNormCall,
-    Native,
-    NormCall,
-)
+from services.engine.kernels.library import DTYPES, Format, InstructionSet, Kernel, Native
 from services.engine.kernels.memory import allocate
+from services.engine.kernels.structures import LayerNormCall, NormCall
 from services.engine.kernels.tiles import TILE, from_tiles, rows_at_once
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.checkpoint.quantized import QuantizedWeight
@@ -57,7 +50,7 @@ __all__ = ["TiledOperators", "pack_each"]
 
 
 class TiledOperators(NativeOperators):
-    """bfloat16 on AMX or AVX-512 BF16, with weights packed into tiles.
+    """Operators for bfloat16 on AMX or AVX-512 BF16, with weights packed into tiles.
 
     Inputs of products, which are outputs of norms and gates, are in tiles too. Without AMX, weights
     are compressed without loss to 12.5 bits and decoded as they are read; so are the codes of a

@@ -8,16 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.engine.kernels.library import (
-    Epilogue,
-    Format,
-    GroupedCall,
-    Kernel,
-    LinearCall,
-    Native,
-)
+from services.engine.kernels.library import Epilogue, Format, Kernel, Native
+from services.engine.kernels.structures import GroupedCall, LinearCall
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity
-from services.engine.model.operators.interface import Delta, Gate, Operators, Projection
+from services.engine.model.operators.deltas import Delta
+from services.engine.model.operators.interface import Gate, Operators, Projection
 
 __all__ = [
     "PANEL_OUTPUTS",

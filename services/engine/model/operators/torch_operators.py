@@ -9,9 +9,9 @@ from torch.nn.functional import linear
 
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
+from services.engine.model.operators.composed_projections import AdaptedProjection
+from services.engine.model.operators.deltas import Delta
 from services.engine.model.operators.interface import (
-    AdaptedProjection,
-    Delta,
     ExpertWeights,
     Gate,
     Mixture,
@@ -71,7 +71,7 @@ class TorchOperators(Operators):
         if not self.groups_experts or not activation.gated:
             return LoopedMixture(experts, activation, self)
         # Imported here, because only GPU machines need Triton.
-        from services.engine.model.operators.expert_kernels import GroupedMixture
+        from services.engine.model.operators.grouped_mixture import GroupedMixture
 
         return GroupedMixture(experts, count, per_row, activation, self._dtype, self._device)
 

@@ -5,6 +5,8 @@ from torch import Tensor
 from services.engine.model.architecture.activation import SWIGLU, Activation
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.architecture.routing import Routing
+from services.engine.model.operators.composed_projections import AdaptedProjection
+from services.engine.model.operators.deltas import Delta
 from services.engine.model.operators.expert_kernels import choose_experts
 from services.engine.model.operators.fused_kernels import (
     activate,
@@ -12,14 +14,14 @@ from services.engine.model.operators.fused_kernels import (
     norm_rows,
     rotate_heads,
 )
-from services.engine.model.operators.interface import AdaptedProjection, Delta, Gate, Projection
+from services.engine.model.operators.interface import Gate, Projection
 from services.engine.model.operators.torch_operators import TorchOperators, join
 
 __all__ = ["TritonOperators"]
 
 
 class TritonOperators(TorchOperators):
-    """One launch for each norm, rotation, activation and choice of experts."""
+    """Operators with one launch for each norm, rotation, activation and choice of experts."""
 
     def gate(
         self,

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from services.engine.model.architecture.routing import Routing
+from services.engine.model.operators.composed_projections import OutputNorm
 from services.engine.model.operators.interface import (
     Gate,
     Mixture,
     Operators,
-    OutputNorm,
     Projection,
     RoutedMixture,
     SharedParts,
@@ -76,7 +76,7 @@ class FeedForward(ABC):
 
 
 class EmptyFeedForward(FeedForward):
-    """The half of a layer that is a mixer alone."""
+    """The missing feed-forward half of a layer that is a mixer alone."""
 
     is_empty = True
 
@@ -192,7 +192,7 @@ class Beside(FeedForward):
     dense: Dense
     """Dense layer with a norm of its own"""
     experts: FeedForward
-    """Reads the residual"""
+    """Experts that read the residual"""
     experts_norm: OutputNorm
     norm: OutputNorm
     operators: Operators
@@ -253,7 +253,7 @@ class SharedExpert(FeedForward):
 
     expert: Dense
     router: Projection | None
-    """To the logit of the factor; None: there is no factor"""
+    """Product that makes the logit of the factor; None: there is no factor"""
     operators: Operators
 
     @property

@@ -340,7 +340,7 @@ class FeedForwardReader:
                 yield in_groups(weight, mapped=mapped) if keeps_groups else weight
 
     def _biases(self, stored: StoredTensor | None) -> Iterator[Tensor | None]:
-        """Yield each expert's bias; None for ever if there are none."""
+        """Yield each expert's bias; None for each expert if there are none."""
         return repeat(None) if stored is None else iter(self._reader.tensor(stored))
 
     def _expert(
@@ -371,7 +371,7 @@ class FeedForwardReader:
     ) -> Tensor | None:
         """Return the stored outputs that this rank has; None = all, in their order.
 
-        alternates: outputs of gate and up do.
+        alternates: outputs of gate and up alternate.
         """
         if self._reader.shard.count == 1 and not alternates:
             return None

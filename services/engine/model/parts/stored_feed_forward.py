@@ -36,7 +36,7 @@ class StoredDense:
     """A dense layer, or one expert."""
 
     gate: StoredLinear
-    """Both products of a gated layer, or the only one"""
+    """Gate and up of a gated layer, or the only product"""
     down: StoredLinear
     activation: tuple[StoredTensor, ...] = ()
     """Constants of the activation: alpha_p, alpha_n, beta and eps of xIELU"""

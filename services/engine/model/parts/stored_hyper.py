@@ -25,7 +25,7 @@ class StoredHyper:
     head: StoredConnection | None
     """Weights that merge the streams; None: the layer is not the last one"""
     is_first: bool
-    """The layer is the first one, so that the streams begin before it"""
+    """True if the layer is the first one, so that the streams begin before it"""
 
 
 def stored_hyper(names: LayerNames, model: LayerNames, layer: int) -> StoredHyper:

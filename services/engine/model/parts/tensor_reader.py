@@ -32,13 +32,8 @@ from services.engine.model.checkpoint.quantized import (
     split,
 )
 from services.engine.model.checkpoint.tensors import StoredTensor, TensorFiles
-from services.engine.model.operators.interface import (
-    AdaptedProjection,
-    Gate,
-    Operators,
-    OutputNorm,
-    Projection,
-)
+from services.engine.model.operators.composed_projections import AdaptedProjection, OutputNorm
+from services.engine.model.operators.interface import Gate, Operators, Projection
 from services.engine.model.parts.shard import Shard
 from services.engine.model.parts.stored import StoredLinear, StoredNorm
 

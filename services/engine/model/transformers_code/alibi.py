@@ -26,7 +26,7 @@ class AlibiAttention:
 
     @staticmethod
     def of(layers: Any, positions: Positions) -> "AlibiAttention":
-        """Return that of BLOOM's or MPT's layers."""
+        """Return the attention of BLOOM's or MPT's layers."""
         with torch.device("cpu"):
             if hasattr(layers, "build_alibi_tensor"):
                 biases = layers.build_alibi_tensor(torch.ones(1, 2), layers.num_heads, torch.float)
@@ -37,13 +37,13 @@ class AlibiAttention:
     def bloom(
         self, module: Any, hidden: Tensor, residual: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
-        """Stand for the forward pass of BLOOM's attention."""
+        """Run in place of the forward pass of BLOOM's attention."""
         query, key, value = module._reshape(module.query_key_value(hidden))
         out = self._attend(module, query, key, value, module.inv_norm_factor)
         return module.dense(out) + residual, None
 
     def mpt(self, module: Any, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """Stand for the forward pass of MPT's attention."""
+        """Run in place of the forward pass of MPT's attention."""
         rows = module.Wqkv(hidden)
         if module.clip_qkv:
             rows = rows.clamp(-module.clip_qkv, module.clip_qkv)

@@ -116,7 +116,7 @@ class FusedAttention:
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
-        """Stand for the forward pass of the module."""
+        """Run in place of the forward pass of the module."""
         flat = hidden_states.flatten(0, -2)
         rows = self._workspace.rows("read", flat.shape[1])
         self._workspace.operators.arrange(flat.to(rows.dtype), rows)
@@ -155,7 +155,7 @@ class FusedLayer:
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: Any, **__: Any
     ) -> Tensor:
-        """Stand for the forward pass of the module."""
+        """Run in place of the forward pass of the module."""
         # the caller may read its hidden states later
         hidden = hidden_states.to(self._first.weight.dtype, copy=True)
         self.add_to(hidden[0], self.rows(*position_embeddings))
@@ -195,7 +195,7 @@ class _Stack:
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: Any, **__: Any
     ) -> Tensor:
-        """Stand for the forward pass of the first layer, and compute all."""
+        """Run in place of the forward pass of the first layer, and compute all."""
         hidden = self._workspace.rows("hidden", self._width)
         hidden.copy_(hidden_states[0])
         parts = [(layer, layer.rows(*position_embeddings)) for layer in self._layers]
@@ -214,7 +214,7 @@ class _Stack:
 
 
 def _unchanged(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stand for the forward pass of a layer that `_Stack` has computed."""
+    """Run in place of the forward pass of a layer that `_Stack` has computed."""
     return hidden_states
 
 

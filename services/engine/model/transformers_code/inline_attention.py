@@ -40,7 +40,7 @@ def lead_to_interface(model: PreTrainedModel, positions: Positions) -> None:
 
 
 def _bart(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    told = _told(module, args, kwargs)
+    told = _named_arguments(module, args, kwargs)
     rows = told["hidden_states"]
     projections = (module.q_proj, module.k_proj, module.v_proj)
     query, key, value = (_heads(each(rows), module.head_dim) for each in projections)
@@ -50,7 +50,7 @@ def _bart(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def _bert(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    told = _told(module, args, kwargs)
+    told = _named_arguments(module, args, kwargs)
     rows = told["hidden_states"]
     projections = (module.query, module.key, module.value)
     heads = [_heads(each(rows), module.attention_head_size) for each in projections]
@@ -104,7 +104,7 @@ def _kind(module: nn.Module) -> str:
     return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
 
 
-def _told(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by their names; None for those left out."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()

@@ -117,7 +117,7 @@ class ProjectedLinear(nn.Module):
         return shape[::-1] if self.is_transposed else shape
 
     def divide(self, division: Division, count: int) -> None:
-        """Have one of `count` ranks' part from now on; `inputs` and `outputs` stay those of all."""
+        """Keep the part of one of `count` ranks; `inputs` and `outputs` stay those of all."""
         self.division = division
         if division is Division.OUTPUTS:
             self.out_features = self.outputs // count
@@ -140,7 +140,7 @@ class ProjectedLinear(nn.Module):
 
     @property
     def product(self) -> JointProduct | None:
-        """The product that it returns a part of."""
+        """The product of which the layer returns a part."""
         return self._product
 
 
@@ -176,7 +176,7 @@ def replace_linears(model: nn.Module) -> dict[str, ProjectedLinear]:
 
 
 def product_of(*linears: ProjectedLinear) -> Projection | None:
-    """Return the product of linear layers, one after the other; None if they have no such one."""
+    """Return the product of linear layers, one after the other; None if there is none."""
     product = linears[0].product
     if product is None or product.widths != [each.out_features for each in linears]:
         return None

@@ -41,11 +41,11 @@ class ModelPlan:
     """A model without weights."""
 
     spec: ModelSpec
-    """Each layer is one call of attention"""
+    """Shape of the model; each layer is one call of attention"""
     model: PreTrainedModel
-    """On the device "meta", with `linears` and `gated` in place of its layers"""
+    """Modules on the device "meta", with `linears` and `gated` in place of layers"""
     linears: dict[str, ProjectedLinear]
-    """By name"""
+    """Linear layers by name"""
     gated: dict[str, GatedLayer]
     """Feed-forward layers by name, each in place of three of `linears`"""
     experts: dict[str, nn.Module]

@@ -11,7 +11,8 @@ from services.engine.model.adapters.adapters import Adapters, Site, SiteModule
 from services.engine.model.checkpoint.progress import LoadProgress
 from services.engine.model.checkpoint.quantized import QuantizedWeight, Weight, decoded
 from services.engine.model.checkpoint.tensors import TensorFiles
-from services.engine.model.operators.interface import AdaptedProjection, Operators, Projection
+from services.engine.model.operators.composed_projections import AdaptedProjection
+from services.engine.model.operators.interface import Operators, Projection
 from services.engine.model.parts.shard import Shard
 from services.engine.model.transformers_code.experts import ProjectedExperts, hold
 from services.engine.model.transformers_code.gated import PARTS, GatedLayer

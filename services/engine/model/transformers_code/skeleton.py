@@ -74,7 +74,7 @@ def _config_class(config: Config) -> type[PreTrainedConfig]:
 
 
 def _reason_of_class(kind: type[PreTrainedConfig], architecture: str) -> str | None:
-    """Return why no model of this kind is served, a clause; None if some may be."""
+    """Return why no model of this kind is served, a clause; None if there is no reason."""
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
     if getattr(model, "__name__", "") != architecture:
         return "it is no model that continues texts"
@@ -95,7 +95,7 @@ def _parsed(config: Config, kind: type[PreTrainedConfig], architecture: str) -> 
 
 
 def _reason(config: PreTrainedConfig) -> str | None:
-    """Return why a model is not served, a clause; None if nothing speaks against it yet."""
+    """Return why a model is not served, a clause; None if there is no reason yet."""
     if config.is_encoder_decoder:
         return "it is an encoder with a decoder"
     text = config.get_text_config(decoder=True)

@@ -18,6 +18,7 @@ from services.engine.model.architecture.cache_groups import layer_groups
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from services.engine.model.model import Model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
@@ -61,13 +62,13 @@ FAMILIES = (
 )
 
 
-def limits_of(decoder: Decoder, blocks: int, slots: int) -> CacheLimits:
+def limits_of(decoder: Model, blocks: int, slots: int) -> CacheLimits:
     """Return the limits of caches with so many blocks in each group."""
     groups = [GroupLimits(blocks, group.window) for group in layer_groups(decoder.spec)]
     return CacheLimits(BLOCK, groups, slots if decoder.state_bytes else 0, 64, chunk_tokens=CHUNK)
 
 
-def loop_of(decoder: Decoder, limits: CacheLimits, *, speculate: bool = False) -> StepLoop:
+def loop_of(decoder: Model, limits: CacheLimits, *, speculate: bool = False) -> StepLoop:
     cache = decoder.allocate_cache(
         [group.num_blocks for group in limits.groups], BLOCK, limits.state_slots
     )

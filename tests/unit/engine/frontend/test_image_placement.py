@@ -2,9 +2,9 @@
 
 import pytest
 
+from services.engine.checked_request import PlacedImage
 from services.engine.frontend.image_client import ClientImage
 from services.engine.frontend.image_placement import place_images
-from services.engine.messages import PlacedImage
 from services.engine.vision.messages import EncodedImage, UnreadableImage
 from tokenwire.errors import ServiceError
 from tokenwire.pb.engine.v1.engine_pb2 import PromptImage

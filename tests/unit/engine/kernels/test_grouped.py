@@ -16,9 +16,11 @@ from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.checkpoint.fingerprint import weights_fingerprint
 from services.engine.model.checkpoint.gguf_groups import read_groups
 from services.engine.model.checkpoint.quantized import GroupNumbers, QuantizedWeight, rounded
+from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from services.engine.model.operators.deltas import Delta
 from services.engine.model.operators.grouped_operators import GroupedOperators
-from services.engine.model.operators.interface import Delta, ExpertWeights
+from services.engine.model.operators.interface import ExpertWeights
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
@@ -332,6 +334,7 @@ def test_replayed_decodes_compute_what_single_kernels_do(family: str, tmp_path: 
     with restrict_kernels(InstructionSet.AVX2) as native:
         for replays in (True, False):
             decoder = load_model(tmp_path, torch.float32, weights="int8")
+            assert isinstance(decoder, Decoder)
             recording, decoder._recording = decoder._recording, None
             driver = Driver(decoder, [random_tokens(40, 1), random_tokens(40, 2)])
             driver.step([(0, 20)])

@@ -1,5 +1,6 @@
 """The kernels agree with torch on every instruction set."""
 
+import ctypes
 import platform
 import resource
 import shutil
@@ -15,7 +16,7 @@ import services.engine.kernels.build as builder
 from services.common.settings import StartupError
 from services.engine.kernels.build import build
 from services.engine.kernels.freshness import require_current
-from services.engine.kernels.library import InstructionSet, Native
+from services.engine.kernels.library import InstructionSet, Native, instruction_set
 from services.engine.kernels.memory import Arena, allocate, populate_behind, touch
 from services.engine.model.architecture.activation import (
     SWIGLU,
@@ -280,13 +281,14 @@ def test_installed_library_is_that_of_the_sources() -> None:
     if shutil.which(compiler) is None:
         pytest.skip("there is no C++ compiler")
     assert builder.is_current(builder.LIBRARY)
-    assert Native(builder.LIBRARY).instruction_set() >= InstructionSet.BASELINE
+    assert instruction_set() is not None
 
 
 def test_stale_library_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Structures of other sources have other fields: wrong results, or a crash, without a word."""
     sources = tmp_path / "src"
     sources.mkdir()
+    (sources / "kernels.h").write_text("int tw_answer();\n")
     (sources / "kernels.cpp").write_text("int tw_answer() { return 1; }\n")
     monkeypatch.setattr(builder, "_SOURCES", sources)
     monkeypatch.setattr(builder, "_ANYWHERE", (builder._Unit("kernels.cpp"),))
@@ -318,7 +320,7 @@ def test_library_without_tiled_kernels_has_the_portable_ones(
         built = build(tmp_path / "kernels.so")
     except OSError:
         pytest.skip("there is no C++ compiler")
-    kernels = Native(built)
+    kernels = Native(ctypes.CDLL(str(built)))
     assert kernels.instruction_set() == InstructionSet.BASELINE
     x, weight = torch.randn(3, 100), torch.randn(100)
     ours, theirs = torch.empty(3, 100), torch.empty(3, 100)

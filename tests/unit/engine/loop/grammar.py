@@ -3,15 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from services.engine.messages import (
-    AddRequest,
-    Command,
-    DraftTokens,
-    Mask,
-    Output,
-    SetMasks,
-    Token,
-)
+from services.engine.messages import AddRequest, Command, DraftTokens, Mask, Output, SetMasks, Token
 from tests.unit.engine.tiny import EOS, mask_of
 
 

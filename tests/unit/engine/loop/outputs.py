@@ -1,11 +1,11 @@
 """Tokens and scores among the outputs of a step loop."""
 
 from services.engine.messages import Output, ScoredPrompt, Token
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 from tests.unit.engine.tiny import make_loop, make_request, run
 
 
-def greedy_tokens(decoder: Decoder, prompt: list[int], max_tokens: int) -> list[Token]:
+def greedy_tokens(decoder: Model, prompt: list[int], max_tokens: int) -> list[Token]:
     outputs = run(
         make_loop(decoder), [make_request(1, [prompt], max_tokens=max_tokens, logprobs=2)]
     )

@@ -11,21 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
+from services.engine.checked_request import BeamSettings, EarlyStopping, SamplingSettings
 from services.engine.messages import (
     AddRequest,
-    BeamSettings,
     CancelRequest,
-    EarlyStopping,
     FinishCause,
     Finished,
     GrantCredit,
     Output,
     Refused,
     RequestDone,
-    SamplingSettings,
     Token,
 )
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 from tests.unit.engine.loop.outputs import scores_of
 from tests.unit.engine.tiny import (
     EOS,
@@ -154,7 +152,7 @@ def assert_same(found: Sequence[Result], expected: Sequence[Result]) -> None:
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.5])
 @pytest.mark.parametrize("width", [2, 5])
 def test_results_equal_transformers(
-    decoder: Decoder,
+    decoder: Model,
     reference: LlamaForCausalLM,
     overlaps: bool,
     early_stopping: EarlyStopping,
@@ -172,7 +170,7 @@ def test_results_equal_transformers(
         assert_same(found, expected)
 
 
-def test_one_beam_is_greedy(decoder: Decoder) -> None:
+def test_one_beam_is_greedy(decoder: Model) -> None:
     greedy = make_request(2, [PROMPT], max_tokens=12, stop=STOP, ignore_eos=False)
     outputs = run(make_loop(decoder), [search(width=1), greedy])
     tokens = tokens_of(outputs)
@@ -181,13 +179,13 @@ def test_one_beam_is_greedy(decoder: Decoder) -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 40])
 def test_lengths_equal_transformers(
-    decoder: Decoder, reference: LlamaForCausalLM, max_tokens: int
+    decoder: Model, reference: LlamaForCausalLM, max_tokens: int
 ) -> None:
     outputs = run(make_loop(decoder), [search(max_tokens=max_tokens)])
     assert_same(results_of(outputs), of_transformers(reference, max_tokens=max_tokens))
 
 
-def test_excluded_tokens_equal_transformers(decoder: Decoder, reference: LlamaForCausalLM) -> None:
+def test_excluded_tokens_equal_transformers(decoder: Model, reference: LlamaForCausalLM) -> None:
     """A bad word, and ends before min_tokens, are never part of a beam."""
     plain = results_of(run(make_loop(decoder), [search()]))
     bad = plain[0].tokens[1]
@@ -197,7 +195,7 @@ def test_excluded_tokens_equal_transformers(decoder: Decoder, reference: LlamaFo
     assert bad not in found[0].tokens
 
 
-def test_few_allowed_tokens_give_each_sequence_once_before_they_repeat(decoder: Decoder) -> None:
+def test_few_allowed_tokens_give_each_sequence_once_before_they_repeat(decoder: Model) -> None:
     """Two tokens make four sequences of two; no beam that has no continuation is a result."""
     sampling = SamplingSettings(0.0, 1.0, 0, 0.0, 1, allowed=mask_of({20, 21}))
     found = results_of(run(make_loop(decoder), [search(width=6, max_tokens=2, sampling=sampling)]))
@@ -216,7 +214,7 @@ def test_few_allowed_tokens_give_each_sequence_once_before_they_repeat(decoder: 
 )
 @settings(SAME_EXAMPLES, max_examples=25)
 def test_neither_neighbours_nor_a_lack_of_memory_or_places_change_results(
-    decoder: Decoder,
+    decoder: Model,
     prompts: list[list[list[int]]],
     widths: list[int],
     blocks: int,
@@ -242,7 +240,7 @@ def test_neither_neighbours_nor_a_lack_of_memory_or_places_change_results(
     assert load.free_blocks == load.total_blocks
 
 
-def test_beams_share_the_blocks_of_their_prompt(decoder: Decoder) -> None:
+def test_beams_share_the_blocks_of_their_prompt(decoder: Model) -> None:
     """Five beams behind a prompt of 15 blocks fit into 30 blocks without preemption."""
     loop = make_loop(decoder, blocks=30)
     results = results_of(run(loop, [search([[1, 2, 3] * 20], 5)]))
@@ -250,7 +248,7 @@ def test_beams_share_the_blocks_of_their_prompt(decoder: Decoder) -> None:
     assert loop.take_output().load.preemptions == 0
 
 
-def test_results_come_best_first_as_credit_allows(decoder: Decoder) -> None:
+def test_results_come_best_first_as_credit_allows(decoder: Model) -> None:
     whole = results_of(run(make_loop(decoder), [search()]))
     loop = make_loop(decoder)
     loop.apply([search(credit=2)])
@@ -263,14 +261,14 @@ def test_results_come_best_first_as_credit_allows(decoder: Decoder) -> None:
     assert all(better >= worse for better, worse in pairwise(ranks))
 
 
-def test_reader_that_takes_no_results_is_cut_off(decoder: Decoder) -> None:
+def test_reader_that_takes_no_results_is_cut_off(decoder: Model) -> None:
     outputs = run(make_loop(decoder), [search(credit=2)])
     [refusal] = [output for output in outputs if isinstance(output, Refused)]
     assert refusal.reason == "STALLED"
 
 
 @pytest.mark.parametrize("isolates", [False, True])
-def test_failure_of_one_prompt_ends_the_request_alone(decoder: Decoder, isolates: bool) -> None:
+def test_failure_of_one_prompt_ends_the_request_alone(decoder: Model, isolates: bool) -> None:
     """With several ranks, an exception of the loop would end the engine."""
     limits = {"allowed": mask_of({20, 21}), "bad_words": ((20, 20), (20, 21))}
     sampling = SamplingSettings(0.0, 1.0, 0, 0.0, 1, **limits)  # type: ignore[arg-type]
@@ -291,7 +289,7 @@ def test_failure_of_one_prompt_ends_the_request_alone(decoder: Decoder, isolates
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 2])
 def test_scores_of_the_prompt_come_before_the_end(
-    decoder: Decoder, overlaps: bool, max_tokens: int
+    decoder: Model, overlaps: bool, max_tokens: int
 ) -> None:
     request = search(max_tokens=max_tokens)
     request = replace(request, checked=replace(request.checked, prompt_logprobs=0))
@@ -301,7 +299,7 @@ def test_scores_of_the_prompt_come_before_the_end(
 
 @pytest.mark.parametrize(("running", "blocks"), [(4, 256), (64, 32)])
 def test_search_does_not_wait_for_the_end_of_other_streams(
-    decoder: Decoder, running: int, blocks: int
+    decoder: Model, running: int, blocks: int
 ) -> None:
     """A search that lacks places or blocks takes turns with its own beams."""
     stream = make_request(2, [[4, 4]], max_tokens=80)
@@ -312,7 +310,7 @@ def test_search_does_not_wait_for_the_end_of_other_streams(
     assert ends == [1, 2]
 
 
-def test_searches_under_way_fit_into_the_places(decoder: Decoder) -> None:
+def test_searches_under_way_fit_into_the_places(decoder: Model) -> None:
     """Every beam that waits for others holds a row of logits: a second search waits instead."""
     loop = make_loop(decoder, running=6)
     outputs = run(loop, [search(width=4, handle=handle) for handle in range(4)])
@@ -321,7 +319,7 @@ def test_searches_under_way_fit_into_the_places(decoder: Decoder) -> None:
     assert loop.take_output().load.preemptions == 0
 
 
-def test_long_results_come_in_parts(decoder: Decoder) -> None:
+def test_long_results_come_in_parts(decoder: Model) -> None:
     loop = make_loop(decoder, blocks=2_000, running=128)
     loop.apply([search([[1], [2]], 30, max_tokens=90, stop=frozenset(), logprobs=None)])
     sizes = []
@@ -333,14 +331,14 @@ def test_long_results_come_in_parts(decoder: Decoder) -> None:
     assert loop.take_output().outputs == []
 
 
-def test_usage_counts_the_tokens_of_the_results(decoder: Decoder) -> None:
+def test_usage_counts_the_tokens_of_the_results(decoder: Model) -> None:
     outputs = run(make_loop(decoder), [search()])
     [done] = [output for output in outputs if isinstance(output, RequestDone)]
     assert done.completion_tokens == sum(len(each.tokens) for each in results_of(outputs))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_cancelled_search_frees_everything(decoder: Decoder, steps: int) -> None:
+def test_cancelled_search_frees_everything(decoder: Model, steps: int) -> None:
     loop = make_loop(decoder)
     loop.apply([search()])
     outputs = [output for _ in range(steps) for output in loop.step(list).outputs]
@@ -352,7 +350,7 @@ def test_cancelled_search_frees_everything(decoder: Decoder, steps: int) -> None
     assert load.free_blocks == load.total_blocks
 
 
-def test_cancelled_result_leaves_the_others_as_they_are(decoder: Decoder) -> None:
+def test_cancelled_result_leaves_the_others_as_they_are(decoder: Model) -> None:
     whole = results_of(run(make_loop(decoder), [search()]))
     loop = make_loop(decoder)
     loop.apply([search(), CancelRequest(1, (1,))])
@@ -362,7 +360,7 @@ def test_cancelled_result_leaves_the_others_as_they_are(decoder: Decoder) -> Non
     assert (1, 1) not in tokens
 
 
-def test_causes_name_what_ended_each_result(decoder: Decoder) -> None:
+def test_causes_name_what_ended_each_result(decoder: Model) -> None:
     outputs = run(make_loop(decoder), [search(early_stopping=EarlyStopping.FIRST)])
     tokens = tokens_of(outputs)
     for end in (output for output in outputs if isinstance(output, Finished)):

@@ -9,20 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.engine.checked_request import MirostatSettings, Resume, SamplingSettings
 from services.engine.messages import (
     AddRequest,
     Command,
     Finished,
     GrantCredit,
-    MirostatSettings,
     Output,
     RequestDone,
-    Resume,
-    SamplingSettings,
     StepOutput,
     Token,
 )
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 from tests.unit.engine.loop.grammar import Grammar
 from tests.unit.engine.tiny import (
     SAME_EXAMPLES,
@@ -46,7 +44,7 @@ REPEATED = st.one_of(ALLOWED, ALLOWED.map(lambda allowed: 6 * allowed[:4]))
 
 
 def generate(
-    decoder: Decoder,
+    decoder: Model,
     request: AddRequest,
     allowed: Sequence[set[int]],
     *,
@@ -139,7 +137,7 @@ KINDS: dict[str, Callable[..., AddRequest]] = {
 )
 @settings(SAME_EXAMPLES, max_examples=18)
 def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
-    decoder: Decoder,
+    decoder: Model,
     kind: str,
     allowed: list[set[int]],
     jumps: bool,
@@ -171,7 +169,7 @@ def test_forced_and_draft_tokens_and_late_masks_do_not_change_the_output(
 @given(allowed=ALLOWED, data=st.data())
 @settings(SAME_EXAMPLES, max_examples=25)
 def test_sequence_resumes_in_the_middle_of_forced_tokens(
-    decoder: Decoder, allowed: list[set[int]], data: st.DataObject
+    decoder: Model, allowed: list[set[int]], data: st.DataObject
 ) -> None:
     request = KINDS["seeded"](max_tokens=24, ignore_eos=False, constrained=True)
     whole = visible(generate(decoder, request, allowed))[0][0]
@@ -182,7 +180,7 @@ def test_sequence_resumes_in_the_middle_of_forced_tokens(
 
 
 def num_steps(
-    decoder: Decoder,
+    decoder: Model,
     request: AddRequest,
     allowed: Sequence[set[int]],
     *,
@@ -206,7 +204,7 @@ def num_steps(
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_forced_tokens_share_steps(decoder: Decoder, logprobs: int | None, overlaps: bool) -> None:
+def test_forced_tokens_share_steps(decoder: Model, logprobs: int | None, overlaps: bool) -> None:
     allowed: list[set[int]] = [{1, 2}, *({3 + i} for i in range(12)), {1, 2}]
     request = make_request(1, [[5]], max_tokens=24, logprobs=logprobs, constrained=True)
     steps = num_steps(decoder, request, allowed, jumps=True, overlaps=overlaps)
@@ -214,7 +212,7 @@ def test_forced_tokens_share_steps(decoder: Decoder, logprobs: int | None, overl
 
 
 @pytest.mark.parametrize("lateness", [0, 3])
-def test_accepted_draft_tokens_share_steps_under_a_grammar(decoder: Decoder, lateness: int) -> None:
+def test_accepted_draft_tokens_share_steps_under_a_grammar(decoder: Model, lateness: int) -> None:
     allowed: list[set[int]] = [{3}, {4}, {5}, {6}] * 6
     request = make_request(1, [[3, 4, 5, 6]], max_tokens=24, constrained=True)
     steps = {

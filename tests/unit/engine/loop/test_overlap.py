@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.engine.checked_request import MirostatSettings, SamplingSettings
 from services.engine.loop.step_loop import StepLoop
 from services.engine.messages import (
     AddRequest,
@@ -15,14 +16,12 @@ from services.engine.messages import (
     Finished,
     GrantCredit,
     Mask,
-    MirostatSettings,
     Output,
     RequestDone,
-    SamplingSettings,
     SetMasks,
     Token,
 )
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 from services.engine.sampling import sampler
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
@@ -79,7 +78,7 @@ def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("few_candidates")
 def test_overlap_never_changes_output(
-    decoder: Decoder,
+    decoder: Model,
     prompts: list[tuple[list[int], str, int, int]],
     blocks: int,
     step_tokens: int,
@@ -141,7 +140,7 @@ def run_with_credit(
 @given(prompts=st.lists(PROMPTS, min_size=2, max_size=8), blocks=st.integers(14, 30))
 @settings(SAME_EXAMPLES, max_examples=30)
 def test_preemption_never_changes_output(
-    decoder: Decoder, prompts: list[list[int]], blocks: int
+    decoder: Model, prompts: list[list[int]], blocks: int
 ) -> None:
     requests = [
         make_request(i, [prompt], max_tokens=14, temperature=0.5, seed=i)
@@ -155,7 +154,7 @@ def test_preemption_never_changes_output(
 
 
 def test_step_is_launched_before_the_tokens_of_the_previous_one_are_reported(
-    decoder: Decoder,
+    decoder: Model,
 ) -> None:
     loop = make_loop(decoder, overlaps=True)
     loop.apply([make_request(1, [[1, 2, 3]], max_tokens=4)])
@@ -167,7 +166,7 @@ def test_step_is_launched_before_the_tokens_of_the_previous_one_are_reported(
     assert loop.is_idle
 
 
-def test_unforeseen_end_wastes_one_row(decoder: Decoder) -> None:
+def test_unforeseen_end_wastes_one_row(decoder: Model) -> None:
     prompt = [1, 2, 3]
     tokens = tokens_of(run(make_loop(decoder), [make_request(1, [prompt], max_tokens=20)]))[1, 0]
     stop = tokens[4]
@@ -183,7 +182,7 @@ def test_unforeseen_end_wastes_one_row(decoder: Decoder) -> None:
         assert loop.progressed == was_in_flight
 
 
-def test_blocks_of_overlapping_steps_are_cached_with_their_contents(decoder: Decoder) -> None:
+def test_blocks_of_overlapping_steps_are_cached_with_their_contents(decoder: Model) -> None:
     """A continuation from the cache generates the same tokens as one without it."""
     prompt = [1, 2, 3, 4, 5]
     for overlaps in (False, True):
@@ -198,7 +197,7 @@ def test_blocks_of_overlapping_steps_are_cached_with_their_contents(decoder: Dec
 
 
 @pytest.mark.usefixtures("few_candidates")
-def test_wrong_assumed_token_is_computed_again_and_never_cached(decoder: Decoder) -> None:
+def test_wrong_assumed_token_is_computed_again_and_never_cached(decoder: Model) -> None:
     sampling = SamplingSettings(3.0, 0.95, 0, 0.0, 5)
     request = make_request(1, [[1, 2, 3]], max_tokens=40, sampling=sampling)
     plain, loop = make_loop(decoder), make_loop(decoder, overlaps=True)
@@ -212,7 +211,7 @@ def test_wrong_assumed_token_is_computed_again_and_never_cached(decoder: Decoder
 
 
 @pytest.mark.usefixtures("few_candidates")
-def test_block_with_a_wrong_assumed_token_is_not_cached(decoder: Decoder) -> None:
+def test_block_with_a_wrong_assumed_token_is_not_cached(decoder: Model) -> None:
     """The request is cancelled before a later step writes the right token."""
     sampling = SamplingSettings(3.0, 0.95, 0, 0.0, 5)
     whole = make_request(1, [[1, 2, 3]], max_tokens=40, sampling=sampling)
@@ -230,7 +229,7 @@ def test_block_with_a_wrong_assumed_token_is_not_cached(decoder: Decoder) -> Non
 ANY_BUT_EOS = bytes([0b11111110, *[255] * (VOCABULARY // 8 - 1)])
 
 
-def test_late_masks_change_no_token(decoder: Decoder) -> None:
+def test_late_masks_change_no_token(decoder: Model) -> None:
     def outcome(overlaps: bool) -> dict[tuple[int, int], list[int]]:
         loop = make_loop(decoder, overlaps=overlaps)
         loop.apply([make_request(1, [[1, 2, 3]], max_tokens=20)])
@@ -261,7 +260,7 @@ NEEDS_THE_HOST = {
 
 
 @pytest.mark.parametrize("kind", NEEDS_THE_HOST)
-def test_stream_that_needs_the_host_takes_part_in_every_step(decoder: Decoder, kind: str) -> None:
+def test_stream_that_needs_the_host_takes_part_in_every_step(decoder: Model, kind: str) -> None:
     """And the step of all streams is launched before the host has the tokens in front."""
     loop = make_loop(decoder, overlaps=True)
     loop.apply([NEEDS_THE_HOST[kind], make_request(2, [[1, 2, 3]])])
@@ -275,7 +274,7 @@ def test_stream_that_needs_the_host_takes_part_in_every_step(decoder: Decoder, k
 
 
 def test_constrained_stream_takes_part_in_every_step_if_its_masks_are_in_time(
-    decoder: Decoder,
+    decoder: Model,
 ) -> None:
     loop = make_loop(decoder, overlaps=True)
     loop.apply([make_request(1, [[1, 2, 3]], constrained=True), make_request(2, [[1, 2, 3]])])
@@ -288,7 +287,7 @@ def test_constrained_stream_takes_part_in_every_step_if_its_masks_are_in_time(
     assert loop.take_output().load.steps == 8
 
 
-def test_stream_without_a_mask_alone_misses_steps(decoder: Decoder) -> None:
+def test_stream_without_a_mask_alone_misses_steps(decoder: Model) -> None:
     loop = make_loop(decoder, overlaps=True)
     loop.apply([make_request(1, [[1, 2, 3]], constrained=True), make_request(2, [[1, 2, 3]])])
     outputs = [o for _ in range(9) for o in loop.step(list).outputs]
@@ -300,7 +299,7 @@ def test_stream_without_a_mask_alone_misses_steps(decoder: Decoder) -> None:
     assert len(tokens_of(loop.step(list).outputs)[1, 0]) == 1
 
 
-def test_next_step_waits_for_masks_only_while_the_device_computes(decoder: Decoder) -> None:
+def test_next_step_waits_for_masks_only_while_the_device_computes(decoder: Model) -> None:
     loop = make_loop(decoder, overlaps=True, ticks=[0.001])
     loop.apply([make_request(1, [[1, 2, 3]], max_tokens=40)])
     for _ in range(5):
@@ -336,7 +335,7 @@ def test_preempted_sequence_restarts_once_its_token_is_on_the_host() -> None:
     assert chunk.count == 4
 
 
-def test_padded_rows_change_no_token(decoder: Decoder) -> None:
+def test_padded_rows_change_no_token(decoder: Model) -> None:
     """GPU graphs need padded rows; this test runs padded steps without graphs."""
     requests = [
         make_request(i, [[i + 1, 2, 3] * 4], max_tokens=6 + i, temperature=0.7, seed=i)

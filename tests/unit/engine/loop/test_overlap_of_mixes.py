@@ -8,21 +8,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.engine.checked_request import DrySettings, MirostatSettings, SamplingSettings
 from services.engine.messages import (
     AddRequest,
     CancelRequest,
     Command,
-    DrySettings,
     Finished,
     GrantCredit,
-    MirostatSettings,
     Output,
     Refused,
-    SamplingSettings,
     ScoredPrompt,
     Token,
 )
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 from services.engine.sampling import sampler
 from tests.unit.engine.loop.grammar import Grammar
 from tests.unit.engine.tiny import SAME_EXAMPLES, VOCABULARY, make_loop, make_request, mask_of
@@ -143,7 +141,7 @@ class Seen:
 
 
 def serve(
-    decoder: Decoder,
+    decoder: Model,
     streams: Sequence[Stream],
     *,
     overlaps: bool,
@@ -203,7 +201,7 @@ def serve(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 def test_mixed_streams_get_the_same_output(
-    decoder: Decoder,
+    decoder: Model,
     monkeypatch: pytest.MonkeyPatch,
     streams: list[Stream],
     blocks: int,

@@ -9,18 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.engine.checked_request import MirostatSettings, SamplingSettings
 from services.engine.execution.model_runner import DeviceTokens, ModelRunner
 from services.engine.loop.request_table import LoopLimits, RequestTable
-from services.engine.messages import (
-    AddRequest,
-    Mask,
-    MirostatSettings,
-    Output,
-    Refused,
-    SamplingSettings,
-    SetMasks,
-)
-from services.engine.model.decoder import Decoder
+from services.engine.messages import AddRequest, Mask, Output, Refused, SetMasks
+from services.engine.model.model import Model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
@@ -72,7 +65,7 @@ def refusals(outputs: Sequence[Output]) -> dict[int, str]:
 )
 @settings(SAME_EXAMPLES, max_examples=10, deadline=None)
 def test_step_that_raises_fails_one_request_and_the_others_keep_their_output(
-    decoder: Decoder, overlaps: bool, prompts: list[list[int]], step_tokens: int, place: int
+    decoder: Model, overlaps: bool, prompts: list[list[int]], step_tokens: int, place: int
 ) -> None:
     """The poisoned prompt shares a prefix: the blocks of its failed step must not be reused."""
     good = [
@@ -93,7 +86,7 @@ def test_step_that_raises_fails_one_request_and_the_others_keep_their_output(
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("at", [0, 2, 5])
-def test_step_that_raises_once_changes_no_output(decoder: Decoder, overlaps: bool, at: int) -> None:
+def test_step_that_raises_once_changes_no_output(decoder: Model, overlaps: bool, at: int) -> None:
     requests = [
         make_request(1, [[1, 2, 3]], max_tokens=8),
         make_request(2, [[3, 2, 1, 3]], max_tokens=8, n=2, temperature=1.0),
@@ -117,7 +110,7 @@ def test_step_that_raises_once_changes_no_output(decoder: Decoder, overlaps: boo
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_draw_that_raises_fails_only_its_request(decoder: Decoder, overlaps: bool) -> None:
+def test_draw_that_raises_fails_only_its_request(decoder: Model, overlaps: bool) -> None:
     """The grammar service sends one of them a mask for a larger vocabulary."""
     loop = make_loop(decoder, overlaps=overlaps)
     requests = [make_request(i, [[1, 2]], max_tokens=1, constrained=True) for i in range(3)]
@@ -130,7 +123,7 @@ def test_draw_that_raises_fails_only_its_request(decoder: Decoder, overlaps: boo
     assert sorted(tokens_of(outputs)) == [(0, 0), (2, 0)]
 
 
-def test_out_of_memory_has_its_own_reason(decoder: Decoder) -> None:
+def test_out_of_memory_has_its_own_reason(decoder: Model) -> None:
     for error in (
         MemoryError(),
         torch.OutOfMemoryError("CUDA out of memory."),
@@ -142,7 +135,7 @@ def test_out_of_memory_has_its_own_reason(decoder: Decoder) -> None:
         assert tokens_of(run(loop, [make_request(2, [[1]], max_tokens=2)]))
 
 
-def test_command_that_raises_fails_only_its_request(decoder: Decoder) -> None:
+def test_command_that_raises_fails_only_its_request(decoder: Model) -> None:
     loop = make_loop(decoder)
     bad = make_request(1, [[1, 2]])
     object.__setattr__(bad.checked, "prompts", [["no id"]])

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.engine.checked_request import Resume
 from services.engine.messages import (
     CancelRequest,
     FinishCause,
@@ -15,11 +16,10 @@ from services.engine.messages import (
     Mask,
     Output,
     RequestDone,
-    Resume,
     SetMasks,
     Token,
 )
-from services.engine.model.decoder import Decoder
+from services.engine.model.model import Model
 from tests.unit.engine.loop.outputs import greedy_tokens
 from tests.unit.engine.tiny import (
     EOS,
@@ -55,7 +55,7 @@ def assert_same_up_to_ties(tokens: list[int], alone: list[Token]) -> None:
 )
 @settings(max_examples=25)
 def test_batching_chunking_caching_and_preemption_never_change_greedy_output(
-    decoder: Decoder,
+    decoder: Model,
     prompts: list[list[int]],
     blocks: int,
     step_tokens: int,
@@ -83,7 +83,7 @@ ACTIONS = st.lists(
 @given(actions=ACTIONS)
 @settings(max_examples=25)
 def test_every_request_ends_once_and_no_block_is_leaked(
-    decoder: Decoder, overlaps: bool, actions: list[tuple[str, object, object]]
+    decoder: Model, overlaps: bool, actions: list[tuple[str, object, object]]
 ) -> None:
     loop = make_loop(decoder, blocks=16, step_tokens=16, overlaps=overlaps)
     choices: list[int] = []
@@ -122,7 +122,7 @@ def test_every_request_ends_once_and_no_block_is_leaked(
 )
 @settings(SAME_EXAMPLES, max_examples=25)
 def test_speculation_never_changes_output(
-    decoder: Decoder,
+    decoder: Model,
     prompts: list[list[int]],
     blocks: int,
     temperature: float,
@@ -146,7 +146,7 @@ def test_speculation_never_changes_output(
             assert_same_up_to_ties([t.id for t in tokens], alone)
 
 
-def test_speculation_takes_fewer_steps_where_output_repeats(decoder: Decoder) -> None:
+def test_speculation_takes_fewer_steps_where_output_repeats(decoder: Model) -> None:
     request = make_request(1, [[7, 8, 9] * 8], max_tokens=60)
     steps = []
     for speculate in (False, True):
@@ -157,7 +157,7 @@ def test_speculation_takes_fewer_steps_where_output_repeats(decoder: Decoder) ->
     assert speculated < plain
 
 
-def test_preempted_sequence_continues_with_the_same_tokens(decoder: Decoder) -> None:
+def test_preempted_sequence_continues_with_the_same_tokens(decoder: Model) -> None:
     loop = make_loop(decoder, blocks=16, step_tokens=64)
     prompts = [[i, 5, 6, 7] * 3 for i in range(1, 6)]
     requests = [make_request(i, [prompt], max_tokens=30) for i, prompt in enumerate(prompts)]
@@ -169,7 +169,7 @@ def test_preempted_sequence_continues_with_the_same_tokens(decoder: Decoder) -> 
         assert positions == list(range(30))
 
 
-def test_prefix_of_simultaneous_requests_is_computed_once(decoder: Decoder) -> None:
+def test_prefix_of_simultaneous_requests_is_computed_once(decoder: Model) -> None:
     loop = make_loop(decoder, step_tokens=16)
     shared = [1, 2, 3, 4] * 10
     requests = [make_request(i, [[*shared, i + 5, 7]], max_tokens=2) for i in range(4)]
@@ -177,7 +177,7 @@ def test_prefix_of_simultaneous_requests_is_computed_once(decoder: Decoder) -> N
     assert sorted(o.cached_tokens for o in done) == [0, 40, 40, 40]
 
 
-def test_choices_count_their_prompt_once_and_differ(decoder: Decoder) -> None:
+def test_choices_count_their_prompt_once_and_differ(decoder: Model) -> None:
     outputs = run(make_loop(decoder), [make_request(1, [[1, 2, 3, 4] * 8], n=4, temperature=1.0)])
     tokens = tokens_of(outputs)
     assert len({tuple(ids) for ids in tokens.values()}) == 4
@@ -185,7 +185,7 @@ def test_choices_count_their_prompt_once_and_differ(decoder: Decoder) -> None:
     assert (done.prompt_tokens, done.completion_tokens) == (32, 32)
 
 
-def test_tenants_do_not_share_cached_prefixes(decoder: Decoder) -> None:
+def test_tenants_do_not_share_cached_prefixes(decoder: Model) -> None:
     loop = make_loop(decoder)
     prompt = [1, 2, 3, 4] * 8
     run(loop, [make_request(1, [prompt], salt=b"a")])
@@ -202,7 +202,7 @@ def test_tenants_do_not_share_cached_prefixes(decoder: Decoder) -> None:
 @given(prompt=PROMPTS, seed=st.integers(0, 99), cut=st.integers(0, 9))
 @settings(SAME_EXAMPLES, max_examples=25)
 def test_resumed_sequence_draws_the_same_rest(
-    decoder: Decoder, prompt: list[int], seed: int, cut: int
+    decoder: Model, prompt: list[int], seed: int, cut: int
 ) -> None:
     whole = make_request(1, [prompt], n=2, max_tokens=10, temperature=1.0, seed=seed)
     first = tokens_of(run(make_loop(decoder), [whole]))
@@ -222,7 +222,7 @@ def test_resumed_sequence_draws_the_same_rest(
         assert finished.completion_tokens == 10
 
 
-def test_resumed_sequence_ends_at_a_stop_token_it_already_has(decoder: Decoder) -> None:
+def test_resumed_sequence_ends_at_a_stop_token_it_already_has(decoder: Model) -> None:
     """The replica that drew the token may have been lost before it reported the end."""
     stopped = make_request(
         1, [[1, 2]], stop=frozenset({5}), resume=[Resume(0, [3, 5])], ignore_eos=False
@@ -234,7 +234,7 @@ def test_resumed_sequence_ends_at_a_stop_token_it_already_has(decoder: Decoder) 
     assert not tokens_of(outputs)
 
 
-def test_min_tokens_is_ignored_if_it_would_ban_every_id(decoder: Decoder) -> None:
+def test_min_tokens_is_ignored_if_it_would_ban_every_id(decoder: Model) -> None:
     every = frozenset(range(VOCABULARY))
     for temperature in (0.0, 1.0):
         request = make_request(
@@ -243,7 +243,7 @@ def test_min_tokens_is_ignored_if_it_would_ban_every_id(decoder: Decoder) -> Non
         assert len(tokens_of(run(make_loop(decoder), [request]))[1, 0]) == 1
 
 
-def test_stop_id_ends_a_sequence_and_is_its_last_token(decoder: Decoder) -> None:
+def test_stop_id_ends_a_sequence_and_is_its_last_token(decoder: Model) -> None:
     free = greedy_tokens(decoder, [1, 2, 3], 10)
     stop = free[4].id
     first = next(i for i, token in enumerate(free) if token.id == stop)
@@ -256,7 +256,7 @@ def test_stop_id_ends_a_sequence_and_is_its_last_token(decoder: Decoder) -> None
     assert tokens_of(outputs)[1, 0][-1] == stop
 
 
-def test_no_stop_id_is_drawn_before_min_tokens(decoder: Decoder) -> None:
+def test_no_stop_id_is_drawn_before_min_tokens(decoder: Model) -> None:
     stop = frozenset(range(VOCABULARY // 2))
     request = make_request(
         1, [[1, 2]], max_tokens=20, min_tokens=6, stop=stop, temperature=1.0, ignore_eos=False
@@ -267,7 +267,7 @@ def test_no_stop_id_is_drawn_before_min_tokens(decoder: Decoder) -> None:
     assert not stop & set(tokens[:6])
 
 
-def test_late_mask_changes_no_token_and_delays_no_other_sequence(decoder: Decoder) -> None:
+def test_late_mask_changes_no_token_and_delays_no_other_sequence(decoder: Model) -> None:
     masks = [mask_of({3, 4, 5}), mask_of({7, 8}), mask_of({9, 10, 11})]
 
     def constrained(late: int) -> dict[tuple[int, int], list[int]]:
@@ -288,7 +288,7 @@ def test_late_mask_changes_no_token_and_delays_no_other_sequence(decoder: Decode
     assert constrained(0) == constrained(5)
 
 
-def test_complete_grammar_ends_the_sequence(decoder: Decoder) -> None:
+def test_complete_grammar_ends_the_sequence(decoder: Model) -> None:
     loop = make_loop(decoder)
     loop.apply([make_request(1, [[1, 2, 3]], max_tokens=9, constrained=True)])
     loop.apply([SetMasks([Mask(1, 0, 0, (), mask_of({3}), False)])])

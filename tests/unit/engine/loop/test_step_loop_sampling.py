@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from services.engine.messages import (
+from services.engine.checked_request import (
     DrySettings,
     LogitBias,
     MirostatSettings,
     Resume,
     SamplingSettings,
-    Token,
 )
-from services.engine.model.decoder import Decoder
+from services.engine.messages import Token
+from services.engine.model.model import Model
 from tests.unit.engine.loop.outputs import scores_of
 from tests.unit.engine.tiny import (
     EOS,
@@ -62,7 +62,7 @@ REPEATING = [7, 8, 9, 5, 7, 8, 9, 5, 7, 8]
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("speculate", [False, True])
 def test_sampling_does_not_depend_on_neighbours_preemption_and_speculation(
-    decoder: Decoder, feature: str, speculate: bool
+    decoder: Model, feature: str, speculate: bool
 ) -> None:
     sampling = FEATURES[feature]
     request = make_request(1, [REPEATING], n=2, max_tokens=30, sampling=sampling)
@@ -83,7 +83,7 @@ def test_sampling_does_not_depend_on_neighbours_preemption_and_speculation(
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("cut", [1, 5, 19])
 def test_sampling_resumes_from_ids_and_mirostat_state(
-    decoder: Decoder, feature: str, cut: int
+    decoder: Model, feature: str, cut: int
 ) -> None:
     request = make_request(1, [REPEATING], n=2, max_tokens=20, sampling=FEATURES[feature])
     outputs = run(make_loop(decoder), [request])
@@ -103,7 +103,7 @@ def test_sampling_resumes_from_ids_and_mirostat_state(
         )
 
 
-def test_sampling_settings_do_not_change_logprobs(decoder: Decoder) -> None:
+def test_sampling_settings_do_not_change_logprobs(decoder: Model) -> None:
     request = make_request(1, [REPEATING], max_tokens=20, sampling=FEATURES["all"], logprobs=0)
     tokens = [o for o in run(make_loop(decoder), [request]) if isinstance(o, Token)]
     whole = [*REPEATING, *(t.id for t in tokens)]

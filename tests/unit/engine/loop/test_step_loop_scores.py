@@ -9,21 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from services.engine.checked_request import MirostatSettings, SamplingSettings
 from services.engine.messages import (
     FinishCause,
     Finished,
     Mask,
-    MirostatSettings,
     Output,
     Refused,
     RequestDone,
-    SamplingSettings,
     ScoredPrompt,
     SetMasks,
     Token,
 )
-from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from services.engine.model.model import Model
 from services.engine.scheduling.cache_limits import CacheLimits, GroupLimits
 from services.engine.scheduling.cache_pools import CachePools
 from services.engine.scheduling.scheduler import Scheduler
@@ -39,7 +38,7 @@ from tests.unit.engine.tiny import BLOCK, make_checkpoint, make_loop, make_reque
 @given(prompt=st.lists(st.integers(1, 40), min_size=2, max_size=60), step=st.integers(3, 64))
 @settings(max_examples=25)
 def test_chunks_and_cache_do_not_change_prompt_scores(
-    decoder: Decoder, prompt: list[int], step: int
+    decoder: Model, prompt: list[int], step: int
 ) -> None:
     loop = make_loop(decoder, step_tokens=step)
     run(loop, [make_request(1, [prompt])])  # fills the prefix cache
@@ -56,7 +55,7 @@ def test_chunks_and_cache_do_not_change_prompt_scores(
     assert causes == [FinishCause.LENGTH, FinishCause.LENGTH]
 
 
-def test_generated_and_scored_logprobs_agree(decoder: Decoder) -> None:
+def test_generated_and_scored_logprobs_agree(decoder: Model) -> None:
     prompt = [3, 1, 4, 1, 5]
     outputs = run(make_loop(decoder), [make_request(1, [prompt], max_tokens=20, logprobs=0)])
     tokens = [o for o in outputs if isinstance(o, Token)]
@@ -67,7 +66,7 @@ def test_generated_and_scored_logprobs_agree(decoder: Decoder) -> None:
     assert got == pytest.approx(expected[len(prompt) - 1 :], abs=1e-4)
 
 
-def test_prompt_scores_need_no_credit(decoder: Decoder) -> None:
+def test_prompt_scores_need_no_credit(decoder: Model) -> None:
     prompt = [1 + i % 3 for i in range(40)]
     request = make_request(1, [prompt], max_tokens=0, prompt_logprobs=2, credit=0)
     outputs = run(make_loop(decoder, step_tokens=16), [request])
@@ -187,7 +186,7 @@ def test_nan_weights_fail_a_scoring_request(
     assert_failed(outputs)
 
 
-def load_broken(directory: Path, dtype: torch.dtype) -> Decoder:
+def load_broken(directory: Path, dtype: torch.dtype) -> Model:
     """Return a model with one weight of NaN."""
     files.make_checkpoint(directory, CONFIGS["llama, wide heads"])
     weights = load_file(directory / "model.safetensors")

@@ -74,8 +74,8 @@ from services.common.settings import StartupError
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.gguf_groups import read_groups
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
-from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
+from services.engine.model.model import Model
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
@@ -702,12 +702,12 @@ def test_transformers_reads_the_same_file_alike(tmp_path: Path, name: str) -> No
     torch.testing.assert_close(ours, reference_logits(theirs, tokens), atol=1e-4, rtol=0)
 
 
-def loaded(path: Path, weights: str = "decoded") -> Decoder:
+def loaded(path: Path, weights: str = "decoded") -> Model:
     with opened_checkpoint(path) as directory:
         return load_model(directory, torch.float32, weights=weights)
 
 
-def logits_of(decoder: Decoder, tokens: Tensor) -> Tensor:
+def logits_of(decoder: Model, tokens: Tensor) -> Tensor:
     driver = Driver(decoder, [tokens], block_size=16)
     driver.step([(0, len(tokens) - 5)])
     for _ in range(5):

@@ -27,13 +27,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from services.common.json_values import Json
 from services.common.settings import StartupError
-from services.engine.messages import GenerationDefaults
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.families import FAMILIES
 from services.engine.model.checkpoint.generation import load_generation_defaults
 from services.engine.model.checkpoint.vision_language import VISION_LANGUAGE
 from services.engine.model.loader import load_model, load_spec, resolve_dtype
+from services.engine.model_description import GenerationDefaults
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits

@@ -17,8 +17,8 @@ from services.engine.execution.loaded_model import _announce_mapped
 from services.engine.host_memory import in_units
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.model.checkpoint.stored_weights import StoredWeights
-from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from services.engine.model.model import Model
 from services.engine.settings import EngineSettings
 from services.engine.start_check import check_start, require_room, stored_weights
 from tests.unit.engine.checkpoints.configs import CONFIGS
@@ -70,7 +70,7 @@ def assert_same_logits(path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(*logits)
 
 
-def loaded(path: Path, weights: str, dtype: torch.dtype = torch.float32) -> Decoder:
+def loaded(path: Path, weights: str, dtype: torch.dtype = torch.float32) -> Model:
     with opened_checkpoint(path) as directory:
         return load_model(directory, dtype, weights=weights)
 

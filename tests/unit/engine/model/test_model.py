@@ -31,6 +31,7 @@ from services.common.checkpoint import opened_checkpoint
 from services.engine.kernels.library import InstructionSet, instruction_set, limit_instruction_set
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.native_backend import TiledAttention
+from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
 from services.engine.model.mixers import native_latent_attention
 from services.engine.model.mixers.attention import AttentionMixer
@@ -254,10 +255,10 @@ def test_families_beyond_the_kernels_run_in_tiles(family: str, tmp_path: Path) -
 def test_depths_of_a_shared_block_have_one_copy_of_its_weights(tmp_path: Path) -> None:
     """Zamba2 7B would take half as much memory again."""
     make_checkpoint(tmp_path, CONFIGS["zamba2, shared twice"])
+    decoder = load_model(tmp_path, torch.float32)
+    assert isinstance(decoder, Decoder)
     attention = [
-        layer.mixer._weights
-        for layer in load_model(tmp_path, torch.float32)._layers
-        if isinstance(layer.mixer, AttentionMixer)
+        layer.mixer._weights for layer in decoder._layers if isinstance(layer.mixer, AttentionMixer)
     ]
     first, second, third = (id(weights.output) for weights in attention)
     assert first == third != second
@@ -411,6 +412,7 @@ def assert_replayed(
     logits: dict[str, list[Tensor]] = {}
     for kind in passes:
         decoder = load_model(directory, dtype)
+        assert isinstance(decoder, Decoder)
         run_layers, recording = decoder._run_layers, decoder._recording
         assert recording is not None
 
@@ -462,6 +464,7 @@ def test_replayed_pass_shows_images_only_in_some_groups(tmp_path: Path) -> None:
         Qwen3Config(**WIDE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     )
     decoder = load_model(tmp_path, torch.bfloat16)
+    assert isinstance(decoder, Decoder)
     recording = decoder._recording
     assert recording is not None
     driver = Driver(decoder, [random_tokens(40, 1)])

@@ -19,6 +19,7 @@ from transformers import (
 
 from services.engine.execution import loaded_model
 from services.engine.execution.loaded_model import load
+from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
 from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints.configs import CONFIGS
@@ -97,6 +98,7 @@ def test_cache_leaves_room_for_passes(
 def memory_of_pass(checkpoint: Path) -> tuple[int, int]:
     """Return the memory that a long prompt's passes took, and what the decoder states."""
     decoder = load_model(checkpoint, torch.bfloat16, progress=False)
+    assert isinstance(decoder, Decoder)
     decoder.reserve(4096, 1)
     for inner in decoder._buffers(4096).inner:
         inner.zero_()  # memory is taken when it is written first

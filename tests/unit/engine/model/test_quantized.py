@@ -14,8 +14,8 @@ from transformers import DeepseekV3Config, LlamaConfig, Phi3Config, Qwen3MoeConf
 from services.common.settings import StartupError
 from services.engine.kernels.library import InstructionSet, instruction_set
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from services.engine.model.model import Model
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
 from tests.unit.engine.checkpoints.shapes import LATENT, SHAPE, WIDE
@@ -41,7 +41,7 @@ FAMILIES = {
 }
 
 
-def logits_of(decoder: Decoder, tokens: Tensor) -> Tensor:
+def logits_of(decoder: Model, tokens: Tensor) -> Tensor:
     driver = Driver(decoder, [tokens])
     driver.step([(0, TOKENS)])
     return driver.logits[0]

@@ -29,9 +29,9 @@ from services.engine.messages import AddRequest
 from services.engine.model.adapters.adapters import ConvertedAdapter
 from services.engine.model.architecture.spec import ModelSpec
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
 from services.engine.model.lockstep import Follower
+from services.engine.model.model import Model
 from services.engine.model.parts.shard import Shard
 from services.engine.ranks.all_reduce import SymmetricAllReduce
 from services.engine.ranks.gloo_plans import GlooPlans
@@ -286,13 +286,13 @@ def _compute_adapted(path: Path, ranks: RankGroup) -> list[Tensor]:
     return logits
 
 
-def _read_unless_absent(decoder: Decoder, directory: Path) -> ConvertedAdapter:
+def _read_unless_absent(decoder: Model, directory: Path) -> ConvertedAdapter:
     if directory.name == ABSENT:
         raise CheckpointError("absent on rank 1")
     return convert_adapter(decoder, directory)
 
 
-def _drive_adapted(decoder: Decoder, path: Path) -> list[Tensor]:
+def _drive_adapted(decoder: Model, path: Path) -> list[Tensor]:
     driver = Driver(decoder, _sequences(), adapters=[2, 0, 1])
     runner = ModelRunner(decoder, driver.cache)
     for number in (1, 2):
@@ -327,7 +327,7 @@ def _dtype(name: str) -> torch.dtype:
     return torch.bfloat16 if name.endswith("wide") else torch.float32
 
 
-def _driver(decoder: Decoder) -> Driver:
+def _driver(decoder: Model) -> Driver:
     return Driver(decoder, _sequences())
 
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.messages import Finished, Refused, SamplingSettings, Token
-from services.engine.model.decoder import Decoder
+from services.engine.checked_request import SamplingSettings
+from services.engine.messages import Finished, Refused, Token
+from services.engine.model.model import Model
 from services.engine.sampling.bad_words import BadWords, intersect_masks
 from services.engine.sampling.row import Row
 from services.engine.sampling.sampler import sample
@@ -33,7 +34,7 @@ FREE = SamplingSettings(1.0, 1.0, 0, 0.0, 1)
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
@@ -83,7 +84,7 @@ def test_forbidden_ids_are_not_drawn_where_min_tokens_bans_the_others(
 )
 @settings(max_examples=40)
 def test_bad_words_and_excluded_ids_are_never_generated(
-    decoder: Decoder,
+    decoder: Model,
     words: list[list[int]],
     allowed: set[int] | None,
     temperature: float,
@@ -109,7 +110,7 @@ def has_run(tokens: Sequence[int], word: Sequence[int]) -> bool:
     return any([*tokens[place : place + len(word)]] == [*word] for place in places)
 
 
-def test_prompt_is_no_beginning_of_a_bad_word(decoder: Decoder) -> None:
+def test_prompt_is_no_beginning_of_a_bad_word(decoder: Model) -> None:
     greedy = make_request(1, [[3, 1, 4]], max_tokens=1)
     [first] = tokens_of(run(make_loop(decoder), [greedy]))[1, 0]
     words = ((4, first),)
@@ -117,7 +118,7 @@ def test_prompt_is_no_beginning_of_a_bad_word(decoder: Decoder) -> None:
     assert tokens_of(run(make_loop(decoder), [limited]))[1, 0] == [first]
 
 
-def test_eos_is_drawn_only_where_it_is_allowed(decoder: Decoder) -> None:
+def test_eos_is_drawn_only_where_it_is_allowed(decoder: Model) -> None:
     bits = {EOS, 5, 6}
     requests = [
         make_request(
@@ -147,7 +148,7 @@ ALLOWED = st.lists(st.sets(st.integers(1, 9), min_size=1, max_size=4), min_size=
 )
 @settings(SAME_EXAMPLES, max_examples=60)
 def test_output_satisfies_grammar_and_limits_or_the_request_fails(
-    decoder: Decoder,
+    decoder: Model,
     grammar: list[set[int]],
     limit: set[int],
     words: list[tuple[int, ...]],

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from services.engine.messages import DrySettings, LogitBias, MirostatSettings, SamplingSettings
+from services.engine.checked_request import (
+    DrySettings,
+    LogitBias,
+    MirostatSettings,
+    SamplingSettings,
+)
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.penalties import Penalties
 from services.engine.sampling.pending_tokens import PendingTokens

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.messages import MirostatSettings, SamplingSettings
+from services.engine.checked_request import MirostatSettings, SamplingSettings
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.row import Row
 from services.engine.sampling.sampler import sample

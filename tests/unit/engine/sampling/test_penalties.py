@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.messages import DrySettings, LogitBias, SamplingSettings
+from services.engine.checked_request import DrySettings, LogitBias, SamplingSettings
 from services.engine.sampling.adjustments import adjust
 from services.engine.sampling.dry import Repetitions
 from services.engine.sampling.penalties import Penalties

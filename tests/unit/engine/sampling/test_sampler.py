@@ -11,8 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from services.engine.checked_request import (
+    DrySettings,
+    LogitBias,
+    MirostatSettings,
+    SamplingSettings,
+)
 from services.engine.kernels.library import InstructionSet, limit_instruction_set, native
-from services.engine.messages import DrySettings, LogitBias, MirostatSettings, SamplingSettings
 from services.engine.sampling.mirostat import Mirostat
 from services.engine.sampling.penalties import Penalties
 from services.engine.sampling.row import Row, uniform

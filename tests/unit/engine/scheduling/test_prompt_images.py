@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
 from services.common.block_hash import ImagePlaces, image_digest, prefix_hashes
-from services.engine.messages import PlacedImage
+from services.engine.checked_request import PlacedImage
 from services.engine.scheduling.prompt_images import PromptImages
 from services.engine.scheduling.token_ids import Prompt, TokenIds
 from tests.unit.engine.checkpoints.configs import CONFIGS

@@ -36,13 +36,13 @@ def main() -> None:
         _compile(expert_kernels._place_choices, capability, "bf16", SORTING)
         summing = {"per_row": 4, "outputs": 2880, "tile": 1024}
         _compile(expert_kernels._add_sums, capability, "bf16", summing)
-        for tile in expert_kernels._TILES:
+        for tile in expert_kernels.TILES:
             _compile_product(capability, "bf16", GATE, tile)
             if tile.rows in (16, 128):
                 _compile_product(capability, "bf16", GATE, tile, "mxfp4")
                 if capability >= FP8_CAPABILITY:
                     _compile_product(capability, "bf16", GATE, tile, "fp8 groups")
-        first, *_, last = expert_kernels._TILES
+        first, *_, last = expert_kernels.TILES
         _compile_product(capability, "bf16", DOWN, last)
         if capability >= FP8_CAPABILITY:
             _compile_product(capability, "bf16", DOWN, last, "fp8")

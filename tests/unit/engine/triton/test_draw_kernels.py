@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.engine.messages import SamplingSettings
+from services.engine.checked_request import SamplingSettings
 from services.engine.sampling import sampler
 from services.engine.sampling.row import Row
 

@@ -32,6 +32,7 @@ from tests.unit.engine.gguf_checkpoints import write_gguf
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter
 
 kernels = pytest.importorskip("services.engine.model.operators.expert_kernels")
+mixtures = pytest.importorskip("services.engine.model.operators.grouped_mixture")
 interpreted = pytest.mark.skipif(
     "TRITON_INTERPRET" not in os.environ, reason="a GPU runs the kernels compiled"
 )
@@ -73,7 +74,7 @@ def choose(generator: torch.Generator, rows: int, among: Sequence[int], per_row:
 
 
 def grouped(experts: list[ExpertWeights], activation: Activation) -> Mixture:
-    mixture: Mixture = kernels.GroupedMixture(experts, EXPERTS, 1, activation, torch.float32, CPU)
+    mixture: Mixture = mixtures.GroupedMixture(experts, EXPERTS, 1, activation, torch.float32, CPU)
     return mixture
 
 

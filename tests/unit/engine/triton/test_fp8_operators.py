@@ -17,8 +17,10 @@ from services.engine.model import loader
 from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.decoder import Decoder
 from services.engine.model.mixers.attention import AttentionWeights
+from services.engine.model.model import Model
+from services.engine.model.operators.composed_projections import AdaptedProjection
 from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding, Fp8Weight
-from services.engine.model.operators.interface import AdaptedProjection, ExpertWeights
+from services.engine.model.operators.interface import ExpertWeights
 from services.engine.model.operators.torch_operators import TorchOperators
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
@@ -182,10 +184,12 @@ def load_fp8(path: Path, monkeypatch: pytest.MonkeyPatch, weights: str = "full")
     monkeypatch.setattr(loader, "native", None)
     monkeypatch.setattr(services.engine.model.attention, "native", None)
     monkeypatch.setattr(loader, "_multiplies_fp8", lambda *_: True)
-    return loader.load_model(path, FLOAT32, weights=weights)
+    decoder = loader.load_model(path, FLOAT32, weights=weights)
+    assert isinstance(decoder, Decoder)
+    return decoder
 
 
-def assert_close(decoder: Decoder, expected: Tensor, tokens: Tensor) -> None:
+def assert_close(decoder: Model, expected: Tensor, tokens: Tensor) -> None:
     driver = Driver(decoder, [tokens])
     driver.step([(0, len(tokens) - 1)])
     driver.step([(0, 1)])

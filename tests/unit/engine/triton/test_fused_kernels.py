@@ -19,8 +19,8 @@ from services.engine.model.architecture.activation import Activation, Nonlineari
 from services.engine.model.architecture.rotary import Rotation
 from services.engine.model.attention.cache_kernel import write_tokens
 from services.engine.model.attention.torch_backend import TorchAttention
-from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from services.engine.model.model import Model
 from services.engine.model.operators import fused_kernels
 from services.engine.model.operators.torch_operators import TorchOperators
 from services.engine.model.operators.triton_operators import TritonOperators
@@ -163,7 +163,7 @@ def test_layer_takes_few_launches_besides_its_attention(tmp_path: Path) -> None:
     assert layers == [9] * len(layers), layers
 
 
-def count_launches(decoder: Decoder, layer: int) -> int:
+def count_launches(decoder: Model, layer: int) -> int:
     """Return the launches of the piece before a layer's attention, on the second run."""
     tokens = random_tokens(8, 1)
     driver = Driver(decoder, [tokens], block_size=16)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from services.engine.messages import SamplingSettings
+from services.engine.checked_request import SamplingSettings
 from services.engine.sampling.adjustments import adjust
 from services.engine.sampling.row import Row
 

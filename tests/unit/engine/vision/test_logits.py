@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from services.common.images import decode
+from services.engine.checked_request import PlacedImage
 from services.engine.engine import Engine, Generation
 from services.engine.frontend.image_client import ClientImage
 from services.engine.frontend.image_placement import place_images
-from services.engine.messages import Output, PlacedImage, RequestDone, Score, ScoredPrompt, Token
+from services.engine.messages import Output, RequestDone, Score, ScoredPrompt, Token
 from services.engine.settings import EngineSettings
 from services.engine.vision.encoder import ImageEncoder
 from services.engine.vision.encoder_process import encoded

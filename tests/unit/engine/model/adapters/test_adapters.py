@@ -12,8 +12,8 @@ import services.engine.model.attention
 import services.engine.model.loader
 from services.engine.model.adapters.peft_files import PeftAdapter
 from services.engine.model.checkpoint.config import CheckpointError
-from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model
+from services.engine.model.model import Model
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint, reference_logits
@@ -51,7 +51,7 @@ product, DeepSeek V4's are refused at the start, and published files of MiniMax 
 have other names than the modules that PEFT adapts"""
 
 
-def load(decoder: Decoder, number: int, folder: Path) -> None:
+def load(decoder: Model, number: int, folder: Path) -> None:
     assert decoder.adapters is not None
     decoder.adapters.load(number, PeftAdapter.read(folder))
 
@@ -68,7 +68,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def assert_rows_equal_merged_models(
-    decoder: Decoder, models: list[PreTrainedModel], tolerance: float = 1e-4
+    decoder: Model, models: list[PreTrainedModel], tolerance: float = 1e-4
 ) -> None:
     """In one step: whole prompts, chunks and decodes; the last layer sees some rows alone.
 

@@ -9,8 +9,8 @@ from services.common.settings import StartupError
 from services.engine.execution.loaded_model import load
 from services.engine.kernels.library import InstructionSet
 from services.engine.model.attention.kv_dtype import resolve_kv_dtype
-from services.engine.model.decoder import Decoder
 from services.engine.model.loader import load_model, load_spec
+from services.engine.model.model import Model
 from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints.configs import CONFIGS
 from tests.unit.engine.checkpoints.driver import Driver, random_tokens
@@ -96,7 +96,7 @@ def test_model_over_a_narrow_cache_is_near_the_exact_one(
     assert (parted - whole).abs().max() < 0.3 * error
 
 
-def run(decoder: Decoder, tokens: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+def run(decoder: Model, tokens: torch.Tensor, chunks: list[int]) -> torch.Tensor:
     driver = Driver(decoder, [tokens])
     for chunk in chunks:
         driver.step([(0, chunk)])

@@ -17,7 +17,8 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGated
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from services.engine.batch.step_batch import StepBatch
-from services.engine.kernels.library import InstructionSet, OperationCall, native
+from services.engine.kernels.library import InstructionSet, native
+from services.engine.kernels.structures import OperationCall
 from services.engine.model.mixers.delta_rule import (
     DeltaInputs,
     DeltaRule,
