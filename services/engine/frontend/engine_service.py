@@ -13,7 +13,8 @@ from services.common.logging import request_id, traceparent
 from services.common.priority import PRIORITY_KEY, TENANT_KEY
 from services.engine.frontend import request_accounting
 from services.engine.frontend.event_queue import EventQueue
-from services.engine.frontend.frontend import Caller, Frontend
+from services.engine.frontend.frontend import Frontend
+from services.engine.frontend.live_request import Caller
 from services.engine.frontend.session import Session
 from services.engine.frontend.sink import Sink
 from services.engine.messages import Embedded

@@ -9,7 +9,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -28,10 +27,11 @@ from services.engine.frontend.admission import Admission
 from services.engine.frontend.cache_mirror import CacheMirror
 from services.engine.frontend.child_process import Child
 from services.engine.frontend.image_client import ImageClient
-from services.engine.frontend.image_placement import place_images
+from services.engine.frontend.live_request import Caller, LiveRequest
 from services.engine.frontend.loop_client import LoopClient
 from services.engine.frontend.matchers import CompiledGrammar, Matchers
 from services.engine.frontend.preparations import Preparations, deadline_exceeded, queue_full
+from services.engine.frontend.request_inputs import RequestInputs
 from services.engine.frontend.request_span import RequestSpan
 from services.engine.frontend.retry_clock import RetryClock
 from services.engine.frontend.sink import Sink
@@ -64,36 +64,9 @@ from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1.engine_pb2 import EmbedRequest, GenerateRequest
 from tokenwire.serving.checkpoint_folder import served_name
 
-__all__ = ["Caller", "Frontend"]
+__all__ = ["Frontend"]
 
 _LOG = logging.getLogger("engine")
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Origin of a request, with its tenant, priority and deadline."""
-
-    request_id: str
-    traceparent: str = ""
-    tenant: str = ""
-    priority: int = 0
-    timeout_seconds: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _LiveRequest:
-    """A request that the loop holds."""
-
-    caller: Caller
-    checked: CheckedRequest
-    sink: Sink[Any]
-    latency: request_accounting.TokenLatency
-    span: RequestSpan
-    adapter: Adapter | None
-    """Adapter of the request; None = the model alone"""
-    deadline: asyncio.TimerHandle | None = None
-    is_cancelled: bool = False
-    """True if the client has cancelled all sequences"""
 
 
 class Frontend:
@@ -111,7 +84,7 @@ class Frontend:
         self._images: ImageClient | None = None
         self._matchers: Matchers | None = None
         self._preparations = Preparations(settings.max_waiting, self.notify)
-        self._live: dict[int, _LiveRequest] = {}
+        self._live: dict[int, LiveRequest] = {}
         self._places = Shares(self._max_requests, reserve=self._max_requests)
         """Shares of the tenants in the number of live requests"""
         self._image_shares = Shares(parse_bytes(settings.held_image_memory))
@@ -271,7 +244,7 @@ class Frontend:
             raise
         handle = next(self._handles)
         latency = request_accounting.TokenLatency(arrival)
-        self._enter(handle, _LiveRequest(caller, checked, sink, latency, span, adapter))
+        self._enter(handle, LiveRequest(caller, checked, sink, latency, span, adapter))
         if self._matchers is not None and grammar is not None:
             generated = {resume.sequence: resume.generated for resume in checked.resume}
             self._matchers.open(handle, checked.num_sequences, grammar, generated)
@@ -359,7 +332,7 @@ class Frontend:
     async def _check(
         self, request: GenerateRequest | EmbedRequest, caller: Caller
     ) -> tuple[CompiledGrammar | None, CheckedRequest]:
-        """Check a request and prepare it, as `_prepare` returns it. Raises ServiceError."""
+        """Check a request, and prepare its grammar and images. Raises ServiceError."""
         try:
             self._require_room(caller.tenant)
             if isinstance(request, EmbedRequest):
@@ -367,8 +340,10 @@ class Frontend:
             checked = self.admission.check(request, self.adapters.named)
             if not (checked.constrained or request.images):
                 return None, checked
+            inputs = RequestInputs(request, checked, caller.tenant)
+            together = self.model.images_are_consecutive
             grammar, checked = await self._preparations.run(
-                lambda: self._prepare(request, checked, caller.tenant),
+                lambda: inputs.prepare(self._matchers, self._images, consecutive_images=together),
                 caller.request_id,
                 caller.timeout_seconds,
                 caller.tenant,
@@ -381,40 +356,6 @@ class Frontend:
             request_accounting.count_error(error.reason)
             raise
         return grammar, checked
-
-    async def _prepare(
-        self, request: GenerateRequest, checked: CheckedRequest, tenant: str
-    ) -> tuple[CompiledGrammar | None, CheckedRequest]:
-        """Return the grammar, None without one, and the request with its images placed."""
-        compiling = asyncio.ensure_future(self._compile(request, checked, tenant))
-        encoding = asyncio.ensure_future(self._with_images(request, checked, tenant))
-        try:
-            return await asyncio.gather(compiling, encoding)
-        finally:
-            compiling.cancel()
-            encoding.cancel()
-
-    async def _compile(
-        self, request: GenerateRequest, checked: CheckedRequest, tenant: str
-    ) -> CompiledGrammar | None:
-        if self._matchers is None or not checked.constrained:
-            return None
-        return await self._matchers.compile(request.grammar, tenant)
-
-    async def _with_images(
-        self, request: GenerateRequest, checked: CheckedRequest, tenant: str
-    ) -> CheckedRequest:
-        if self._images is None or not request.images:
-            return checked
-        images = await self._images.encode([image.data for image in request.images], tenant)
-        placed = place_images(
-            checked.prompts,
-            request.images,
-            images,
-            self._images.image_token_id,
-            consecutive=self.model.images_are_consecutive,
-        )
-        return replace(checked, images=placed)
 
     def _require_room(self, tenant: str) -> None:
         if self.draining:
@@ -460,7 +401,7 @@ class Frontend:
         if not waiter.done():  # its client may have left
             waiter.set_result(flushed.freed_blocks)
 
-    def _deliver(self, item: RequestOutput, live: _LiveRequest, now: float) -> None:
+    def _deliver(self, item: RequestOutput, live: LiveRequest, now: float) -> None:
         try:
             match item:
                 case Token():
@@ -488,7 +429,7 @@ class Frontend:
             _LOG.exception("unexpected failure")
             self._fail(item.handle, internal_error(), "failed")
 
-    def _on_done(self, done: RequestDone, live: _LiveRequest) -> None:
+    def _on_done(self, done: RequestDone, live: LiveRequest) -> None:
         self._leave(done.handle)
         outcome = "cancelled" if live.is_cancelled else "ok"
         live.span.complete(done, outcome)
@@ -496,7 +437,7 @@ class Frontend:
         request_accounting.observe_done(done)
         live.sink.on_completed(events.completed(done))
 
-    def _on_refused(self, refused: Refused, live: _LiveRequest) -> None:
+    def _on_refused(self, refused: Refused, live: LiveRequest) -> None:
         self._leave(refused.handle)
         request_accounting.count_error(refused.reason)
         error = events.refusal(refused)
@@ -517,7 +458,7 @@ class Frontend:
 
     # Live requests.
 
-    def _enter(self, handle: int, live: _LiveRequest) -> None:
+    def _enter(self, handle: int, live: LiveRequest) -> None:
         if not self._live:
             self._last_output = time.monotonic()
         self._live[handle] = live
@@ -538,7 +479,7 @@ class Frontend:
             request_accounting.count_request(outcome)
             live.sink.on_error(error)
 
-    def _leave(self, handle: int) -> _LiveRequest:
+    def _leave(self, handle: int) -> LiveRequest:
         live = self._live.pop(handle)
         self._places.add(live.caller.tenant, -1)
         self._image_shares.add(live.caller.tenant, -live.checked.image_bytes)
@@ -550,7 +491,7 @@ class Frontend:
         self.notify()
         return live
 
-    def _close_matchers(self, handle: int, live: _LiveRequest, sequences: Iterable[int]) -> None:
+    def _close_matchers(self, handle: int, live: LiveRequest, sequences: Iterable[int]) -> None:
         if self._matchers is not None and live.checked.constrained:
             for sequence in sequences:
                 live.span.mask_seconds += self._matchers.close(handle, sequence)

@@ -16,7 +16,8 @@ from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
 from services.engine.frontend import request_accounting
 from services.engine.frontend.event_queue import EventQueue
-from services.engine.frontend.frontend import Caller, Frontend
+from services.engine.frontend.frontend import Frontend
+from services.engine.frontend.live_request import Caller
 from services.engine.frontend.sink import Sink
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1 import engine_pb2
