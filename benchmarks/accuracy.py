@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from benchmarks.tables import markdown
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.engine import Engine
 from services.engine.kernels.library import InstructionSet, instruction_set
 from services.engine.settings import EngineSettings

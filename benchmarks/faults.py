@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 import psutil
 
-from tokenwire.serving.addresses import listen
-from tokenwire.serving.health import is_ready, is_serving
+from services.common.network.addresses import listen
+from services.common.network.health import is_ready, is_serving
 from tokenwire.serving.stack_layout import embedded_checkpoint
 
 __all__ = ["main"]

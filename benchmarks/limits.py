@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.client import Client
 from benchmarks.processes import Launch, free_port, running
 from benchmarks.tables import markdown
-from tokenwire.serving.key_file import add_key
+from services.common.accounts.key_file import add_key
 
 _BODIES = {
     "/v1/completions": {"prompt": "import", "max_tokens": 1, "temperature": 0},

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from benchmarks.tables import markdown
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.frontend.child_process import limit_thread_spinning
 from services.engine.model.loader import load_model
 

@@ -31,13 +31,13 @@ import httpx
 from benchmarks.processes import free_port
 from benchmarks.results import RESULTS, Machine, now, save
 from services.common.block_hash import prefix_hashes, tenant_salt
+from services.common.network.health import is_serving
 from tokenwire.channel import connect
 from tokenwire.client import Client
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
-from tokenwire.serving.health import is_serving
 from tokenwire.serving.stack_layout import embedded_checkpoint
 
 Choose: TypeAlias = Callable[[], int]

@@ -27,6 +27,7 @@ from grpc_health.v1.health import aio as health_aio
 from tokenizers import Tokenizer
 
 from benchmarks.processes import free_port
+from services.common.network.health import is_serving
 from tokenwire.channel import connect
 from tokenwire.channel_options import MESSAGE_LIMITS, QUIET
 from tokenwire.client import Client
@@ -40,7 +41,6 @@ from tokenwire.pb.engine.v1.engine_pb2_grpc import (
     add_EngineServiceServicer_to_server,
 )
 from tokenwire.pb.types.v1 import types_pb2
-from tokenwire.serving.health import is_serving
 from tokenwire.serving.stack_layout import embedded_checkpoint
 
 _SEQUENCES = 32

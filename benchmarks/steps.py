@@ -24,7 +24,7 @@ import psutil
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.roofline import Bandwidth, ByteFloor, RooflineError, measure_bandwidth
 from benchmarks.tables import markdown
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.frontend.child_process import limit_thread_spinning
 
 if TYPE_CHECKING:

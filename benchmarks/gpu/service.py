@@ -14,11 +14,11 @@ from tempfile import TemporaryFile
 
 from benchmarks.gpu.report import Figure
 from benchmarks.processes import free_port
+from services.common.network.health import is_serving
 from tokenwire.channel import connect
 from tokenwire.pb.engine.v1.engine_pb2 import GenerateRequest
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineServiceStub
 from tokenwire.pb.types.v1.types_pb2 import SamplingParams, StoppingParams, TokenIds
-from tokenwire.serving.health import is_serving
 
 __all__ = ["measure_service"]
 

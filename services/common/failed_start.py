@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.network.addresses import address
+from services.common.network.health import REASON_KEY
 from services.common.process import stop_signal
 from services.common.settings import ServerSettings, StartupError
-from tokenwire.serving.addresses import address
-from tokenwire.serving.health import REASON_KEY
 from tokenwire.tls import TlsError
 
 __all__ = ["tell_reason"]

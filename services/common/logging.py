@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import partial
 
-from tokenwire.serving.line_writer import LineWriter, write_to
+from services.common.line_writer import LineWriter, write_to
 
 __all__ = ["configure", "flush", "request_fields", "request_id", "traceparent"]
 

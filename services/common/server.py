@@ -19,10 +19,16 @@ from services.common import logging as service_logging
 from services.common import tracing
 from services.common.accounts.authenticator import Authenticator
 from services.common.accounts.keyring import open_keyring
-from services.common.checkpoint import opened
 from services.common.failed_start import tell_reason
 from services.common.faults import follow_faults
 from services.common.interceptor import RpcInterceptor
+from services.common.model_files.checkpoint import opened
+from services.common.network.addresses import (
+    METRICS_PORT_OFFSET,
+    address,
+    is_loopback,
+    why_unusable,
+)
 from services.common.process import open_standard_files, raise_file_limit, stop_signal
 from services.common.settings import (
     LimitSettings,
@@ -34,7 +40,6 @@ from services.common.settings import (
 from services.common.sharing.fair_executor import use_fair_threads
 from services.common.telemetry import LOST_LOG_LINES, serve_metrics
 from tokenwire.channel_options import MESSAGE_LIMITS, QUIET
-from tokenwire.serving.addresses import METRICS_PORT_OFFSET, address, is_loopback, why_unusable
 
 __all__ = ["SERVER_OPTIONS", "Application", "main", "run"]
 

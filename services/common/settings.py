@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from tokenwire.serving.addresses import LAST_PORT, METRICS_PORT_OFFSET
+from services.common.network.addresses import LAST_PORT, METRICS_PORT_OFFSET
 from tokenwire.tls import ClientTls, ServerTls, TlsError
 from tokenwire.token_file import TokenError, TokenFile
 

@@ -9,9 +9,9 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Metric, start_http_server
 from prometheus_client.registry import Collector
 
-from services.common.hosts import AllowedHosts
+from services.common.network.addresses import address, why_unusable
+from services.common.network.hosts import AllowedHosts
 from services.common.settings import LAST_PORT, StartupError
-from tokenwire.serving.addresses import address, why_unusable
 
 __all__ = [
     "INTER_TOKEN_BUCKETS",

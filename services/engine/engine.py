@@ -18,8 +18,8 @@ import grpc
 import torch
 from torch import Tensor
 
-from services.common.checkpoint import opened
 from services.common.contract import DEFAULT_MAX_TOKENS
+from services.common.model_files.checkpoint import opened
 from services.engine.batch.step_batch import StateSegments, StepBatch
 from services.engine.checked_request import (
     CheckedRequest,

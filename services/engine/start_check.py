@@ -8,6 +8,7 @@ from pathlib import Path
 from services.common.gguf.checkpoint_files import PARTS
 from services.common.gguf.gguf_config import config_of
 from services.common.gguf.gguf_file import GgufError, GgufFile
+from services.common.model_files.checkpoint_folder import gguf_of
 from services.common.settings import StartupError
 from services.engine.host_memory import free_host_memory, in_units
 from services.engine.kernels.freshness import require_current
@@ -23,7 +24,6 @@ from services.engine.model.checkpoint.task_names import (
 )
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings, parse_bytes, parse_share
-from tokenwire.serving.checkpoint_folder import gguf_of
 
 __all__ = ["check_config", "check_room", "check_start", "require_room", "stored_weights"]
 

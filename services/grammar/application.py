@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import grpc
 
-from services.common.checkpoint_kind import generates
+from services.common.model_files.checkpoint_folder import served_name
+from services.common.model_files.checkpoint_kind import generates
 from services.common.server import Application
 from services.common.telemetry import describe_build
 from services.grammar.compiling.compiler import Compiler
@@ -15,7 +16,6 @@ from services.grammar.matching.vocabulary import load
 from services.grammar.settings import GrammarSettings
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.grammar.v1.grammar_pb2_grpc import add_GrammarServiceServicer_to_server
-from tokenwire.serving.checkpoint_folder import served_name
 
 __all__ = ["GrammarApplication"]
 

@@ -24,6 +24,8 @@ from services.common import tracing
 from services.common.accounts.account import Account
 from services.common.accounts.keyring import Keyring, open_keyring
 from services.common.background import keep_running
+from services.common.model_files.catalog_file import CatalogError
+from services.common.network.addresses import address, listen, why_unusable
 from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.process import open_standard_files, raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
@@ -42,8 +44,6 @@ from services.http_shim.router_metrics import RouterMetrics
 from services.http_shim.settings import HttpShimSettings, check
 from services.http_shim.stored.database_guard import StoreUnavailableError
 from services.http_shim.stored.file_store import FileStore
-from tokenwire.serving.addresses import address, listen, why_unusable
-from tokenwire.serving.catalog_file import CatalogError
 
 _LOG = logging.getLogger("server")
 _UNSENT_BYTES = 64 * 1024

@@ -13,7 +13,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from services.common.accounts.keyring import Keyring
-from services.common.hosts import AllowedHosts
+from services.common.network.hosts import AllowedHosts
 from services.common.settings import StartupError
 from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.batches.batch_runner import BatchRunner

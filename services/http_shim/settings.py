@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from services.common.network.addresses import is_loopback, why_closed
 from services.common.peers.targets import parse_targets
 from services.common.settings import (
     INSTANT,
@@ -15,7 +16,6 @@ from services.common.settings import (
 from services.http_shim.http.cors import origins_of
 from services.http_shim.images.remote_urls import AllowedSources
 from tokenwire.channel_options import LOST_SECONDS
-from tokenwire.serving.addresses import is_loopback, why_closed
 from tokenwire.tls import ServerTls
 
 __all__ = ["HttpShimSettings", "check"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 from prometheus_client import REGISTRY
 
+from services.common.model_files.checkpoint_folder import served_name
 from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.server import Application
 from services.common.settings import StartupError
@@ -39,7 +40,6 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import add_CompletionServiceServicer_to_server
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import add_TokenizerServiceServicer_to_server
-from tokenwire.serving.checkpoint_folder import served_name
 
 if TYPE_CHECKING:
     from services.tokenizer.vllm_api.facade import VllmFacade

@@ -10,9 +10,9 @@ import pytest
 from openai import AsyncOpenAI
 from playwright.async_api import Browser, Locator, Page, expect
 
+from services.common.accounts.key_file import add_key
 from tests.services.shim import running_shim
 from tests.stack import Stack
-from tokenwire.serving.key_file import add_key
 
 WAIT_MILLISECONDS = 60_000
 

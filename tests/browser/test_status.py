@@ -6,9 +6,9 @@ from pathlib import Path
 import httpx
 from playwright.async_api import Browser, Page, expect
 
+from services.common.accounts.key_file import add_key
 from tests.services.shim import running_shim
 from tests.stack import Stack
-from tokenwire.serving.key_file import add_key
 
 CARD = ".card"
 WAIT_MILLISECONDS = 60_000

@@ -24,7 +24,7 @@ NOT_RUN = {
     "docker compose up": "tests/container runs it",
     "MODEL=$HOME/Qwen2.5-Coder-0.5B ": "needs a downloaded model",
     ".venv/bin/tokenwire pull": "needs the network",
-    "tokenwire pull": "needs the network; tests/unit/tokenwire/serving/test_hub.py has a hub",
+    "tokenwire pull": "needs the network; tests/unit/common/model_files/test_hub.py has a hub",
     'pip install "tokenwire': "tests/conformance/test_wheel.py installs a wheel",
     ".venv/bin/pip install": "needs the network",
     ".venv/bin/python -m benchmarks": "takes long",

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.common.network.addresses import why_unusable
 from tests.stack import free_ports
-from tokenwire.serving.addresses import why_unusable
 
 
 def _started(ports: list[int], logs: Path, *flags: str) -> "subprocess.Popen[str]":

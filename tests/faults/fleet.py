@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from services.common.network.health import is_ready, is_serving
 from tests.faults.link import Link
 from tests.stack import free_ports, loop_process
 from tokenwire.channel import connect
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
-from tokenwire.serving.health import is_ready, is_serving
 
 __all__ = ["Fleet", "Node", "running_fleet"]
 

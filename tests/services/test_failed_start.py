@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from services.common.network.health import why_not_serving
 from tests.stack import free_ports
-from tokenwire.serving.health import why_not_serving
 
 
 def has_loop(service: int) -> bool:

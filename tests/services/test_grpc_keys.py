@@ -15,6 +15,8 @@ import httpx
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
+from services.common.accounts.key_file import add_key, key_id, revoke_key
+from services.common.network.health import is_serving
 from tests.services.shim import running_shim
 from tests.stack import Stack, running_service, served_stack
 from tokenwire.channel import connect
@@ -29,8 +31,6 @@ from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.pb.types.v1 import types_pb2
-from tokenwire.serving.health import is_serving
-from tokenwire.serving.key_file import add_key, key_id, revoke_key
 
 PROMPT = "def add(a, b):\n    return a +"
 TOKEN = "peer-token-of-these-tests-0123456789"

@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.common.accounts.key_file import add_key
 from services.http_shim.documentation.openapi import document
 from tests.services.shim import running_shim
 from tests.stack import Stack
-from tokenwire.serving.key_file import add_key
 
 OURS, OTHER = "http://localhost:3000", "https://other.example"
 ASKED = {

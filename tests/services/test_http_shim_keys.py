@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 
+from services.common.accounts.key_file import add_key, key_id, revoke_key
 from tests.services.shim import Shim, running_shim
 from tests.stack import Stack, is_busy, is_idle, watch_load
-from tokenwire.serving.key_file import add_key, key_id, revoke_key
 
 PROMPT = "def add(a, b):\n    return a +"
 TIERS = {

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from services.common.accounts.key_file import add_key, key_id, revoke_key
 from tests.redis_server import RedisServer, needs_redis, redis_server
 from tests.services.shim import Shim, running_shim
 from tests.stack import Stack, running_service
 from tokenwire.client import Client
 from tokenwire.errors import ServiceError
-from tokenwire.serving.key_file import add_key, key_id, revoke_key
 
 pytestmark = needs_redis
 

@@ -13,11 +13,11 @@ import httpx
 import pytest
 import trustme
 
+from services.common.network.health import is_ready, is_serving, why_not_serving
 from tests.services.shim import running_shim
 from tests.stack import RunningService, free_ports, running_service
 from tokenwire.client import Client, ClientTls
 from tokenwire.errors import ServiceError
-from tokenwire.serving.health import is_ready, is_serving, why_not_serving
 
 FEW = ("--dtype", "float32", "--kv-memory", "64MiB")
 BODY = {"model": "default", "prompt": "import", "max_tokens": 4, "ignore_eos": True}

@@ -21,6 +21,7 @@ from openai import AsyncOpenAI
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from services.common.accounts.key_file import add_key
 from tests.services.shim import assert_documented, running_shim
 from tests.stack import Stack, is_idle, metrics_of, running_service
 from tests.text_models import CONTEXT, LABELS, make_classifier, make_embedder, make_scorer
@@ -29,7 +30,6 @@ from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
-from tokenwire.serving.key_file import add_key
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -24,7 +24,7 @@ def add_commands(commands: Commands) -> None:
 
 
 async def _health(options: argparse.Namespace) -> int:
-    from tokenwire.serving.health import why_not_ready, why_not_serving
+    from services.common.network.health import why_not_ready, why_not_serving
 
     target, tls = options.target, tls_of(options)
     is_url = target.startswith(("http://", "https://"))

@@ -49,7 +49,7 @@ def add_commands(commands: Commands) -> None:
 
 
 async def _keys(options: argparse.Namespace) -> int:
-    from tokenwire.serving.key_file import KeyFileError
+    from services.common.accounts.key_file import KeyFileError
 
     try:
         options.action(options)
@@ -60,7 +60,7 @@ async def _keys(options: argparse.Namespace) -> int:
 
 
 def _add_key(options: argparse.Namespace) -> None:
-    from tokenwire.serving.key_file import add_key
+    from services.common.accounts.key_file import add_key
 
     key = add_key(options.file, options.tier, options.name)
     if options.json:
@@ -71,7 +71,7 @@ def _add_key(options: argparse.Namespace) -> None:
 
 
 def _list_keys(options: argparse.Namespace) -> None:
-    from tokenwire.serving.key_file import read_keys
+    from services.common.accounts.key_file import read_keys
 
     keys = read_keys(options.file).keys
     if options.json:
@@ -93,7 +93,7 @@ def _list_keys(options: argparse.Namespace) -> None:
 
 
 def _revoke_key(options: argparse.Namespace) -> None:
-    from tokenwire.serving.key_file import key_id, revoke_key
+    from services.common.accounts.key_file import key_id, revoke_key
 
     key = revoke_key(options.file, key_id(options.key))
     if options.json:

@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from services.common.network.reach import speaks_http, why_unreachable
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -14,7 +15,6 @@ from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
-from tokenwire.serving.reach import speaks_http, why_unreachable
 from tokenwire.tls import ClientTls
 
 __all__ = ["explain"]

@@ -27,7 +27,7 @@ def add_commands(commands: Commands) -> None:
 
 
 async def _pull(options: argparse.Namespace) -> int:
-    from tokenwire.serving.hub import HubCheckpoint, HubError
+    from services.common.model_files.hub import HubCheckpoint, HubError
 
     # asyncio would only cancel this task, which does not notice it within a download
     signal.signal(signal.SIGINT, signal.default_int_handler)

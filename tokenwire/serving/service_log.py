@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from tokenwire.serving.line_writer import LineWriter, write_to
+from services.common.line_writer import LineWriter, write_to
 from tokenwire.serving.log_file import LogFile
 
 __all__ = ["FileLog", "ServiceLog", "StderrLog", "flush_logs", "report"]

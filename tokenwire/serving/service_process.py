@@ -10,7 +10,7 @@ import socket
 import sys
 from typing import Any
 
-from tokenwire.serving.exit_status import exit_status
+from services.common.exit_status import exit_status
 from tokenwire.serving.service_log import FileLog, ServiceLog, StderrLog, report
 from tokenwire.serving.stack_layout import LogPlace, ServeError, Service
 

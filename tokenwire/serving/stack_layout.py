@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from tokenwire.serving.addresses import (
+from services.common.model_files.catalog_file import CatalogError, CatalogModel, read_catalog
+from services.common.model_files.checkpoint_folder import (
+    CheckpointFolderError,
+    require_config,
+    require_readable,
+)
+from services.common.model_files.hub import HubCheckpoint, HubError
+from services.common.network.addresses import (
     LAST_PORT,
     METRICS_PORT_OFFSET,
     address,
@@ -20,13 +27,6 @@ from tokenwire.serving.addresses import (
     why_closed,
     why_unusable,
 )
-from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog
-from tokenwire.serving.checkpoint_folder import (
-    CheckpointFolderError,
-    require_config,
-    require_readable,
-)
-from tokenwire.serving.hub import HubCheckpoint, HubError
 from tokenwire.serving.service_flags import FlagError, engine_arguments, split_flags
 
 __all__ = [

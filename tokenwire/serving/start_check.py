@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from services.common.accounts.key_file import KeyFileError, read_keys
+from services.common.model_files.hub import HubCheckpoint, HubError
 from services.common.settings import StartupError, StreamSettings, parse
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.stored_weights import StoredWeights
@@ -11,8 +13,6 @@ from services.engine.settings import EngineSettings
 from services.engine.start_check import check_config, check_room, check_start
 from services.http_shim.settings import HttpShimSettings
 from services.http_shim.settings import check as check_shim
-from tokenwire.serving.hub import HubCheckpoint, HubError
-from tokenwire.serving.key_file import KeyFileError, read_keys
 from tokenwire.serving.service_flags import SETTINGS, Settings
 from tokenwire.serving.stack_layout import ServeError, Service
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenwire.serving.addresses import address, listen
-from tokenwire.serving.catalog_file import write_catalog
-from tokenwire.serving.health import is_ready, is_serving, until_idle
+from services.common.model_files.catalog_file import write_catalog
+from services.common.network.addresses import address, listen
+from services.common.network.health import is_ready, is_serving, until_idle
 from tokenwire.serving.service_log import StderrLog, flush_logs, report
 from tokenwire.serving.service_process import ServiceProcess
 from tokenwire.serving.stack_layout import (

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
+from services.common.accounts.key_file import Tier
 from services.common.contract import DEFAULT_MAX_TOKENS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.serving.key_file import Tier
 
 if TYPE_CHECKING:
     from services.common.accounts.shared_limits import SharedLimits

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import grpc
 
 from services.common.accounts.account import Account
+from services.common.accounts.key_file import Key, KeyFileError, key_id, matches, read_keys
 from services.common.background import keep_running
 from services.common.settings import StartupError
 from tokenwire.errors import ServiceError
-from tokenwire.serving.key_file import Key, KeyFileError, key_id, matches, read_keys
 
 if TYPE_CHECKING:
     from services.common.accounts.shared_limits import SharedLimits

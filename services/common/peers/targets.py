@@ -6,9 +6,9 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.common.background import keep_running
+from services.common.network.addresses import DNS_SCHEME, split_targets
 from services.common.settings import PeerSettings, StartupError
 from tokenwire.loopback import is_local_target
-from tokenwire.serving.addresses import DNS_SCHEME, split_targets
 
 __all__ = ["Discovery", "parse_targets", "warn_of_clear_text"]
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
+from services.common.exit_status import exit_status
 from services.common.settings import StartupError
 from services.engine.framing import Unpacker, pack
-from tokenwire.serving.exit_status import exit_status
 
 __all__ = ["Child", "ChildProcess", "limit_thread_spinning", "spawn"]
 

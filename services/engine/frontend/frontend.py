@@ -17,6 +17,7 @@ from services.common.block_hash import tenant_salt
 from services.common.contract import MAX_SEQUENCES
 from services.common.errors import draining_error, internal_error
 from services.common.logging import request_fields
+from services.common.model_files.checkpoint_folder import served_name
 from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.settings import StartupError
 from services.common.sharing.shares import Shares
@@ -62,7 +63,6 @@ from services.engine.model_description import GenerationDefaults, ModelDescripti
 from services.engine.settings import EngineSettings, parse_bytes
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.engine.v1.engine_pb2 import EmbedRequest, GenerateRequest
-from tokenwire.serving.checkpoint_folder import served_name
 
 __all__ = ["Frontend"]
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import NoReturn
 
 from services.common import logging as service_logging
-from services.common.checkpoint import opened
+from services.common.model_files.checkpoint import opened
 from services.common.process import end_process
 from services.common.settings import StartupError
 from services.engine.batch.buckets import row_bucket

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import grpc
 
+from services.common.exit_status import exit_status
 from services.common.settings import StartupError
 from services.grammar import GrammarError
 from services.grammar.compiling.compile_process import HEADER, READY, TIMED_OUT, Verdict
 from services.grammar.compiling.compile_slots import CompileSlots
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
-from tokenwire.serving.exit_status import exit_status
 
 __all__ = ["Compiler"]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import grpc
 
 from services.common.background import keep_running
+from services.common.model_files.catalog_file import CatalogError, CatalogModel, read_catalog
 from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.model_source import Connection, ServedModel, model_not_found
 from services.http_shim.formats.model_cards import ModelCard, catalog_card
 from services.http_shim.formats.model_statuses import ModelStatus, model_status
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog
 from tokenwire.token_file import TokenError, TokenFile
 
 __all__ = ["Catalog"]

@@ -2,12 +2,12 @@
 
 import grpc
 
+from services.common.network.health import reports_serving
 from services.common.peers.peer import Peer, PeerKind, PeerRefusedError
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
-from tokenwire.serving.health import reports_serving
 from tokenwire.session import completion_session
 
 __all__ = ["TOKENIZERS", "TokenizerLink", "no_service"]

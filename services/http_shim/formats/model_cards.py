@@ -2,8 +2,8 @@
 
 from msgspec import Struct
 
+from services.common.model_files.catalog_file import CatalogModel
 from tokenwire.pb.completion.v1 import completion_pb2
-from tokenwire.serving.catalog_file import CatalogModel
 
 __all__ = ["ModelCard", "ModelList", "catalog_card", "served_card"]
 

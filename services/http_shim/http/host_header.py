@@ -1,9 +1,9 @@
-"""Check of the Host header, against DNS rebinding (`services.common.hosts`)."""
+"""Check of the Host header, against DNS rebinding (`services.common.network.hosts`)."""
 
 import grpc
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.common.hosts import AllowedHosts
+from services.common.network.hosts import AllowedHosts
 from services.http_shim.http.failures import error_response
 from tokenwire.errors import ServiceError
 

@@ -22,15 +22,15 @@ OF_SERVE = ["tokenwire.serving.service_flags", "tokenwire.serving.start_check"]
 """Modules of `tokenwire serve` that import the services' settings and checks"""
 PACKAGES = {
     "tokenwire": [],
-    "tokenwire.serving": ["tokenwire", *OF_SERVE],
+    "tokenwire.serving": ["services.common", "tokenwire", *OF_SERVE],
     **{name: ["tokenwire", "tokenwire.serving", *OF_SERVE, *SERVICES] for name in OF_SERVE},
-    "tokenwire.cli": ["tokenwire", "tokenwire.serving", *OF_SERVE],
+    "tokenwire.cli": ["services.common", "tokenwire", "tokenwire.serving", *OF_SERVE],
     "tokenwire.__main__": ["tokenwire.cli"],
-    "services.common": ["tokenwire", "tokenwire.serving"],
-    "services.http_shim": ["services.common", "tokenwire", "tokenwire.serving"],
-    "services.tokenizer": ["services.common", "tokenwire", "tokenwire.serving"],
-    "services.engine": ["services.common", "tokenwire", "tokenwire.serving"],
-    "services.grammar": ["services.common", "tokenwire", "tokenwire.serving"],
+    "services.common": ["tokenwire"],
+    "services.http_shim": ["services.common", "tokenwire"],
+    "services.tokenizer": ["services.common", "tokenwire"],
+    "services.engine": ["services.common", "tokenwire"],
+    "services.grammar": ["services.common", "tokenwire"],
 }
 """The other packages that each package may import"""
 LAYERS = {

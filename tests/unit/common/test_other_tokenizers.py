@@ -15,7 +15,7 @@ from tiktoken import Encoding
 from tokenizers import Tokenizer, models, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.common.tokenizer_files.definition import LLAMA3, QWEN2, TEKKEN, byte_texts
 from services.tokenizer.text.vocabulary import Vocabulary

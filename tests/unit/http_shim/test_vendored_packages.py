@@ -9,7 +9,7 @@ import pytest
 
 from services import http_shim
 from services.http_shim.documentation.pages import PAGES
-from services.http_shim.web.vendor.renew import integrity
+from services.http_shim.documentation.vendored_packages import integrity
 
 WEB = Path(http_shim.__file__).parent / "web"
 VENDOR = WEB / "vendor"

@@ -11,6 +11,7 @@ from functools import partial
 import grpc
 import msgspec
 
+from services.common.exit_status import exit_status
 from services.common.sharing.fair_turns import FairTurns
 from services.common.sharing.shares import Shares
 from services.common.sharing.tenant import current_tenant
@@ -22,7 +23,6 @@ from services.tokenizer.chat.template.render_protocol import (
     Templates,
 )
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.serving.exit_status import exit_status
 
 __all__ = ["Renderer"]
 

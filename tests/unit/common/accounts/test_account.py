@@ -13,11 +13,11 @@ from services.common.accounts.account import (
     estimated_tokens,
     sequence_count,
 )
+from services.common.accounts.key_file import Tier
 from services.http_shim.errors import http_status
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
-from tokenwire.serving.key_file import Tier
 
 
 def account(**limits: Any) -> Account:

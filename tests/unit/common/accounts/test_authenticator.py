@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from services.common.accounts.authenticator import Authenticator
+from services.common.accounts.key_file import add_key, key_id
 from services.common.accounts.keyring import Keyring
 from tokenwire.errors import ServiceError
-from tokenwire.serving.key_file import add_key, key_id
 from tokenwire.token_file import TokenError, TokenFile
 
 TOKEN, NEXT = "a" * 32, "b" * 32

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from services.common.accounts.key_file import KeyFileError, add_key, key_id, revoke_key
 from services.common.accounts.keyring import Keyring
 from services.http_shim.errors import to_response
 from tokenwire.errors import ServiceError
-from tokenwire.serving.key_file import KeyFileError, add_key, key_id, revoke_key
 
 
 @pytest.fixture

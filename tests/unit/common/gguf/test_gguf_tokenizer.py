@@ -33,8 +33,8 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.models.qwen2 import tokenization_qwen2
 from transformers.models.qwen3_5 import tokenization_qwen3_5
 
-from services.common.checkpoint import opened_checkpoint
 from services.common.gguf.pre_tokenizers import PRE_TOKENIZERS
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.tokenizer.embedding.pair_template import PairTemplate
 from services.tokenizer.text.vocabulary import Vocabulary

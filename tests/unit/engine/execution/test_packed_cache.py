@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import LlamaConfig
 
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.engine.execution.packed_cache import open_packed
 from services.engine.kernels.library import InstructionSet, native

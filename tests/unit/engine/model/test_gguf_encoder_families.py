@@ -25,7 +25,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.engine import Engine
 from tests.unit.engine.gguf_checkpoints import write_gguf
 from tests.unit.engine.model.test_encoders import hidden_states, save_model

@@ -28,7 +28,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.engine.engine import Engine
 from services.engine.settings import EngineSettings

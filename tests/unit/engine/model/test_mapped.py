@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import LlamaConfig
 
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.engine import start_check
 from services.engine.engine import Engine

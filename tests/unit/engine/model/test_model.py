@@ -27,7 +27,7 @@ from transformers.models.mpt import modeling_mpt
 
 import services.engine.model.attention
 import services.engine.model.loader
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.kernels.library import InstructionSet, instruction_set, limit_instruction_set
 from services.engine.model.architecture.tiling import runs_in_tiles
 from services.engine.model.attention.native_backend import TiledAttention

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import GraniteMoeConfig, LlamaConfig
 
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.model.loader import load_model
 from services.engine.model.lockstep import Follower

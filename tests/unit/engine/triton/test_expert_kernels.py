@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers import GptOssConfig
 
-from services.common.checkpoint import opened_checkpoint
+from services.common.model_files.checkpoint import opened_checkpoint
 from services.engine.model import loader
 from services.engine.model.adapters.peft_files import PeftAdapter
 from services.engine.model.architecture.activation import SWIGLU, Activation, Nonlinearity

@@ -4,10 +4,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.common.accounts.account import Account
+from services.common.accounts.key_file import Tier
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.settings import HttpShimSettings
-from tokenwire.serving.key_file import Tier
 
 ALICE = Account("q7Xk2mPd", "alice", Tier(priority=3), 0.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.tokenwire.serving.hub_server import COMMIT, Hub, running_hub
+from tests.unit.common.model_files.hub_server import COMMIT, Hub, running_hub
 from tests.unit.tokenwire.serving.test_stack_layout import assert_refused
 from tokenwire.serving.stack_layout import ServeOptions, plan, plan_catalog
 
@@ -184,7 +184,7 @@ def test_architecture_is_refused_before_the_weights_are_downloaded(hub: Hub) -> 
 def test_model_beyond_the_memory_is_refused_before_it_is_downloaded(hub: Hub) -> None:
     program = (
         "from services.engine import start_check\n"
-        "from tokenwire.serving.hub import HubCheckpoint\n"
+        "from services.common.model_files.hub import HubCheckpoint\n"
         "from tokenwire.serving.start_check import check_before_download\n"
         "start_check.free_host_memory = lambda: 1\n"
         "check_before_download(HubCheckpoint.parse('hf:a/model'), ('--device', 'cpu'))\n"

@@ -33,8 +33,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from tokenwire.serving.addresses import split_targets
-from tokenwire.serving.hub import HubCheckpoint
+from services.common.model_files.hub import HubCheckpoint
+from services.common.network.addresses import split_targets
 
 __all__ = ["CatalogError", "CatalogModel", "read_catalog", "write_catalog"]
 

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenwire.serving.catalog_file import CatalogError, CatalogModel, read_catalog, write_catalog
+from services.common.model_files.catalog_file import (
+    CatalogError,
+    CatalogModel,
+    read_catalog,
+    write_catalog,
+)
 
 FULL = """
 [[models]]

@@ -6,7 +6,7 @@ answers of a server on loopback, but still send that name in the header.
 
 from collections.abc import Collection
 
-from tokenwire.serving.addresses import is_loopback
+from services.common.network.addresses import is_loopback
 
 __all__ = ["AllowedHosts"]
 

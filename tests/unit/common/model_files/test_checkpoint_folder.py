@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.tokenwire.serving.test_stack_layout import assert_refused, serve
-from tokenwire.serving.checkpoint_folder import (
+from services.common.model_files.checkpoint_folder import (
     CheckpointFolderError,
     require_config,
     require_readable,
     served_name,
 )
+from tests.unit.tokenwire.serving.test_stack_layout import assert_refused, serve
 
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"]})
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.common.network.reach import speaks_http, why_unreachable
 from tokenwire.channel import connect
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
-from tokenwire.serving.reach import speaks_http, why_unreachable
 from tokenwire.tls import ClientTls
 from tokenwire.token_file import TokenFile, shown
 

@@ -1,7 +1,9 @@
-"""Vendored packages of the pages: `renew.py [PACKAGE@VERSION…]` fetches them from npm.
+"""Vendored packages of the pages, as npm has them.
 
-Without arguments it fetches the versions that packages.json names. It writes the files, their
-integrity in packages.json, and the `integrity` attributes of the pages.
+    python -m services.http_shim.documentation.vendored_packages [PACKAGE@VERSION…]
+
+Without arguments the command fetches the versions that packages.json names. It writes the files,
+their integrity in packages.json, and the `integrity` attributes of the pages.
 """
 
 import base64
@@ -14,7 +16,9 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-VENDOR = Path(__file__).resolve().parent
+__all__ = ["integrity"]
+
+VENDOR = Path(__file__).resolve().parents[1] / "web" / "vendor"
 PACKAGES = VENDOR / "packages.json"
 
 

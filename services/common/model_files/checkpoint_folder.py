@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tokenwire.serving.hub import HubCheckpoint
+from services.common.model_files.hub import HubCheckpoint
 
 __all__ = [
     "CheckpointFolderError",

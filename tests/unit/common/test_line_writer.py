@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tokenwire.serving.line_writer import LineWriter, write_to
+from services.common.line_writer import LineWriter, write_to
 
 HANG_SECONDS = 60
 

@@ -10,18 +10,18 @@ from typing import TypeVar
 
 from services.common.gguf.checkpoint_files import write_checkpoint
 from services.common.gguf.gguf_file import GgufError
+from services.common.model_files.checkpoint_folder import (
+    CheckpointFolderError,
+    gguf_of,
+    require_readable,
+    served_name,
+)
 from services.common.process import collector_paused
 from services.common.settings import CheckpointSettings, ServerSettings, StartupError
 from services.common.tokenizer_files.definition import TokenizerError
 from services.common.tokenizer_files.other_tokenizers import (
     find_other_tokenizer,
     read_other_tokenizer,
-)
-from tokenwire.serving.checkpoint_folder import (
-    CheckpointFolderError,
-    gguf_of,
-    require_readable,
-    served_name,
 )
 
 __all__ = ["opened", "opened_checkpoint"]

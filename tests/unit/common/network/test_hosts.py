@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.common.hosts import AllowedHosts
+from services.common.network.hosts import AllowedHosts
 
 LOOPBACK = [
     "localhost", "LocalHost:8000", "127.0.0.1", "127.0.0.1:8000", "127.9.8.7:1", "[::1]",

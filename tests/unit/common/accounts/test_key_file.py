@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenwire.serving.key_file import KeyFileError, add_key, key_id, matches, read_keys, revoke_key
+from services.common.accounts.key_file import (
+    KeyFileError,
+    add_key,
+    key_id,
+    matches,
+    read_keys,
+    revoke_key,
+)
 
 
 @pytest.fixture

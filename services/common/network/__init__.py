@@ -1,0 +1,1 @@
+"""Addresses, names and reach of servers, and probes of their health."""
