@@ -155,7 +155,8 @@ class Case:
             for i, (n, c) in enumerate(self.spans)
             if c > n
         ]
-        self._step(backend, cache, prefixes, 0)
+        # One query a prefix: its output is read by no one, and its cost grows with their number.
+        self._step(backend, cache, prefixes, 0, [1] * len(prefixes))
         steps = [(i, c - n, c) for i, (n, c) in enumerate(self.spans)]
         return self._step(backend, cache, steps, len(CONTEXTS), kept)
 
