@@ -24,7 +24,7 @@ RETRY_SECONDS = 0.2
 
 
 class PeerState(Enum):
-    """What this process knows of a peer."""
+    """State of a peer, as this process sees it."""
 
     CONNECTING = auto()
     """It has not answered yet"""
@@ -37,7 +37,7 @@ class PeerState(Enum):
     REFUSED = auto()
     """It answers, but must not be used"""
     RETIRED = auto()
-    """Its address is gone: its requests run to their end, and it takes no others"""
+    """The address of the peer is gone: running requests end there, and it gets no new ones"""
 
 
 class PeerRefusedError(Exception):
@@ -49,7 +49,7 @@ class PeerKind:
     """The service that the peers of a pool offer."""
 
     name: str
-    """Its name in messages, such as engine"""
+    """Name of the service in messages, such as engine"""
     service: str
     """Full name of the gRPC service whose health is followed"""
     task: str
@@ -117,7 +117,7 @@ class Peer:
             self._change(PeerState.AWAY)
 
     def refuse(self, why: str) -> None:
-        """Stop to use the peer until its connection is lost. why: one sentence."""
+        """Send no requests to the peer until its connection is lost. why: one sentence."""
         if why != self.refusal:
             _LOG.error("%s", why)
         self._change(PeerState.REFUSED, why)

@@ -20,7 +20,7 @@ __all__ = ["Link", "PeerPool"]
 
 
 class Link(Protocol):
-    """What a client has of a peer beyond its life cycle: its streams, calls and requests."""
+    """A client's streams, calls and requests to one peer, without the life cycle of the peer."""
 
     @property
     def peer(self) -> Peer:

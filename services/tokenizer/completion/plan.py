@@ -122,7 +122,7 @@ class Constraint:
     ignored: Sequence[str]
     """Paths of schema keywords that are not enforced"""
     remap_error: Callable[[ServiceError], None] | None
-    """As in `CompletionPlan`"""
+    """Makes a grammar's error name the request's field; None if the grammar is the request's"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ class EncodedInput:
     """Ids that end a choice besides the request's and the EOS, unless it ignores these"""
     suffix: str = ""
     """Text to append when the choice ends"""
-    scores_echo: bool = False
-    """True if the echoed tokens are scored like the generated ones"""
+    echo: bool = False
+    """True if the tokens of the prompt come before each choice, with scores if those have some"""
     images: Sequence[engine_pb2.PromptImage] = ()
     image_places: Sequence[Sequence[ImagePlaces]] = ()
     """Images of each prompt; empty without any"""
@@ -172,7 +172,7 @@ def plan_prompts(
         _constraint(request),
         stop_ids=infill.stop_ids if infill is not None and is_infilled else (),
         suffix=given.suffix if infill is None else "",
-        scores_echo=request.echo,
+        echo=request.echo,
         images=images.messages(placed) if images is not None else (),
         image_places=images.places(placed, [each.ids for each in prompts]) if images else (),
     )
@@ -205,7 +205,7 @@ def plan_request(
         grammar=encoded.constraint.spec if encoded.constraint is not None else None,
         beam_search=request.beam_search if request.HasField("beam_search") else None,
     )
-    _request_logprobs(request, engine_request, scores_echo=encoded.scores_echo)
+    _request_logprobs(request, engine_request, echo=encoded.echo)
     choice = _choice_plan(request, stop_ids, encoded.suffix, limits)
     return CompletionPlan(
         engine_request=engine_request,
@@ -214,7 +214,7 @@ def plan_request(
         choice=choice,
         remap_error=encoded.constraint.remap_error if encoded.constraint is not None else None,
         ignored=encoded.constraint.ignored if encoded.constraint is not None else (),
-        echo=request.echo and request.HasField("prompts"),
+        echo=encoded.echo,
         whole=request.delivery == completion_pb2.DELIVERY_WHOLE,
         limits=limits,
         table=vocabulary.table if choice.skip_special_tokens else vocabulary.full_table,
@@ -278,14 +278,14 @@ def _request_logprobs(
     request: completion_pb2.GenerateRequest,
     engine_request: engine_pb2.GenerateRequest,
     *,
-    scores_echo: bool,
+    echo: bool,
 ) -> None:
     """Request the logprobs that the client, an echo or best_of needs."""
     if _is_ranked(request):
         engine_request.logprobs = 0
     if request.HasField("logprobs"):
         engine_request.logprobs = request.logprobs
-        if scores_echo:
+        if echo:
             engine_request.prompt_logprobs = request.logprobs
     if request.HasField("prompt_logprobs"):
         # an echo uses the same rows
