@@ -5,14 +5,13 @@ import time
 from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http_shim.batches.batch_runner import BatchRunner
+from services.http_shim.dialects.bodies import body_of
 from services.http_shim.endpoints.paging import page_of
-from services.http_shim.formats.request_bodies import parse
 from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import exchange_of
 from services.http_shim.stored.file_store import FileStore, StoredBatch
@@ -76,9 +75,6 @@ class BatchList(Struct):
     object: str = "list"
 
 
-_DECODER = msgspec.json.Decoder(BatchBody)
-
-
 class Batches:
     """The endpoints."""
 
@@ -90,7 +86,7 @@ class Batches:
     async def create(self, request: Request) -> Response:
         """Queue a batch."""
         exchange = exchange_of(request.scope)
-        read = self._bodies.read(request.scope, request.receive, partial(parse, _DECODER))
+        read = self._bodies.read(request.scope, request.receive, partial(body_of, BatchBody))
         body, exchange.ignored = await read
         if body.endpoint not in BATCH_PATHS:
             message = f"endpoint must be one of {', '.join(BATCH_PATHS)}."

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-import msgspec
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from services.http_shim.backends.backend import Backend
 from services.http_shim.backends.model_source import ModelSource
+from services.http_shim.dialects.bodies import body_of
+from services.http_shim.dialects.chat.read import read_template
+from services.http_shim.dialects.chat.types import TemplateBody
+from services.http_shim.dialects.fields import JsonObject
+from services.http_shim.dialects.reading import render_request
 from services.http_shim.endpoints.stream_sender import client_left
 from services.http_shim.errors import ClientGoneError, client_field_names
-from services.http_shim.formats.chat_requests import rendered_param_of, to_render_request
-from services.http_shim.formats.request_bodies import TemplateBody, parse
 from services.http_shim.formats.score_formats import (
     ClassifyBody,
     RerankBody,
@@ -47,7 +49,7 @@ from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import exchange_of
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
-from tokenwire.errors import ServiceError
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -75,7 +77,7 @@ class VectorApi(Generic[Asked, Request, Answer]):
 
     operation: str
     """Name in traces"""
-    decoder: msgspec.json.Decoder[Asked]
+    body: type[Asked]
     to_request: Callable[[Asked], Request]
     param_of: Callable[[str], str]
     """Returns the client's name of a field of the request"""
@@ -87,7 +89,7 @@ class VectorApi(Generic[Asked, Request, Answer]):
 
 EMBEDDINGS = VectorApi(
     "embeddings",
-    msgspec.json.Decoder(EmbeddingBody),
+    EmbeddingBody,
     to_embed_request,
     input_param_of,
     Backend.embed,
@@ -95,7 +97,7 @@ EMBEDDINGS = VectorApi(
 )
 RERANK = VectorApi(
     "rerank",
-    msgspec.json.Decoder(RerankBody),
+    RerankBody,
     to_rerank_request,
     rerank_param_of,
     Backend.score,
@@ -103,7 +105,7 @@ RERANK = VectorApi(
 )
 SCORE = VectorApi(
     "score",
-    msgspec.json.Decoder(ScoreBody),
+    ScoreBody,
     to_score_request,
     score_param_of,
     Backend.score,
@@ -111,7 +113,7 @@ SCORE = VectorApi(
 )
 CLASSIFY = VectorApi(
     "classify",
-    msgspec.json.Decoder(ClassifyBody),
+    ClassifyBody,
     to_classify_request,
     input_param_of,
     Backend.classify,
@@ -119,7 +121,7 @@ CLASSIFY = VectorApi(
 )
 POOLING = VectorApi(
     "pooling",
-    msgspec.json.Decoder(PoolingBody),
+    PoolingBody,
     to_pooling_request,
     input_param_of,
     Backend.embed,
@@ -174,8 +176,8 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
         response.headers["x-tokens-used"] = str(exchange.tokens_used)
         await response(scope, receive, send)
 
-    def _parse(self, encoded: bytes) -> tuple[Asked, Request, list[str]]:
-        body, ignored = parse(self._api.decoder, encoded)
+    def _parse(self, fields: JsonObject) -> tuple[Asked, Request, list[str]]:
+        body, ignored = body_of(self._api.body, fields)
         if isinstance(body, InputBody):
             ignored.extend(unused_fields(body))
         return body, self._api.to_request(body), ignored
@@ -197,10 +199,11 @@ async def _rendered(
     template: TemplateBody, model: str, backend: Backend, timeout: float | None
 ) -> Sequence[int]:
     """Return the ids of a conversation's prompt. timeout: in seconds; None = none."""
-    rendering = to_render_request(template)
-    rendering.model = model
-    with client_field_names(lambda path: rendered_param_of(path, template)):
-        return (await backend.render(rendering, timeout)).ids
+    reading = read_template(template, [])
+    if reading.images or reading.documents:
+        raise invalid("messages", "Images and files of messages are not supported here.")
+    with client_field_names(reading.field):
+        return (await backend.render(render_request(reading, model), timeout)).ids
 
 
 class _Call:

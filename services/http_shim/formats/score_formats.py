@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import UNSET, Struct, UnsetType
 
 from services.common.contract import MAX_EMBEDDED_TEXTS
-from services.http_shim.formats.request_bodies import Uint32
+from services.http_shim.dialects.fields import Uint32
 from services.http_shim.formats.vector_formats import (
     MANY_TEXTS,
     ActivatedBody,

@@ -10,18 +10,13 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from services.common.contract import MAX_EMBEDDED_TEXTS
-from services.http_shim.formats.chat_messages import (
-    Message,
-    take_message_documents,
-    take_message_images,
-)
-from services.http_shim.formats.completion_requests import prompts_of
-from services.http_shim.formats.constraint_fields import JsonObject
-from services.http_shim.formats.request_bodies import (
+from services.http_shim.dialects.chat.types import Message, TemplateBody
+from services.http_shim.dialects.completions.read import prompts_of
+from services.http_shim.dialects.fields import (
+    JsonObject,
     KeptTokens,
     Priority,
     Seconds,
-    TemplateBody,
     Uint32,
 )
 from tokenwire.errors import invalid
@@ -194,14 +189,9 @@ def _vector_request(body: CodedBody) -> completion_pb2.EmbedRequest:
 
 
 def template_body(body: InputBody) -> TemplateBody | None:
-    """Return what renders a body's messages, as vLLM does here; None = it has none.
-
-    Raises INVALID_ARGUMENT.
-    """
+    """Return what renders a body's messages, as vLLM does here; None = it has none."""
     if body.messages is None:
         return None
-    if take_message_images(body.messages) or take_message_documents(body.messages):
-        raise invalid("messages", "Images and files of messages are not supported here.")
     return TemplateBody(
         messages=body.messages,
         chat_template=body.chat_template,

@@ -11,6 +11,10 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import out_of_resources
+from services.http_shim.dialects.messages.write import (
+    message_error,
+    other_message_error,
+)
 from services.http_shim.errors import (
     INTERNAL,
     BodyTooLargeError,
@@ -18,10 +22,6 @@ from services.http_shim.errors import (
     internal_error,
     other_error,
     to_response,
-)
-from services.http_shim.formats.anthropic.message_responses import (
-    message_error,
-    other_message_error,
 )
 from services.http_shim.http.exchange import exchange_of
 from tokenwire.errors import ServiceError
