@@ -11,10 +11,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import out_of_resources
-from services.http_shim.dialects.messages.write import (
-    message_error,
-    other_message_error,
-)
+from services.http_shim.dialects.error_forms import error_form
 from services.http_shim.errors import (
     INTERNAL,
     BodyTooLargeError,
@@ -29,8 +26,6 @@ from tokenwire.errors import ServiceError
 __all__ = ["FailureMiddleware", "error_response", "exception_handlers"]
 
 _LOG = logging.getLogger("http")
-_MESSAGES = "/v1/messages"
-"""Path of the API whose errors have Anthropic's form, and of those below it"""
 
 
 def error_response(scope: Scope, error: ServiceError) -> Response:
@@ -38,8 +33,8 @@ def error_response(scope: Scope, error: ServiceError) -> Response:
     exchange = exchange_of(scope)
     exchange.error = error
     response = to_response(error)
-    if _speaks_messages(scope):
-        response = _as_message_error(response, message_error(error, exchange.request_id))
+    if (form := error_form(scope["path"])) is not None:
+        response = _with_body(response, form.of_service(error, exchange.request_id))
     return response
 
 
@@ -110,19 +105,14 @@ def _other(
 
 
 def _shaped(scope: Scope, response: Response, message: str) -> Response:
-    """Return the response for a failure in the form of the path's API."""
-    if not _speaks_messages(scope):
+    """Return the response for a failure in the form of its path."""
+    if (form := error_form(scope["path"])) is None:
         return response
     identity = exchange_of(scope).request_id
-    return _as_message_error(response, other_message_error(response.status_code, message, identity))
+    return _with_body(response, form.of_status(response.status_code, message, identity))
 
 
-def _speaks_messages(scope: Scope) -> bool:
-    path: str = scope["path"]
-    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
-
-
-def _as_message_error(response: Response, body: bytes) -> Response:
+def _with_body(response: Response, body: bytes) -> Response:
     kept = ("retry-after", "www-authenticate", "allow")
     headers = {name: value for name, value in response.headers.items() if name in kept}
     return Response(body, response.status_code, headers, media_type="application/json")
