@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from msgspec import Struct
 
@@ -15,7 +15,7 @@ from services.common.constraint_texts import (
     json_text,
     structural_tag_of,
 )
-from services.http_shim.dialects.fields import JsonObject
+from services.http_shim.dialects.fields import JsonObject, about
 from services.http_shim.dialects.reading import Reading
 from tokenwire.errors import invalid
 from tokenwire.pb.types.v1 import types_pb2
@@ -108,19 +108,33 @@ class StructuredOutputs(Struct):
 class ConstraintFields(Struct):
     """All fields with a constraint, of which a request gives one."""
 
-    response_format: ResponseFormat | None = None
-    grammar: Grammar | str | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: str | JsonObject | None = None
-    guided_regex: str | None = None
-    guided_choice: Texts | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
-    json_schema: str | JsonObject | None = None
-    regex: str | None = None
-    choice: Texts | None = None
-    ebnf: str | None = None
-    structural_tag: str | StructuralTagFormat | None = None
+    response_format: Annotated[
+        ResponseFormat | None, about("Constrains the output, or parts of it, to JSON.")
+    ] = None
+    grammar: Annotated[
+        Grammar | str | None, about("Constrains the output to a grammar; a string is GBNF or Lark.")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, about("A constraint in vLLM's form.")
+    ] = None
+    guided_json: Annotated[str | JsonObject | None, about("A JSON Schema, or its text.")] = None
+    guided_regex: Annotated[str | None, about("A regular expression.")] = None
+    guided_choice: Annotated[Texts | None, about("Texts, one of which is the output.")] = None
+    guided_grammar: Annotated[str | None, about("A grammar in GBNF or Lark.")] = None
+    guided_whitespace_pattern: Annotated[
+        str | None,
+        about(
+            "Regular expression of the white space between tokens of JSON; empty = compact JSON."
+        ),
+    ] = None
+    json_schema: Annotated[str | JsonObject | None, about("A JSON Schema, or its text.")] = None
+    regex: Annotated[str | None, about("A regular expression.")] = None
+    choice: Annotated[Texts | None, about("Texts, one of which is the output.")] = None
+    ebnf: Annotated[str | None, about("A grammar in GBNF.")] = None
+    structural_tag: Annotated[
+        str | StructuralTagFormat | None,
+        about("Free text in which triggers start constrained parts."),
+    ] = None
 
 
 def read_constraint(reading: Reading, body: ConstraintFields) -> None:

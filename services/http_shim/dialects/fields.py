@@ -1,6 +1,6 @@
 """Types of JSON fields that several bodies have."""
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -18,6 +18,7 @@ __all__ = [
     "Strings",
     "TopK",
     "Uint32",
+    "about",
 ]
 
 BOUNDED = Meta(max_length=4_096)  # the services have lower limits
@@ -29,6 +30,11 @@ KeptTokens: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # -1: as many
 Priority: TypeAlias = Annotated[int, Meta(ge=-(2**31) + 1, le=2**31 - 1)]
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=86_400)]
 Strings: TypeAlias = Annotated[list[str], BOUNDED]
+
+
+def about(meaning: str, **keywords: Any) -> Meta:
+    """Return what documents a field of a body. keywords: of its JSON Schema, besides its type's."""
+    return Meta(description=meaning, extra_json_schema=keywords or None)
 
 
 class LeftOut(Struct):

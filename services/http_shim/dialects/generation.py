@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
+from services.common.contract import DEFAULT_MAX_TOKENS, DRY_ALLOWED_LENGTH, DRY_BASE, MAX_SEQUENCES
 from services.http_shim.dialects.constraints import ConstraintFields, read_constraint
 from services.http_shim.dialects.fields import (
     BOUNDED,
@@ -16,6 +17,7 @@ from services.http_shim.dialects.fields import (
     Strings,
     TopK,
     Uint32,
+    about,
 )
 from services.http_shim.dialects.foreign_fields import ForeignFields
 from services.http_shim.dialects.reading import Reading
@@ -59,47 +61,143 @@ class GenerationBody(ConstraintFields):
     foreign: ClassVar[ForeignFields]
     """Fields of other servers, refused unless their value has no effect"""
 
-    model: str | None = None
-    max_tokens: Uint32 | None = None
-    max_completion_tokens: Uint32 | None = None
-    min_tokens: Uint32 | None = None
-    ignore_eos: bool | None = None
-    stop: str | Strings | None = None
-    stop_token_ids: Annotated[list[Uint32], BOUNDED] | None = None
-    include_stop_str_in_output: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: TopK | None = None
-    min_p: float | None = None
-    seed: Int64 | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[Uint32, float], Meta(max_length=2**18)] | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: Uint32 | None = None
-    dry_sequence_breakers: Strings | None = None
-    mirostat_target: float | None = None
-    mirostat_lr: float | None = None
-    n: Uint32 | None = None
-    context_length_exceeded_behavior: Literal["truncate", "error"] | None = None
-    tools: Annotated[list[Tool], BOUNDED] | None = None
-    tool_choice: ToolChoice | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    model: Annotated[
+        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
+    ] = None
+    max_tokens: Annotated[
+        Uint32 | None,
+        about(
+            f"Most tokens of each choice; 0 only for a completion with echo. Absent: {DEFAULT_MAX_TOKENS} for a completion, else the rest of the context."
+        ),
+    ] = None
+    max_completion_tokens: Annotated[Uint32 | None, about("Another name of max_tokens.")] = None
+    min_tokens: Annotated[Uint32 | None, about("Fewest tokens of each choice.", default=0)] = None
+    ignore_eos: Annotated[
+        bool | None, about("Continue a choice after the end-of-sequence token.", default=False)
+    ] = None
+    stop: Annotated[
+        str | Strings | None,
+        about("Strings that end a choice and are cut off: at most 16, or the server's own limit."),
+    ] = None
+    stop_token_ids: Annotated[
+        Annotated[list[Uint32], BOUNDED] | None, about("Token ids that end a choice.")
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None, about("Keep the stop string that ended a choice.", default=False)
+    ] = None
+    temperature: Annotated[float | None, about("Temperature; 0 = greedy.", default=1)] = None
+    top_p: Annotated[float | None, about("Nucleus mass.", default=1)] = None
+    top_k: Annotated[
+        TopK | None, about("Number of likeliest tokens to sample from; -1 and 0 = all.")
+    ] = None
+    min_p: Annotated[float | None, about("Least probability, relative to the likeliest.")] = None
+    seed: Annotated[Int64 | None, about("Seed of the sampling; equal seeds give equal text.")] = (
+        None
+    )
+    frequency_penalty: Annotated[
+        float | None, about("Penalty for each occurrence of a token in the output.", default=0)
+    ] = None
+    presence_penalty: Annotated[
+        float | None, about("Penalty for any occurrence of a token in the output.", default=0)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        about(
+            "Divides positive logits of tokens that occurred, and multiplies negative ones.",
+            default=1,
+        ),
+    ] = None
+    logit_bias: Annotated[
+        Annotated[dict[Uint32, float], Meta(max_length=2**18)] | None,
+        about(
+            "Values added to the logits of token ids.",
+            propertyNames={"pattern": "^(0|[1-9][0-9]*)$"},
+        ),
+    ] = None
+    dry_multiplier: Annotated[
+        float | None, about("Multiplier of the DRY penalty; 0 = off.", default=0)
+    ] = None
+    dry_base: Annotated[float | None, about("Base of the DRY penalty.", default=DRY_BASE)] = None
+    dry_allowed_length: Annotated[
+        Uint32 | None,
+        about("Longest repetition without a DRY penalty, in tokens.", default=DRY_ALLOWED_LENGTH),
+    ] = None
+    dry_sequence_breakers: Annotated[
+        Strings | None, about("Texts that end a repetition for DRY; [] = none.")
+    ] = None
+    mirostat_target: Annotated[float | None, about("Target perplexity of Mirostat 2.")] = None
+    mirostat_lr: Annotated[float | None, about("Learning rate of Mirostat 2.")] = None
+    n: Annotated[
+        Uint32 | None, about(f"Choices of each prompt; prompts x n is at most {MAX_SEQUENCES}.")
+    ] = None
+    context_length_exceeded_behavior: Annotated[
+        Literal["truncate", "error"] | None,
+        about(
+            "Lower max_tokens, or refuse the request, if prompt and max_tokens exceed the context.",
+            default="truncate",
+        ),
+    ] = None
+    tools: Annotated[
+        Annotated[list[Tool], BOUNDED] | None,
+        about("Functions and custom tools that the model may call."),
+    ] = None
+    tool_choice: Annotated[
+        ToolChoice | None,
+        about(
+            "Tool to call, or tools to choose from; `required` = any, `none` = no call, `auto` = the model decides, as in a chat with tools by default."
+        ),
+    ] = None
+    stream: Annotated[
+        bool | None,
+        about("Answer with server-sent events; the last one is `data: [DONE]`.", default=False),
+    ] = None
+    stream_options: Annotated[
+        StreamOptions | None, about("Events of the stream that have the usage.")
+    ] = None
+    user: Annotated[str | None, about("A label for the logs.")] = None
+    return_token_ids: Annotated[
+        bool | None, about("Return the token ids of prompts and choices.", default=False)
+    ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, about("Return `token_id:N` in place of token texts.", default=False)
+    ] = None
     # vLLM's fields
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: KeptTokens | None = None
-    prompt_logprobs: Uint32 | None = None
-    allowed_token_ids: Annotated[list[Uint32], IDS] | None = None
-    bad_words: Strings | None = None
-    priority: Priority | None = None
-    timeout: Seconds | None = None
+    skip_special_tokens: Annotated[
+        bool | None,
+        about(
+            "Omit special tokens from the text. The one that ends a choice is omitted in "
+            "any case unless include_stop_str_in_output is true.",
+            default=True,
+        ),
+    ] = None
+    spaces_between_special_tokens: Annotated[
+        bool | None,
+        about("No effect: no decoder here puts spaces between special tokens.", default=True),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        KeptTokens | None,
+        about(
+            "Number of last tokens of the prompt to keep; -1 = all that leave room for max_tokens.",
+            **{"not": {"const": 0}},
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        Uint32 | None, about("Candidates for each token of the prompt; not with stream.")
+    ] = None
+    allowed_token_ids: Annotated[
+        Annotated[list[Uint32], IDS] | None,
+        about(
+            "The only token ids to generate. The end of sequence must be among them to be "
+            "generated."
+        ),
+    ] = None
+    bad_words: Annotated[Strings | None, about("Strings that are never generated.")] = None
+    priority: Annotated[
+        Priority | None, about("Priority, lower first; at least 0 with API keys.", default=0)
+    ] = None
+    timeout: Annotated[
+        Seconds | None, about("Seconds after which the request fails with 504; absent = none.")
+    ] = None
 
 
 def read_generation(body: GenerationBody, ignored: list[str], names: Mapping[str, str]) -> Reading:

@@ -1,7 +1,7 @@
 """Assembler of an answer's parts: reasoning, text and calls of tools, as they follow each other."""
 
 import enum
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from services.http_shim.dialects.custom_tools import CustomInput
@@ -33,13 +33,18 @@ class Part:
     """A part of an answer."""
 
     kind: PartKind
-    text: str = ""
-    """Its reasoning or text; the arguments of a call as JSON text, or the input of a custom tool"""
     index: int = 0
     """Index of a call among the calls"""
     call_id: str = ""
     name: str = ""
     """Name of the called tool"""
+    pieces: list[str] = field(default_factory=list)
+    """Its text as it came"""
+
+    @property
+    def text(self) -> str:
+        """Its reasoning or text; a call's arguments as JSON text, or the input of a custom tool."""
+        return "".join(self.pieces)
 
 
 @dataclass(slots=True)
@@ -48,10 +53,16 @@ class Change:
 
     step: Step
     part: Part
-    text: str = ""
-    """The text by which the part has grown"""
+    pieces: list[str] = field(default_factory=list)
+    """The text by which the part has grown, as it came"""
     deltas: list[completion_pb2.ChoiceDelta] = field(default_factory=list)
-    """The deltas of which that text is, for parts of text"""
+    """The deltas of which that text is, unless it is of a call"""
+
+    @property
+    def text(self) -> str:
+        """The text by which the part has grown."""
+        pieces = self.pieces
+        return pieces[0] if len(pieces) == 1 else "".join(pieces)
 
 
 class PartAssembler:
@@ -69,67 +80,71 @@ class PartAssembler:
         self._input = CustomInput()
         """Input of the last part, if it calls a custom tool"""
 
-    def add(self, deltas: Iterable[completion_pb2.ChoiceDelta]) -> Iterator[Change]:
-        """Add deltas; yield the steps of the parts. Neighbours of one kind become one step."""
-        grown: Change | None = None
+    def add(self, deltas: Iterable[completion_pb2.ChoiceDelta]) -> list[Change]:
+        """Add deltas; return the steps of the parts. Neighbours of one kind become one step."""
+        changes: list[Change] = []
         for delta in deltas:
-            for kind, text in (
-                (PartKind.REASONING, delta.reasoning),
-                (PartKind.TEXT, delta.text),
-            ):
-                if not text:
-                    continue
-                if grown is None or grown.part.kind is not kind:
-                    if grown is not None:
-                        yield grown
-                    yield from self._opened(Part(kind))
-                    grown = Change(Step.GROWN, self.parts[-1])
-                grown.part.text += text
-                grown.text += text
-                grown.deltas.append(delta)
+            if text := delta.reasoning:
+                self._add_text(changes, PartKind.REASONING, text, delta)
+            if text := delta.text:
+                self._add_text(changes, PartKind.TEXT, text, delta)
             for call in delta.tool_calls:
-                if grown is not None:
-                    yield grown
-                    grown = None
-                yield from self._opened(self._call(call))
-                yield from self._argued(call.arguments_json)
-        if grown is not None:
-            yield grown
+                self._add_call(changes, call)
+        return changes
 
-    def close(self) -> Iterator[Change]:
-        """Yield the end of the last part, if it is open."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        part = self.parts[-1]
-        if part.kind is PartKind.CUSTOM_CALL and (text := self._input.finish()):
-            part.text += text
-            yield Change(Step.GROWN, part, text)
-        yield Change(Step.CLOSED, part)
+    def close(self) -> list[Change]:
+        """Return the end of the last part, if it is open."""
+        changes: list[Change] = []
+        if self._is_open:
+            self._is_open = False
+            part = self.parts[-1]
+            if part.kind is PartKind.CUSTOM_CALL:
+                self._grow(changes, part, self._input.finish())
+            changes.append(Change(Step.CLOSED, part))
+        return changes
 
-    def _call(self, call: completion_pb2.ToolCallDelta) -> Part:
-        is_custom = call.name in self._custom_tools
-        kind = PartKind.CUSTOM_CALL if is_custom else PartKind.CALL
-        return Part(kind, "", call.index, call.id, call.name)
+    def _add_text(
+        self,
+        changes: list[Change],
+        kind: PartKind,
+        text: str,
+        delta: completion_pb2.ChoiceDelta,
+    ) -> None:
+        if not (self._is_open and self.parts[-1].kind is kind):
+            self._open(changes, Part(kind))
+        last = changes[-1] if changes else None
+        if last is not None and last.step is Step.GROWN:  # of the same part, which is open
+            last.part.pieces.append(text)
+            last.pieces.append(text)
+            last.deltas.append(delta)
+        else:
+            self._grow(changes, self.parts[-1], text)
+            changes[-1].deltas.append(delta)
 
-    def _opened(self, part: Part) -> Iterator[Change]:
-        """Begin a part unless the open one goes on."""
-        if self._is_open and _goes_on(self.parts[-1], part):
-            return
-        yield from self.close()
+    def _add_call(self, changes: list[Change], call: completion_pb2.ToolCallDelta) -> None:
+        last = self.parts[-1] if self._is_open else None
+        is_call = last is not None and last.kind in (PartKind.CALL, PartKind.CUSTOM_CALL)
+        if last is None or not is_call or last.index != call.index:
+            is_custom = call.name in self._custom_tools
+            kind = PartKind.CUSTOM_CALL if is_custom else PartKind.CALL
+            self._open(changes, Part(kind, call.index, call.id, call.name))
+        part, arguments = self.parts[-1], call.arguments_json
+        is_custom = part.kind is PartKind.CUSTOM_CALL
+        self._grow(changes, part, self._input.feed(arguments) if is_custom else arguments)
+
+    def _open(self, changes: list[Change], part: Part) -> None:
+        """Begin a part, after the end of the last one."""
+        changes += self.close()
         self.parts.append(part)
         self._is_open = True
         if part.kind is PartKind.CUSTOM_CALL:
             self._input = CustomInput()
-        yield Change(Step.OPENED, part)
+        changes.append(Change(Step.OPENED, part))
 
-    def _argued(self, arguments_json: str) -> Iterator[Change]:
-        part = self.parts[-1]
-        is_custom = part.kind is PartKind.CUSTOM_CALL
-        text = self._input.feed(arguments_json) if is_custom else arguments_json
+    def _grow(self, changes: list[Change], part: Part, text: str) -> None:
         if text:
-            part.text += text
-            yield Change(Step.GROWN, part, text)
+            part.pieces.append(text)
+            changes.append(Change(Step.GROWN, part, [text]))
 
 
 def parts_of(
@@ -137,15 +152,6 @@ def parts_of(
 ) -> list[Part]:
     """Return the parts of a whole choice; custom_tools: names of the tools whose input is text."""
     assembler = PartAssembler(custom_tools)
-    for _ in assembler.add(deltas):
-        pass
-    for _ in assembler.close():
-        pass
+    assembler.add(deltas)
+    assembler.close()
     return assembler.parts
-
-
-def _goes_on(last: Part, part: Part) -> bool:
-    """Return whether a part continues the last one. Later deltas of a call have no name."""
-    if part.kind in (PartKind.REASONING, PartKind.TEXT):
-        return last.kind is part.kind
-    return last.kind in (PartKind.CALL, PartKind.CUSTOM_CALL) and last.index == part.index

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Annotated
 
 import grpc
 from msgspec import Struct
@@ -10,6 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.dialects.bodies import Body, body_of
+from services.http_shim.dialects.fields import about
 from services.http_shim.errors import client_field_names
 from services.http_shim.http.access import authorized_model
 from services.http_shim.http.body import BodyReader
@@ -25,14 +27,20 @@ _FIELDS: Mapping[str, str] = {"name": "lora_name", "path": "lora_path"}
 class LoadAdapterBody(Struct):
     """The body of POST /v1/load_lora_adapter."""
 
-    lora_name: str | None = None
-    lora_path: str | None = None
+    lora_name: Annotated[
+        str | None, about("Name of the adapter, for which requests ask as their model.")
+    ] = None
+    lora_path: Annotated[
+        str | None, about("Its directory, in PEFT's format, on the machines of the engines.")
+    ] = None
 
 
 class UnloadAdapterBody(Struct):
     """The body of POST /v1/unload_lora_adapter."""
 
-    lora_name: str | None = None
+    lora_name: Annotated[
+        str | None, about("Name of the adapter, for which requests ask as their model.")
+    ] = None
 
 
 class Adapters:

@@ -19,7 +19,7 @@ from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.choices import finish_reason_of
-from services.http_shim.dialects.fields import Strings
+from services.http_shim.dialects.fields import Strings, about
 from services.http_shim.endpoints.generation import watch_for_disconnect
 from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.http.access import assign_model, charged, reserve
@@ -36,15 +36,31 @@ __all__ = ["MultiAnswer", "MultiCompletion", "MultiCompletionBody"]
 class MultiCompletionBody(Struct):
     """The body of POST /v1/completion."""
 
-    model: str | Strings | None = None
-    prompt: str | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    stop: Strings | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    stream: bool | None = None
+    model: Annotated[str | Strings | None, about("One or several model names.")] = None
+    prompt: Annotated[str | None, about("The text.")] = None
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=2**32 - 1)] | None,
+        about("Most tokens of each choice.", default=16),
+    ] = None
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None, about("Temperature; 0 = greedy.", default=1)
+    ] = None
+    top_p: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None, about("Nucleus mass.", default=1)
+    ] = None
+    stop: Annotated[
+        Strings | None,
+        about("Strings that end a choice and are cut off: at most 16, or the server's own limit."),
+    ] = None
+    presence_penalty: Annotated[
+        float | None, about("Penalty for any occurrence of a token in the output.", default=0)
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, about("Penalty for each occurrence of a token in the output.", default=0)
+    ] = None
+    stream: Annotated[
+        bool | None, about("Not supported: /v1/completions streams.", const=False, default=False)
+    ] = None
 
 
 class TimedUsage(Struct):

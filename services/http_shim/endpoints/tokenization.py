@@ -15,7 +15,7 @@ from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.chat.read import read_template
 from services.http_shim.dialects.chat.types import TemplateBody
-from services.http_shim.dialects.fields import IDS, JsonObject, Uint32
+from services.http_shim.dialects.fields import IDS, JsonObject, Uint32, about
 from services.http_shim.dialects.reading import Reading, render_request
 from services.http_shim.endpoints.prompt_reader import PromptReader, always
 from services.http_shim.errors import client_field_names
@@ -52,16 +52,26 @@ _MESSAGE_FIELDS = (
 class TokenizeBody(TemplateBody):
     """The body of POST /tokenize."""
 
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    prompt: Annotated[str | None, about("Text of up to 1 MiB of UTF-8.")] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        about(
+            "Add the BOS token to the prompt. Default: true for text; messages follow their "
+            "template."
+        ),
+    ] = None
+    return_token_strs: Annotated[bool | None, about("Return the tokens' texts.", default=False)] = (
+        None
+    )
 
 
 class DetokenizeBody(Struct):
     """The body of POST /detokenize."""
 
-    model: str | None = None
-    tokens: Annotated[list[Uint32], IDS] | None = None
+    model: Annotated[
+        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
+    ] = None
+    tokens: Annotated[Annotated[list[Uint32], IDS] | None, about("Token ids.")] = None
 
 
 class Tokenized(Struct):

@@ -8,7 +8,7 @@ from typing import Annotated
 from msgspec import UNSET, Struct, UnsetType
 
 from services.common.contract import MAX_EMBEDDED_TEXTS
-from services.http_shim.dialects.fields import Uint32
+from services.http_shim.dialects.fields import Uint32, about
 from services.http_shim.formats.vector_formats import (
     MANY_TEXTS,
     ActivatedBody,
@@ -47,17 +47,26 @@ class TextDocument(Struct):
 class RerankBody(ActivatedBody):
     """The body of POST /v1/rerank."""
 
-    query: str | None = None
-    documents: Annotated[list[str | TextDocument], MANY_TEXTS] | None = None
-    top_n: Uint32 | None = None
-    return_documents: bool | None = None
+    query: Annotated[str | None, about("The text that the documents should fit.")] = None
+    documents: Annotated[
+        Annotated[list[str | TextDocument], MANY_TEXTS] | None, about("Texts to order.")
+    ] = None
+    top_n: Annotated[Uint32 | None, about("Documents to return, best first; absent = all.")] = None
+    return_documents: Annotated[
+        bool | None, about("Return the documents' texts, too.", default=True)
+    ] = None
 
 
 class ScoreBody(ActivatedBody):
     """The body of POST /v1/score."""
 
-    text_1: str | Annotated[list[str], MANY_TEXTS] | None = None
-    text_2: str | Annotated[list[str], MANY_TEXTS] | None = None
+    text_1: Annotated[
+        str | Annotated[list[str], MANY_TEXTS] | None,
+        about("The first text of each pair, or of all pairs."),
+    ] = None
+    text_2: Annotated[
+        str | Annotated[list[str], MANY_TEXTS] | None, about("The second text of each pair.")
+    ] = None
 
 
 class ClassifyBody(InputBody):

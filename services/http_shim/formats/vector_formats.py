@@ -18,6 +18,7 @@ from services.http_shim.dialects.fields import (
     Priority,
     Seconds,
     Uint32,
+    about,
 )
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -64,20 +65,45 @@ Inputs: TypeAlias = (
 class VectorBody(Struct):
     """Fields that the bodies share."""
 
-    model: str | None = None
-    user: str | None = None
-    truncate_prompt_tokens: KeptTokens | None = None
-    priority: Priority | None = None
-    timeout: Seconds | None = None
+    model: Annotated[
+        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
+    ] = None
+    user: Annotated[str | None, about("A label for the logs.")] = None
+    truncate_prompt_tokens: Annotated[
+        KeptTokens | None,
+        about(
+            "Number of last tokens of the prompt to keep; -1 = all that leave room for max_tokens.",
+            **{"not": {"const": 0}},
+        ),
+    ] = None
+    priority: Annotated[
+        Priority | None, about("Priority, lower first; at least 0 with API keys.", default=0)
+    ] = None
+    timeout: Annotated[
+        Seconds | None, about("Seconds after which the request fails with 504; absent = none.")
+    ] = None
 
 
 class ActivatedBody(VectorBody):
     """Fields that leave out the last stage of vectors or scores: one, and vLLM's older names."""
 
-    use_activation: bool | None = None
-    activation: bool | None = None
-    softmax: bool | None = None
-    normalize: bool | None = None
+    use_activation: Annotated[
+        bool | None,
+        about(
+            "Apply the last stage of the model; false returns logits instead of scores and "
+            "probabilities, and vectors of the length that the layers give them.",
+            default=True,
+        ),
+    ] = None
+    activation: Annotated[
+        bool | None, about("As `use_activation`, under an older name of vLLM.")
+    ] = None
+    softmax: Annotated[bool | None, about("As `use_activation`, under an older name of vLLM.")] = (
+        None
+    )
+    normalize: Annotated[
+        bool | None, about("As `use_activation`, under an older name of vLLM.")
+    ] = None
 
     @property
     def is_raw(self) -> bool:
@@ -89,12 +115,56 @@ class ActivatedBody(VectorBody):
 class InputBody(ActivatedBody):
     """Inputs: texts, ids, or a conversation, whose prompt is one text."""
 
-    input: Inputs | None = None
-    messages: Annotated[list[Message], MANY_TEXTS] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: JsonObject | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    input: Annotated[
+        Inputs | None,
+        about(
+            "A text, several texts, token ids, or several lists of token ids.",
+            anyOf=[
+                {"minLength": 1, "type": "string"},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": 2048,
+                    "items": {"minLength": 1, "type": "string"},
+                },
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {"type": "integer", "minimum": 0, "maximum": 4294967295},
+                },
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": 2048,
+                    "items": {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {"type": "integer", "minimum": 0, "maximum": 4294967295},
+                    },
+                },
+            ],
+        ),
+    ] = None
+    messages: Annotated[Annotated[list[Message], MANY_TEXTS] | None, about("The conversation.")] = (
+        None
+    )
+    chat_template: Annotated[
+        str | None, about("Name of one of the checkpoint's templates.", default="default")
+    ] = None
+    chat_template_kwargs: Annotated[
+        JsonObject | None, about("Further variables of the template; 65,536 characters at most.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None,
+        about(
+            "End the prompt with the start of an answer. Default: true unless a message is "
+            "continued."
+        ),
+    ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        about("Continue the last message, which must be the assistant's.", default=False),
+    ] = None
 
     @property
     def prompts(self) -> list[completion_pb2.Prompt]:
@@ -109,21 +179,48 @@ class InputBody(ActivatedBody):
 class CodedBody(InputBody):
     """Fields of bodies whose answers hold vectors."""
 
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Uint32 | None = None
-    prompt_name: str | None = None
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None,
+        about("`float` = numbers; `base64` = their float32 bytes, little endian.", default="float"),
+    ] = None
+    dimensions: Annotated[
+        Uint32 | None,
+        about("Numbers of an embedding to keep, from the first on; at most the model's."),
+    ] = None
+    prompt_name: Annotated[
+        str | None,
+        about(
+            "Name of a prompt in the checkpoint's config_sentence_transformers.json, whose "
+            "text goes before each text; absent = the checkpoint's default prompt, or none."
+        ),
+    ] = None
 
 
 class EmbeddingBody(CodedBody):
     """The body of POST /v1/embeddings."""
 
-    task: str | None = None
+    task: Annotated[
+        str | None,
+        about(
+            "Task whose adapter computes the vectors, and whose instruction goes before "
+            "each text, of a checkpoint with such adapters (Jina v3 and v5); absent = the "
+            "adapter that model names, or the model alone."
+        ),
+    ] = None
 
 
 class PoolingBody(CodedBody):
     """The body of POST /v1/pooling."""
 
-    task: Literal["embed", "token_embed", "token_classify"] | None = None
+    task: Annotated[
+        Literal["embed", "token_embed", "token_classify"] | None,
+        about(
+            "What has a vector: embed = each text, token_embed = each token, by its last "
+            "state or a head of the model; token_classify = each token has a weight "
+            "(BGE-M3). Absent = each text, or each token if the model makes vectors of "
+            "tokens alone."
+        ),
+    ] = None
 
 
 class VectorUsage(Struct):

@@ -6,7 +6,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from services.http_shim.dialects.choices import PromptLogprobs
 from services.http_shim.dialects.content_logprobs import ContentLogprob
-from services.http_shim.dialects.fields import BOUNDED, JsonObject, Uint32
+from services.http_shim.dialects.fields import BOUNDED, JsonObject, Uint32, about
 from services.http_shim.dialects.foreign_fields import FOREIGN_TO_CHATS
 from services.http_shim.dialects.generation import GenerationBody
 from services.http_shim.dialects.tools import MessageCall, Tool, ToolChoice
@@ -98,33 +98,99 @@ class ChatBody(GenerationBody):
 
     foreign = FOREIGN_TO_CHATS
 
-    messages: Annotated[list[Message], BOUNDED] | None = None
-    parallel_tool_calls: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: Uint32 | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: JsonObject | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    reasoning_effort: str | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    echo: bool | None = None
-    functions: Any = None
-    function_call: Any = None
+    messages: Annotated[Annotated[list[Message], BOUNDED] | None, about("The conversation.")] = None
+    parallel_tool_calls: Annotated[
+        bool | None, about("Allow several calls in an answer.", default=True)
+    ] = None
+    logprobs: Annotated[
+        bool | None,
+        about("Return the log probability of each token of the content.", default=False),
+    ] = None
+    top_logprobs: Annotated[Uint32 | None, about("Candidates for each token; needs logprobs.")] = (
+        None
+    )
+    chat_template: Annotated[
+        str | None, about("Name of one of the checkpoint's templates.", default="default")
+    ] = None
+    chat_template_kwargs: Annotated[
+        JsonObject | None, about("Further variables of the template; 65,536 characters at most.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None,
+        about(
+            "End the prompt with the start of an answer. Default: true unless a message is "
+            "continued."
+        ),
+    ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        about("Continue the last message, which must be the assistant's.", default=False),
+    ] = None
+    reasoning_effort: Annotated[
+        str | None,
+        about(
+            "Effort of the reasoning: a variable of the template, which also sets enable_thinking.",
+            enum=["none", "minimal", "low", "medium", "high", "xhigh", "max", None],
+        ),
+    ] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None,
+        about(
+            "`auto` leaves out the oldest messages of a prompt that is too long, `disabled` "
+            "refuses it.",
+            default="disabled",
+        ),
+    ] = None
+    echo: Annotated[
+        bool | None,
+        about("Start the answer with the last message if it is the assistant's.", default=False),
+    ] = None
+    functions: Annotated[Any, about("Not supported: use tools.", anyOf=[{"type": "null"}])] = None
+    function_call: Annotated[
+        Any, about("Not supported: use tool_choice.", anyOf=[{"type": "null"}])
+    ] = None
 
 
 class TemplateBody(Struct):
     """The body of POST /apply-template."""
 
-    model: str | None = None
-    messages: Annotated[list[Message], BOUNDED] | None = None
-    tools: Annotated[list[Tool], BOUNDED] | None = None
-    tool_choice: ToolChoice | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: JsonObject | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    reasoning_effort: str | None = None
+    model: Annotated[
+        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
+    ] = None
+    messages: Annotated[
+        Annotated[list[Message], BOUNDED] | None, about("A conversation in place of the text.")
+    ] = None
+    tools: Annotated[
+        Annotated[list[Tool], BOUNDED] | None, about("Tools that the prompt names.")
+    ] = None
+    tool_choice: Annotated[
+        ToolChoice | None,
+        about("Tool to call, or tools to choose from; `required` = any, `none` = no call."),
+    ] = None
+    chat_template: Annotated[
+        str | None, about("Name of one of the checkpoint's templates.", default="default")
+    ] = None
+    chat_template_kwargs: Annotated[
+        JsonObject | None, about("Further variables of the template; 65,536 characters at most.")
+    ] = None
+    add_generation_prompt: Annotated[
+        bool | None,
+        about(
+            "End the prompt with the start of an answer. Default: true unless a message is "
+            "continued."
+        ),
+    ] = None
+    continue_final_message: Annotated[
+        bool | None,
+        about("Continue the last message, which must be the assistant's.", default=False),
+    ] = None
+    reasoning_effort: Annotated[
+        str | None,
+        about(
+            "Effort of the reasoning: a variable of the template, which also sets enable_thinking.",
+            enum=["none", "minimal", "low", "medium", "high", "xhigh", "max", None],
+        ),
+    ] = None
 
 
 class ChatLogprobs(Struct):

@@ -95,7 +95,7 @@ class ChatWriter(ChoicesWriter):
         prompt: types_pb2.TokenIds | None,
     ) -> Sequence[ChatChunkChoice]:
         assembler = self._assemblers.setdefault(index, PartAssembler(self._custom_tools))
-        changes = [*assembler.add(deltas)]
+        changes = assembler.add(deltas)
         if finished is not None:
             changes += assembler.close()
         chunks = [ChatChunkChoice(index, delta) for delta in _message_deltas(changes)]
@@ -140,26 +140,27 @@ class ChatWriter(ChoicesWriter):
 def _message_deltas(changes: Iterable[Change]) -> Iterator[MessageDelta]:
     """Yield the parts of a message; the start of a call and its arguments stay apart."""
     for change in changes:
-        part, text = change.part, change.text
-        match change.step, part.kind:
-            case Step.GROWN, PartKind.REASONING:
-                yield MessageDelta(reasoning=text, reasoning_content=text)
-            case Step.GROWN, PartKind.TEXT:
+        part = change.part
+        if change.step is Step.OPENED and _is_call(part):
+            yield MessageDelta(tool_calls=[_call_start(part)])
+        elif change.step is Step.GROWN:
+            text = change.text
+            if part.kind is PartKind.TEXT:
                 yield MessageDelta(content=text)
-            case Step.OPENED, PartKind.CALL:
-                function = FunctionDelta(part.name)
-                call = CallDelta(part.index, part.call_id, "function", function)
-                yield MessageDelta(tool_calls=[call])
-            case Step.OPENED, PartKind.CUSTOM_CALL:
-                custom = CustomDelta(part.name)
-                call = CallDelta(part.index, part.call_id, "custom", custom=custom)
-                yield MessageDelta(tool_calls=[call])
-            case Step.GROWN, PartKind.CALL:
+            elif part.kind is PartKind.REASONING:
+                yield MessageDelta(reasoning=text, reasoning_content=text)
+            elif part.kind is PartKind.CALL:
                 call = CallDelta(part.index, function=FunctionDelta(arguments=text))
                 yield MessageDelta(tool_calls=[call])
-            case Step.GROWN, PartKind.CUSTOM_CALL:
+            else:
                 call = CallDelta(part.index, custom=CustomDelta(input=text))
                 yield MessageDelta(tool_calls=[call])
+
+
+def _call_start(part: Part) -> CallDelta:
+    if part.kind is PartKind.CUSTOM_CALL:
+        return CallDelta(part.index, part.call_id, "custom", custom=CustomDelta(part.name))
+    return CallDelta(part.index, part.call_id, "function", FunctionDelta(part.name))
 
 
 def _text(parts: Iterable[Part], kind: PartKind) -> str:

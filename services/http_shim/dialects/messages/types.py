@@ -14,6 +14,7 @@ from services.http_shim.dialects.fields import (
     Strings,
     TopK,
     Uint32,
+    about,
 )
 
 __all__ = [
@@ -292,15 +293,37 @@ class Thread(Struct):
 class PromptBody(Struct):
     """Fields that make the prompt."""
 
-    model: str | None = None
-    messages: Annotated[list[InputMessage], BOUNDED] | None = None
-    system: SystemPrompt | None = None
-    tools: Annotated[list[ToolDefinition], BOUNDED] | None = None
-    tool_choice: AutoChoice | AnyChoice | NamedChoice | NoChoice | None = None
-    thinking: Thinking | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
-    cache_control: Any = None
+    model: Annotated[
+        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
+    ] = None
+    messages: Annotated[
+        Annotated[list[InputMessage], BOUNDED] | None,
+        about("The conversation. A last message of the assistant is continued."),
+    ] = None
+    system: Annotated[SystemPrompt | None, about("Instructions.")] = None
+    tools: Annotated[
+        Annotated[list[ToolDefinition], BOUNDED] | None,
+        about(
+            "Tools that the client runs. Those of Anthropic's own servers are left out, and "
+            "named in x-tokenwire-ignored."
+        ),
+    ] = None
+    tool_choice: Annotated[
+        AutoChoice | AnyChoice | NamedChoice | NoChoice | None,
+        about("Whether a tool must be called; default auto."),
+    ] = None
+    thinking: Annotated[
+        Thinking | None,
+        about(
+            "Whether the model reasons first, for templates with that choice. The budget "
+            "has no effect."
+        ),
+    ] = None
+    output_config: Annotated[
+        OutputConfig | None, about("A schema for the answer, and the amount of reasoning.")
+    ] = None
+    output_format: Annotated[OutputFormat | None, about("A schema for the answer.")] = None
+    cache_control: Annotated[Any, about("No effect: all prefixes are cached.")] = None
 
 
 class CountTokensBody(PromptBody):
@@ -310,18 +333,33 @@ class CountTokensBody(PromptBody):
 class MessagesBody(PromptBody):
     """The body of POST /v1/messages."""
 
-    max_tokens: Uint32 | None = None
-    stop_sequences: Strings | None = None
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: TopK | None = None
-    metadata: Metadata | None = None
-    thread: Thread | None = None
-    compaction: Any = None
+    max_tokens: Annotated[
+        Uint32 | None, about("Most tokens of the answer, with its reasoning.")
+    ] = None
+    stop_sequences: Annotated[Strings | None, about("Strings that end the answer.")] = None
+    stream: Annotated[
+        bool | None,
+        about("Answer with server-sent events; the last one is `data: [DONE]`.", default=False),
+    ] = None
+    temperature: Annotated[float | None, about("Temperature; 0 = greedy.", default=1)] = None
+    top_p: Annotated[float | None, about("Nucleus mass.", default=1)] = None
+    top_k: Annotated[
+        TopK | None, about("Number of likeliest tokens to sample from; -1 and 0 = all.")
+    ] = None
+    metadata: Annotated[Metadata | None, about("`user_id` is a label for logs.")] = None
+    thread: Annotated[
+        Thread | None, about("`create` has no effect; `continue` is refused: no threads are held.")
+    ] = None
+    compaction: Annotated[
+        Any, about("Not supported: ask for a summary in messages.", anyOf=[{"type": "null"}])
+    ] = None
     # our own
-    priority: Priority | None = None
-    timeout: Seconds | None = None
+    priority: Annotated[
+        Priority | None, about("Priority, lower first; at least 0 with API keys.", default=0)
+    ] = None
+    timeout: Annotated[
+        Seconds | None, about("Seconds after which the request fails with 504; absent = none.")
+    ] = None
 
 
 class MessageUsage(Struct):

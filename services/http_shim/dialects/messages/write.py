@@ -77,6 +77,8 @@ class _MessageEvents(EventWriter):
         self._message = _message(accepted, usage)
         self._request_id = request_id
         self._assembler = PartAssembler()
+        self._index = -1
+        """Index of the last block"""
         self._finished: completion_pb2.ChoiceFinished | None = None
 
     def begin(self) -> Iterable[bytes]:
@@ -107,11 +109,14 @@ class _MessageEvents(EventWriter):
         return [b"event: error\ndata: %b\n\n" % message_error(error, self._request_id)]
 
     def _block_event(self, change: Change) -> bytes:
-        """Return the event of a step of the last block."""
-        index, text = len(self._assembler.parts) - 1, change.text
-        match change.step, change.part.kind:
-            case Step.OPENED, _:
-                return _event("content_block_start", index=index, content_block=_block(change.part))
+        """Return the event of a step of a block."""
+        part, text = change.part, change.text
+        if change.step is Step.OPENED:
+            self._index += 1
+            empty = _block(Part(part.kind, part.index, part.call_id, part.name))
+            return _event("content_block_start", index=self._index, content_block=empty)
+        index = self._index
+        match change.step, part.kind:
             case Step.CLOSED, _:
                 return _event("content_block_stop", index=index)
             case _, PartKind.REASONING:

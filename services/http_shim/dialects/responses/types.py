@@ -12,6 +12,7 @@ from services.http_shim.dialects.fields import (
     Seconds,
     Strings,
     Uint32,
+    about,
 )
 
 __all__ = [
@@ -165,33 +166,75 @@ class ReasoningConfig(Struct):
 class ResponseBody(Struct):
     """The body of POST /v1/responses."""
 
-    model: str | None = None
-    input: str | Annotated[list[JsonObject], BOUNDED] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    store: bool | None = None
-    stream: bool | None = None
-    background: bool | None = None
-    max_output_tokens: Uint32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_logprobs: Uint32 | None = None
-    include: Strings | None = None
-    tools: Annotated[list[JsonObject], BOUNDED] | None = None
-    tool_choice: str | JsonObject | None = None
-    parallel_tool_calls: bool | None = None
-    text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
-    truncation: Literal["auto", "disabled"] | None = None
-    metadata: dict[str, str] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    conversation: Any = None
-    prompt: Any = None
+    model: Annotated[
+        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
+    ] = None
+    input: Annotated[
+        str | Annotated[list[JsonObject], BOUNDED] | None,
+        about("A text, or items: messages, calls of functions and their results."),
+    ] = None
+    instructions: Annotated[
+        str | None, about("A system message before the others; it is not passed on.")
+    ] = None
+    previous_response_id: Annotated[
+        str | None, about("Id of the kept response that this one continues.")
+    ] = None
+    store: Annotated[bool | None, about("Keep the response. Default: true.", default=True)] = None
+    stream: Annotated[
+        bool | None,
+        about("Answer with server-sent events; the last one is `data: [DONE]`.", default=False),
+    ] = None
+    background: Annotated[
+        bool | None,
+        about(
+            "Run without the client, which reads or cancels the response later; needs store.",
+            default=False,
+        ),
+    ] = None
+    max_output_tokens: Annotated[
+        Uint32 | None, about("Most tokens of the answer, with its reasoning.")
+    ] = None
+    temperature: Annotated[float | None, about("Temperature; 0 = greedy.", default=1)] = None
+    top_p: Annotated[float | None, about("Nucleus mass.", default=1)] = None
+    top_logprobs: Annotated[Uint32 | None, about("Candidates for each token of the text.")] = None
+    include: Annotated[
+        Strings | None, about("`message.output_text.logprobs` adds log probabilities.")
+    ] = None
+    tools: Annotated[
+        Annotated[list[JsonObject], BOUNDED] | None,
+        about("Functions and custom tools. Tools that only OpenAI's servers run are left out."),
+    ] = None
+    tool_choice: Annotated[
+        str | JsonObject | None, about("`auto`, `none`, `required`, or a tool.")
+    ] = None
+    parallel_tool_calls: Annotated[
+        bool | None, about("Allow several calls in an answer.", default=True)
+    ] = None
+    text: Annotated[
+        TextConfig | None, about("`format` constrains the answer: JSON, or a schema.")
+    ] = None
+    reasoning: Annotated[ReasoningConfig | None, about("`effort`, for the chat template.")] = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None,
+        about(
+            "`auto` leaves out the oldest items of a prompt that is too long; `disabled` "
+            "(default) refuses it.",
+            default="disabled",
+        ),
+    ] = None
+    metadata: Annotated[dict[str, str] | None, about("Returned with the response.")] = None
+    user: Annotated[str | None, about("A label for the logs.")] = None
+    safety_identifier: Annotated[str | None, about("A label for logs.")] = None
+    prompt_cache_key: Annotated[str | None, about("No effect: all prefixes are cached.")] = None
+    conversation: Annotated[Any, about("Not supported: use previous_response_id.")] = None
+    prompt: Annotated[Any, about("Not supported: send the text as input.")] = None
     # our own
-    priority: Priority | None = None
-    timeout: Seconds | None = None
+    priority: Annotated[
+        Priority | None, about("Priority, lower first; at least 0 with API keys.", default=0)
+    ] = None
+    timeout: Annotated[
+        Seconds | None, about("Seconds after which the request fails with 504; absent = none.")
+    ] = None
 
 
 class AnswerText(Struct, tag_field="type", tag="output_text"):

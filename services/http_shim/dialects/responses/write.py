@@ -230,6 +230,7 @@ class _Items:
             case Step.GROWN:
                 yield from self._grown(change)
             case Step.CLOSED:
+                _fill(self.items[-1], change.part.text)
                 yield from self._closed()
                 self.items[-1].status = last_status
                 yield self._item_event("done")
@@ -241,20 +242,16 @@ class _Items:
                     item.content = [AnswerText("", [], [])]
                     yield self._part_event("content_part.added", part=item.content[0])
                 logprobs = logprobs_of(change.deltas) if self._has_logprobs else []
-                item.content[0].text += change.text
                 item.content[0].logprobs += logprobs
                 yield self._part_event("output_text.delta", delta=change.text, logprobs=logprobs)
             case ReasoningOutput() as item:
                 if not item.content:
                     item.content = [AnswerReasoning("")]
                     yield self._part_event("content_part.added", part=item.content[0])
-                item.content[0].text += change.text
                 yield self._part_event("reasoning_text.delta", delta=change.text)
-            case CallOutput() as item:
-                item.arguments += change.text
+            case CallOutput():
                 yield self._event("function_call_arguments.delta", delta=change.text)
-            case CustomCallOutput() as item:
-                item.input += change.text
+            case CustomCallOutput():
                 yield self._event("custom_tool_call_input.delta", delta=change.text)
 
     def _closed(self) -> Iterator[bytes]:
@@ -296,6 +293,17 @@ def _item(part: Part) -> OutputItem:
             return CustomCallOutput(_id("ctc"), part.call_id, part.name, "", _IN_PROGRESS)
         case PartKind.CALL:
             return CallOutput(_id("fc"), part.call_id, part.name, "", _IN_PROGRESS)
+
+
+def _fill(item: OutputItem, text: str) -> None:
+    """Put its whole text into an item that ends."""
+    match item:
+        case MessageOutput(content=[part]) | ReasoningOutput(content=[part]):
+            part.text = text
+        case CallOutput():
+            item.arguments = text
+        case CustomCallOutput():
+            item.input = text
 
 
 def _new_response(body: ResponseBody) -> ResponseObject:
