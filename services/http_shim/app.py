@@ -42,15 +42,6 @@ from services.http_shim.endpoints.responses import ResponsesEndpoint
 from services.http_shim.endpoints.stored_responses import StoredResponses
 from services.http_shim.endpoints.token_counting import TokenCounting
 from services.http_shim.endpoints.tokenization import Tokenization
-from services.http_shim.endpoints.vectors import (
-    CLASSIFY,
-    EMBEDDINGS,
-    POOLING,
-    RERANK,
-    SCORE,
-    VectorApi,
-    VectorEndpoint,
-)
 from services.http_shim.http.access import AccessMiddleware
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.cors import cors, origins_of
@@ -64,6 +55,15 @@ from services.http_shim.settings import HttpShimSettings
 from services.http_shim.stored.database_guard import StoreUnavailableError
 from services.http_shim.stored.file_store import FileStore
 from services.http_shim.stored.response_store import ResponseStore
+from services.http_shim.vectors.endpoint import (
+    CLASSIFY,
+    EMBEDDINGS,
+    POOLING,
+    RERANK,
+    SCORE,
+    VectorApi,
+    VectorEndpoint,
+)
 
 __all__ = ["create_app"]
 

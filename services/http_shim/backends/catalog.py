@@ -12,9 +12,13 @@ import grpc
 from services.common.background import keep_running
 from services.common.model_files.catalog_file import CatalogError, CatalogModel, read_catalog
 from services.http_shim.backends.backend import RetryPolicy
-from services.http_shim.backends.model_source import Connection, ServedModel, model_not_found
-from services.http_shim.formats.model_cards import ModelCard, catalog_card
-from services.http_shim.formats.model_statuses import ModelStatus, model_status
+from services.http_shim.backends.model_source import (
+    Connection,
+    ListedModel,
+    ServedModel,
+    ServedStatus,
+    model_not_found,
+)
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.token_file import TokenError, TokenFile
@@ -23,7 +27,6 @@ __all__ = ["Catalog"]
 
 _LOG = logging.getLogger("catalog")
 _ASK_SECONDS = 2.0  # that a model list waits for a backend, and between two attempts
-_CARDS_AT_ONCE = 250  # between two yields to the event loop: long lists would stall streams
 
 
 class Catalog:
@@ -112,33 +115,30 @@ class Catalog:
     async def require(self, names: Sequence[str]) -> None:
         """Do nothing: `find` knows every name."""
 
-    async def cards(self) -> list[ModelCard]:
-        """Return the cards of all models; a card lists the model's variants."""
-        rows, variants = self._listed, self._variants
-        targets = {row.target for row in rows}
+    async def listed(self) -> list[ListedModel]:
+        """Return all models, each with its variants."""
+        targets = {row.target for row in self._listed}
         answers = await asyncio.gather(*map(self._describe, targets))
         described = dict(zip(targets, answers, strict=True))
-        cards: list[ModelCard] = []
-        for row in rows:
-            cards.append(catalog_card(row, variants[row.full_name], described[row.target]))
-            if len(cards) % _CARDS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        return cards
+        variants = self._variants
+        return [
+            ListedModel(row, variants[row.full_name], described[row.target]) for row in self._listed
+        ]
 
-    async def card(self, name: str) -> ModelCard:
-        """Return the card of a model or a variant."""
+    async def listed_as(self, name: str) -> ListedModel:
+        """Return a model or a variant."""
         row = self._only() if name == "default" else self._row(name)
         variants = self._variants[row.full_name]
-        return catalog_card(row, variants, await self._describe(row.target))
+        return ListedModel(row, variants, await self._describe(row.target))
 
-    async def statuses(self) -> list[ModelStatus]:
+    async def statuses(self) -> list[ServedStatus]:
         rows = [row for row in self._served if not row.adapter_of]
         connections = {
             row.target: self._connections[row.target] for row in rows if row.target is not None
         }
         answers = await asyncio.gather(*[each.status() for each in connections.values()])
         answered = dict(zip(connections, answers, strict=True))
-        return [model_status(row.full_name, answered.get(row.target or "")) for row in rows]
+        return [ServedStatus(row.full_name, answered.get(row.target or "")) for row in rows]
 
     async def is_ready(self) -> bool:
         connections = list(self._connections.values())

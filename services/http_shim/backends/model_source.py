@@ -8,13 +8,20 @@ from typing import Protocol
 
 import grpc
 
+from services.common.model_files.catalog_file import CatalogModel
 from services.http_shim.backends.backend import Backend, RetryPolicy
-from services.http_shim.formats.model_cards import ModelCard, served_card
-from services.http_shim.formats.model_statuses import ModelStatus, model_status
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import models_pb2
 
-__all__ = ["Connection", "ModelSource", "ServedModel", "SingleBackend", "model_not_found"]
+__all__ = [
+    "Connection",
+    "ListedModel",
+    "ModelSource",
+    "ServedModel",
+    "ServedStatus",
+    "SingleBackend",
+    "model_not_found",
+]
 
 _STATUS_SECONDS = 2.0  # above the time in which a tokenizer service gives up on its engine
 
@@ -72,6 +79,27 @@ class ServedModel:
     """Limit on the tokens of prompt and output together, below the backend's own"""
 
 
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model of the list, and what its backend says of it."""
+
+    row: CatalogModel
+    """Its row of the catalog; without a catalog the names that the backend has for it"""
+    variants: Sequence[str] = ()
+    """Full names of its variants"""
+    model: models_pb2.Model | None = None
+    """The backend's description; None = no backend serves it, or it does not answer now"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedStatus:
+    """The status of a served model."""
+
+    id: str
+    status: models_pb2.ModelStatus | None
+    """None = its tokenizer service does not answer"""
+
+
 class ModelSource(Protocol):
     """The models that this server offers."""
 
@@ -84,13 +112,13 @@ class ModelSource(Protocol):
     async def require(self, names: Sequence[str]) -> None:
         """Raise NOT_FOUND for an unknown name that `find` accepts."""
 
-    async def cards(self) -> list[ModelCard]:
-        """Return the cards of all models."""
+    async def listed(self) -> list[ListedModel]:
+        """Return all models."""
 
-    async def card(self, name: str) -> ModelCard:
-        """Return the card of a name. Raises NOT_FOUND."""
+    async def listed_as(self, name: str) -> ListedModel:
+        """Return the model of a name. Raises NOT_FOUND."""
 
-    async def statuses(self) -> list[ModelStatus]:
+    async def statuses(self) -> list[ServedStatus]:
         """Return the status of each served model, also of those that are not reachable."""
 
     async def is_ready(self) -> bool:
@@ -114,38 +142,43 @@ class SingleBackend:
     async def id_of(self, served: ServedModel) -> str:
         if served.backend_name not in ("", "default"):
             return served.backend_name
-        model, *_adapters = await self.cards()
-        return model.id
+        model, *_adapters = await self.listed()
+        return model.row.id
 
     async def require(self, names: Sequence[str]) -> None:
         known = {"default", ""}
-        for card in await self.cards():
-            known |= {card.id, *card.aliases}
+        for model in await self.listed():
+            known.update(model.row.names)
         for name in names:
             if name not in known:
                 raise model_not_found(name)
 
-    async def cards(self) -> list[ModelCard]:
+    async def listed(self) -> list[ListedModel]:
         with self._connection.used() as backend:
-            return [served_card(model) for model in await backend.models()]
+            return [_listed(model) for model in await backend.models()]
 
-    async def card(self, name: str) -> ModelCard:
-        for card in await self.cards():
-            if name in ("default", card.id, *card.aliases):
-                return card
+    async def listed_as(self, name: str) -> ListedModel:
+        for model in await self.listed():
+            if name in ("default", *model.row.names):
+                return model
         raise model_not_found(name)
 
-    async def statuses(self) -> list[ModelStatus]:
+    async def statuses(self) -> list[ServedStatus]:
         answer = await self._connection.status()
         if answer is not None:
             self._known_id = answer.model
-        return [model_status(self._known_id, answer)]
+        return [ServedStatus(self._known_id, answer)]
 
     async def is_ready(self) -> bool:
         return await self._connection.backend.is_ready()
 
     async def close(self) -> None:
         await self._connection.backend.close()
+
+
+def _listed(model: models_pb2.Model) -> ListedModel:
+    names = (model.id, *model.aliases)
+    return ListedModel(CatalogModel(id=model.id, names=names, target=""), (), model)
 
 
 def model_not_found(name: str) -> ServiceError:

@@ -67,7 +67,8 @@ class GenerationBody(ConstraintFields):
     max_tokens: Annotated[
         Uint32 | None,
         about(
-            f"Most tokens of each choice; 0 only for a completion with echo. Absent: {DEFAULT_MAX_TOKENS} for a completion, else the rest of the context."
+            "Most tokens of each choice; 0 only for a completion with echo. Absent: "
+            f"{DEFAULT_MAX_TOKENS} for a completion, the rest of the context for a chat."
         ),
     ] = None
     max_completion_tokens: Annotated[Uint32 | None, about("Another name of max_tokens.")] = None
@@ -144,7 +145,8 @@ class GenerationBody(ConstraintFields):
     tool_choice: Annotated[
         ToolChoice | None,
         about(
-            "Tool to call, or tools to choose from; `required` = any, `none` = no call, `auto` = the model decides, as in a chat with tools by default."
+            "Tool to call, or tools to choose from; `required` = any, `none` = no call, `auto` = "
+            "the model decides, as in a chat with tools by default."
         ),
     ] = None
     stream: Annotated[

@@ -37,7 +37,7 @@ from services.http_shim.dialects.tools import (
 )
 from services.http_shim.endpoints.multi_completion import MultiCompletionBody
 from services.http_shim.endpoints.tokenization import TokenizeBody
-from services.http_shim.formats.vector_formats import EmbeddingBody
+from services.http_shim.vectors.embeddings import EmbeddingBody
 from tokenwire.batch_run import BATCH_PATHS
 
 __all__ = ["FIELDS", "LIMITS", "OWN_FIELDS", "REQUIRED", "TYPED"]

@@ -34,6 +34,8 @@ from services.http_shim.dialects.responses.types import (
 from services.http_shim.endpoints.adapters import LoadAdapterBody, UnloadAdapterBody
 from services.http_shim.endpoints.batches import BatchBody, BatchList, BatchObject
 from services.http_shim.endpoints.files import DeletedFile, FileList, FileObject
+from services.http_shim.endpoints.model_cards import ModelCard, ModelList
+from services.http_shim.endpoints.model_statuses import Status
 from services.http_shim.endpoints.multi_completion import MultiAnswer, MultiCompletionBody
 from services.http_shim.endpoints.probes import State, Version
 from services.http_shim.endpoints.stored_responses import DeletedResponse, InputItemList
@@ -46,21 +48,19 @@ from services.http_shim.endpoints.tokenization import (
     TokenizerInfo,
 )
 from services.http_shim.errors import ErrorBody
-from services.http_shim.formats.model_cards import ModelCard, ModelList
-from services.http_shim.formats.model_statuses import Status
-from services.http_shim.formats.score_formats import (
+from services.http_shim.vectors.embeddings import (
+    EmbeddingBody,
+    EmbeddingList,
+    PoolingBody,
+    PoolingList,
+)
+from services.http_shim.vectors.rankings import (
     Classification,
     ClassifyBody,
     RerankBody,
     Reranking,
     ScoreBody,
     ScoreList,
-)
-from services.http_shim.formats.vector_formats import (
-    EmbeddingBody,
-    EmbeddingList,
-    PoolingBody,
-    PoolingList,
 )
 
 __all__ = ["OPERATIONS", "Operation"]

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from services.http_shim.formats.vector_formats import PoolingBody, unused_fields
+from services.http_shim.vectors.embeddings import PoolingBody, unused_fields
 
 CHAT = {"chat_template": "x", "add_generation_prompt": False, "prompt_name": "query"}
 

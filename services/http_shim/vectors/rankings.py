@@ -9,7 +9,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from services.common.contract import MAX_EMBEDDED_TEXTS
 from services.http_shim.dialects.fields import Uint32, about
-from services.http_shim.formats.vector_formats import (
+from services.http_shim.vectors.embeddings import (
     MANY_TEXTS,
     ActivatedBody,
     InputBody,

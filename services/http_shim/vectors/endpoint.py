@@ -18,20 +18,12 @@ from services.http_shim.dialects.fields import JsonObject
 from services.http_shim.dialects.reading import render_request
 from services.http_shim.endpoints.stream_sender import client_left
 from services.http_shim.errors import ClientGoneError, client_field_names
-from services.http_shim.formats.score_formats import (
-    ClassifyBody,
-    RerankBody,
-    ScoreBody,
-    classification,
-    rerank_param_of,
-    reranking,
-    score_list,
-    score_param_of,
-    to_classify_request,
-    to_rerank_request,
-    to_score_request,
-)
-from services.http_shim.formats.vector_formats import (
+from services.http_shim.http.access import authorized_model, charged, reserve
+from services.http_shim.http.body import BodyReader, json_response
+from services.http_shim.http.exchange import exchange_of
+from services.http_shim.http.gate import Gate
+from services.http_shim.http.scheduling import priority_of
+from services.http_shim.vectors.embeddings import (
     EmbeddingBody,
     InputBody,
     PoolingBody,
@@ -44,11 +36,19 @@ from services.http_shim.formats.vector_formats import (
     to_pooling_request,
     unused_fields,
 )
-from services.http_shim.http.access import authorized_model, charged, reserve
-from services.http_shim.http.body import BodyReader, json_response
-from services.http_shim.http.exchange import exchange_of
-from services.http_shim.http.gate import Gate
-from services.http_shim.http.scheduling import priority_of
+from services.http_shim.vectors.rankings import (
+    ClassifyBody,
+    RerankBody,
+    ScoreBody,
+    classification,
+    rerank_param_of,
+    reranking,
+    score_list,
+    score_param_of,
+    to_classify_request,
+    to_rerank_request,
+    to_score_request,
+)
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2

@@ -2,10 +2,9 @@
 
 from msgspec import Struct
 
-from services.common.model_files.catalog_file import CatalogModel
-from tokenwire.pb.completion.v1 import models_pb2
+from services.http_shim.backends.model_source import ListedModel
 
-__all__ = ["ModelCard", "ModelList", "catalog_card", "served_card"]
+__all__ = ["ModelCard", "ModelList", "model_card"]
 
 
 class ModelCard(Struct):
@@ -46,16 +45,9 @@ class ModelList(Struct):
     data: list[ModelCard]
 
 
-def served_card(model: models_pb2.Model) -> ModelCard:
-    """Return the card of a model that only its backend describes."""
-    row = CatalogModel(id=model.id, names=(model.id, *model.aliases), target="")
-    return catalog_card(row, [], model)
-
-
-def catalog_card(
-    row: CatalogModel, variants: list[str], model: models_pb2.Model | None
-) -> ModelCard:
-    """Return the card of a catalog row; `model` is the backend's description, if it answered."""
+def model_card(listed: ListedModel) -> ModelCard:
+    """Return the card of a model."""
+    row, model = listed.row, listed.model
     context = _least(row.context, None if model is None else model.context_length)
     output = _least(row.max_output_length, None if model is None else model.max_output_length)
     return ModelCard(
@@ -64,7 +56,7 @@ def catalog_card(
         created=row.created or (0 if model is None else model.created),
         owned_by=row.owned_by,
         aliases=[name for name in row.names if name != row.full_name],
-        variants=variants,
+        variants=[*listed.variants],
         placeholder=row.is_placeholder,
         max_model_len=context,
         max_output_length=_least(output, context),

@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from services.http_shim.backends.model_source import ServedStatus
 from tokenwire.pb.completion.v1 import models_pb2
 
 __all__ = ["EngineStatus", "ModelStatus", "RecentTimes", "Status", "model_status"]
@@ -67,12 +68,13 @@ class Status(Struct):
     models: list[ModelStatus]
 
 
-def model_status(id_: str, answer: models_pb2.ModelStatus | None) -> ModelStatus:
-    """Return the status of a model; `answer` is None if its tokenizer service is not reachable."""
+def model_status(served: ServedStatus) -> ModelStatus:
+    """Return the status of a model."""
+    answer = served.status
     if answer is None:
-        return ModelStatus(id_, reachable=False)
+        return ModelStatus(served.id, reachable=False)
     return ModelStatus(
-        id_,
+        served.id,
         reachable=True,
         version=answer.version,
         uptime_seconds=answer.uptime_seconds,
