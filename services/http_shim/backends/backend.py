@@ -29,7 +29,7 @@ from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.tls import ClientTls
 from tokenwire.token_file import TokenFile
 
-__all__ = ["Backend", "RetryPolicy"]
+__all__ = ["Backend", "BackendSettings"]
 
 _CALL_SECONDS = 30.0
 _ADAPTER_SECONDS = 600.0
@@ -37,8 +37,8 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """Limits on new requests that wait while no tokenizer service serves."""
+class BackendSettings:
+    """How the tokenizer services of models are called, and how long requests wait for one."""
 
     wait_seconds: float = 60.0
     """Longest wait of a request, in seconds"""
@@ -57,11 +57,11 @@ class RetryPolicy:
 class Backend:
     """The tokenizer services of a model. Create it on the event loop that uses it."""
 
-    def __init__(self, targets: str, retry_policy: RetryPolicy) -> None:
+    def __init__(self, targets: str, settings: BackendSettings) -> None:
         """targets: as `parse_targets` takes them; it raises StartupError."""
-        self._retry_policy = retry_policy
-        self._waiting_room = WaitingRoom(retry_policy.max_waiting, "the model")
-        channels = ChannelSettings(retry_policy.lost_seconds, retry_policy.tls, retry_policy.token)
+        self._settings = settings
+        self._waiting_room = WaitingRoom(settings.max_waiting, "the model")
+        channels = ChannelSettings(settings.lost_seconds, settings.tls, settings.token)
         addresses = parse_targets(targets, "--tokenizer")
         self._peers = PeerPool(addresses, TOKENIZERS, channels, TokenizerLink)
         self._peers.start()
@@ -106,7 +106,7 @@ class Backend:
 
     @property
     def kept_images(self) -> KeptImages:
-        return self._retry_policy.kept_images
+        return self._settings.kept_images
 
     def choose(self) -> TokenizerLink | None:
         """Return the service with the fewest open requests; None if no address is known.
@@ -121,7 +121,7 @@ class Backend:
         least = min(link.session.num_open for link in links)
         return random.choice([link for link in links if link.session.num_open == least])
 
-    def doubt(self, link: TokenizerLink) -> None:
+    def suspend(self, link: TokenizerLink) -> None:
         """Stop sending requests to a service until it is ready again."""
         link.peer.suspend()
 
@@ -134,7 +134,7 @@ class Backend:
             return
         with self._waiting_room.place():
             try:
-                async with asyncio.timeout(self._retry_policy.wait_seconds):
+                async with asyncio.timeout(self._settings.wait_seconds):
                     await self._peers.wait_until(self._may_serve)
             except TimeoutError:
                 raise error from None
@@ -146,7 +146,7 @@ class Backend:
         try:
             return list((await link.completion.ListModels(request, **_context())).models)
         except grpc.aio.AioRpcError as error:
-            raise link.translated(ServiceError.from_rpc_error(error)) from None
+            raise link.public_error(ServiceError.from_rpc_error(error)) from None
 
     async def status(self) -> models_pb2.ModelStatus:
         """Return the counts of the services, added up, and the loads of their engines."""
@@ -247,10 +247,10 @@ class Backend:
             try:
                 return await call(link)
             except grpc.aio.AioRpcError as failure:
-                error = link.translated(ServiceError.from_rpc_error(failure))
+                error = link.public_error(ServiceError.from_rpc_error(failure))
             if error.code is not grpc.StatusCode.UNAVAILABLE or not losses.count():
                 raise error
-            self.doubt(link)
+            self.suspend(link)
             await self.wait_until_serving(error)
 
     def _may_serve(self) -> bool:
@@ -267,7 +267,7 @@ class Backend:
         try:
             return (await call).models[0]
         except grpc.aio.AioRpcError as error:
-            raise link.translated(ServiceError.from_rpc_error(error)) from None
+            raise link.public_error(ServiceError.from_rpc_error(error)) from None
 
 
 def _sum(statuses: Sequence[models_pb2.ModelStatus]) -> models_pb2.ModelStatus:

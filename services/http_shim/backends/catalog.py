@@ -11,7 +11,7 @@ import grpc
 
 from services.common.background import keep_running
 from services.common.model_files.catalog_file import CatalogError, CatalogModel, read_catalog
-from services.http_shim.backends.backend import RetryPolicy
+from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.model_source import (
     Connection,
     ListedModel,
@@ -32,10 +32,10 @@ _ASK_SECONDS = 2.0  # that a model list waits for a backend, and between two att
 class Catalog:
     """Model source of a catalog file. Create it on the event loop that uses it."""
 
-    def __init__(self, path: Path, retry_policy: RetryPolicy) -> None:
+    def __init__(self, path: Path, settings: BackendSettings) -> None:
         """Read the file. Raises CatalogError."""
         self._path = path
-        self._retry_policy = retry_policy
+        self._settings = settings
         self._connections: dict[str, Connection] = {}
         self._targets: dict[str, Path | None] = {}
         """Targets of the connections, and the files of their tokens"""
@@ -82,12 +82,12 @@ class Catalog:
             if target is not None
         }
 
-    def _policy(self, token_file: Path | None) -> RetryPolicy:
+    def _policy(self, token_file: Path | None) -> BackendSettings:
         """Return the policy of a target. Raises CatalogError if its token can't be used."""
         if token_file is None:
-            return self._retry_policy
+            return self._settings
         try:
-            return replace(self._retry_policy, token=TokenFile(token_file))
+            return replace(self._settings, token=TokenFile(token_file))
         except TokenError as error:
             raise CatalogError(str(error)) from None
 
@@ -182,7 +182,7 @@ class Catalog:
             return None
         try:
             async with asyncio.timeout(_ASK_SECONDS):
-                with connection.used() as backend:
+                with connection.lease() as backend:
                     models = await backend.models()
         except (ServiceError, TimeoutError):
             return None

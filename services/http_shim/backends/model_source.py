@@ -9,7 +9,7 @@ from typing import Protocol
 import grpc
 
 from services.common.model_files.catalog_file import CatalogModel
-from services.http_shim.backends.backend import Backend, RetryPolicy
+from services.http_shim.backends.backend import Backend, BackendSettings
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import models_pb2
 
@@ -29,14 +29,14 @@ _STATUS_SECONDS = 2.0  # above the time in which a tokenizer service gives up on
 class Connection:
     """A backend and the number of requests that use it."""
 
-    def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
-        self.backend = Backend(target, retry_policy)
+    def __init__(self, target: str, settings: BackendSettings) -> None:
+        self.backend = Backend(target, settings)
         self._users = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
-    def used(self) -> Iterator[Backend]:
+    def lease(self) -> Iterator[Backend]:
         """Count a request as a user; `retire` waits for its end."""
         self._users += 1
         self._idle.clear()
@@ -51,7 +51,7 @@ class Connection:
         """Return the status of the service's model; None if it does not answer in time."""
         try:
             async with asyncio.timeout(_STATUS_SECONDS):
-                with self.used() as backend:
+                with self.lease() as backend:
                     return await backend.status()
         except (ServiceError, TimeoutError):
             return None
@@ -131,8 +131,8 @@ class ModelSource(Protocol):
 class SingleBackend:
     """Model source of one tokenizer service, with the service's own model names."""
 
-    def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
-        self._connection = Connection(target, retry_policy)
+    def __init__(self, target: str, settings: BackendSettings) -> None:
+        self._connection = Connection(target, settings)
         self._known_id = "default"
         """Id of the model; "default" until the service has told it"""
 
@@ -154,7 +154,7 @@ class SingleBackend:
                 raise model_not_found(name)
 
     async def listed(self) -> list[ListedModel]:
-        with self._connection.used() as backend:
+        with self._connection.lease() as backend:
             return [_listed(model) for model in await backend.models()]
 
     async def listed_as(self, name: str) -> ListedModel:

@@ -57,7 +57,7 @@ class TokenizerLink:
                     f"The service at {self.peer.target} refuses this server: {error.message}"
                 ) from None
 
-    def translated(self, error: ServiceError) -> ServiceError:
+    def public_error(self, error: ServiceError) -> ServiceError:
         """Return the error of a call as clients see it: they do not know this server's token."""
         # a stream that is refused before its first message may end without a reason
         is_refused = error.reason == "SESSION_LOST" and self.peer.refusal

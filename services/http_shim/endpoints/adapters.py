@@ -61,7 +61,7 @@ class Adapters:
                 "lora_path", "lora_path is required: a directory on the engine's machine."
             )
         asked = models_pb2.LoadAdapterRequest(name=served.backend_name, path=body.lora_path)
-        with client_field_names(_client_name), served.connection.used() as backend:
+        with client_field_names(_client_name), served.connection.lease() as backend:
             await backend.load_adapter(asked)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
@@ -70,7 +70,7 @@ class Adapters:
         body = await self._read(request, UnloadAdapterBody)
         served = await self._adapter(request, body.lora_name)
         asked = models_pb2.UnloadAdapterRequest(name=served.backend_name)
-        with client_field_names(_client_name), served.connection.used() as backend:
+        with client_field_names(_client_name), served.connection.lease() as backend:
             await backend.unload_adapter(asked)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

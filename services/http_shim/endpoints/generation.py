@@ -17,7 +17,7 @@ from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.endpoints.prompt_reader import Prepare, PromptReader
 from services.http_shim.endpoints.stream_sender import CREDIT, client_left, send_stream
 from services.http_shim.errors import ClientGoneError, client_field_names
-from services.http_shim.http.access import assign_model, charged, reserve
+from services.http_shim.http.access import assign_model, charging, reserve
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
@@ -121,9 +121,9 @@ class GenerationEndpoint:
             model = await assign_model(exchange, self._models, request.model, request)
             output = OutputCollector()
             with (
-                charged(exchange, await reserve(exchange, request)),
-                self._gate.entered(output),
-                model.connection.used() as backend,
+                charging(exchange, await reserve(exchange, request)),
+                self._gate.admit(output),
+                model.connection.lease() as backend,
                 client_field_names(reading.field),
             ):
                 await self._prompts.fetch_images(reading, held)

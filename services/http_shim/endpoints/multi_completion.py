@@ -22,7 +22,7 @@ from services.http_shim.dialects.choices import finish_reason_of
 from services.http_shim.dialects.fields import Strings, about
 from services.http_shim.endpoints.generation import watch_for_disconnect
 from services.http_shim.errors import ClientGoneError, client_field_names
-from services.http_shim.http.access import assign_model, charged, reserve
+from services.http_shim.http.access import assign_model, charging, reserve
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
@@ -117,8 +117,8 @@ class MultiCompletion:
         await self._models.require(names)
         collectors: list[OutputCollector] = [OutputCollector() for _ in parts]
         with (
-            charged(exchange, await reserve(exchange, *[part.request for part in parts])),
-            self._gate.entered(*collectors),
+            charging(exchange, await reserve(exchange, *[part.request for part in parts])),
+            self._gate.admit(*collectors),
         ):
             try:
                 choices = await _complete_all(parts, collectors, exchange, receive)
@@ -197,7 +197,7 @@ async def _complete_all(
 
 async def _complete(part: _Part, collector: OutputCollector, exchange: Exchange) -> ModelChoice:
     began = time.monotonic()
-    with part.model.connection.used() as backend:
+    with part.model.connection.lease() as backend:
         submission = backend.submit(
             part.request, collector, tenant=exchange.tenant, priority=exchange.priority
         )

@@ -42,6 +42,6 @@ class TokenCounting:
             served = await authorized_model(exchange, self._models, model)
             await self._prompts.fetch_images(reading, held)
             rendered = render_request(reading, served.backend_name)
-            with client_field_names(reading.field), served.connection.used() as backend:
+            with client_field_names(reading.field), served.connection.lease() as backend:
                 answer = await backend.render(rendered)
         return json_response(self._count_answer(len(answer.ids)))

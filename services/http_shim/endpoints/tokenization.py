@@ -131,7 +131,7 @@ class Tokenization:
             body, reading = await self._read(request, TokenizeBody, held)
             served = await authorized_model(exchange_of(request.scope), self._models, body.model)
             await self._prompts.fetch_images(reading, held)
-            with served.connection.used() as backend:
+            with served.connection.lease() as backend:
                 encoding: Awaitable[_Encoded]
                 if body.messages is None:
                     encoding = _encoded(backend, served.backend_name, body)
@@ -162,7 +162,7 @@ class Tokenization:
             sequences=[types_pb2.TokenIds(ids=body.tokens)],
             skip_special_tokens=False,
         )
-        with _field_is("tokens"), served.connection.used() as backend:
+        with _field_is("tokens"), served.connection.lease() as backend:
             answer = await backend.decode(asked)
         return json_response(Detokenized(answer.decodings[0].text))
 
@@ -172,7 +172,7 @@ class Tokenization:
             body, reading = await self._read(request, TemplateBody, held)
             served = await authorized_model(exchange_of(request.scope), self._models, body.model)
             await self._prompts.fetch_images(reading, held)
-            with served.connection.used() as backend:
+            with served.connection.lease() as backend:
                 answer = await _rendered(backend, served.backend_name, reading)
         return json_response(AppliedTemplate(answer.text))
 
@@ -180,7 +180,7 @@ class Tokenization:
         """Describe the tokenizer."""
         name = request.query_params.get("model")
         served = await authorized_model(exchange_of(request.scope), self._models, name)
-        with served.connection.used() as backend:
+        with served.connection.lease() as backend:
             tokenizer = await backend.tokenizer(served.backend_name)
         return json_response(_info(served, tokenizer))
 

@@ -18,7 +18,7 @@ from services.http_shim.dialects.fields import JsonObject
 from services.http_shim.dialects.reading import render_request
 from services.http_shim.endpoints.stream_sender import client_left
 from services.http_shim.errors import ClientGoneError, client_field_names
-from services.http_shim.http.access import authorized_model, charged, reserve
+from services.http_shim.http.access import authorized_model, charging, reserve
 from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import exchange_of
 from services.http_shim.http.gate import Gate
@@ -155,15 +155,15 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
         template = template_body(body) if isinstance(body, InputBody) else None
         if template is not None and not isinstance(request, completion_pb2.ScoreRequest):
             call = _Call()
-            with self._gate.entered(call), served.connection.used() as backend:
+            with self._gate.admit(call), served.connection.lease() as backend:
                 rendering = _rendered(template, served.backend_name, backend, left())
                 ids = await call.result_of(rendering, receive)
             request.inputs.append(completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)))
         call = _Call()
         with (
-            charged(exchange, await reserve(exchange, request)),
-            self._gate.entered(call),
-            served.connection.used() as backend,
+            charging(exchange, await reserve(exchange, request)),
+            self._gate.admit(call),
+            served.connection.lease() as backend,
             client_field_names(api.param_of),
         ):
             asking = api.ask(backend, request, exchange.tenant, priority, left())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.http_shim.backends.backend import RetryPolicy
+from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
 
 MANY = 5_000
@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 async def test_long_model_list_yields_to_the_event_loop(path: Path) -> None:
     """Otherwise all streams would stall while the list is made."""
-    listing = asyncio.ensure_future(Catalog(path, RetryPolicy()).listed())
+    listing = asyncio.ensure_future(Catalog(path, BackendSettings()).listed())
     turns = 0
     while not listing.done():
         await asyncio.sleep(0)
@@ -39,7 +39,7 @@ async def test_model_list_survives_the_removal_of_a_model(tmp_path: Path) -> Non
     """A reload may close a backend between the request for the list and its answer."""
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "old"\ntarget = "127.0.0.1:1"\n')
-    catalog = Catalog(path, RetryPolicy())
+    catalog = Catalog(path, BackendSettings())
     listing = asyncio.ensure_future(catalog.listed())
     await asyncio.sleep(0)
     path.write_text('[[models]]\nid = "new"\nplaceholder = true\n')

@@ -8,16 +8,6 @@ import jsonschema
 import msgspec
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
-from starlette.routing import Route
-
-from services import http_shim
-from services.http_shim.app import create_app
-from services.http_shim.backends.backend import RetryPolicy
-from services.http_shim.backends.catalog import Catalog
-from services.http_shim.batches.batch_runner import BatchRunner
-from services.http_shim.documentation.openapi import document, openapi
-from services.http_shim.documentation.pages import PAGES
-from services.http_shim.endpoints import batches
 from services.http_shim.formats import (
     request_bodies,
     score_formats,
@@ -26,6 +16,16 @@ from services.http_shim.formats import (
 )
 from services.http_shim.formats.anthropic import message_requests
 from services.http_shim.formats.openai_responses import response_requests
+from starlette.routing import Route
+
+from services import http_shim
+from services.http_shim.app import create_app
+from services.http_shim.backends.backend import BackendSettings
+from services.http_shim.backends.catalog import Catalog
+from services.http_shim.batches.batch_runner import BatchRunner
+from services.http_shim.documentation.openapi import document, openapi
+from services.http_shim.documentation.pages import PAGES
+from services.http_shim.endpoints import batches
 from services.http_shim.http.gate import Gate
 from services.http_shim.settings import HttpShimSettings
 from services.http_shim.stored.file_store import FileStore
@@ -56,7 +56,9 @@ async def test_document_has_every_route(tmp_path: Path) -> None:
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
     files = FileStore("", 1000)
     runner = BatchRunner(files, lambda _: None, 1000, 1000)
-    app = create_app(Catalog(path, RetryPolicy()), Gate(), HttpShimSettings(), None, files, runner)
+    app = create_app(
+        Catalog(path, BackendSettings()), Gate(), HttpShimSettings(), None, files, runner
+    )
     files.close()
     routes = {
         (route.path.replace(":path", ""), method.lower())
