@@ -22,6 +22,7 @@ from services.http_shim.dialects.chat.read import read_chat
 from services.http_shim.dialects.completions.read import read_completion
 from services.http_shim.dialects.messages.read import read_counted_message, read_message
 from services.http_shim.dialects.messages.types import TokenCount
+from services.http_shim.dialects.messages.write import MESSAGE_ERRORS
 from services.http_shim.dialects.responses.types import InputTokenCount
 from services.http_shim.dialects.responses.write import interrupted_response
 from services.http_shim.documentation.openapi import openapi
@@ -42,6 +43,7 @@ from services.http_shim.endpoints.responses import ResponsesEndpoint
 from services.http_shim.endpoints.stored_responses import StoredResponses
 from services.http_shim.endpoints.token_counting import TokenCounting
 from services.http_shim.endpoints.tokenization import Tokenization
+from services.http_shim.errors import ErrorForm
 from services.http_shim.http.access import AccessMiddleware
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.cors import cors, origins_of
@@ -81,6 +83,7 @@ _VECTOR_PATHS: Mapping[str, VectorApi[Any, Any, Any]] = {
     "/v1/pooling": POOLING,
     "/pooling": POOLING,
 }
+_ERROR_FORMS: Mapping[str, ErrorForm] = {"/v1/messages": MESSAGE_ERRORS}
 _DAY = 24 * 60 * 60
 
 
@@ -168,7 +171,7 @@ def create_app(
     ]
     names = [name.strip() for name in settings.allowed_hosts.split(",") if name.strip()]
     middleware = [
-        Middleware(ExchangeMiddleware, routes=routes),
+        Middleware(ExchangeMiddleware, routes=routes, error_forms=_ERROR_FORMS),
         Middleware(HostMiddleware, allowed=AllowedHosts(settings.host, names)),
     ]
     if origins := origins_of(settings.cors_origins):
@@ -183,7 +186,7 @@ def create_app(
 def _batch_app(routes: list[Route]) -> Starlette:
     """Return the application that requests of batches call."""
     middleware = [
-        Middleware(ExchangeMiddleware, routes=routes),
+        Middleware(ExchangeMiddleware, routes=routes, error_forms=_ERROR_FORMS),
         Middleware(FailureMiddleware),
         Middleware(CreatorMiddleware),
     ]

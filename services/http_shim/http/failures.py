@@ -11,7 +11,6 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import out_of_resources
-from services.http_shim.dialects.error_forms import error_form
 from services.http_shim.errors import (
     INTERNAL,
     BodyTooLargeError,
@@ -33,7 +32,7 @@ def error_response(scope: Scope, error: ServiceError) -> Response:
     exchange = exchange_of(scope)
     exchange.error = error
     response = to_response(error)
-    if (form := error_form(scope["path"])) is not None:
+    if (form := exchange.error_form) is not None:
         response = _with_body(response, form.of_service(error, exchange.request_id))
     return response
 
@@ -106,10 +105,11 @@ def _other(
 
 def _shaped(scope: Scope, response: Response, message: str) -> Response:
     """Return the response for a failure in the form of its path."""
-    if (form := error_form(scope["path"])) is None:
+    exchange = exchange_of(scope)
+    if (form := exchange.error_form) is None:
         return response
-    identity = exchange_of(scope).request_id
-    return _with_body(response, form.of_status(response.status_code, message, identity))
+    body = form.of_status(response.status_code, message, exchange.request_id)
+    return _with_body(response, body)
 
 
 def _with_body(response: Response, body: bytes) -> Response:

@@ -28,12 +28,12 @@ from services.http_shim.dialects.parts import (
     parts_of,
 )
 from services.http_shim.dialects.writer import EventWriter, Writer
-from services.http_shim.errors import http_status, public_message
+from services.http_shim.errors import ErrorForm, http_status, public_message
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["THREAD_NOT_FOUND", "MessageWriter", "message_error", "other_message_error"]
+__all__ = ["MESSAGE_ERRORS", "THREAD_NOT_FOUND", "MessageWriter", "message_error"]
 
 _encode = msgspec.json.Encoder().encode
 _ERRORS = {
@@ -170,16 +170,17 @@ def message_error(error: ServiceError, request_id: str) -> bytes:
     if error.field and error.field not in message:
         message = f"{error.field}: {message}"
     code = error.reason.lower() if error.reason == THREAD_NOT_FOUND else None
-    return other_message_error(http_status(error.code), message, request_id, code)
+    return _other_error(http_status(error.code), message, request_id, code)
 
 
-def other_message_error(
-    status: int, message: str, request_id: str, code: str | None = None
-) -> bytes:
+def _other_error(status: int, message: str, request_id: str, code: str | None = None) -> bytes:
     """Return the JSON body of a failure with an HTTP status. code: one of Anthropic's."""
     kind = _ERRORS.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     details = UNSET if code is None else ErrorCode(code)
     return _encode(MessageError(ErrorDetail(kind, message, details), request_id))
+
+
+MESSAGE_ERRORS = ErrorForm(message_error, _other_error)
 
 
 def _event(name: str, **fields: Any) -> bytes:
