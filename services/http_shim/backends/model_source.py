@@ -84,7 +84,7 @@ class ListedModel:
     """A model of the list, and what its backend says of it."""
 
     row: CatalogModel
-    """Its row of the catalog; without a catalog the names that the backend has for it"""
+    """Row of the catalog; without a catalog, one with the names that the backend has for the model"""
     variants: Sequence[str] = ()
     """Full names of its variants"""
     model: models_pb2.Model | None = None

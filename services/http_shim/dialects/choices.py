@@ -87,7 +87,7 @@ class AnswerHead(Struct):
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """What a client wants of an answer besides its text."""
+    """The parts of an answer that a client wants besides its text."""
 
     choices_per_prompt: int = 1
     logprobs: bool = False

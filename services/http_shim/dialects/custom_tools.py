@@ -16,7 +16,7 @@ __all__ = ["CustomInput", "InputGrammar", "arguments_of", "custom_tool", "input_
 
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _BEGINNING = re.compile(r'\s*(\{\s*("(i(n(p(u(t("\s*(:\s*)?)?)?)?)?)?)?)?)?')
-"""What may become an opening"""
+"""A text that may become the opening of an input"""
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _HEX = re.compile(r"[0-9A-Fa-f]{4}")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -77,7 +77,7 @@ class CustomInput:
         self._raw = ""
         """Arguments that are not read"""
         self._is_open = False
-        """Whether the string of the input has begun"""
+        """True once the string of the input has begun"""
         self._is_closed = False
         self._high = ""
         """First half of a surrogate pair"""
@@ -98,8 +98,8 @@ class CustomInput:
         """End the arguments; return the rest of the input."""
         if self._is_open or self._is_closed:
             return _REPLACEMENT if self._high else ""
-        is_begun = _BEGINNING.fullmatch(self._raw) is not None
-        return "" if is_begun else _LONE_SURROGATE.sub(_REPLACEMENT, self._raw)
+        is_opening = _BEGINNING.fullmatch(self._raw) is not None
+        return "" if is_opening else _LONE_SURROGATE.sub(_REPLACEMENT, self._raw)
 
     def _read(self) -> str:
         """Decode the text of the string as far as it is there."""

@@ -21,7 +21,7 @@ class PartKind(enum.Enum):
 
 
 class Step(enum.Enum):
-    """What happens to a part."""
+    """A step in the life of a part."""
 
     OPENED = enum.auto()
     GROWN = enum.auto()

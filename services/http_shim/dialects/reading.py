@@ -34,7 +34,7 @@ class Reading:
         self.ignored = ignored
         self.is_streamed = False
         self.priority: int | None = None
-        """In vLLM's order, lower first; None = the client's own"""
+        """Priority in vLLM's order, lower first; None = that of the exchange"""
         self.timeout: float | None = None
         """Seconds after which the request fails; None = none"""
         self._names = names

@@ -13,7 +13,7 @@ __all__ = ["Gate"]
 
 
 class Running(Protocol):
-    """What a request waits for."""
+    """Something that a request waits for, such as its output."""
 
     def on_error(self, error: ServiceError) -> None:
         """End it with an error."""

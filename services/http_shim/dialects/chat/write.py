@@ -54,7 +54,7 @@ class ChatWriter(ChoicesWriter):
         super().__init__(options)
         self._custom_tools = custom_tools
         self._assemblers: dict[int, PartAssembler] = {}
-        """Of each choice in a stream"""
+        """Assembler of each choice of a stream"""
 
     def choice(
         self,

@@ -148,7 +148,7 @@ class DocumentBlock(_Block, tag="document"):
 
 
 class SearchResultBlock(_Block, tag="search_result"):
-    """What a search of the client found, which becomes text under its title and source."""
+    """Result of a search of the client, which becomes text under its title and source."""
 
     title: str
     source: str
