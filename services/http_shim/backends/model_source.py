@@ -84,7 +84,7 @@ class ListedModel:
     """A model of the list, and what its backend says of it."""
 
     row: CatalogModel
-    """Row of the catalog; without a catalog, one with the names that the backend has for the model"""
+    """Row of the catalog; without one, a row with the backend's names of the model"""
     variants: Sequence[str] = ()
     """Full names of its variants"""
     model: models_pb2.Model | None = None
