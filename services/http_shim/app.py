@@ -34,6 +34,7 @@ from services.http_shim.endpoints.batches import Batches
 from services.http_shim.endpoints.documents import Documents
 from services.http_shim.endpoints.files import Files
 from services.http_shim.endpoints.generation import GenerationEndpoint
+from services.http_shim.endpoints.generator import Generator
 from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
 from services.http_shim.endpoints.probes import Probes
@@ -104,7 +105,7 @@ def create_app(
     documents = Documents(DocumentReader(), files)
     prompts = PromptReader(bodies, documents, fetcher)
     stall = settings.stall_seconds
-    shared = (models, gate, prompts, stall)
+    shared = (prompts, Generator(models, gate, prompts), stall)
     completions = GenerationEndpoint(always(read_completion), *shared)
     chat = GenerationEndpoint(always(read_chat), *shared)
     messages = GenerationEndpoint(always(read_message), *shared)

@@ -20,7 +20,8 @@ from services.http_shim.dialects.responses.write import (
     has_ended,
 )
 from services.http_shim.endpoints.event_stream import EventStream
-from services.http_shim.endpoints.generation import AsgiCall, Running
+from services.http_shim.endpoints.generation import AsgiCall
+from services.http_shim.endpoints.generator import Running
 from services.http_shim.endpoints.stream_sender import (
     PING,
     PING_SECONDS,

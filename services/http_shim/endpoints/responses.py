@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.dialects.fields import JsonObject
 from services.http_shim.dialects.reading import Read, Reading
 from services.http_shim.dialects.responses.read import read_counted_response, read_response
@@ -11,11 +10,11 @@ from services.http_shim.endpoints.background_responses import (
     BackgroundResponse,
     BackgroundResponses,
 )
-from services.http_shim.endpoints.generation import AsgiCall, GenerationEndpoint, Running
+from services.http_shim.endpoints.generation import AsgiCall, GenerationEndpoint
+from services.http_shim.endpoints.generator import Generator, Running
 from services.http_shim.endpoints.prompt_reader import PromptReader
 from services.http_shim.endpoints.response_keeper import ResponseKeeper
 from services.http_shim.http.exchange import Exchange
-from services.http_shim.http.gate import Gate
 
 __all__ = ["ResponsesEndpoint"]
 
@@ -27,12 +26,11 @@ class ResponsesEndpoint(GenerationEndpoint):
         self,
         keeper: ResponseKeeper,
         background: BackgroundResponses,
-        models: ModelSource,
-        gate: Gate,
         prompts: PromptReader,
+        generator: Generator,
         stall_seconds: float,
     ) -> None:
-        super().__init__(self._prepared, models, gate, prompts, stall_seconds)
+        super().__init__(self._prepared, prompts, generator, stall_seconds)
         self._keeper = keeper
         self._background = background
 
