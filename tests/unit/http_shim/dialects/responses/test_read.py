@@ -113,6 +113,9 @@ def test_any_body_becomes_a_request_or_is_refused(
         fields = decoded(msgspec.json.encode(body))
         reading = read(fields, msgspec.json.encode(context))
         assert reading.request.SerializeToString()
+        counted = read_counted_response(fields, msgspec.json.encode(context)).request
+        assert counted.conversation == reading.request.conversation
+        assert list(counted.tools) == list(reading.request.tools)
         assert len(reading.images) == sum(
             part.WhichOneof("part") == "image"
             for message in reading.request.conversation.messages
