@@ -125,6 +125,25 @@ def test_whole_number_is_an_integer_however_it_is_written(literal: str) -> None:
     assert (parsed.prompt, parsed.max_tokens, parsed.temperature) == ([[4]], 4, 1.0)
 
 
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 5_000])
+@pytest.mark.parametrize(
+    ("body", "field", "path"),
+    [
+        ('{"prompt": "x", "temperature": %s}', "temperature", "temperature"),
+        ('{"a": "1e400", "b": {"c": [1, {}, %s]}}', "b", "b.c[2]"),
+        ('\n {"messages": [{"role": "user"}, {"x": %s}]}', "messages[1].x", "messages[1].x"),
+        ('{"guided_json": {"maximum": %s}}', "guided_json", "guided_json.maximum"),
+        ('{"x": [[[[[[[[[%s]]]]]]]]]}', "x", "x[0][0][0][0][0][0][0]"),
+    ],
+)
+def test_number_out_of_range_is_named(number: str, body: str, field: str, path: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        decoded((body % number).encode())
+    assert caught.value.field == field
+    assert caught.value.message.startswith(f"{path}: ")
+    assert "out of range" in caught.value.message
+
+
 @pytest.mark.parametrize(
     ("biases", "message"),
     [

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from starlette.types import Message, Receive, Scope
 
+from services.http_shim.dialects.completions.read import read_completion
 from services.http_shim.dialects.fields import JsonObject
 from services.http_shim.dialects.reading import Read, Reading
 from services.http_shim.errors import BodyTooLargeError
@@ -80,6 +81,27 @@ async def test_body_is_decoded_once_to_plain_values(kib: int) -> None:
         with pytest.raises(ServiceError) as refused:
             await reader.read(SCOPE, pieces(wrong + b" " * kib * KIB, b""), dict)
         assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("size", [1, 100 * KIB])
+async def test_body_at_the_limit_of_nesting_is_read_or_refused(size: int) -> None:
+    """A body that can be decoded may be too deep for what follows, which must not be a 500."""
+
+    async def prepare(_: JsonObject) -> Read:
+        return read_completion
+
+    reader = BodyReader(1 << 20, 1 << 20)
+    ends = set()
+    for depth in range(800, 1_010):
+        schema = b'{"a":' * depth + b"1" + b"}" * depth
+        body = b" " * size + b'{"prompt": "x", "guided_json": %b}' % schema
+        with reader.held() as held:
+            try:
+                await reader.read_with_images(SCOPE, pieces(body, b""), held, prepare)
+                ends.add("read")
+            except ServiceError as error:
+                ends.add(error.reason)
+    assert ends == {"read", "MALFORMED_JSON"}
 
 
 async def test_memory_of_unfinished_bodies_is_bounded() -> None:
