@@ -117,13 +117,11 @@ class Catalog:
 
     async def listed(self) -> list[ListedModel]:
         """Return all models, each with its variants."""
-        targets = {row.target for row in self._listed}
+        rows, variants = self._listed, self._variants  # a reload replaces them
+        targets = {row.target for row in rows}
         answers = await asyncio.gather(*map(self._describe, targets))
         described = dict(zip(targets, answers, strict=True))
-        variants = self._variants
-        return [
-            ListedModel(row, variants[row.full_name], described[row.target]) for row in self._listed
-        ]
+        return [ListedModel(row, variants[row.full_name], described[row.target]) for row in rows]
 
     async def listed_as(self, name: str) -> ListedModel:
         """Return a model or a variant."""

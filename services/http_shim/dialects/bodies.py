@@ -12,18 +12,19 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import grpc
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from services.http_shim.dialects.fields import JsonObject, LeftOut
 from tokenwire.errors import ServiceError, invalid
 
-__all__ = ["Body", "body_of", "decoded"]
+__all__ = ["Body", "body_of", "decoded", "nested_too_deeply"]
 
 Body = TypeVar("Body", bound=Struct)
 _EXACT_FLOATS = 2**53
 """Bound of the integers that a double holds exactly"""
 _INDEX = re.compile(r"\[\d+\]")
 _MAX_UNKNOWN = 1_000  # unknown fields that are collected
+_MAX_STEPS = 8  # of the path of a number out of range: each reads the body again
 _PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 _DEEP = frozenset({"images", "messages", "structured_outputs", "system", "tools"})
@@ -35,11 +36,12 @@ def decoded(text: bytes) -> JsonObject:
     try:
         value = msgspec.json.decode(text)
     except msgspec.ValidationError as error:
-        raise _wrong_type(str(error)) from None
+        what = str(error).partition(" - at ")[0]
+        raise _wrong_type(f"{what} - at `${_path_of_wrong_number(text)}`") from None
     except UnicodeDecodeError:
         raise _malformed("it is not UTF-8") from None
     except RecursionError:
-        raise _malformed("it is nested too deeply") from None
+        raise nested_too_deeply() from None
     except msgspec.DecodeError as error:
         hint = " (or it has half of a surrogate pair)" if b"\\ud" in text.lower() else ""
         raise _malformed(str(error) + hint) from None
@@ -60,7 +62,7 @@ def body_of(kind: type[Body], fields: JsonObject) -> tuple[Body, list[str]]:
     except msgspec.ValidationError as error:
         raise _wrong_bias(fields) or _wrong_type(str(error)) from None
     except RecursionError:
-        raise _malformed("it is nested too deeply") from None
+        raise nested_too_deeply() from None
     unknown: dict[str, str] = {}
     for path in islice(_unknown(body, fields), _MAX_UNKNOWN):
         unknown.setdefault(_INDEX.sub("[]", path), path)
@@ -123,6 +125,37 @@ def _holds_structs(kind: object) -> bool:
     return is_struct or any(map(_holds_structs, get_args(kind)))
 
 
+def _path_of_wrong_number(text: bytes) -> str:
+    """Return the path of the first number out of range; msgspec omits the names of fields."""
+    path, value = "", Raw(text.lstrip())
+    for _ in range(_MAX_STEPS):
+        found = next(((step, each) for step, each in _members(value) if _is_wrong(each)), None)
+        if found is None:
+            break
+        step, value = found
+        path += step
+    return path
+
+
+def _members(value: Raw) -> Iterator[tuple[str, Raw]]:
+    """Yield the members of an object or a list, each with its step of a path."""
+    match bytes(memoryview(value)[:1]):
+        case b"{":
+            for name, each in msgspec.json.decode(value, type=dict[str, Raw]).items():
+                yield f".{name}", each
+        case b"[":
+            for index, each in enumerate(msgspec.json.decode(value, type=list[Raw])):
+                yield f"[{index}]", each
+
+
+def _is_wrong(value: Raw) -> bool:
+    try:
+        msgspec.json.decode(value)
+    except msgspec.ValidationError:
+        return True
+    return False
+
+
 def _wrong_bias(fields: JsonObject) -> ServiceError | None:
     """Return the error of the first invalid entry of logit_bias; msgspec omits the key."""
     entries = fields.get("logit_bias")
@@ -139,6 +172,11 @@ def _kind(value: Any) -> str:
     """Return msgspec's name of a value's kind."""
     names = {list: "array", dict: "object", type(None): "null"}
     return names.get(type(value), type(value).__name__)
+
+
+def nested_too_deeply() -> ServiceError:
+    """Return the error of a body that can't be walked."""
+    return _malformed("it is nested too deeply")
 
 
 def _malformed(why: str) -> ServiceError:

@@ -133,12 +133,13 @@ class MessageReading:
 
         Raises INVALID_ARGUMENT for one document too many.
         """
-        check_count(self._reading.documents, name)
+        check_count(self._reading.documents, document.param)
         self._note_part(name)
         part = self.message.parts.add(text="")
 
         def put(text: str) -> None:
             part.text = text_of(text)
+            document.data = b""  # the reading lives as long as the answer
 
         document.put = put
         self._reading.documents.append(document)

@@ -47,7 +47,7 @@ class BatchBody(Struct):
         ),
     ] = None
     completion_window: Annotated[
-        str | None, about("24h: what is not answered then, expires.", const="24h")
+        str | None, about("24h: what is not answered then, expires.", enum=["24h", None])
     ] = None
     metadata: Annotated[
         Annotated[dict[_Text, _Text], Meta(max_length=16)] | None,

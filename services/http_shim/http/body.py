@@ -16,7 +16,7 @@ from services.common.contract import MAX_IMAGES_BYTES
 from services.common.sharing.fair_executor import FairExecutor
 from services.common.sharing.shares import Shares
 from services.common.sharing.tenant import current_tenant
-from services.http_shim.dialects.bodies import decoded
+from services.http_shim.dialects.bodies import decoded, nested_too_deeply
 from services.http_shim.dialects.fields import JsonObject
 from services.http_shim.dialects.reading import Read, Reading
 from services.http_shim.errors import BodyTooLargeError, ClientGoneError
@@ -133,10 +133,16 @@ class BodyReader:
                 return body
 
     async def _run(self, size: int, call: Callable[[], Parsed]) -> Parsed:
-        """Return the result of a call, which a thread makes if the body has a large size."""
-        if size <= _SMALL:
-            return call()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        """Return the result of a call, which a thread makes if the body has a large size.
+
+        What is decoded on a short stack may be too deep to be encoded on a longer one.
+        """
+        try:
+            if size <= _SMALL:
+                return call()
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except RecursionError:
+            raise nested_too_deeply() from None
 
 
 def _decoded(body: bytearray) -> JsonObject:

@@ -153,7 +153,8 @@ def _read_file(made: MessageReading, file: FileData, name: str) -> None:
         document = RequestDocument(f"{name}.file.file_id", file_id=file.file_id)
     else:
         document = encoded_document(file.file_data or "", "", f"{name}.file.file_data")
-    made.add_document(document, name, lambda text: document_text(file.filename, text))
+    title = file.filename  # the function below must not hold the data of `file`
+    made.add_document(document, name, lambda text: document_text(title, text))
 
 
 def _read_call(reading: Reading, made: MessageReading, call: MessageCall, name: str) -> None:

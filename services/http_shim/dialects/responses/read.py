@@ -261,7 +261,8 @@ def _read_file(made: MessageReading, file: InputFile, name: str) -> None:
         document = RequestDocument(f"{name}.file_id", file_id=file.file_id)
     else:
         document = encoded_document(file.file_data or "", "", f"{name}.file_data")
-    made.add_document(document, name, lambda text: document_text(file.filename, text))
+    title = file.filename  # the function below must not hold the data of `file`
+    made.add_document(document, name, lambda text: document_text(title, text))
 
 
 def _converted(item: JsonObject, kind: type[_Item], name: str) -> _Item:

@@ -8,23 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.http_shim.formats.openai_responses.items import take_item_images
-from services.http_shim.formats.openai_responses.response_requests import (
-    ResponseBody,
-    ignored_parts,
-    prepare,
-    to_response_request,
+from services.http_shim.dialects.bodies import decoded
+from services.http_shim.dialects.reading import Reading
+from services.http_shim.dialects.responses.read import (
+    NO_ITEMS,
+    read_counted_response,
+    read_response,
 )
-from services.http_shim.formats.request_bodies import parse
+from services.http_shim.dialects.responses.write import KeptResponse
 from tokenwire.errors import ServiceError
 
-DECODER = msgspec.json.Decoder(ResponseBody)
 NAMES = st.sampled_from(["f", "g", "", "a b"])
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 2) | NAMES,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(NAMES, inner, max_size=2),
     max_leaves=4,
 )
+
+
+async def keep(_: KeptResponse) -> None:
+    """Keep nothing."""
+
+
+def read(fields: dict[str, Any], context: bytes = NO_ITEMS) -> Reading:
+    return read_response(fields, context, keep)
 
 
 def some(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[str, Any]]:
@@ -103,13 +110,21 @@ def test_any_body_becomes_a_request_or_is_refused(
     body: dict[str, Any], context: list[dict[str, Any]]
 ) -> None:
     with contextlib.suppress(ServiceError):
-        decoded, _ = parse(DECODER, msgspec.json.encode(body))
-        prepared = prepare(decoded, "", msgspec.json.encode(context))
-        ignored_parts(prepared)
-        take_item_images(prepared.items)
-        request = to_response_request(prepared)
-        assert {tool.name for tool in request.tools} >= prepared.custom_tools or (
-            isinstance(decoded.tool_choice, dict)  # it may leave out some
+        fields = decoded(msgspec.json.encode(body))
+        reading = read(fields, msgspec.json.encode(context))
+        assert reading.request.SerializeToString()
+        counted = read_counted_response(fields, msgspec.json.encode(context)).request
+        assert counted.conversation == reading.request.conversation
+        assert list(counted.tools) == list(reading.request.tools)
+        assert len(reading.images) == sum(
+            part.WhichOneof("part") == "image"
+            for message in reading.request.conversation.messages
+            for part in message.parts
+        )
+        tools = fields.get("tools") or ()
+        customs = {tool["name"] for tool in tools if tool.get("type") == "custom"}
+        assert {tool.name for tool in reading.request.tools} >= customs or (
+            isinstance(fields.get("tool_choice"), dict)  # it may leave out some
         )
 
 
@@ -120,12 +135,11 @@ def test_other_formats_of_a_custom_tool_are_refused(form: Any) -> None:
     tools = [{"type": "function", "name": "f"}, {"type": "custom", "name": "g", "format": form}]
     body = {"input": "a", "tools": tools}
     with pytest.raises(ServiceError) as caught:
-        to_response_request(prepare(msgspec.convert(body, ResponseBody), "", b"[]"))
+        read(body)
     assert caught.value.field == "tools[1].format"
 
 
 def test_type_of_an_item_is_a_text() -> None:
-    body = ResponseBody(input=[{"role": "user", "content": "a"}, {"type": ["message"]}])
     with pytest.raises(ServiceError) as caught:
-        prepare(body, "", b"[]")
+        read({"input": [{"role": "user", "content": "a"}, {"type": ["message"]}]})
     assert caught.value.field == "input[1].type"

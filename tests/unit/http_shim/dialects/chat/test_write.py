@@ -4,30 +4,25 @@ import json
 import math
 from typing import Any
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.dialects.chat.read import read_chat
+from services.http_shim.dialects.writer import Writer
 from services.http_shim.endpoints.event_stream import EventStream
-from services.http_shim.formats.chat_responses import ChatFormatter
-from services.http_shim.formats.request_bodies import ChatBody, StreamOptions
-from services.http_shim.formats.responses import Envelope, usage_of
-from services.http_shim.formats.tool_fields import Tool
 from tests.unit.http_shim.synthetic import (
-    ACCEPTED,
     USAGE,
     call_delta,
     chat_delta,
-    exchange,
     feed,
     finished,
+    stream_of,
+    whole_of,
 )
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-PROMPT = types_pb2.TokenIds(ids=[7, 8])
-ENVELOPE = Envelope("chatcmpl-1", 1700000000, ACCEPTED, ChatFormatter.of(ChatBody()))
 STOP = types_pb2.FINISH_REASON_STOP
 CALLS = types_pb2.FINISH_REASON_TOOL_CALLS
 WEATHER = [
@@ -46,18 +41,16 @@ def whole(
     **fields: Any,
 ) -> Any:
     """Return the choice that the deltas form."""
-    formatter = ChatFormatter.of(ChatBody(**fields))
-    return msgspec.to_builtins(formatter.choice(0, deltas, finished(reason=reason), PROMPT))
+    [choice] = whole_of(writer(**fields), *deltas, finished(reason=reason))["choices"]
+    return choice
 
 
-def begin(
-    options: StreamOptions | None = None, **fields: Any
-) -> tuple[OutputCollector, EventStream]:
-    collector: OutputCollector = OutputCollector()
-    feed(collector, ACCEPTED)
-    formatter = ChatFormatter.of(ChatBody(**fields))
-    envelope = Envelope("chatcmpl-1", 1700000000, ACCEPTED, formatter)
-    return collector, EventStream(collector, formatter, options, envelope, exchange(), str)
+def writer(**fields: Any) -> Writer:
+    return read_chat({"messages": []} | fields).writer
+
+
+def begin(**fields: Any) -> tuple[OutputCollector, EventStream]:
+    return stream_of(writer(stream=True, **fields))
 
 
 def objects(data: bytes) -> list[Any]:
@@ -76,14 +69,11 @@ def deltas_of(data: bytes) -> list[Any]:
 
 
 def test_whole_answer_has_all_fields() -> None:
-    choice = ChatFormatter.of(ChatBody()).choice(
-        0, [chat_delta("a"), chat_delta("b")], finished(reason=STOP), PROMPT
-    )
-    answer = json.loads(ENVELOPE.whole([choice], usage_of(USAGE)))
+    answer = whole_of(writer(), chat_delta("a"), chat_delta("b"), finished(reason=STOP))
+    assert answer.pop("id").startswith("chatcmpl-")
+    assert answer.pop("created") > 1_700_000_000
     assert answer == {
-        "id": "chatcmpl-1",
         "object": "chat.completion",
-        "created": 1700000000,
         "model": "m",
         "system_fingerprint": "fp",
         "choices": [
@@ -183,12 +173,12 @@ def test_whole_choice_has_token_ids_on_request() -> None:
     assert "token_ids" not in whole(chat_delta("a", [1]))
 
 
-def test_stream_begins_with_the_role_and_ends_with_the_finish_reason() -> None:
+async def test_stream_begins_with_the_role_and_ends_with_the_finish_reason() -> None:
     collector, stream = begin()
     feed(collector, chat_delta("a", [1]), chat_delta("b", [2]))
     data = stream.take()
     feed(collector, chat_delta("c", [3]), finished(reason=STOP), USAGE)
-    data += stream.take() + stream.tail()
+    data += stream.take() + await stream.last()
     assert data.endswith(b"data: [DONE]\n\n")
     assert {event["object"] for event in objects(data)} == {"chat.completion.chunk"}
     assert deltas_of(data) == [
@@ -258,7 +248,7 @@ CUSTOM_CALLS = [
 
 def test_call_of_a_custom_tool_has_its_input() -> None:
     """Arguments of another form than the tool's are the input as they are."""
-    choice = whole(*CUSTOM_CALLS, reason=CALLS, tools=[msgspec.convert(SHELL, Tool)])
+    choice = whole(*CUSTOM_CALLS, reason=CALLS, tools=[SHELL])
     assert choice["message"]["tool_calls"] == [
         {"id": "call_1", "type": "custom", "custom": {"name": "shell", "input": 'ls "a"'}},
         {"id": "call_2", "type": "custom", "custom": {"name": "shell", "input": "pwd"}},
@@ -269,7 +259,7 @@ def test_call_of_a_custom_tool_has_its_input() -> None:
 
 def test_input_of_a_custom_tool_is_streamed() -> None:
     """The input of a call is whole before the next call begins."""
-    collector, stream = begin(tools=[msgspec.convert(SHELL, Tool)], n=2)
+    collector, stream = begin(tools=[SHELL], n=2)
     data = b""
     for delta in CUSTOM_CALLS:
         feed(collector, delta)
@@ -332,9 +322,8 @@ def test_prompt_ids_stand_beside_the_choices() -> None:
     first, *others = objects(stream.take())
     assert first["prompt_token_ids"] == [7, 8]
     assert all("prompt_token_ids" not in chunk for chunk in others)
-    formatter = ChatFormatter.of(ChatBody(return_token_ids=True))
-    answer = Envelope("chatcmpl-1", 1, ACCEPTED, formatter).whole([], usage_of(USAGE))
-    assert json.loads(answer)["prompt_token_ids"] == [7, 8]
+    answer = whole_of(writer(return_token_ids=True), finished())
+    assert answer["prompt_token_ids"] == [7, 8]
 
 
 def test_matched_stop_is_streamed_once() -> None:
@@ -352,27 +341,27 @@ def test_empty_answer_has_the_role() -> None:
     assert deltas_of(stream.take()) == [{"role": "assistant", "content": None}, {}]
 
 
-def test_stream_options_choose_the_usage_chunks() -> None:
-    collector, stream = begin(StreamOptions(include_usage=True))
+async def test_stream_options_choose_the_usage_chunks() -> None:
+    collector, stream = begin(stream_options={"include_usage": True})
     feed(collector, chat_delta("a", [1]), finished(), USAGE)
-    *chunks, last = objects(stream.take() + stream.tail())
+    *chunks, last = objects(stream.take() + await stream.last())
     assert all(chunk["usage"] is None for chunk in chunks)
     assert (last["choices"], last["usage"]["total_tokens"]) == ([], 5)
-    collector, stream = begin(StreamOptions(continuous_usage_stats=True))
+    collector, stream = begin(stream_options={"continuous_usage_stats": True})
     feed(collector, chat_delta("a", [1]))
     assert [chunk["usage"]["total_tokens"] for chunk in objects(stream.take())] == [2, 3]
     feed(collector, chat_delta("b", [2]), finished(), USAGE)
     assert [chunk["usage"]["total_tokens"] for chunk in objects(stream.take())] == [5, 5]
-    collector, stream = begin(StreamOptions(include_usage=False))
+    collector, stream = begin(stream_options={"include_usage": False})
     feed(collector, chat_delta("a", [1]), finished(), USAGE)
-    assert all("usage" not in chunk for chunk in objects(stream.take() + stream.tail()))
+    assert all("usage" not in chunk for chunk in objects(stream.take() + await stream.last()))
 
 
-def test_only_the_last_chunk_has_the_usage() -> None:
+async def test_only_the_last_chunk_has_the_usage() -> None:
     """Merged events must not change that."""
     collector, stream = begin()
     feed(collector, chat_delta("a", [1]), finished(), USAGE)
-    chunks = objects(stream.take() + stream.tail())
+    chunks = objects(stream.take() + await stream.last())
     assert ["usage" in chunk for chunk in chunks] == [False, False, True]
     assert chunks[-1]["usage"]["total_tokens"] == 5
 

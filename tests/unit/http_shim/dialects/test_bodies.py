@@ -4,32 +4,32 @@ import json
 import re
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.http_shim.dialects.bodies import body_of, decoded
+from services.http_shim.dialects.chat.types import ChatBody
+from services.http_shim.dialects.completions.read import read_completion
+from services.http_shim.dialects.completions.types import CompletionBody
 from services.http_shim.errors import error_body, http_status
-from services.http_shim.formats.completion_requests import to_complete_request
-from services.http_shim.formats.request_bodies import ChatBody, CompletionBody, parse
 from tokenwire.errors import ServiceError
 
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 FUNCTION_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-_DECODER = msgspec.json.Decoder(CompletionBody)
 _OPTIONAL = [name for name in CompletionBody.__struct_fields__ if name != "prompt"]
 
 
 def read(body: bytes) -> CompletionBody:
-    return parse(_DECODER, body)[0]
+    return body_of(CompletionBody, decoded(body))[0]
 
 
 @pytest.mark.parametrize("name", _OPTIONAL)
 def test_null_means_absent(name: str) -> None:
     """SDKs send null for fields that their caller omits."""
-    absent = to_complete_request(read(b'{"prompt": "x"}'))
-    null = to_complete_request(read(json.dumps({"prompt": "x", name: None}).encode()))
-    assert null == absent
+    absent, null = read_completion({"prompt": "x"}), read_completion({"prompt": "x", name: None})
+    assert null.request == absent.request
+    assert null.ignored == []
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,27 @@ def test_type_error_of_an_image_names_its_index() -> None:
 def test_whole_number_is_an_integer_however_it_is_written(literal: str) -> None:
     """JSON Schema counts 4.0 as an integer, and so does the OpenAPI document."""
     body = f'{{"prompt": [[{literal}]], "max_tokens": {literal}, "temperature": 1.0}}'.encode()
-    parsed, _ = parse(msgspec.json.Decoder(CompletionBody), body)
+    parsed = read(body)
     assert (parsed.prompt, parsed.max_tokens, parsed.temperature) == ([[4]], 4, 1.0)
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "1" + "0" * 5_000])
+@pytest.mark.parametrize(
+    ("body", "field", "path"),
+    [
+        ('{"prompt": "x", "temperature": %s}', "temperature", "temperature"),
+        ('{"a": "1e400", "b": {"c": [1, {}, %s]}}', "b", "b.c[2]"),
+        ('\n {"messages": [{"role": "user"}, {"x": %s}]}', "messages[1].x", "messages[1].x"),
+        ('{"guided_json": {"maximum": %s}}', "guided_json", "guided_json.maximum"),
+        ('{"x": [[[[[[[[[%s]]]]]]]]]}', "x", "x[0][0][0][0][0][0][0]"),
+    ],
+)
+def test_number_out_of_range_is_named(number: str, body: str, field: str, path: str) -> None:
+    with pytest.raises(ServiceError) as caught:
+        decoded((body % number).encode())
+    assert caught.value.field == field
+    assert caught.value.message.startswith(f"{path}: ")
+    assert "out of range" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -161,13 +180,13 @@ def test_error_of_a_tool_has_its_path(
     body_type: type[CompletionBody | ChatBody], tools: list[object], param: str
 ) -> None:
     with pytest.raises(ServiceError) as caught:
-        parse(msgspec.json.Decoder(body_type), json.dumps({"tools": tools}).encode())
+        body_of(body_type, {"tools": tools})
     assert caught.value.field == param
 
 
 def test_unknown_fields_are_reported() -> None:
     """A client must learn that it misspelled a field."""
-    _, unknown = parse(_DECODER, b'{"prompt": "x", "temprature": 1, "n": 1, "x": {}}')
+    _, unknown = body_of(CompletionBody, {"prompt": "x", "temprature": 1, "n": 1, "x": {}})
     assert unknown == ["temprature", "x"]
 
 
@@ -175,7 +194,7 @@ TEXT = {"type": "text", "text": "x"}
 
 
 def ignored(fields: dict[str, object]) -> list[str]:
-    return parse(msgspec.json.Decoder(ChatBody), json.dumps(fields).encode())[1]
+    return body_of(ChatBody, fields)[1]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +272,7 @@ _json = st.recursive(
 
 def refusal(body: bytes) -> ServiceError | None:
     try:
-        assert to_complete_request(read(body)).SerializeToString()
+        assert read_completion(decoded(body)).request.SerializeToString()
     except ServiceError as error:
         return error
     return None

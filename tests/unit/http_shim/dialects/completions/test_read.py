@@ -1,28 +1,23 @@
-"""Conversion of completion bodies, and the client's names in errors."""
+"""Reading of completions, and the client's names in errors."""
 
 import json
 
-import msgspec
 import pytest
 
-from services.http_shim.formats.completion_requests import (
-    param_of,
-    take_images,
-    to_complete_request,
-)
-from services.http_shim.formats.request_bodies import CompletionBody
+from services.http_shim.dialects.bodies import decoded
+from services.http_shim.dialects.completions.read import read_completion
+from services.http_shim.dialects.reading import Reading
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 
-def body_of(**fields: object) -> CompletionBody:
-    encoded = json.dumps({"prompt": "x"} | fields).encode()
-    return msgspec.json.decode(encoded, type=CompletionBody)
+def read(**fields: object) -> Reading:
+    return read_completion(decoded(json.dumps({"prompt": "x"} | fields).encode()))
 
 
 def translated(**fields: object) -> completion_pb2.GenerateRequest:
-    return to_complete_request(body_of(**fields))
+    return read(**fields).request
 
 
 def expected(**fields: object) -> completion_pb2.GenerateRequest:
@@ -64,10 +59,8 @@ def test_invalid_prompts_are_refused(prompt: object) -> None:
 
 def test_images_stay_apart_from_the_request_until_it_is_sent() -> None:
     """A request lives as long as its answer, which would then hold all images in memory."""
-    body = body_of(images=["data:image/png;base64,AAEC", "data:image/webp;base64,/w=="])
-    images = take_images(body)
-    assert body.images == ["", ""]
-    request = to_complete_request(body)
+    reading = read(images=["data:image/png;base64,AAEC", "data:image/webp;base64,/w=="])
+    request, images = reading.request, reading.images
     assert list(request.prompts.images) == [b"", b""]
     images.copy_into(request)
     assert list(request.prompts.images) == [b"\0\1\2", b"\xff"]
@@ -77,7 +70,7 @@ def test_images_stay_apart_from_the_request_until_it_is_sent() -> None:
 
 def test_error_of_an_image_names_its_index() -> None:
     with pytest.raises(ServiceError) as caught:
-        take_images(body_of(images=["data:image/png;base64,AAEC", "AAEC"]))
+        read(images=["data:image/png;base64,AAEC", "AAEC"])
     assert caught.value.field == "images[1]"
 
 
@@ -223,14 +216,18 @@ def test_stream_requests_deltas() -> None:
     ("path", "param"),
     [
         ("model", "model"),
-        ("prompts", "prompt"),
-        ("prompts[0].token_ids.ids[3]", "prompt"),
-        ("prompts[1].text", "prompt"),
-        ("suffix", "suffix"),
+        ("prompts.items", "prompt"),
+        ("prompts.items[0].token_ids.ids[3]", "prompt"),
+        ("prompts.items[1].text", "prompt"),
+        ("prompts.suffix", "suffix"),
         ("sampling.top_p", "top_p"),
         ("sampling.logit_bias[12]", "logit_bias.12"),
+        ("sampling.bad_token_ids[1].ids[0]", "bad_words"),
         ("sampling.dry", "dry_multiplier"),
+        ("sampling.dry.multiplier", "dry_multiplier"),
         ("sampling.dry.base", "dry_base"),
+        ("sampling.dry.allowed_length", "dry_allowed_length"),
+        ("sampling.dry.breaker_ids[0]", "dry_sequence_breakers"),
         ("sampling.mirostat.target_perplexity", "mirostat_target"),
         ("sampling.mirostat.learning_rate", "mirostat_lr"),
         ("dry_sequence_breakers[0]", "dry_sequence_breakers"),
@@ -240,22 +237,77 @@ def test_stream_requests_deltas() -> None:
         ("include_stop_string", "include_stop_str_in_output"),
         ("context_overflow", "context_length_exceeded_behavior"),
         ("truncate_prompt", "truncate_sequence"),
+        ("beam_search", "use_beam_search"),
+        ("beam_search.length_penalty", "length_penalty"),
+        ("beam_search.early_stopping", "early_stopping"),
+        ("delivery", "stream"),
         ("tools[0].parameters_json", "tools[0].function.parameters"),
-        ("images", "images"),
-        ("images[2]", "images[2]"),
-        ("images[2].data", "images[2]"),
+        ("prompts.images", "images"),
+        ("prompts.images[2]", "images[2]"),
+        ("prompts.images[2].data", "images[2]"),
         ("grammar.json_schema", "grammar"),
+        ("grammar.json_whitespace", "guided_whitespace_pattern"),
     ],
 )
 def test_error_fields_have_the_clients_names(path: str, param: str) -> None:
     tools = [{"function": {"name": "f"}}]
-    body = body_of(grammar={"type": "json_schema", "value": "{}"}, tools=tools)
-    assert param_of(path, body) == param
+    grammar = {"type": "json_schema", "value": "{}"}
+    images = ["data:image/png;base64,AAEC"] * 3
+    reading = read(grammar=grammar, tools=tools, images=images, logit_bias={"12": 1})
+    assert reading.field(path) == param
 
 
 def test_error_field_is_the_alias_that_the_client_sent() -> None:
-    assert param_of("grammar", body_of(response_format={"type": "json_object"})) == (
-        "response_format"
-    )
-    body = body_of(max_completion_tokens=0)
-    assert param_of("stopping.max_tokens", body) == "max_completion_tokens"
+    reading = read(response_format={"type": "json_object"}, max_completion_tokens=0)
+    assert reading.field("grammar") == "response_format"
+    assert reading.field("stopping.max_tokens") == "max_completion_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "place"),
+    [
+        ({"guided_json": _SCHEMA}, "grammar.json_schema.properties.a", "guided_json.properties.a"),
+        ({"json_schema": _SCHEMA}, "grammar.json_schema.title", "json_schema.title"),
+        (
+            {"grammar": {"type": "json_schema", "value": _SCHEMA}},
+            "grammar.json_schema.title",
+            "grammar.value.title",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": _SCHEMA}},
+            "grammar.json_schema.title",
+            "response_format.schema.title",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": _SCHEMA}}},
+            "grammar.json_schema.title",
+            "response_format.json_schema.schema.title",
+        ),
+        (
+            {"structured_outputs": {"json": _SCHEMA}},
+            "grammar.json_schema.title",
+            "structured_outputs.json.title",
+        ),
+        (
+            {"structural_tag": {"structures": [], "triggers": []}},
+            "grammar.structural_tag.structures[0].schema.title",
+            "structural_tag.structures[0].schema.title",
+        ),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": _SCHEMA}}]},
+            "tools[0].parameters_json.properties.a",
+            "tools[0].function.parameters.properties.a",
+        ),
+    ],
+)
+def test_ignored_part_of_a_schema_has_the_path_that_the_client_wrote(
+    fields: dict[str, object], path: str, place: str
+) -> None:
+    assert read(**fields).place(path) == place
+
+
+def test_stream_and_scheduling_of_a_request_are_read() -> None:
+    reading = read(stream=True, priority=-3, timeout=2)
+    assert (reading.is_streamed, reading.priority, reading.timeout) == (True, -3, 2.0)
+    reading = read()
+    assert (reading.is_streamed, reading.priority, reading.timeout) == (False, None, None)

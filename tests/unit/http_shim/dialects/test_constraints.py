@@ -3,11 +3,11 @@
 import json
 from typing import Any
 
-import msgspec
 import pytest
 
-from services.http_shim.formats.constraints import constraint_of, constraint_param
-from services.http_shim.formats.request_bodies import ChatBody, CompletionBody, parse
+from services.http_shim.dialects.chat.read import read_chat
+from services.http_shim.dialects.completions.read import read_completion
+from services.http_shim.dialects.reading import Reading
 from tokenwire.errors import ServiceError
 from tokenwire.pb.types.v1.types_pb2 import (
     ChoiceList,
@@ -75,25 +75,30 @@ CASES: list[tuple[dict[str, Any], str, GrammarSpec]] = [
 ]
 
 
-def body_of(fields: dict[str, Any]) -> CompletionBody:
-    body, _ = parse(msgspec.json.Decoder(CompletionBody), json.dumps(fields).encode())
-    return body
+def readings(fields: dict[str, Any]) -> list[Reading]:
+    """Return what a completion and a chat with these fields ask for."""
+    messages = [{"role": "user", "content": "x"}]
+    return [
+        read_completion({"prompt": "x"} | fields),
+        read_chat({"messages": messages} | fields),
+    ]
 
 
 @pytest.mark.parametrize(("fields", "param", "grammar"), CASES)
 def test_constraint_becomes_a_grammar(
     fields: dict[str, Any], param: str, grammar: GrammarSpec
 ) -> None:
-    for kind in (CompletionBody, ChatBody):
-        body, ignored = parse(msgspec.json.Decoder(kind), json.dumps(fields).encode())
-        assert (constraint_of(body), constraint_param(body)) == (grammar, param)
-        assert ignored == []
+    for reading in readings(fields):
+        assert reading.request.grammar == grammar
+        assert reading.field("grammar") == param
+        assert reading.ignored == []
 
 
 def test_null_constraints_are_no_constraint() -> None:
     nothing: dict[str, Any] = {field: None for fields, _, _ in CASES for field in fields}
     nothing |= {"structured_outputs": {"json": None, "json_object": False}}
-    assert constraint_of(body_of(nothing)) is None
+    for reading in readings(nothing):
+        assert not reading.request.HasField("grammar")
 
 
 def test_unsupported_options_are_reported_as_ignored() -> None:
@@ -101,8 +106,11 @@ def test_unsupported_options_are_reported_as_ignored() -> None:
         "structured_outputs": {"json": SCHEMA, "disable_fallback": True},
         "guided_decoding_backend": "xgrammar",
     }
-    _, ignored = parse(msgspec.json.Decoder(CompletionBody), json.dumps(fields).encode())
-    assert set(ignored) == {"guided_decoding_backend", "structured_outputs.disable_fallback"}
+    for reading in readings(fields):
+        assert set(reading.ignored) == {
+            "guided_decoding_backend",
+            "structured_outputs.disable_fallback",
+        }
 
 
 @pytest.mark.parametrize(
@@ -120,10 +128,10 @@ def test_unsupported_options_are_reported_as_ignored() -> None:
 def test_the_white_space_of_json_is_passed_on(
     fields: dict[str, Any], white_space: str | None
 ) -> None:
-    grammar = constraint_of(body_of(fields))
-    assert grammar is not None
-    found = grammar.json_whitespace if grammar.HasField("json_whitespace") else None
-    assert found == white_space
+    for reading in readings(fields):
+        grammar = reading.request.grammar
+        found = grammar.json_whitespace if grammar.HasField("json_whitespace") else None
+        assert found == white_space
 
 
 @pytest.mark.parametrize(
@@ -160,12 +168,12 @@ def test_the_white_space_of_json_is_passed_on(
 )
 def test_invalid_constraints_are_refused(fields: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(ServiceError) as caught:
-        constraint_of(body_of(fields))
+        readings(fields)
     assert caught.value.field == param
     assert message in caught.value.message
 
 
 def test_type_error_has_the_path_of_its_field() -> None:
     with pytest.raises(ServiceError) as caught:
-        body_of({"structured_outputs": {"choice": ["a", 7]}})
+        readings({"structured_outputs": {"choice": ["a", 7]}})
     assert caught.value.field == "structured_outputs.choice[1]"

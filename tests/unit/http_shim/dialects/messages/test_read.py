@@ -7,7 +7,6 @@ import json
 import types
 from typing import Any, Literal, Required, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-import msgspec
 import pytest
 from anthropic.types import (
     ContentBlockParam,
@@ -29,22 +28,15 @@ from anthropic.types.beta import (
 from anthropic.types.beta import message_create_params as beta_create_params
 from typing_extensions import is_typeddict
 
-from services.http_shim.formats.anthropic.blocks import take_block_images
-from services.http_shim.formats.anthropic.message_requests import (
-    CountTokensBody,
-    MessagesBody,
-    ignored_in_message,
-    to_count_request,
-    to_message_request,
-)
-from services.http_shim.formats.anthropic.message_responses import message_error
-from services.http_shim.formats.request_bodies import parse
+from services.http_shim.dialects.bodies import decoded
+from services.http_shim.dialects.messages.read import read_counted_message, read_message
+from services.http_shim.dialects.messages.types import CountTokensBody, MessagesBody
+from services.http_shim.dialects.messages.write import message_error
+from services.http_shim.dialects.reading import Reading
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 
 Json: TypeAlias = dict[str, Any]
-MESSAGES = msgspec.json.Decoder(MessagesBody)
-COUNT = msgspec.json.Decoder(CountTokensBody)
 HELLO: Json = {"role": "user", "content": "Hello"}
 BASE: Json = {"max_tokens": 1, "messages": [HELLO]}
 HEADERS = {"betas", "user_profile_id", "workspace_id"}
@@ -113,7 +105,7 @@ def least(kind: Any) -> Any:
     if kind in (int, float):
         return 1
     if kind is str:
-        return "x"
+        return "AAAA"  # also base64
     return {} if kind is object or origin is dict else []
 
 
@@ -125,14 +117,17 @@ def params(*of: Any) -> set[str]:
     return {name for each in of for name in get_type_hints(each)}
 
 
+def read(**fields: Any) -> Reading:
+    return read_message(decoded(json.dumps(BASE | fields).encode()))
+
+
 def asked(**fields: Any) -> tuple[completion_pb2.GenerateRequest, list[str]]:
     """Return the request, and what is ignored."""
-    body, ignored = parse(MESSAGES, json.dumps(BASE | fields).encode())
-    counted, _ = parse(COUNT, json.dumps(BASE | fields).encode())
-    request, count = to_message_request(body), to_count_request(counted)
+    reading = read(**fields)
+    counted = read_counted_message(decoded(json.dumps(BASE | fields).encode()))
     for name in PROMPT_FIELDS:
-        assert getattr(count, name) == getattr(request, name)
-    return request, ignored + ignored_in_message(body)
+        assert getattr(counted.request, name) == getattr(reading.request, name)
+    return reading.request, reading.ignored
 
 
 def test_every_field_of_the_sdk_is_used_ignored_or_refused() -> None:
@@ -148,8 +143,9 @@ def test_every_field_of_the_sdk_is_used_ignored_or_refused() -> None:
 
 @pytest.mark.parametrize("name", sorted(IGNORED))
 def test_ignored_field_is_named(name: str) -> None:
-    body = json.dumps({name: "x"}).encode()
-    assert parse(MESSAGES, body)[1] == parse(COUNT, body)[1] == [name]
+    for read_ in (read_message, read_counted_message):
+        ignored = read_(BASE | {name: "x"}).ignored
+        assert [path for path in ignored if path != "max_tokens"] == [name]
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -270,12 +266,17 @@ def test_content_of_a_document_of_another_kind_is_none(kind: str) -> None:
         "type": "image",
         "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
     }
-    source = {"type": kind, "media_type": "text/plain", "data": "text", "content": [image]}
+    source = {
+        "type": kind,
+        "media_type": "text/plain",
+        "data": "text",
+        "file_id": "file-1",
+        "content": [image],
+    }
     message = {"role": "user", "content": [{"type": "document", "source": source}]}
-    body, _ = parse(MESSAGES, json.dumps(BASE | {"messages": [message]}).encode())
-    images = take_block_images(body.messages)
-    images.copy_into(to_message_request(body))
-    assert len(images) == 0
+    reading = read(messages=[message])
+    reading.images.copy_into(reading.request)
+    assert len(reading.images) == 0
 
 
 def test_blocks_of_a_document_are_its_content() -> None:

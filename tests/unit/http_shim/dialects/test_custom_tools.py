@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.http_shim.formats.custom_tools import (
+from services.http_shim.dialects.custom_tools import (
     CustomInput,
+    InputGrammar,
     arguments_of,
     custom_tool,
     input_of,
 )
-from services.http_shim.formats.tool_fields import InputGrammar
 
 TEXTS = st.text(max_size=30) | st.text(alphabet='"\\\n\u00e9😀\ufffd{}: input')
 

@@ -1,20 +1,19 @@
 """JSON of completions, as evaluation harnesses and SDKs read it."""
 
-import json
 import math
 
 import msgspec
 import pytest
 
-from services.http_shim.formats.completion_responses import Choice, CompletionFormatter
-from services.http_shim.formats.request_bodies import CompletionBody
-from services.http_shim.formats.responses import usage_of
-from tests.unit.http_shim.synthetic import NAN, USAGE, delta, envelope, finished
+from services.http_shim.dialects.choices import AnswerOptions
+from services.http_shim.dialects.completions.types import Choice
+from services.http_shim.dialects.completions.write import CompletionWriter
+from tests.unit.http_shim.synthetic import NAN, delta, finished, whole_of
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-PLAIN = CompletionFormatter.of(CompletionBody())
-WITH_LOGPROBS = CompletionFormatter.of(CompletionBody(logprobs=1))
+PLAIN = CompletionWriter(AnswerOptions())
+WITH_LOGPROBS = CompletionWriter(AnswerOptions(logprobs=True))
 
 
 def plain(choice: Choice) -> dict[str, object]:
@@ -23,12 +22,11 @@ def plain(choice: Choice) -> dict[str, object]:
 
 
 def test_whole_answer_has_all_fields() -> None:
-    choice = PLAIN.choice(0, [delta("ab", [1, 2])], finished(), None)
-    answer = json.loads(envelope().whole([choice], usage_of(USAGE)))
+    answer = whole_of(PLAIN, delta("ab", [1, 2]), finished())
+    assert answer.pop("id").startswith("cmpl-")
+    assert answer.pop("created") > 1_700_000_000
     assert answer == {
-        "id": "cmpl-1",
         "object": "text_completion",
-        "created": 1700000000,
         "model": "m",
         "system_fingerprint": "fp",
         "choices": [
@@ -110,18 +108,18 @@ def test_zero_logprobs_return_the_chosen_token() -> None:
 
 
 def test_tokens_are_returned_as_ids() -> None:
-    body = CompletionBody(logprobs=1, return_tokens_as_token_ids=True)
+    writer = CompletionWriter(AnswerOptions(logprobs=True, tokens_as_ids=True))
     part = delta("x", [3], logprobs=[-0.5], texts=["x"], offsets=[0], top=[[(4, "y", -0.25)]])
-    choice = CompletionFormatter.of(body).choice(0, [part], None, None)
+    choice = writer.choice(0, [part], None, None)
     assert choice.logprobs is not None
     assert choice.logprobs.tokens == ["token_id:3"]
     assert choice.logprobs.top_logprobs == [{"token_id:4": -0.25, "token_id:3": -0.5}]
 
 
 def test_token_ids_omit_the_echoed_prompt() -> None:
-    formatter = CompletionFormatter.of(CompletionBody(return_token_ids=True))
+    writer = CompletionWriter(AnswerOptions(token_ids=True))
     deltas = [delta("ab", [7, 8], is_prompt=True), delta("c", [9])]
-    choice = formatter.choice(0, deltas, None, types_pb2.TokenIds(ids=[7, 8]))
+    choice = writer.choice(0, deltas, None, types_pb2.TokenIds(ids=[7, 8]))
     assert plain(choice)["token_ids"] == [9]
     assert plain(choice)["prompt_token_ids"] == [7, 8]
 

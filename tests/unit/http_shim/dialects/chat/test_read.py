@@ -1,26 +1,18 @@
-"""Conversion of chat bodies, and the client's names in errors."""
+"""Reading of chats, and the client's names in errors."""
 
 import json
 import re
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.http_shim.dialects.bodies import body_of, decoded
+from services.http_shim.dialects.chat.read import read_chat, read_template
+from services.http_shim.dialects.chat.types import ChatBody, TemplateBody
+from services.http_shim.dialects.custom_tools import InputGrammar, custom_tool
+from services.http_shim.dialects.reading import Reading, render_request
 from services.http_shim.errors import http_status
-from services.http_shim.formats.chat_messages import take_message_images
-from services.http_shim.formats.chat_requests import (
-    chat_param_of,
-    rendered_param_of,
-    to_chat_request,
-    to_render_request,
-)
-from services.http_shim.formats.completion_requests import schema_param
-from services.http_shim.formats.custom_tools import custom_tool
-from services.http_shim.formats.request_bodies import ChatBody, TemplateBody, TokenizeBody, parse
-from services.http_shim.formats.tool_fields import InputGrammar
-from services.http_shim.formats.tools import unenforced_formats
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -28,7 +20,6 @@ from tokenwire.pb.types.v1 import types_pb2
 
 PIXELS = "data:image/png;base64,AAEC"
 HELLO = {"role": "user", "content": "Hello"}
-DECODER = msgspec.json.Decoder(ChatBody)
 TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": {"b": 1.10}, "strict": True},
@@ -52,12 +43,17 @@ CALLER = {
 }
 
 
-def body_of(**fields: object) -> ChatBody:
-    return parse(DECODER, json.dumps({"messages": [HELLO]} | fields).encode())[0]
+def read(**fields: object) -> Reading:
+    return read_chat(decoded(json.dumps({"messages": [HELLO]} | fields).encode()))
+
+
+def rendered(**fields: object) -> Reading:
+    """Return the reading of a body whose prompt alone is made."""
+    return read_template(*body_of(TemplateBody, {"messages": [HELLO]} | fields))
 
 
 def translated(**fields: object) -> completion_pb2.GenerateRequest:
-    return to_chat_request(body_of(**fields))
+    return read(**fields).request
 
 
 def expected(**fields: object) -> completion_pb2.GenerateRequest:
@@ -361,44 +357,45 @@ def test_unsupported_and_contradictory_fields_are_refused(
 @pytest.mark.parametrize(
     ("path", "param"),
     [
-        ("messages", "messages"),
-        ("messages[1].role", "messages[1].role"),
-        ("messages[1].parts", "messages[1].content"),
-        ("messages[1].parts[1].image", "messages[1].content[1].image_url.url"),
-        ("messages[1].parts[2].image", "messages[1].content[2].image_url"),
-        ("messages[0].tool_call_id", "messages[0].tool_call_id"),
-        ("messages[0].reasoning", "messages[0].reasoning_content"),
-        ("messages[2].tool_calls", "messages[2].tool_calls"),
-        ("messages[2].tool_calls[0].id", "messages[2].tool_calls[0].id"),
-        ("messages[2].tool_calls[0].name", "messages[2].tool_calls[0].function.name"),
+        ("conversation.messages", "messages"),
+        ("conversation.messages[1].role", "messages[1].role"),
+        ("conversation.messages[1].parts", "messages[1].content"),
+        ("conversation.messages[1].parts[1].image", "messages[1].content[1].image_url.url"),
+        ("conversation.messages[1].parts[2].image", "messages[1].content[2].image_url"),
+        ("conversation.messages[0].tool_call_id", "messages[0].tool_call_id"),
+        ("conversation.messages[0].reasoning", "messages[0].reasoning_content"),
+        ("conversation.messages[2].tool_calls", "messages[2].tool_calls"),
+        ("conversation.messages[2].tool_calls[0].id", "messages[2].tool_calls[0].id"),
+        ("conversation.messages[2].tool_calls[0].name", "messages[2].tool_calls[0].function.name"),
         (
-            "messages[2].tool_calls[0].arguments_json",
+            "conversation.messages[2].tool_calls[0].arguments_json",
             "messages[2].tool_calls[0].function.arguments",
         ),
-        ("messages[2].tool_calls[1].name", "messages[2].tool_calls[1].custom.name"),
+        ("conversation.messages[2].tool_calls[1].name", "messages[2].tool_calls[1].custom.name"),
         (
-            "messages[2].tool_calls[1].arguments_json",
+            "conversation.messages[2].tool_calls[1].arguments_json",
             "messages[2].tool_calls[1].custom.input",
         ),
-        ("messages[0].name", "messages[0].name"),
+        ("conversation.messages[0].name", "messages[0].name"),
         ("tools", "tools"),
         ("tools[0].name", "tools[0].function.name"),
         ("tools[0].parameters_json", "tools[0].function.parameters"),
         ("tools[1].name", "tools[1].custom.name"),
         ("tools[1].parameters_json.properties.input", f"tools[1].{DEFINITION}"),
         ("tool_choice", "tool_choice"),
-        ("template", "chat_template"),
-        ("template_arguments_json", "chat_template_kwargs"),
-        ("continue_last_message", "continue_final_message"),
+        ("conversation.template", "chat_template"),
+        ("conversation.template_arguments_json", "chat_template_kwargs"),
+        ("conversation.continue_last_message", "continue_final_message"),
+        ("conversation.add_generation_prompt", "add_generation_prompt"),
+        ("conversation.reasoning_effort", "reasoning_effort"),
     ],
 )
 def test_error_fields_have_the_clients_names(path: str, param: str) -> None:
     text_part = {"type": "text", "text": "a"}
     parts = [text_part, image({"url": PIXELS}), image(PIXELS)]
     messages = [HELLO, {"role": "user", "content": parts}, CALLER]
-    body = body_of(messages=messages, tools=[TOOL, SHELL])
-    assert chat_param_of(path, body) == param
-    assert rendered_param_of(path, body) == param
+    for reading in (read, rendered):
+        assert reading(messages=messages, tools=[TOOL, SHELL]).field(path) == param
 
 
 def image(url: object) -> dict[str, object]:
@@ -409,18 +406,14 @@ def test_images_stay_apart_from_the_messages_until_they_are_sent() -> None:
     """A request lives as long as its answer, which would then hold all images in memory."""
     text_part = {"type": "text", "text": "a"}
     parts = [image({"url": PIXELS}), text_part, image("data:image/gif;base64,/w==")]
-    body = body_of(messages=[HELLO, {"role": "user", "content": parts}])
-    images = take_message_images(body.messages)
-    assert b"AAEC" not in msgspec.json.encode(body)
-    for request in (to_chat_request(body), to_render_request(TemplateBody(messages=body.messages))):
-        assert [part.image for part in request.conversation.messages[1].parts] == [b"", b"", b""]
-    images.copy_into(request)
-    assert [part.image for part in request.conversation.messages[1].parts] == [
-        b"\0\1\2",
-        b"",
-        b"\xff",
-    ]
-    assert request.conversation.messages[1].parts[1].text == "a"
+    for read_ in (read, rendered):
+        reading = read_(messages=[HELLO, {"role": "user", "content": parts}])
+        of_request = reading.request.conversation.messages[1].parts
+        assert [part.image for part in of_request] == [b"", b"", b""]
+        sent = render_request(reading, "m").conversation.messages[1].parts
+        assert [part.image for part in sent] == [b"\0\1\2", b"", b"\xff"]
+        assert sent[1].text == "a"
+        assert [part.image for part in of_request] == [b"", b"", b""]
 
 
 @pytest.mark.parametrize(
@@ -433,19 +426,21 @@ def test_images_stay_apart_from_the_messages_until_they_are_sent() -> None:
 def test_error_of_an_image_names_the_place_of_its_url(url: object, param: str) -> None:
     messages = [HELLO, {"role": "user", "content": [image(PIXELS), image(url)]}]
     with pytest.raises(ServiceError) as caught:
-        take_message_images(body_of(messages=messages).messages)
+        read(messages=messages)
     assert caught.value.field == param
 
 
 def test_error_field_is_the_alias_that_the_client_sent() -> None:
-    assert chat_param_of("logprobs", body_of(logprobs=True)) == "logprobs"
-    assert chat_param_of("logprobs", body_of(logprobs=True, top_logprobs=21)) == "top_logprobs"
-    assert chat_param_of("stop[1]", body_of()) == "stop"
-    assert chat_param_of("sampling.top_p", body_of()) == "top_p"
-    form = body_of(response_format={"type": "json_object"})
-    assert chat_param_of("grammar", form) == "response_format"
-    assert chat_param_of("stopping.max_tokens", body_of(max_completion_tokens=5)) == (
-        "max_completion_tokens"
+    assert read(logprobs=True).field("logprobs") == "logprobs"
+    assert read(logprobs=True, top_logprobs=21).field("logprobs") == "top_logprobs"
+    assert read().field("stop[1]") == "stop"
+    assert read().field("sampling.top_p") == "top_p"
+    assert read(response_format={"type": "json_object"}).field("grammar") == "response_format"
+    assert read(max_completion_tokens=5).field("stopping.max_tokens") == "max_completion_tokens"
+    assert read(truncation="auto").field("drop_oldest_messages") == "truncation"
+    thought = [{"role": "assistant", "reasoning": "r"}]
+    assert read(messages=thought).field("conversation.messages[0].reasoning") == (
+        "messages[0].reasoning"
     )
 
 
@@ -457,8 +452,9 @@ def test_render_request_has_the_fields_of_a_chat() -> None:
         "chat_template_kwargs": {"a": 1},
         "add_generation_prompt": False,
     }
-    body = msgspec.json.decode(json.dumps(fields), type=TokenizeBody)
-    assert to_render_request(body, with_texts=True) == tokenizer_pb2.RenderChatRequest(
+    request = render_request(rendered(**fields), "m", with_texts=True)
+    assert request == tokenizer_pb2.RenderChatRequest(
+        model="m",
         conversation=completion_pb2.Conversation(
             messages=[message("USER", text("Hello"))],
             template="rag",
@@ -482,21 +478,20 @@ def test_model_sees_only_the_allowed_tools() -> None:
     """Errors name the tools by their places in the client's list."""
     named = {"type": "custom", "custom": {"name": "shell"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}
-    body = body_of(tools=[TOOL, SHELL], tool_choice=allowed)
-    request = to_chat_request(body)
+    reading = read(tools=[TOOL, SHELL], tool_choice=allowed)
+    request = reading.request
     assert [tool.name for tool in request.tools] == ["shell"]
     assert request.tool_choice.mode == completion_pb2.TOOL_MODE_REQUIRED
-    assert chat_param_of("tools[0]", body) == "tools[1]"
-    assert chat_param_of("tools[0].name", body) == "tools[1].custom.name"
-    assert schema_param("tools[0].parameters_json.properties", body) == f"tools[1].{DEFINITION}"
+    assert reading.field("tools[0]") == "tools[1]"
+    assert reading.field("tools[0].name") == "tools[1].custom.name"
+    assert reading.place("tools[0].parameters_json.properties") == f"tools[1].{DEFINITION}"
 
 
 def test_format_that_constrains_nothing_is_named() -> None:
     form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"'}}
     lark = {"type": "custom", "custom": {"name": "g", "format": form}}
     plain = {"type": "custom", "custom": {"name": "h", "format": {"type": "text"}}}
-    body = body_of(tools=[TOOL, SHELL, lark, plain])
-    assert unenforced_formats(body.tools) == ["tools[2].custom.format"]
+    assert read(tools=[TOOL, SHELL, lark, plain]).ignored == ["tools[2].custom.format"]
 
 
 _json = st.recursive(
