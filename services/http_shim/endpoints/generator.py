@@ -102,21 +102,21 @@ class Generator:
             charging(exchange, await reserve(exchange, request)),
             self._gate.admit(output),
             model.connection.lease() as backend,
-            client_field_names(reading.field),
         ):
             await self._prompts.fetch_images(reading, held)
-            submission = backend.submit(
-                request,
-                output,
-                tenant=exchange.tenant,
-                priority=priority_of(exchange, reading.priority),
-                timeout=reading.timeout,
-                credit=credit,
-                images=reading.images,
-                on_admitted=held.release,
-            )
-            running = Running(exchange, model, reading, output, submission)
-            try:
-                yield running
-            finally:
-                await running.end()
+            with client_field_names(reading.field):
+                submission = backend.submit(
+                    request,
+                    output,
+                    tenant=exchange.tenant,
+                    priority=priority_of(exchange, reading.priority),
+                    timeout=reading.timeout,
+                    credit=credit,
+                    images=reading.images,
+                    on_admitted=held.release,
+                )
+                running = Running(exchange, model, reading, output, submission)
+                try:
+                    yield running
+                finally:
+                    await running.end()
