@@ -24,7 +24,7 @@ from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.channel_options import LOST_SECONDS
 from tokenwire.errors import ServiceError
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.tls import ClientTls
 from tokenwire.token_file import TokenFile
@@ -139,21 +139,21 @@ class Backend:
             except TimeoutError:
                 raise error from None
 
-    async def models(self) -> list[completion_pb2.Model]:
+    async def models(self) -> list[models_pb2.Model]:
         """Return the models that a service serves."""
-        request = completion_pb2.ListModelsRequest()
+        request = models_pb2.ListModelsRequest()
         link = self._require_link()
         try:
             return list((await link.completion.ListModels(request, **_context())).models)
         except grpc.aio.AioRpcError as error:
             raise link.translated(ServiceError.from_rpc_error(error)) from None
 
-    async def status(self) -> completion_pb2.ModelStatus:
+    async def status(self) -> models_pb2.ModelStatus:
         """Return the counts of the services, added up, and the loads of their engines."""
         answers = await asyncio.gather(
             *(self._status(link) for link in self._peers.links), return_exceptions=True
         )
-        statuses = [each for each in answers if isinstance(each, completion_pb2.ModelStatus)]
+        statuses = [each for each in answers if isinstance(each, models_pb2.ModelStatus)]
         if not statuses:
             failures = [each for each in answers if isinstance(each, BaseException)]
             raise failures[0] if failures else no_service()
@@ -214,12 +214,12 @@ class Backend:
         context = _context_of(tenant, priority, timeout)
         return await self._answer(lambda link: link.completion.Classify(request, **context))
 
-    async def load_adapter(self, request: completion_pb2.LoadAdapterRequest) -> None:
+    async def load_adapter(self, request: models_pb2.LoadAdapterRequest) -> None:
         """Load a LoRA adapter on all engines of the model."""
         context = _context() | {"timeout": _ADAPTER_SECONDS}
         await self._answer(lambda link: link.completion.LoadAdapter(request, **context))
 
-    async def unload_adapter(self, request: completion_pb2.UnloadAdapterRequest) -> None:
+    async def unload_adapter(self, request: models_pb2.UnloadAdapterRequest) -> None:
         """Unload a LoRA adapter from all engines of the model."""
         await self._answer(lambda link: link.completion.UnloadAdapter(request, **_context()))
 
@@ -262,17 +262,17 @@ class Backend:
             raise no_service()
         return link
 
-    async def _status(self, link: TokenizerLink) -> completion_pb2.ModelStatus:
-        call = link.completion.GetStatus(completion_pb2.GetStatusRequest(), **_context())
+    async def _status(self, link: TokenizerLink) -> models_pb2.ModelStatus:
+        call = link.completion.GetStatus(models_pb2.GetStatusRequest(), **_context())
         try:
             return (await call).models[0]
         except grpc.aio.AioRpcError as error:
             raise link.translated(ServiceError.from_rpc_error(error)) from None
 
 
-def _sum(statuses: Sequence[completion_pb2.ModelStatus]) -> completion_pb2.ModelStatus:
+def _sum(statuses: Sequence[models_pb2.ModelStatus]) -> models_pb2.ModelStatus:
     """Return the status of services that stand for each other; their engines occur once."""
-    total = completion_pb2.ModelStatus()
+    total = models_pb2.ModelStatus()
     total.CopyFrom(max(statuses, key=lambda each: each.first_token.count))
     total.uptime_seconds = min(each.uptime_seconds for each in statuses)
     total.running_requests = sum(each.running_requests for each in statuses)
@@ -280,7 +280,7 @@ def _sum(statuses: Sequence[completion_pb2.ModelStatus]) -> completion_pb2.Model
     total.cached_tokens = sum(each.cached_tokens for each in statuses)
     total.completion_tokens = sum(each.completion_tokens for each in statuses)
     outcomes: Counter[str] = Counter()
-    engines: dict[str, completion_pb2.EngineStatus] = {}
+    engines: dict[str, models_pb2.EngineStatus] = {}
     for status in statuses:
         outcomes.update({each.outcome: each.requests for each in status.outcomes})
         for engine in status.engines:

@@ -16,7 +16,7 @@ from services.http_shim.backends.model_source import Connection, ServedModel, mo
 from services.http_shim.formats.model_cards import ModelCard, catalog_card
 from services.http_shim.formats.model_statuses import ModelStatus, model_status
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.token_file import TokenError, TokenFile
 
 __all__ = ["Catalog"]
@@ -175,7 +175,7 @@ class Catalog:
                     row.full_name, row.context, model.context_length,
                 )  # fmt: skip
 
-    async def _describe(self, target: str | None) -> completion_pb2.Model | None:
+    async def _describe(self, target: str | None) -> models_pb2.Model | None:
         """Return the backend's description of its model; None without an answer."""
         connection = self._connections.get(target or "")
         if connection is None:  # a placeholder, or removed by a reload

@@ -12,7 +12,7 @@ from services.http_shim.backends.backend import Backend, RetryPolicy
 from services.http_shim.formats.model_cards import ModelCard, served_card
 from services.http_shim.formats.model_statuses import ModelStatus, model_status
 from tokenwire.errors import ServiceError
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 
 __all__ = ["Connection", "ModelSource", "ServedModel", "SingleBackend", "model_not_found"]
 
@@ -40,7 +40,7 @@ class Connection:
             if not self._users:
                 self._idle.set()
 
-    async def status(self) -> completion_pb2.ModelStatus | None:
+    async def status(self) -> models_pb2.ModelStatus | None:
         """Return the status of the service's model; None if it does not answer in time."""
         try:
             async with asyncio.timeout(_STATUS_SECONDS):

@@ -20,7 +20,7 @@ from services.http_shim.http.access import authorized_model
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import exchange_of
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 
 __all__ = ["Adapters"]
 
@@ -46,7 +46,7 @@ class Adapters:
             raise invalid(
                 "lora_path", "lora_path is required: a directory on the engine's machine."
             )
-        asked = completion_pb2.LoadAdapterRequest(name=served.backend_name, path=body.lora_path)
+        asked = models_pb2.LoadAdapterRequest(name=served.backend_name, path=body.lora_path)
         with client_field_names(_client_name), served.connection.used() as backend:
             await backend.load_adapter(asked)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -55,7 +55,7 @@ class Adapters:
         """Unload an adapter from all engines of its model. Its running requests go on."""
         body = await self._read(request, _UNLOAD)
         served = await self._adapter(request, body.lora_name)
-        asked = completion_pb2.UnloadAdapterRequest(name=served.backend_name)
+        asked = models_pb2.UnloadAdapterRequest(name=served.backend_name)
         with client_field_names(_client_name), served.connection.used() as backend:
             await backend.unload_adapter(asked)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from services.common.model_files.catalog_file import CatalogModel
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 
 __all__ = ["ModelCard", "ModelList", "catalog_card", "served_card"]
 
@@ -46,14 +46,14 @@ class ModelList(Struct):
     data: list[ModelCard]
 
 
-def served_card(model: completion_pb2.Model) -> ModelCard:
+def served_card(model: models_pb2.Model) -> ModelCard:
     """Return the card of a model that only its backend describes."""
     row = CatalogModel(id=model.id, names=(model.id, *model.aliases), target="")
     return catalog_card(row, [], model)
 
 
 def catalog_card(
-    row: CatalogModel, variants: list[str], model: completion_pb2.Model | None
+    row: CatalogModel, variants: list[str], model: models_pb2.Model | None
 ) -> ModelCard:
     """Return the card of a catalog row; `model` is the backend's description, if it answered."""
     context = _least(row.context, None if model is None else model.context_length)

@@ -2,15 +2,15 @@
 
 from msgspec import Struct
 
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 
 __all__ = ["EngineStatus", "ModelStatus", "RecentTimes", "Status", "model_status"]
 
 
 _STATES = {
-    completion_pb2.ENGINE_STATE_SERVING: "serving",
-    completion_pb2.ENGINE_STATE_AWAY: "away",
-    completion_pb2.ENGINE_STATE_REFUSED: "refused",
+    models_pb2.ENGINE_STATE_SERVING: "serving",
+    models_pb2.ENGINE_STATE_AWAY: "away",
+    models_pb2.ENGINE_STATE_REFUSED: "refused",
 }
 
 
@@ -67,7 +67,7 @@ class Status(Struct):
     models: list[ModelStatus]
 
 
-def model_status(id_: str, answer: completion_pb2.ModelStatus | None) -> ModelStatus:
+def model_status(id_: str, answer: models_pb2.ModelStatus | None) -> ModelStatus:
     """Return the status of a model; `answer` is None if its tokenizer service is not reachable."""
     if answer is None:
         return ModelStatus(id_, reachable=False)
@@ -86,7 +86,7 @@ def model_status(id_: str, answer: completion_pb2.ModelStatus | None) -> ModelSt
     )
 
 
-def _recent_times(times: completion_pb2.RecentTimes) -> RecentTimes:
+def _recent_times(times: models_pb2.RecentTimes) -> RecentTimes:
     return RecentTimes(
         window_seconds=times.window_seconds,
         count=times.count,
@@ -95,7 +95,7 @@ def _recent_times(times: completion_pb2.RecentTimes) -> RecentTimes:
     )
 
 
-def _engine_status(engine: completion_pb2.EngineStatus) -> EngineStatus:
+def _engine_status(engine: models_pb2.EngineStatus) -> EngineStatus:
     state = _STATES.get(engine.state, "away")
     if state != "serving":
         return EngineStatus(engine.target, state, reason=engine.reason or None)
