@@ -66,43 +66,52 @@ class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
 class RegexGrammar(Struct, tag_field="type", tag="regex"):
     """`grammar`: a regular expression."""
 
-    value: str
+    value: Annotated[str, about("Its text.", "grammar.regex")]
 
 
 class JsonSchemaGrammar(Struct, tag_field="type", tag="json_schema"):
     """`grammar`: a JSON Schema, as an object or as text."""
 
-    value: str | JsonObject
+    value: Annotated[str | JsonObject, about("Its JSON, or the text of it.", "grammar.json_schema")]
 
 
 class LarkGrammar(Struct, tag_field="type", tag="lark"):
     """`grammar`: a Lark grammar."""
 
-    value: str
+    value: Annotated[str, about("Its text.", "grammar.lark")]
 
 
 class LlguidanceGrammar(Struct, tag_field="type", tag="llguidance"):
     """`grammar`: llguidance's JSON, as an object or as text."""
 
-    value: str | JsonObject
+    value: Annotated[str | JsonObject, about("Its JSON, or the text of it.", "grammar.llguidance")]
 
 
 ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
 Grammar: TypeAlias = RegexGrammar | JsonSchemaGrammar | LarkGrammar | LlguidanceGrammar
 
 
+_JSON_SCHEMA = about("A JSON Schema, or its text.", "grammar.json_schema")
+_REGEX = about("A regular expression.", "grammar.regex")
+_CHOICE = about("Texts, one of which is the output.", "grammar.choice.choices")
+_TAG = about("Free text in which triggers start constrained parts.", minLength=1)
+_GRAMMAR = about("A grammar in GBNF or Lark.", "grammar.gbnf")
+
+
 class StructuredOutputs(Struct):
     """`structured_outputs` of vLLM: one constraint, and options."""
 
-    json: str | JsonObject | None = None
-    regex: str | None = None
-    choice: Texts | None = None
-    grammar: str | None = None
+    json: Annotated[str | JsonObject | None, _JSON_SCHEMA] = None
+    regex: Annotated[str | None, _REGEX] = None
+    choice: Annotated[Texts | None, _CHOICE] = None
+    grammar: Annotated[str | None, _GRAMMAR] = None
     json_object: bool | None = None
-    structural_tag: str | StructuralTagFormat | None = None
+    structural_tag: Annotated[str | StructuralTagFormat | None, _TAG] = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: bool | None = None
+    disable_additional_properties: Annotated[
+        bool | None, about("Not supported: state it in the schema.", const=False)
+    ] = None
 
 
 class ConstraintFields(Struct):
@@ -117,24 +126,21 @@ class ConstraintFields(Struct):
     structured_outputs: Annotated[
         StructuredOutputs | None, about("A constraint in vLLM's form.")
     ] = None
-    guided_json: Annotated[str | JsonObject | None, about("A JSON Schema, or its text.")] = None
-    guided_regex: Annotated[str | None, about("A regular expression.")] = None
-    guided_choice: Annotated[Texts | None, about("Texts, one of which is the output.")] = None
-    guided_grammar: Annotated[str | None, about("A grammar in GBNF or Lark.")] = None
+    guided_json: Annotated[str | JsonObject | None, _JSON_SCHEMA] = None
+    guided_regex: Annotated[str | None, _REGEX] = None
+    guided_choice: Annotated[Texts | None, _CHOICE] = None
+    guided_grammar: Annotated[str | None, _GRAMMAR] = None
     guided_whitespace_pattern: Annotated[
         str | None,
         about(
             "Regular expression of the white space between tokens of JSON; empty = compact JSON."
         ),
     ] = None
-    json_schema: Annotated[str | JsonObject | None, about("A JSON Schema, or its text.")] = None
-    regex: Annotated[str | None, about("A regular expression.")] = None
-    choice: Annotated[Texts | None, about("Texts, one of which is the output.")] = None
-    ebnf: Annotated[str | None, about("A grammar in GBNF.")] = None
-    structural_tag: Annotated[
-        str | StructuralTagFormat | None,
-        about("Free text in which triggers start constrained parts."),
-    ] = None
+    json_schema: Annotated[str | JsonObject | None, _JSON_SCHEMA] = None
+    regex: Annotated[str | None, _REGEX] = None
+    choice: Annotated[Texts | None, _CHOICE] = None
+    ebnf: Annotated[str | None, about("A grammar in GBNF.", "grammar.gbnf")] = None
+    structural_tag: Annotated[str | StructuralTagFormat | None, _TAG] = None
 
 
 def read_constraint(reading: Reading, body: ConstraintFields) -> None:

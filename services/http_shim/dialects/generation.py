@@ -5,18 +5,32 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from services.common.contract import DEFAULT_MAX_TOKENS, DRY_ALLOWED_LENGTH, DRY_BASE, MAX_SEQUENCES
+from services.common.contract import (
+    DEFAULT_MAX_TOKENS,
+    DRY_ALLOWED_LENGTH,
+    DRY_BASE,
+    MAX_SEQUENCES,
+    MAX_STOP_TOKEN_IDS,
+)
 from services.http_shim.dialects.constraints import ConstraintFields, read_constraint
 from services.http_shim.dialects.fields import (
     BOUNDED,
     IDS,
+    FrequencyPenalty,
     Int64,
+    IsStreamed,
     KeptTokens,
+    ModelName,
+    PresencePenalty,
     Priority,
-    Seconds,
+    StopStrings,
     Strings,
+    Temperature,
+    Timeout,
     TopK,
+    TopP,
     Uint32,
+    UserLabel,
     about,
 )
 from services.http_shim.dialects.foreign_fields import ForeignFields
@@ -61,50 +75,46 @@ class GenerationBody(ConstraintFields):
     foreign: ClassVar[ForeignFields]
     """Fields of other servers, refused unless their value has no effect"""
 
-    model: Annotated[
-        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
-    ] = None
+    model: ModelName = None
     max_tokens: Annotated[
         Uint32 | None,
         about(
-            "Most tokens of each choice; 0 only for a completion with echo. Absent: "
-            f"{DEFAULT_MAX_TOKENS} for a completion, the rest of the context for a chat."
+            "Most tokens of each choice; 0 only with echo.", minimum=0, default=DEFAULT_MAX_TOKENS
         ),
     ] = None
-    max_completion_tokens: Annotated[Uint32 | None, about("Another name of max_tokens.")] = None
-    min_tokens: Annotated[Uint32 | None, about("Fewest tokens of each choice.", default=0)] = None
+    max_completion_tokens: Annotated[
+        Uint32 | None, about("Another name of max_tokens.", minimum=0)
+    ] = None
+    min_tokens: Annotated[
+        Uint32 | None, about("Fewest tokens of each choice.", "stopping.min_tokens", default=0)
+    ] = None
     ignore_eos: Annotated[
         bool | None, about("Continue a choice after the end-of-sequence token.", default=False)
     ] = None
-    stop: Annotated[
-        str | Strings | None,
-        about("Strings that end a choice and are cut off: at most 16, or the server's own limit."),
-    ] = None
+    stop: StopStrings = None
     stop_token_ids: Annotated[
-        Annotated[list[Uint32], BOUNDED] | None, about("Token ids that end a choice.")
+        Annotated[list[Uint32], BOUNDED] | None,
+        about("Token ids that end a choice.", maxItems=MAX_STOP_TOKEN_IDS),
     ] = None
     include_stop_str_in_output: Annotated[
         bool | None, about("Keep the stop string that ended a choice.", default=False)
     ] = None
-    temperature: Annotated[float | None, about("Temperature; 0 = greedy.", default=1)] = None
-    top_p: Annotated[float | None, about("Nucleus mass.", default=1)] = None
-    top_k: Annotated[
-        TopK | None, about("Number of likeliest tokens to sample from; -1 and 0 = all.")
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: Annotated[
+        float | None, about("Least probability, relative to the likeliest.", "sampling.min_p")
     ] = None
-    min_p: Annotated[float | None, about("Least probability, relative to the likeliest.")] = None
     seed: Annotated[Int64 | None, about("Seed of the sampling; equal seeds give equal text.")] = (
         None
     )
-    frequency_penalty: Annotated[
-        float | None, about("Penalty for each occurrence of a token in the output.", default=0)
-    ] = None
-    presence_penalty: Annotated[
-        float | None, about("Penalty for any occurrence of a token in the output.", default=0)
-    ] = None
+    frequency_penalty: FrequencyPenalty = None
+    presence_penalty: PresencePenalty = None
     repetition_penalty: Annotated[
         float | None,
         about(
             "Divides positive logits of tokens that occurred, and multiplies negative ones.",
+            "sampling.repetition_penalty",
             default=1,
         ),
     ] = None
@@ -112,24 +122,35 @@ class GenerationBody(ConstraintFields):
         Annotated[dict[Uint32, float], Meta(max_length=2**18)] | None,
         about(
             "Values added to the logits of token ids.",
+            "sampling.logit_bias",
             propertyNames={"pattern": "^(0|[1-9][0-9]*)$"},
         ),
     ] = None
     dry_multiplier: Annotated[
-        float | None, about("Multiplier of the DRY penalty; 0 = off.", default=0)
+        float | None,
+        about("Multiplier of the DRY penalty; 0 = off.", "sampling.dry.multiplier", default=0),
     ] = None
-    dry_base: Annotated[float | None, about("Base of the DRY penalty.", default=DRY_BASE)] = None
+    dry_base: Annotated[
+        float | None, about("Base of the DRY penalty.", "sampling.dry.base", default=DRY_BASE)
+    ] = None
     dry_allowed_length: Annotated[
         Uint32 | None,
         about("Longest repetition without a DRY penalty, in tokens.", default=DRY_ALLOWED_LENGTH),
     ] = None
     dry_sequence_breakers: Annotated[
-        Strings | None, about("Texts that end a repetition for DRY; [] = none.")
+        Strings | None,
+        about("Texts that end a repetition for DRY; [] = none.", "dry_sequence_breakers"),
     ] = None
-    mirostat_target: Annotated[float | None, about("Target perplexity of Mirostat 2.")] = None
-    mirostat_lr: Annotated[float | None, about("Learning rate of Mirostat 2.")] = None
+    mirostat_target: Annotated[
+        float | None,
+        about("Target perplexity of Mirostat 2.", "sampling.mirostat.target_perplexity"),
+    ] = None
+    mirostat_lr: Annotated[
+        float | None, about("Learning rate of Mirostat 2.", "sampling.mirostat.learning_rate")
+    ] = None
     n: Annotated[
-        Uint32 | None, about(f"Choices of each prompt; prompts x n is at most {MAX_SEQUENCES}.")
+        Uint32 | None,
+        about(f"Choices of each prompt; prompts x n is at most {MAX_SEQUENCES}.", "n"),
     ] = None
     context_length_exceeded_behavior: Annotated[
         Literal["truncate", "error"] | None,
@@ -140,7 +161,7 @@ class GenerationBody(ConstraintFields):
     ] = None
     tools: Annotated[
         Annotated[list[Tool], BOUNDED] | None,
-        about("Functions and custom tools that the model may call."),
+        about("Functions and custom tools that the model may call.", "tools"),
     ] = None
     tool_choice: Annotated[
         ToolChoice | None,
@@ -149,14 +170,11 @@ class GenerationBody(ConstraintFields):
             "the model decides, as in a chat with tools by default."
         ),
     ] = None
-    stream: Annotated[
-        bool | None,
-        about("Answer with server-sent events; the last one is `data: [DONE]`.", default=False),
-    ] = None
+    stream: IsStreamed = None
     stream_options: Annotated[
         StreamOptions | None, about("Events of the stream that have the usage.")
     ] = None
-    user: Annotated[str | None, about("A label for the logs.")] = None
+    user: UserLabel = None
     return_token_ids: Annotated[
         bool | None, about("Return the token ids of prompts and choices.", default=False)
     ] = None
@@ -180,26 +198,27 @@ class GenerationBody(ConstraintFields):
         KeptTokens | None,
         about(
             "Number of last tokens of the prompt to keep; -1 = all that leave room for max_tokens.",
+            "truncate_prompt_tokens",
             **{"not": {"const": 0}},
         ),
     ] = None
     prompt_logprobs: Annotated[
-        Uint32 | None, about("Candidates for each token of the prompt; not with stream.")
+        Uint32 | None,
+        about("Candidates for each token of the prompt; not with stream.", "prompt_logprobs"),
     ] = None
     allowed_token_ids: Annotated[
         Annotated[list[Uint32], IDS] | None,
         about(
             "The only token ids to generate. The end of sequence must be among them to be "
-            "generated."
+            "generated.",
+            "sampling.allowed_token_ids",
         ),
     ] = None
-    bad_words: Annotated[Strings | None, about("Strings that are never generated.")] = None
-    priority: Annotated[
-        Priority | None, about("Priority, lower first; at least 0 with API keys.", default=0)
+    bad_words: Annotated[
+        Strings | None, about("Strings that are never generated.", "bad_words")
     ] = None
-    timeout: Annotated[
-        Seconds | None, about("Seconds after which the request fails with 504; absent = none.")
-    ] = None
+    priority: Priority = None
+    timeout: Timeout = None
 
 
 def read_generation(body: GenerationBody, ignored: list[str], names: Mapping[str, str]) -> Reading:

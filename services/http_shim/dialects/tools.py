@@ -6,11 +6,13 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from services.common.constraint_texts import json_text
-from services.http_shim.dialects.custom_tools import InputGrammar, custom_tool
-from services.http_shim.dialects.fields import JsonObject
+from services.common.contract import MAX_ARGUMENTS
+from services.http_shim.dialects.custom_tools import InputGrammar, arguments_of, custom_tool
+from services.http_shim.dialects.fields import JsonObject, about
 from services.http_shim.dialects.reading import Reading
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1.completion_pb2 import ToolCall
 
 __all__ = [
     "TOOL_MODES",
@@ -38,6 +40,7 @@ TOOL_MODES = {
     "required": completion_pb2.TOOL_MODE_REQUIRED,
 }
 ToolKind: TypeAlias = Literal["function", "custom"]
+ToolNameText: TypeAlias = Annotated[str, about("Name of the tool.", "name", completion_pb2.Tool)]
 
 
 class Typed(Struct):
@@ -60,7 +63,7 @@ class Typed(Struct):
 class FunctionSpec(Struct):
     """`function` of a tool."""
 
-    name: str
+    name: ToolNameText
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -79,7 +82,7 @@ class GrammarInput(Struct, tag_field="type", tag="grammar"):
 class CustomSpec(Struct):
     """`custom` of a tool, whose input is text."""
 
-    name: str
+    name: ToolNameText
     description: str | None = None
     format: TextInput | GrammarInput | None = None
 
@@ -95,7 +98,7 @@ class Tool(Typed):
 class ToolName(Struct):
     """`function` or `custom` of a tool that is named."""
 
-    name: str
+    name: ToolNameText
 
 
 class ToolReference(Typed):
@@ -126,23 +129,23 @@ ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class CalledFunction(Struct):
-    """The called function; `arguments` is JSON text."""
+    """The called function."""
 
-    name: str
-    arguments: str
+    name: Annotated[str, about("Its name.", "name", ToolCall)]
+    arguments: Annotated[str, about("Its arguments, as JSON text.", "arguments_json", ToolCall)]
 
 
 class CalledTool(Struct):
     """The called custom tool."""
 
-    name: str
-    input: str
+    name: Annotated[str, about("Its name.", "name", ToolCall)]
+    input: Annotated[str, about("Its input.", maxLength=MAX_ARGUMENTS - len(arguments_of("")))]
 
 
 class MessageCall(Typed):
     """A tool call of the assistant."""
 
-    id: str
+    id: Annotated[str, about("Id that a tool's message answers.", "id", ToolCall)]
     type: ToolKind = "function"
     function: CalledFunction | None = None
     custom: CalledTool | None = None

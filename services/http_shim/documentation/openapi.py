@@ -2,25 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.common.bounds import bounds_of
+from services.http_shim.dialects.constraints import (
+    JsonSchemaFormat,
+    JsonSchemaSpec,
+    StructuralTagFormat,
+)
+from services.http_shim.dialects.fields import STATED, keywords_of
 from services.http_shim.dialects.foreign_fields import ForeignFields
 from services.http_shim.dialects.generation import GenerationBody
 from services.http_shim.dialects.messages.types import MessageError
-from services.http_shim.documentation.openapi_fields import (
-    FIELDS,
-    LIMITS,
-    OWN_FIELDS,
-    REQUIRED,
-    TYPED,
-)
+from services.http_shim.dialects.tools import Typed
 from services.http_shim.documentation.operations import OPERATIONS, Operation
 from services.http_shim.errors import ErrorBody
+from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["document", "openapi"]
 
@@ -60,6 +62,12 @@ _NARROWED_TYPES: Mapping[str, Sequence[str]] = {
     "const": ("boolean",),
 }
 """JSON types that a schema keyword narrows"""
+_REQUIRED: Mapping[type[Struct], Sequence[str]] = {
+    JsonSchemaFormat: ("json_schema",),
+    JsonSchemaSpec: ("schema",),
+    StructuralTagFormat: ("structures", "triggers"),
+}
+"""Fields of nested types that must be given. Their own errors say so, rather than the parser's"""
 _HEADERS: Mapping[str, str] = {
     "x-request-id": "Id of the request in every log; the client's own if it sent a valid one.",
     "x-tokens-used": "Tokens of prompt and output; a trailer of a streamed answer.",
@@ -84,19 +92,22 @@ def document() -> Json:
         [*dict.fromkeys(each for each in types if each is not None), ErrorBody, MessageError],
         ref_template="#/components/schemas/{name}",
     )
+    for schema in schemas.values():
+        for field in schema.get("properties", {}).values():
+            _state(field, field.pop(STATED, {}))
     bodies = {each.body: each.required for each in OPERATIONS if each.body is not None}
     for body, required in bodies.items():
-        fields = {**FIELDS, **OWN_FIELDS.get(body, {})}
-        _describe(schemas[body.__name__], required, fields)
+        _require(schemas[body.__name__], required)
         if issubclass(body, GenerationBody):
             schemas[body.__name__]["properties"] |= _foreign(body.foreign)
-    for part, limits in LIMITS.items():
-        for name, constraints in limits.items():
-            _limit(schemas[part.__name__]["properties"][name], constraints)
-    for typed, kinds in TYPED.items():
-        schemas[typed.__name__]["allOf"] = [_typed(kind, kinds) for kind in kinds]
-    for part, required in REQUIRED.items():
+    for part, required in _REQUIRED.items():
         _require(schemas[part.__name__], required)
+    for name in ("structures", "triggers"):
+        bounds = bounds_of(types_pb2.StructuralTag, name)
+        _state(schemas[StructuralTagFormat.__name__]["properties"][name], keywords_of(bounds))
+    for typed in Typed.__subclasses__():
+        kinds = get_args(get_type_hints(typed)["type"])
+        schemas[typed.__name__]["allOf"] = [_typed(kind, kinds) for kind in kinds]
     paths: dict[str, Json] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
@@ -194,20 +205,6 @@ def _error(status: int) -> Json:
     }
 
 
-def _describe(
-    schema: Json, required: Sequence[str], fields: Mapping[str, tuple[str, Json]]
-) -> None:
-    """Add meaning and range to a body's fields, and mark the required ones.
-
-    The types require nothing, because `null` means absent everywhere.
-    """
-    for name, field in schema["properties"].items():
-        meaning, constraints = fields[name]
-        field["description"] = meaning
-        _limit(field, constraints)
-    _require(schema, required)
-
-
 def _foreign(fields: ForeignFields) -> Json:
     """Describe the unsupported fields of other servers, with the values that are accepted."""
     return {
@@ -219,13 +216,14 @@ def _foreign(fields: ForeignFields) -> Json:
     }
 
 
-def _limit(field: Json, constraints: Json) -> None:
-    """Add constraints to the schema of a field; keywords of no type replace the schema's own."""
-    for keyword, value in constraints.items():
+def _state(field: Json, keywords: Json) -> None:
+    """Add keywords to the schema of a field; those of no type replace the schema's own."""
+    for keyword, value in keywords.items():
+        if keyword not in _NARROWED_TYPES:
+            field[keyword] = value
+    for keyword, value in keywords.items():
         if keyword in _NARROWED_TYPES:
             _narrow(field, keyword, value)
-        else:
-            field[keyword] = value
 
 
 def _narrow(part: Json, keyword: str, value: Any) -> None:

@@ -28,10 +28,12 @@ class LoadAdapterBody(Struct):
     """The body of POST /v1/load_lora_adapter."""
 
     lora_name: Annotated[
-        str | None, about("Name of the adapter, for which requests ask as their model.")
+        str | None,
+        about("Name of the adapter, for which requests ask as their model.", minLength=1),
     ] = None
     lora_path: Annotated[
-        str | None, about("Its directory, in PEFT's format, on the machines of the engines.")
+        str | None,
+        about("Its directory, in PEFT's format, on the machines of the engines.", minLength=1),
     ] = None
 
 
@@ -39,7 +41,8 @@ class UnloadAdapterBody(Struct):
     """The body of POST /v1/unload_lora_adapter."""
 
     lora_name: Annotated[
-        str | None, about("Name of the adapter, for which requests ask as their model.")
+        str | None,
+        about("Name of the adapter, for which requests ask as their model.", minLength=1),
     ] = None
 
 

@@ -14,12 +14,12 @@ from msgspec import Meta, Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.common.contract import MAX_SEQUENCES
+from services.common.contract import DEFAULT_MAX_TOKENS, MAX_SEQUENCES
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.choices import finish_reason_of
-from services.http_shim.dialects.fields import Strings, about
+from services.http_shim.dialects.fields import FrequencyPenalty, PresencePenalty, Strings, about
 from services.http_shim.endpoints.generation import watch_for_disconnect
 from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.http.access import assign_model, charging, reserve
@@ -36,11 +36,14 @@ __all__ = ["MultiAnswer", "MultiCompletion", "MultiCompletionBody"]
 class MultiCompletionBody(Struct):
     """The body of POST /v1/completion."""
 
-    model: Annotated[str | Strings | None, about("One or several model names.")] = None
+    model: Annotated[
+        str | Strings | None,
+        about("One or several model names.", minItems=1, maxItems=MAX_SEQUENCES),
+    ] = None
     prompt: Annotated[str | None, about("The text.")] = None
     max_tokens: Annotated[
         Annotated[int, Meta(ge=1, le=2**32 - 1)] | None,
-        about("Most tokens of each choice.", default=16),
+        about("Most tokens of each choice.", default=DEFAULT_MAX_TOKENS),
     ] = None
     temperature: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None, about("Temperature; 0 = greedy.", default=1)
@@ -50,14 +53,13 @@ class MultiCompletionBody(Struct):
     ] = None
     stop: Annotated[
         Strings | None,
-        about("Strings that end a choice and are cut off: at most 16, or the server's own limit."),
+        about(
+            "Strings that end a choice and are cut off: at most 16, or the server's own limit.",
+            "stop",
+        ),
     ] = None
-    presence_penalty: Annotated[
-        float | None, about("Penalty for any occurrence of a token in the output.", default=0)
-    ] = None
-    frequency_penalty: Annotated[
-        float | None, about("Penalty for each occurrence of a token in the output.", default=0)
-    ] = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
     stream: Annotated[
         bool | None, about("Not supported: /v1/completions streams.", const=False, default=False)
     ] = None

@@ -10,12 +10,13 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.common.contract import MAX_DECODED_IDS, MAX_TEXT_BYTES
 from services.http_shim.backends.backend import Backend
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.chat.read import read_template
 from services.http_shim.dialects.chat.types import TemplateBody
-from services.http_shim.dialects.fields import IDS, JsonObject, Uint32, about
+from services.http_shim.dialects.fields import IDS, JsonObject, ModelName, Uint32, about
 from services.http_shim.dialects.reading import Reading, render_request
 from services.http_shim.endpoints.prompt_reader import PromptReader, always
 from services.http_shim.errors import client_field_names
@@ -52,7 +53,9 @@ _MESSAGE_FIELDS = (
 class TokenizeBody(TemplateBody):
     """The body of POST /tokenize."""
 
-    prompt: Annotated[str | None, about("Text of up to 1 MiB of UTF-8.")] = None
+    prompt: Annotated[
+        str | None, about("Text of up to 1 MiB of UTF-8.", maxLength=MAX_TEXT_BYTES)
+    ] = None
     add_special_tokens: Annotated[
         bool | None,
         about(
@@ -68,10 +71,10 @@ class TokenizeBody(TemplateBody):
 class DetokenizeBody(Struct):
     """The body of POST /detokenize."""
 
-    model: Annotated[
-        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
+    model: ModelName = None
+    tokens: Annotated[
+        Annotated[list[Uint32], IDS] | None, about("Token ids.", maxItems=MAX_DECODED_IDS)
     ] = None
-    tokens: Annotated[Annotated[list[Uint32], IDS] | None, about("Token ids.")] = None
 
 
 class Tokenized(Struct):

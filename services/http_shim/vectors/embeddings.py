@@ -13,12 +13,18 @@ from services.common.contract import MAX_EMBEDDED_TEXTS
 from services.http_shim.dialects.chat.types import Message, TemplateBody
 from services.http_shim.dialects.completions.read import prompts_of
 from services.http_shim.dialects.fields import (
-    JsonObject,
+    Continuation,
+    GenerationPrompt,
     KeptTokens,
+    ModelName,
     Priority,
-    Seconds,
+    TemplateArguments,
+    TemplateName,
+    Timeout,
     Uint32,
+    UserLabel,
     about,
+    prompt_keywords,
 )
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -65,23 +71,19 @@ Inputs: TypeAlias = (
 class VectorBody(Struct):
     """Fields that the bodies share."""
 
-    model: Annotated[
-        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
-    ] = None
-    user: Annotated[str | None, about("A label for the logs.")] = None
+    model: ModelName = None
+    user: UserLabel = None
     truncate_prompt_tokens: Annotated[
         KeptTokens | None,
         about(
             "Number of last tokens of the prompt to keep; -1 = all that leave room for max_tokens.",
+            "truncate_prompt_tokens",
+            completion_pb2.EmbedRequest,
             **{"not": {"const": 0}},
         ),
     ] = None
-    priority: Annotated[
-        Priority | None, about("Priority, lower first; at least 0 with API keys.", default=0)
-    ] = None
-    timeout: Annotated[
-        Seconds | None, about("Seconds after which the request fails with 504; absent = none.")
-    ] = None
+    priority: Priority = None
+    timeout: Timeout = None
 
 
 class ActivatedBody(VectorBody):
@@ -119,52 +121,18 @@ class InputBody(ActivatedBody):
         Inputs | None,
         about(
             "A text, several texts, token ids, or several lists of token ids.",
-            anyOf=[
-                {"minLength": 1, "type": "string"},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "maxItems": 2048,
-                    "items": {"minLength": 1, "type": "string"},
-                },
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {"type": "integer", "minimum": 0, "maximum": 4294967295},
-                },
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "maxItems": 2048,
-                    "items": {
-                        "type": "array",
-                        "minItems": 1,
-                        "items": {"type": "integer", "minimum": 0, "maximum": 4294967295},
-                    },
-                },
-            ],
+            **prompt_keywords(MAX_EMBEDDED_TEXTS),
+            minLength=1,
         ),
     ] = None
-    messages: Annotated[Annotated[list[Message], MANY_TEXTS] | None, about("The conversation.")] = (
-        None
-    )
-    chat_template: Annotated[
-        str | None, about("Name of one of the checkpoint's templates.", default="default")
+    messages: Annotated[
+        Annotated[list[Message], MANY_TEXTS] | None,
+        about("The conversation.", "conversation.messages"),
     ] = None
-    chat_template_kwargs: Annotated[
-        JsonObject | None, about("Further variables of the template; 65,536 characters at most.")
-    ] = None
-    add_generation_prompt: Annotated[
-        bool | None,
-        about(
-            "End the prompt with the start of an answer. Default: true unless a message is "
-            "continued."
-        ),
-    ] = None
-    continue_final_message: Annotated[
-        bool | None,
-        about("Continue the last message, which must be the assistant's.", default=False),
-    ] = None
+    chat_template: TemplateName = None
+    chat_template_kwargs: TemplateArguments = None
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: Continuation = None
 
     @property
     def prompts(self) -> list[completion_pb2.Prompt]:
@@ -185,7 +153,11 @@ class CodedBody(InputBody):
     ] = None
     dimensions: Annotated[
         Uint32 | None,
-        about("Numbers of an embedding to keep, from the first on; at most the model's."),
+        about(
+            "Numbers of an embedding to keep, from the first on; at most the model's.",
+            "dimensions",
+            completion_pb2.EmbedRequest,
+        ),
     ] = None
     prompt_name: Annotated[
         str | None,

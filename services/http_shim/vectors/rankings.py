@@ -47,11 +47,16 @@ class TextDocument(Struct):
 class RerankBody(ActivatedBody):
     """The body of POST /v1/rerank."""
 
-    query: Annotated[str | None, about("The text that the documents should fit.")] = None
+    query: Annotated[str | None, about("The text that the documents should fit.", minLength=1)] = (
+        None
+    )
     documents: Annotated[
-        Annotated[list[str | TextDocument], MANY_TEXTS] | None, about("Texts to order.")
+        Annotated[list[str | TextDocument], MANY_TEXTS] | None,
+        about("Texts to order.", "second", completion_pb2.ScoreRequest, minLength=1),
     ] = None
-    top_n: Annotated[Uint32 | None, about("Documents to return, best first; absent = all.")] = None
+    top_n: Annotated[
+        Uint32 | None, about("Documents to return, best first; absent = all.", minimum=1)
+    ] = None
     return_documents: Annotated[
         bool | None, about("Return the documents' texts, too.", default=True)
     ] = None
@@ -62,10 +67,16 @@ class ScoreBody(ActivatedBody):
 
     text_1: Annotated[
         str | Annotated[list[str], MANY_TEXTS] | None,
-        about("The first text of each pair, or of all pairs."),
+        about(
+            "The first text of each pair, or of all pairs.",
+            "second",
+            completion_pb2.ScoreRequest,
+            minLength=1,
+        ),
     ] = None
     text_2: Annotated[
-        str | Annotated[list[str], MANY_TEXTS] | None, about("The second text of each pair.")
+        str | Annotated[list[str], MANY_TEXTS] | None,
+        about("The second text of each pair.", "second", completion_pb2.ScoreRequest, minLength=1),
     ] = None
 
 

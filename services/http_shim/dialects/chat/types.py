@@ -6,10 +6,22 @@ from msgspec import UNSET, Struct, UnsetType
 
 from services.http_shim.dialects.choices import PromptLogprobs
 from services.http_shim.dialects.content_logprobs import ContentLogprob
-from services.http_shim.dialects.fields import BOUNDED, JsonObject, Uint32, about
+from services.http_shim.dialects.fields import (
+    BOUNDED,
+    Continuation,
+    GenerationPrompt,
+    ModelName,
+    ParallelCalls,
+    ReasoningEffort,
+    TemplateArguments,
+    TemplateName,
+    Uint32,
+    about,
+)
 from services.http_shim.dialects.foreign_fields import FOREIGN_TO_CHATS
 from services.http_shim.dialects.generation import GenerationBody
 from services.http_shim.dialects.tools import MessageCall, Tool, ToolChoice
+from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
     "AnswerCall",
@@ -83,14 +95,22 @@ class Message(Struct):
     """One of `messages`. `reasoning` is another name of `reasoning_content`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], BOUNDED] | None = None
+    content: Annotated[
+        str | Annotated[list[Part], BOUNDED] | None,
+        about("A text, or parts.", "parts", completion_pb2.Message),
+    ] = None
     refusal: str | None = None
     name: str | None = None
-    tool_calls: Annotated[list[MessageCall], BOUNDED] | None = None
+    tool_calls: Annotated[
+        Annotated[list[MessageCall], BOUNDED] | None,
+        about("Calls of the assistant.", "tool_calls", completion_pb2.Message),
+    ] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    function_call: Any = None
+    function_call: Annotated[
+        Any, about("Not supported: use tool_calls.", anyOf=[{"type": "null"}])
+    ] = None
 
 
 class ChatBody(GenerationBody):
@@ -98,41 +118,30 @@ class ChatBody(GenerationBody):
 
     foreign = FOREIGN_TO_CHATS
 
-    messages: Annotated[Annotated[list[Message], BOUNDED] | None, about("The conversation.")] = None
-    parallel_tool_calls: Annotated[
-        bool | None, about("Allow several calls in an answer.", default=True)
+    max_tokens: Annotated[
+        Uint32 | None,
+        about("Most tokens of each choice; absent = the rest of the context.", minimum=1),
     ] = None
+    max_completion_tokens: Annotated[
+        Uint32 | None, about("Another name of max_tokens.", minimum=1)
+    ] = None
+    messages: Annotated[
+        Annotated[list[Message], BOUNDED] | None,
+        about("The conversation.", "conversation.messages"),
+    ] = None
+    parallel_tool_calls: ParallelCalls = None
     logprobs: Annotated[
         bool | None,
         about("Return the log probability of each token of the content.", default=False),
     ] = None
-    top_logprobs: Annotated[Uint32 | None, about("Candidates for each token; needs logprobs.")] = (
-        None
-    )
-    chat_template: Annotated[
-        str | None, about("Name of one of the checkpoint's templates.", default="default")
+    top_logprobs: Annotated[
+        Uint32 | None, about("Candidates for each token; needs logprobs.", "logprobs")
     ] = None
-    chat_template_kwargs: Annotated[
-        JsonObject | None, about("Further variables of the template; 65,536 characters at most.")
-    ] = None
-    add_generation_prompt: Annotated[
-        bool | None,
-        about(
-            "End the prompt with the start of an answer. Default: true unless a message is "
-            "continued."
-        ),
-    ] = None
-    continue_final_message: Annotated[
-        bool | None,
-        about("Continue the last message, which must be the assistant's.", default=False),
-    ] = None
-    reasoning_effort: Annotated[
-        str | None,
-        about(
-            "Effort of the reasoning: a variable of the template, which also sets enable_thinking.",
-            enum=["none", "minimal", "low", "medium", "high", "xhigh", "max", None],
-        ),
-    ] = None
+    chat_template: TemplateName = None
+    chat_template_kwargs: TemplateArguments = None
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: Continuation = None
+    reasoning_effort: ReasoningEffort = None
     truncation: Annotated[
         Literal["auto", "disabled"] | None,
         about(
@@ -154,43 +163,23 @@ class ChatBody(GenerationBody):
 class TemplateBody(Struct):
     """The body of POST /apply-template."""
 
-    model: Annotated[
-        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
-    ] = None
+    model: ModelName = None
     messages: Annotated[
-        Annotated[list[Message], BOUNDED] | None, about("A conversation in place of the text.")
+        Annotated[list[Message], BOUNDED] | None,
+        about("A conversation in place of the text.", "conversation.messages"),
     ] = None
     tools: Annotated[
-        Annotated[list[Tool], BOUNDED] | None, about("Tools that the prompt names.")
+        Annotated[list[Tool], BOUNDED] | None, about("Tools that the prompt names.", "tools")
     ] = None
     tool_choice: Annotated[
         ToolChoice | None,
         about("Tool to call, or tools to choose from; `required` = any, `none` = no call."),
     ] = None
-    chat_template: Annotated[
-        str | None, about("Name of one of the checkpoint's templates.", default="default")
-    ] = None
-    chat_template_kwargs: Annotated[
-        JsonObject | None, about("Further variables of the template; 65,536 characters at most.")
-    ] = None
-    add_generation_prompt: Annotated[
-        bool | None,
-        about(
-            "End the prompt with the start of an answer. Default: true unless a message is "
-            "continued."
-        ),
-    ] = None
-    continue_final_message: Annotated[
-        bool | None,
-        about("Continue the last message, which must be the assistant's.", default=False),
-    ] = None
-    reasoning_effort: Annotated[
-        str | None,
-        about(
-            "Effort of the reasoning: a variable of the template, which also sets enable_thinking.",
-            enum=["none", "minimal", "low", "medium", "high", "xhigh", "max", None],
-        ),
-    ] = None
+    chat_template: TemplateName = None
+    chat_template_kwargs: TemplateArguments = None
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: Continuation = None
+    reasoning_effort: ReasoningEffort = None
 
 
 class ChatLogprobs(Struct):

@@ -4,8 +4,9 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from services.common.contract import MAX_SEQUENCES
 from services.http_shim.dialects.choices import PromptLogprobs
-from services.http_shim.dialects.fields import IDS, Strings, Uint32, about
+from services.http_shim.dialects.fields import IDS, Strings, Uint32, about, prompt_keywords
 from services.http_shim.dialects.foreign_fields import FOREIGN_TO_COMPLETIONS
 from services.http_shim.dialects.generation import GenerationBody
 
@@ -17,41 +18,24 @@ class CompletionBody(GenerationBody):
 
     foreign = FOREIGN_TO_COMPLETIONS
 
-    # msgspec allows one array type in a union; `prompts_of` checks that elements agree
     prompt: Annotated[
         str | Annotated[list[str | Uint32 | Annotated[list[Uint32], IDS]], IDS] | None,
         about(
             "A text, several texts, token ids, or several lists of token ids.",
-            anyOf=[
-                {"type": "string"},
-                {"type": "array", "minItems": 1, "maxItems": 128, "items": {"type": "string"}},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "items": {"type": "integer", "minimum": 0, "maximum": 4294967295},
-                },
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "maxItems": 128,
-                    "items": {
-                        "type": "array",
-                        "minItems": 1,
-                        "items": {"type": "integer", "minimum": 0, "maximum": 4294967295},
-                    },
-                },
-            ],
+            **prompt_keywords(MAX_SEQUENCES),
         ),
     ] = None
     suffix: Annotated[
         str | None, about("The text after the gap; the model generates the text between.")
     ] = None
     best_of: Annotated[
-        Uint32 | None, about("Candidates, of which the n best are returned; at most n in a stream.")
+        Uint32 | None,
+        about("Candidates, of which the n best are returned; at most n in a stream.", "best_of"),
     ] = None
     echo: Annotated[bool | None, about("Start each choice with the prompt.", default=False)] = None
     logprobs: Annotated[
-        Uint32 | None, about("Candidates for each token; above 5 only if the server allows it.")
+        Uint32 | None,
+        about("Candidates for each token; above 5 only if the server allows it.", "logprobs"),
     ] = None
     truncate_sequence: Annotated[
         bool | None, about("Keep the end of a prompt that exceeds the context.", default=False)
@@ -61,7 +45,8 @@ class CompletionBody(GenerationBody):
         about(
             "Data URLs of the images for each `<image>` of the prompts, in order: "
             "data:image/png;base64,… (or jpeg, webp, gif). http(s) URLs if the server "
-            "fetches them."
+            "fetches them.",
+            "prompts.images",
         ),
     ] = None
     # vLLM's and transformers' fields
@@ -70,7 +55,11 @@ class CompletionBody(GenerationBody):
     ] = None
     length_penalty: Annotated[
         float | None,
-        about("Beams are ranked by the sum of their logprobs / length^length_penalty.", default=1),
+        about(
+            "Beams are ranked by the sum of their logprobs / length^length_penalty.",
+            "beam_search.length_penalty",
+            default=1,
+        ),
     ] = None
     early_stopping: Annotated[
         bool | Literal["never"] | None,

@@ -7,13 +7,17 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from services.http_shim.dialects.fields import (
     BOUNDED,
+    AnswerTokens,
+    IsStreamed,
     JsonObject,
     LeftOut,
+    ModelName,
     Priority,
-    Seconds,
     Strings,
+    Temperature,
+    Timeout,
     TopK,
-    Uint32,
+    TopP,
     about,
 )
 
@@ -293,19 +297,21 @@ class Thread(Struct):
 class PromptBody(Struct):
     """Fields that make the prompt."""
 
-    model: Annotated[
-        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
-    ] = None
+    model: ModelName = None
     messages: Annotated[
         Annotated[list[InputMessage], BOUNDED] | None,
-        about("The conversation. A last message of the assistant is continued."),
+        about(
+            "The conversation. A last message of the assistant is continued.",
+            "conversation.messages",
+        ),
     ] = None
     system: Annotated[SystemPrompt | None, about("Instructions.")] = None
     tools: Annotated[
         Annotated[list[ToolDefinition], BOUNDED] | None,
         about(
             "Tools that the client runs. Those of Anthropic's own servers are left out, and "
-            "named in x-tokenwire-ignored."
+            "named in x-tokenwire-ignored.",
+            "tools",
         ),
     ] = None
     tool_choice: Annotated[
@@ -333,19 +339,12 @@ class CountTokensBody(PromptBody):
 class MessagesBody(PromptBody):
     """The body of POST /v1/messages."""
 
-    max_tokens: Annotated[
-        Uint32 | None, about("Most tokens of the answer, with its reasoning.")
-    ] = None
-    stop_sequences: Annotated[Strings | None, about("Strings that end the answer.")] = None
-    stream: Annotated[
-        bool | None,
-        about("Answer with server-sent events; the last one is `data: [DONE]`.", default=False),
-    ] = None
-    temperature: Annotated[float | None, about("Temperature; 0 = greedy.", default=1)] = None
-    top_p: Annotated[float | None, about("Nucleus mass.", default=1)] = None
-    top_k: Annotated[
-        TopK | None, about("Number of likeliest tokens to sample from; -1 and 0 = all.")
-    ] = None
+    max_tokens: AnswerTokens = None
+    stop_sequences: Annotated[Strings | None, about("Strings that end the answer.", "stop")] = None
+    stream: IsStreamed = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
     metadata: Annotated[Metadata | None, about("`user_id` is a label for logs.")] = None
     thread: Annotated[
         Thread | None, about("`create` has no effect; `continue` is refused: no threads are held.")
@@ -354,12 +353,8 @@ class MessagesBody(PromptBody):
         Any, about("Not supported: ask for a summary in messages.", anyOf=[{"type": "null"}])
     ] = None
     # our own
-    priority: Annotated[
-        Priority | None, about("Priority, lower first; at least 0 with API keys.", default=0)
-    ] = None
-    timeout: Annotated[
-        Seconds | None, about("Seconds after which the request fails with 504; absent = none.")
-    ] = None
+    priority: Priority = None
+    timeout: Timeout = None
 
 
 class MessageUsage(Struct):

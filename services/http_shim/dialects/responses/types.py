@@ -7,11 +7,18 @@ from msgspec import Struct, field
 from services.http_shim.dialects.content_logprobs import ContentLogprob
 from services.http_shim.dialects.fields import (
     BOUNDED,
+    AnswerTokens,
+    IsStreamed,
     JsonObject,
+    ModelName,
+    ParallelCalls,
     Priority,
-    Seconds,
     Strings,
+    Temperature,
+    Timeout,
+    TopP,
     Uint32,
+    UserLabel,
     about,
 )
 
@@ -166,9 +173,7 @@ class ReasoningConfig(Struct):
 class ResponseBody(Struct):
     """The body of POST /v1/responses."""
 
-    model: Annotated[
-        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
-    ] = None
+    model: ModelName = None
     input: Annotated[
         str | Annotated[list[JsonObject], BOUNDED] | None,
         about("A text, or items: messages, calls of functions and their results."),
@@ -180,10 +185,7 @@ class ResponseBody(Struct):
         str | None, about("Id of the kept response that this one continues.")
     ] = None
     store: Annotated[bool | None, about("Keep the response. Default: true.", default=True)] = None
-    stream: Annotated[
-        bool | None,
-        about("Answer with server-sent events; the last one is `data: [DONE]`.", default=False),
-    ] = None
+    stream: IsStreamed = None
     background: Annotated[
         bool | None,
         about(
@@ -191,25 +193,26 @@ class ResponseBody(Struct):
             default=False,
         ),
     ] = None
-    max_output_tokens: Annotated[
-        Uint32 | None, about("Most tokens of the answer, with its reasoning.")
+    max_output_tokens: AnswerTokens = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_logprobs: Annotated[
+        Uint32 | None, about("Candidates for each token of the text.", "logprobs")
     ] = None
-    temperature: Annotated[float | None, about("Temperature; 0 = greedy.", default=1)] = None
-    top_p: Annotated[float | None, about("Nucleus mass.", default=1)] = None
-    top_logprobs: Annotated[Uint32 | None, about("Candidates for each token of the text.")] = None
     include: Annotated[
         Strings | None, about("`message.output_text.logprobs` adds log probabilities.")
     ] = None
     tools: Annotated[
         Annotated[list[JsonObject], BOUNDED] | None,
-        about("Functions and custom tools. Tools that only OpenAI's servers run are left out."),
+        about(
+            "Functions and custom tools. Tools that only OpenAI's servers run are left out.",
+            "tools",
+        ),
     ] = None
     tool_choice: Annotated[
         str | JsonObject | None, about("`auto`, `none`, `required`, or a tool.")
     ] = None
-    parallel_tool_calls: Annotated[
-        bool | None, about("Allow several calls in an answer.", default=True)
-    ] = None
+    parallel_tool_calls: ParallelCalls = None
     text: Annotated[
         TextConfig | None, about("`format` constrains the answer: JSON, or a schema.")
     ] = None
@@ -223,18 +226,14 @@ class ResponseBody(Struct):
         ),
     ] = None
     metadata: Annotated[dict[str, str] | None, about("Returned with the response.")] = None
-    user: Annotated[str | None, about("A label for the logs.")] = None
+    user: UserLabel = None
     safety_identifier: Annotated[str | None, about("A label for logs.")] = None
     prompt_cache_key: Annotated[str | None, about("No effect: all prefixes are cached.")] = None
     conversation: Annotated[Any, about("Not supported: use previous_response_id.")] = None
     prompt: Annotated[Any, about("Not supported: send the text as input.")] = None
     # our own
-    priority: Annotated[
-        Priority | None, about("Priority, lower first; at least 0 with API keys.", default=0)
-    ] = None
-    timeout: Annotated[
-        Seconds | None, about("Seconds after which the request fails with 504; absent = none.")
-    ] = None
+    priority: Priority = None
+    timeout: Timeout = None
 
 
 class AnswerText(Struct, tag_field="type", tag="output_text"):
