@@ -15,7 +15,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = ["model_load", "model_status", "outcomes", "running_requests"]
 
-_BEGAN = time.monotonic()
+_STARTED = time.monotonic()
 
 
 def model_status(
@@ -26,7 +26,7 @@ def model_status(
     return completion_pb2.ModelStatus(
         model=model,
         version=version("tokenwire"),
-        uptime_seconds=now - _BEGAN,
+        uptime_seconds=now - _STARTED,
         running_requests=running_requests(),
         outcomes=[
             completion_pb2.OutcomeCount(outcome=outcome, requests=requests)

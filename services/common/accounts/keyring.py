@@ -92,7 +92,7 @@ class Keyring:
             self._read()
         except KeyFileError as error:
             if self._problem != str(error):
-                _LOG.error("%s The previous keys stay valid.", error)
+                _LOG.error("%s The previous keys stay.", error)
             self._problem = str(error)
         else:
             self._stamp, self._problem = stamp, ""
