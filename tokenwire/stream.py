@@ -114,7 +114,7 @@ class AnswerStream(RequestStream[completion_pb2.SessionEvent, Delta]):
     accepted: completion_pb2.Accepted | None = None
     """The admitted request's settings; set before the first delta"""
     prompt_scores: dict[int, list[Scores]]
-    """Scores of prompt tokens in runs, by prompt index, from token 1 on; only with prompt_logprobs"""
+    """Scores of prompt tokens by prompt index, from token 1 on; only with prompt_logprobs"""
 
     def __init__(self, session: CompletionSession, start: completion_pb2.SessionStart) -> None:
         super().__init__(session)

@@ -1,4 +1,4 @@
-"""Free memory of the machine or container, and amounts of memory in words."""
+"""Free memory of the machine or container, and amounts of memory as text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ class _Cgroup:
     """Files in which one version of Linux's control groups reports memory."""
 
     controller: str
-    """Name of the hierarchy in /proc/self/cgroup; version 2 has one, without a name"""
+    """Name of the hierarchy in /proc/self/cgroup; empty in version 2, which has one hierarchy"""
     folder: str
     limit: str
     used: str

@@ -13,10 +13,10 @@ _LINE_SECONDS = 10.0
 
 
 class StartProgress:
-    """Counter of what is done. Silent unless `shown`."""
+    """Counter of finished items. It prints nothing unless `shown`."""
 
     def __init__(self, name: str, total: int, *, shown: bool) -> None:
-        """name: the things that are counted, such as "CUDA graphs"."""
+        """name: name of the counted items, such as "CUDA graphs"."""
         self._name = name
         self._total = max(total, 1)
         self._done = 0
@@ -25,7 +25,7 @@ class StartProgress:
         self._began = self._told = time.monotonic()
 
     def add(self) -> None:
-        """Count one more."""
+        """Count one more item."""
         self._done += 1
         if not self._shown:
             return

@@ -34,7 +34,7 @@ _REASONS = {
 }
 """Finish reason in the metrics, by cause of the end"""
 _RATE_SECONDS = 5.0
-"""Window of the token rate"""
+"""Window of the token rate, in seconds"""
 _LEAST_RATE_SECONDS = 0.1
 
 
