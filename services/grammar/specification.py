@@ -281,7 +281,7 @@ def _translate_parts(
     grammar: dict[str, Any], compilable: _Compilable, spaces: Mapping[str, Json]
 ) -> str:
     """Lower the schemas of an llguidance grammar, and translate parts of kinds that it lacks."""
-    translated: list[Any] = []
+    translated_parts: list[Any] = []
     further: list[Any] = []
     for index, part in enumerate(grammar["grammars"]):
         known = dict(part) if isinstance(part, dict) else part
@@ -297,8 +297,8 @@ def _translate_parts(
         elif (keyword := _schema_keyword(known)) is not None:
             path = _path_of_part(index, keyword)
             known["json_schema"] = compilable(known.pop(keyword), path)
-        translated.append(known)
-    return json.dumps(grammar | {"grammars": translated + further})
+        translated_parts.append(known)
+    return json.dumps(grammar | {"grammars": translated_parts + further})
 
 
 def _schema_keyword(part: Any) -> str | None:

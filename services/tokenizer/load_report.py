@@ -56,7 +56,7 @@ class LoadAverage:
         """Return the load as a message of ORCA."""
         loads = self._loads
         total = sum(load.total_blocks for load in loads)
-        used = sum(load.used_blocks for load in loads)
+        used_blocks = sum(load.used_blocks for load in loads)
         return orca_pb2.OrcaLoadReport(
             cpu_utilization=self._cpu,
             rps_fractional=self._requests,
@@ -64,7 +64,7 @@ class LoadAverage:
             named_metrics={
                 "num_requests_running": sum(load.running for load in loads),
                 "num_requests_waiting": sum(load.waiting for load in loads),
-                "kv_cache_usage_perc": used / total if total else 0.0,
+                "kv_cache_usage_perc": used_blocks / total if total else 0.0,
             },
             application_utilization=max(self._engines, self._cpu, _LEAST_UTILIZATION),
         )

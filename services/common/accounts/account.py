@@ -70,8 +70,8 @@ class Bucket:
 
     def resize(self, per_minute: int, now: float) -> None:
         """Change the limit, and keep the amount that is used."""
-        used = self.per_minute - self.left(now)
-        self.per_minute, self._level = per_minute, per_minute - used
+        used_amount = self.per_minute - self.left(now)
+        self.per_minute, self._level = per_minute, per_minute - used_amount
 
 
 class Account:

@@ -22,7 +22,7 @@ class StartProgress:
         self._done = 0
         self._shown = shown
         self._terminal = sys.stderr.isatty()
-        self._began = self._told = time.monotonic()
+        self._started = self._logged_at = time.monotonic()
 
     def add(self) -> None:
         """Count one more item."""
@@ -35,10 +35,10 @@ class StartProgress:
             bar = "█" * filled + "░" * (_WIDTH - filled)
             end = "\n" if self._done == self._total else ""
             print(f"\r{self._name} {bar} {self._amount()}", end=end, file=sys.stderr, flush=True)
-        elif now - self._told >= _LINE_SECONDS:
-            self._told = now
+        elif now - self._logged_at >= _LINE_SECONDS:
+            self._logged_at = now
             share = round(self._done / self._total, 3)
             _LOG.info("%s: %s", self._name, self._amount(), extra={"progress": share})
 
     def _amount(self) -> str:
-        return f"{self._done} of {self._total} in {time.monotonic() - self._began:.1f} s"
+        return f"{self._done} of {self._total} in {time.monotonic() - self._started:.1f} s"

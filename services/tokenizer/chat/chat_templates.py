@@ -428,8 +428,8 @@ class _PreparedChat:
 
 def _unused_characters(value: Json) -> Iterator[str]:
     """Yield characters for private use that no text of the value contains."""
-    used = frozenset().union(*_texts(value))
-    return (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+    present = frozenset().union(*_texts(value))
+    return (chr(code) for code in _PRIVATE_USE if chr(code) not in present)
 
 
 def _texts(value: Json) -> Iterator[str]:

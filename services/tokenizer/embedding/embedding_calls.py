@@ -293,17 +293,17 @@ class EmbeddingCalls:
             self._running -= 1
             if not self._running:
                 self._idle.set()
-            used = engines.usage.prompt_tokens
+            used_tokens = engines.usage.prompt_tokens
             metrics.RUNNING.dec()
             metrics.REQUESTS.labels(outcome).inc()
-            metrics.PROMPT_TOKENS.inc(used)
+            metrics.PROMPT_TOKENS.inc(used_tokens)
             if context.meter is not None:
-                context.meter.end(used)
+                context.meter.end(used_tokens)
             if why:
                 context.span.fail(**why)
             context.span.end()
             milliseconds = round((time.monotonic() - started) * 1e3, 2)
-            fields = {**context.log_fields, **why, "prompt_tokens": used}
+            fields = {**context.log_fields, **why, "prompt_tokens": used_tokens}
             _LOG.info("embedding %s", outcome, extra={**fields, "milliseconds": milliseconds})
         return answered
 

@@ -110,8 +110,8 @@ class Detokenizer:
         if piece:
             self._inherited = False
         data = self._pending + piece
-        text, used = codecs.utf_8_decode(data, self._table.errors, False)
-        self._pending = data[used:]
+        text, consumed = codecs.utf_8_decode(data, self._table.errors, False)
+        self._pending = data[consumed:]
         self._direct = not self._pending and not self._at_start
         return text
 

@@ -222,10 +222,10 @@ class Adapters:
 
     def _grouped(self, owners: Tensor) -> RowGroups:
         numbers = set(owners.tolist())
-        used = sorted(numbers - {0})
-        if len(used) == 1 and 0 not in numbers:
-            return RowGroups((RowGroup(used[0], None),), owners)
-        places = ((number, torch.where(owners == number)[0]) for number in used)
+        used_numbers = sorted(numbers - {0})
+        if len(used_numbers) == 1 and 0 not in numbers:
+            return RowGroups((RowGroup(used_numbers[0], None),), owners)
+        places = ((number, torch.where(owners == number)[0]) for number in used_numbers)
         groups = (RowGroup(number, to_device(place, self._device)) for number, place in places)
         return RowGroups(tuple(groups), owners)
 

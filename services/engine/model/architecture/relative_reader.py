@@ -49,8 +49,8 @@ def with_inkling_keys(config: Config) -> Config:
     values["logit_scale"] = 1 / config.positive_number("logits_mup_width_multiplier", 24.0)
     values["tie_word_embeddings"] = False  # transformers ties nothing, whatever the file says
     vocab_size = config.positive("vocab_size")
-    used = config.positive("unpadded_vocab_size", vocab_size)
-    values["vocab_size"] = min(used, vocab_size)
+    unpadded = config.positive("unpadded_vocab_size", vocab_size)
+    values["vocab_size"] = min(unpadded, vocab_size)
     values["stored_vocab_size"] = vocab_size
     return replace(config, values={**config.values, **values})
 

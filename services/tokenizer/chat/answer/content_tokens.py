@@ -34,8 +34,8 @@ class TokenBytes:
             return self._pieces[token]
         piece, before = self._pieces[token], len(self._pending)
         spelled = self._pending + piece
-        whole, used = codecs.utf_8_decode(spelled, "replace", False)
-        self._pending = spelled[used:]
+        whole, consumed = codecs.utf_8_decode(spelled, "replace", False)
+        self._pending = spelled[consumed:]
         if text == whole or not whole:
             return piece
         if whole.startswith(text):

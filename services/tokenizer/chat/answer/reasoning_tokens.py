@@ -34,8 +34,8 @@ class ReasoningTokens:
         end = self._received + len(text)
         for token in ids:
             spelled = self._unfinished + self._pieces[token]
-            whole, used = codecs.utf_8_decode(spelled, "replace", False)
-            self._unfinished = spelled[used:]
+            whole, consumed = codecs.utf_8_decode(spelled, "replace", False)
+            self._unfinished = spelled[consumed:]
             self._received = min(end, self._received + len(whole))
             self._ends.append(self._received)
         self._received = end
