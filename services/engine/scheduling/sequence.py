@@ -115,7 +115,7 @@ class TokenSequence:
         A prompt of which all tokens are pooled counts as not scored"""
 
         self.credit = command.credit if not request.searches else None
-        """Number of tokens that may be drawn; None = unlimited. A search delivers results by credit"""
+        """Tokens that may be drawn; None = unlimited. A search delivers its results by credit"""
         self.starved_since: float | None = None
         """time.monotonic() when the credit ran out"""
         self.mask: Mask | None = None
