@@ -35,7 +35,7 @@ from services.engine.model.shortcut import ShortcutEnd, ShortcutStart
 __all__ = ["WeightReader"]
 
 _ROWS = 4096
-"""Rows of a table that are normed at once"""
+"""Number of a table's rows that are normed at once"""
 
 
 class WeightReader:

@@ -13,7 +13,7 @@ _LINE_SECONDS = 10.0
 
 
 class LoadProgress:
-    """Counter of loaded bytes. Silent unless `shown`."""
+    """Counter of loaded bytes, which is silent unless `shown`."""
 
     def __init__(self, total_bytes: int, *, shown: bool) -> None:
         self._total = max(total_bytes, 1)

@@ -26,7 +26,7 @@ class MambaWeights:
     """Weights of one Mamba-2 layer."""
 
     inputs: Projection
-    """Product that computes the gate and what is convolved"""
+    """Product that computes the gate and the convolution's input"""
     steps: Projection
     """Product that computes the time steps"""
     constants: MambaConstants

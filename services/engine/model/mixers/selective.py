@@ -27,14 +27,14 @@ class SelectiveWeights:
     """Weights of one Mamba layer."""
 
     inputs: Projection
-    """Product that computes what is convolved, and the gate"""
+    """Product that computes the convolution's input, and the gate"""
     factors: Projection
     """Product of the convolution's outputs that computes time steps, input and output factors"""
     steps: Projection
     """Product that widens the time steps to all channels"""
     norms: tuple[Tensor, ...]
-    """Weights of the norms of time steps, input and output factors, in float32; empty: there are
-    none"""
+    """Weights of the norms of time steps, input and output factors, in float32; empty: there are no
+    norms with weights"""
     constants: SelectiveConstants
     output: Projection
 

@@ -23,11 +23,11 @@ from services.engine.model.operators.looped_mixture import LoopedMixture
 __all__ = ["TorchGate", "TorchOperators", "join", "join_biases", "normalize"]
 
 _CUDA_ROWS = 256
-"""Rows that a GPU multiplies in little more time than reading the weights takes"""
+"""Number of rows that a GPU multiplies in little more time than it reads the weights"""
 
 
 _AMPERE = (8, 0)
-"""Compute capability that the Triton kernels need"""
+"""Least compute capability that the Triton kernels need"""
 
 
 class TorchOperators(Operators):
