@@ -352,8 +352,8 @@ class StepOutput(NamedTuple):
     outputs: Sequence[Output]
     load: LoadSnapshot
     cache: Sequence[CacheChange | None] = ()
-    """Changes by group, that of states last; empty if there is no change, or if nobody follows the
-    cache"""
+    """Changes by group, that of states last; empty if there is no change, or if no client follows
+    the cache"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # plain tuples: pickle spends more time on a token's type than on its fields

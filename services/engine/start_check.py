@@ -153,7 +153,7 @@ def _can_map(config: Config | None, settings: EngineSettings) -> bool:
 
 
 def _require_stated_cache(kv_memory: str, free: int) -> None:
-    """Raise StartupError for an amount of KV cache beyond what is free after the weights."""
+    """Raise StartupError for a KV cache larger than the memory that the weights leave free."""
     if kv_memory == "auto" or parse_share(kv_memory) is not None:
         return
     if (missing := parse_bytes(kv_memory) - free) > 0:

@@ -86,7 +86,7 @@ def _linear(
 
 
 def _stored(file: Path) -> object:
-    """Return what a file of torch.save holds. Raises CheckpointError.
+    """Return the content of a file written by torch.save. Raises CheckpointError.
 
     The file is a pickle. Its reader takes tensors and plain containers, and runs no code. A file
     that would take more memory than its own size is refused.

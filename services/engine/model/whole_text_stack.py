@@ -75,7 +75,7 @@ def has_one_attention(spec: ModelSpec) -> bool:
 
 
 def _seen(batch: StepBatch, windows: Collection[int]) -> Mapping[int, StepBatch]:
-    """Return the batch with the ends of what its tokens see, by window."""
+    """Return the batch with the ends of its tokens' visible ranges, by window."""
     ends = _text_ends(batch)
     return {
         window: replace(batch, visible_ends=_near(ends, batch.positions, window))
@@ -84,7 +84,7 @@ def _seen(batch: StepBatch, windows: Collection[int]) -> Mapping[int, StepBatch]
 
 
 def _near(ends: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Return the ends of what tokens see with a window to both sides; window 0 = no window."""
+    """Return the ends of visible ranges with a window to both sides; window 0 = no window."""
     return torch.minimum(ends, (positions + window).to(torch.int32)) if window else ends
 
 

@@ -72,7 +72,7 @@ class ChatPrompt:
     template: str
     arguments_json: str
     add_generation_prompt: bool | None
-    """Whether the prompt ends with the header of an answer; None = unless a message is continued"""
+    """True if the prompt ends with an answer's header; None = unless a message is continued"""
     continue_last_message: bool
     reasoning_effort: str = ""
     """Effort of reasoning; empty = the template's default"""

@@ -380,8 +380,7 @@ class LayerSpec:
     follows_block: bool = False
     """True if the layer reads the output of a shared block beside the residual"""
     follows_shortcut: bool = False
-    """True if the layer ends with the addition of what the experts of the layer before have
-    returned"""
+    """True if the output of the previous layer's experts joins the residual at this layer's end"""
 
     @property
     def content(self) -> FeedForwardSpec:

@@ -20,7 +20,7 @@ class LoadProgress:
         self._loaded = 0
         self._shown = shown
         self._terminal = sys.stderr.isatty()
-        self._started = self._told = time.monotonic()
+        self._started = self._logged_at = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
         self._loaded += num_bytes
@@ -28,8 +28,8 @@ class LoadProgress:
             return
         if self._terminal:
             self._draw()
-        elif (now := time.monotonic()) - self._told >= _LINE_SECONDS:
-            self._told = now
+        elif (now := time.monotonic()) - self._logged_at >= _LINE_SECONDS:
+            self._logged_at = now
             share = round(self._loaded / self._total, 3)
             _LOG.info("loaded %s", self._amount(), extra={"progress": share})
 

@@ -85,7 +85,7 @@ _DECODERS: Mapping[str, tuple[str, JsonObject]] = {
         },
     ),
 }
-"""Decoders by the model_type of text_config, with transformers' defaults for what it leaves out"""
+"""Decoders by the model_type of text_config, with transformers' defaults for its missing keys"""
 
 
 @dataclass(frozen=True, slots=True)

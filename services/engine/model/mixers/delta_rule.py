@@ -79,7 +79,7 @@ class DeltaInputs:
     """One step's operands in the model's dtype. Rows may have gaps between them."""
 
     mixed: Tensor
-    """[tokens, channels], what the convolution reads: all queries, all keys, then all values"""
+    """[tokens, channels], inputs of the convolution: all queries, all keys, then all values"""
     gate: Tensor
     """[tokens, value_heads * value_dim]"""
     beta: Tensor

@@ -62,7 +62,7 @@ class Mixer(ABC, Generic[S]):
         """Allocate the buffers of passes of up to `tokens` tokens."""
 
     def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Allocate what the mixer keeps of each sequence: the first dimension is the slot.
+        """Allocate the states that the mixer keeps of sequences; the first dimension is the slot.
 
         dtype: that of states that a recurrence reads and writes. Inputs of the last tokens, which
         a convolution reads, have the model's dtype. The result is empty if the mixer keeps only

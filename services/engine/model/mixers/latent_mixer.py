@@ -45,7 +45,7 @@ class LatentWeights:
     """Product that makes a gate for each head; None: outputs have no gate"""
     output: Projection
     index: IndexWeights | None
-    """None: the layer has no indexer"""
+    """Weights of the indexer; None: the layer has none"""
 
 
 class LatentShared:
@@ -81,7 +81,7 @@ class LatentScratch(Scratch):
     gates: Tensor
     """[tokens, heads], or width 0 if outputs have no gate"""
     index: IndexScratch | None
-    """None: the layer has no indexer"""
+    """Buffers of the indexer; None: the layer has none"""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

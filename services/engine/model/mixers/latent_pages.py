@@ -81,7 +81,7 @@ def decode_groups(batch: StepBatch, width: int) -> Iterator[tuple[slice, int]]:
 
 
 def sequence_pages(buffer: LatentBuffer, pages: Tensor, batch: StepBatch, sequence: int) -> Tensor:
-    """Return what the pages hold of a sequence's tokens, [context, width]."""
+    """Return the numbers that the pages hold of a sequence's tokens, [context, width]."""
     context, size = batch.context_lengths_host[sequence], pages.shape[1]
     table = batch.block_tables[sequence, : -(-context // size)].long()
     return buffer.gather(pages, table)[:context]

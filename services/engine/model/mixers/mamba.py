@@ -42,7 +42,7 @@ class MambaScratch(RecurrentScratch):
     gate: Tensor
     """[tokens, outputs], a view of `inputs`"""
     mixed: Tensor
-    """[tokens, channels], what is convolved, a view of `inputs`"""
+    """[tokens, channels], inputs of the convolution, a view of `inputs`"""
     steps: Tensor
     """[tokens, heads]"""
     convolved: Tensor

@@ -48,7 +48,7 @@ class MambaInputs:
     gate: Tensor
     """[tokens, outputs]"""
     mixed: Tensor
-    """[tokens, channels], what the convolution reads: inputs of all heads, then the factors (B) of
+    """[tokens, channels], read by the convolution: inputs of all heads, then the factors (B) of
     the inputs of all groups, then those of outputs (C)"""
     steps: Tensor
     """[tokens, heads], before `step_bias` and the softplus"""

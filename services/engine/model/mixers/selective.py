@@ -46,7 +46,7 @@ class SelectiveScratch(RecurrentScratch):
     inputs: Tensor
     """[tokens, 2 * channels]"""
     mixed: Tensor
-    """[tokens, channels], what is convolved, a view of `inputs`"""
+    """[tokens, channels], inputs of the convolution, a view of `inputs`"""
     gate: Tensor
     """[tokens, channels], a view of `inputs`"""
     convolved: Tensor

@@ -25,7 +25,7 @@ class SelectiveHeadsScratch(Scratch):
 
 
 class SelectiveHeads(Mixer[SelectiveHeadsScratch]):
-    """The Mamba layer `layer`: the sum of what its heads add to the residual."""
+    """The Mamba layer `layer`, whose heads all add to the residual."""
 
     is_capturable = False  # because it is false for one head
 

@@ -163,7 +163,7 @@ def _mask(
     local_size: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return a mask that tells what a token sees, for a pass on the device "meta"."""
+    """Return a mask that states which tokens a token sees, for a pass on the device "meta"."""
     mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")
     mask.tokenwire_sight = _sight(mask_function, local_size or 0)  # type: ignore[attr-defined]
     return mask
