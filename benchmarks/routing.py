@@ -34,7 +34,7 @@ from services.common.block_hash import prefix_hashes, tenant_salt
 from services.common.network.health import is_serving
 from tokenwire.channel import connect
 from tokenwire.client import Client
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
@@ -248,11 +248,11 @@ async def _fleet(model: Path, count: int) -> AsyncIterator[_Fleet]:
 
 
 async def _until_all_serve(tokenizer: str, count: int) -> None:
-    serving = completion_pb2.ENGINE_STATE_SERVING
+    serving = models_pb2.ENGINE_STATE_SERVING
     async with connect(tokenizer) as channel:
         stub = CompletionServiceStub(channel)
         while True:
-            answer = await stub.GetStatus(completion_pb2.GetStatusRequest())
+            answer = await stub.GetStatus(models_pb2.GetStatusRequest())
             if [engine.state for engine in answer.models[0].engines].count(serving) == count:
                 return
             await asyncio.sleep(_POLL_SECONDS)

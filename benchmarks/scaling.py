@@ -31,7 +31,7 @@ from services.common.network.health import is_serving
 from tokenwire.channel import connect
 from tokenwire.channel_options import MESSAGE_LIMITS, QUIET
 from tokenwire.client import Client
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import (
@@ -195,9 +195,9 @@ async def _until_all_serve(target: str, count: int) -> None:
         stub = CompletionServiceStub(channel)
         serving = 0
         while serving < count:
-            answer = await stub.GetStatus(completion_pb2.GetStatusRequest())
+            answer = await stub.GetStatus(models_pb2.GetStatusRequest())
             states = [engine.state for engine in answer.models[0].engines]
-            serving = states.count(completion_pb2.ENGINE_STATE_SERVING)
+            serving = states.count(models_pb2.ENGINE_STATE_SERVING)
             await asyncio.sleep(_POLL_SECONDS)
 
 

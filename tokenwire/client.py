@@ -27,7 +27,7 @@ from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
 from tokenwire.loopback import is_local_target
 from tokenwire.messages import Message
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.completion.v1.completion_pb2 import Tool, ToolChoice
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
@@ -151,7 +151,7 @@ class Client(_Connection[CompletionSession]):
 
     async def models(self) -> tuple[Model, ...]:
         """Return the served models."""
-        request = completion_pb2.ListModelsRequest()
+        request = models_pb2.ListModelsRequest()
         answer = await _answer(self._completions.ListModels, request)
         return tuple(Model.read(model) for model in answer.models)
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 from itertools import chain
 
 from tokenwire.messages import Message, ToolCall, ToolCallDelta, join_calls
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -353,7 +353,7 @@ class Model:
     system_fingerprint: str
 
     @classmethod
-    def read(cls, model: completion_pb2.Model) -> "Model":
+    def read(cls, model: models_pb2.Model) -> "Model":
         return cls(
             model.id,
             tuple(model.aliases),

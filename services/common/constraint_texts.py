@@ -1,10 +1,11 @@
 """Constraints in the form of other servers: grammars as text, and structural tags in JSON."""
 
+import json
 import re
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
 from tokenwire.errors import invalid
 from tokenwire.pb.types.v1 import types_pb2
@@ -15,10 +16,11 @@ __all__ = [
     "TaggedStructure",
     "Texts",
     "grammar_of_text",
+    "json_text",
     "structural_tag_of",
 ]
 
-JsonObject: TypeAlias = dict[str, Raw]  # values stay as the client wrote them
+JsonObject: TypeAlias = dict[str, Any]
 Texts: TypeAlias = Annotated[list[str], Meta(max_length=65_536)]  # more than a grammar may have
 # a Lark grammar has the rule `start`, a GBNF grammar the rule `root`
 _LARK = re.compile(r"^\s*(?:%llguidance\b|\??start(?:\.\d+)?\s*:(?!:=))", re.MULTILINE)
@@ -41,6 +43,16 @@ class StructuralTagFormat(Struct, tag_field="type", tag="structural_tag"):
 
 
 _TAG = msgspec.json.Decoder(StructuralTagFormat)
+
+
+def json_text(value: str | JsonObject | bool) -> str:
+    """Return JSON as text; what a client wrote as text stays as it is."""
+    if isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.encode(value).decode()
+    except OverflowError:  # an integer of more than 64 bits
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def grammar_of_text(text: str) -> types_pb2.GrammarSpec:
@@ -68,5 +80,5 @@ def structural_tag_of(value: str | StructuralTagFormat, name: str) -> types_pb2.
 
 
 def _structure(structure: TaggedStructure) -> types_pb2.TaggedStructure:
-    schema = "" if structure.schema is None else msgspec.json.encode(structure.schema).decode()
+    schema = "" if structure.schema is None else json_text(structure.schema)
     return types_pb2.TaggedStructure(begin=structure.begin, schema=schema, end=structure.end)

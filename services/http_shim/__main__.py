@@ -33,7 +33,7 @@ from services.common.sharing.fair_executor import use_fair_threads
 from services.common.telemetry import LOST_LOG_LINES, describe_build, serve_metrics
 from services.common.vllm_metrics import VllmLoadMetrics
 from services.http_shim.app import create_app
-from services.http_shim.backends.backend import RetryPolicy
+from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
 from services.http_shim.backends.model_source import ModelSource, SingleBackend
 from services.http_shim.batches.batch_runner import BatchRunner
@@ -177,7 +177,7 @@ def _account_of(keyring: Keyring | None) -> Callable[[str], Account | None]:
 
 def _models(settings: HttpShimSettings) -> ModelSource:
     """Return the models of the catalog, reloaded on SIGHUP, or of the one tokenizer service."""
-    retry_policy = RetryPolicy(
+    backend_settings = BackendSettings(
         settings.tokenizer_wait,
         settings.max_waiting,
         settings.lost_seconds,
@@ -187,8 +187,8 @@ def _models(settings: HttpShimSettings) -> ModelSource:
     )
     if not settings.catalog:
         warn_of_clear_text(parse_targets(settings.tokenizer, "--tokenizer"), settings)
-        return SingleBackend(settings.tokenizer, retry_policy)
-    catalog = Catalog(Path(settings.catalog), retry_policy)
+        return SingleBackend(settings.tokenizer, backend_settings)
+    catalog = Catalog(Path(settings.catalog), backend_settings)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, catalog.reload)
     return catalog
 

@@ -18,6 +18,13 @@ from services.common.settings import StartupError
 from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.batches.batch_runner import BatchRunner
 from services.http_shim.batches.inner_calls import CreatorMiddleware
+from services.http_shim.dialects.chat.read import read_chat
+from services.http_shim.dialects.completions.read import read_completion
+from services.http_shim.dialects.messages.read import read_counted_message, read_message
+from services.http_shim.dialects.messages.types import TokenCount
+from services.http_shim.dialects.messages.write import MESSAGE_ERRORS
+from services.http_shim.dialects.responses.types import InputTokenCount
+from services.http_shim.dialects.responses.write import interrupted_response
 from services.http_shim.documentation.openapi import openapi
 from services.http_shim.documentation.pages import PAGES, page_routes
 from services.http_shim.documents.document_reader import DocumentReader
@@ -26,33 +33,18 @@ from services.http_shim.endpoints.background_responses import BackgroundResponse
 from services.http_shim.endpoints.batches import Batches
 from services.http_shim.endpoints.documents import Documents
 from services.http_shim.endpoints.files import Files
-from services.http_shim.endpoints.generation import (
-    CHAT,
-    COMPLETIONS,
-    MESSAGES,
-    GenerationEndpoint,
-    responses_api,
-)
+from services.http_shim.endpoints.generation import GenerationEndpoint
+from services.http_shim.endpoints.generator import Generator
 from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
 from services.http_shim.endpoints.probes import Probes
+from services.http_shim.endpoints.prompt_reader import PromptReader, always
+from services.http_shim.endpoints.response_keeper import ResponseKeeper
+from services.http_shim.endpoints.responses import ResponsesEndpoint
 from services.http_shim.endpoints.stored_responses import StoredResponses
-from services.http_shim.endpoints.token_counting import (
-    MESSAGE_TOKENS,
-    TokenCounting,
-    input_tokens,
-)
+from services.http_shim.endpoints.token_counting import TokenCounting
 from services.http_shim.endpoints.tokenization import Tokenization
-from services.http_shim.endpoints.vectors import (
-    CLASSIFY,
-    EMBEDDINGS,
-    POOLING,
-    RERANK,
-    SCORE,
-    VectorApi,
-    VectorEndpoint,
-)
-from services.http_shim.formats.openai_responses.response_objects import interrupted_response
+from services.http_shim.errors import ErrorForm
 from services.http_shim.http.access import AccessMiddleware
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.cors import cors, origins_of
@@ -66,6 +58,15 @@ from services.http_shim.settings import HttpShimSettings
 from services.http_shim.stored.database_guard import StoreUnavailableError
 from services.http_shim.stored.file_store import FileStore
 from services.http_shim.stored.response_store import ResponseStore
+from services.http_shim.vectors.endpoint import (
+    CLASSIFY,
+    EMBEDDINGS,
+    POOLING,
+    RERANK,
+    SCORE,
+    VectorApi,
+    VectorEndpoint,
+)
 
 __all__ = ["create_app"]
 
@@ -83,6 +84,7 @@ _VECTOR_PATHS: Mapping[str, VectorApi[Any, Any, Any]] = {
     "/v1/pooling": POOLING,
     "/pooling": POOLING,
 }
+_ERROR_FORMS: Mapping[str, ErrorForm] = {"/v1/messages": MESSAGE_ERRORS}
 _DAY = 24 * 60 * 60
 
 
@@ -101,20 +103,22 @@ def create_app(
     bodies = BodyReader(settings.max_body_bytes, settings.max_held_bytes)
     fetcher = ImageFetcher(settings.image_sources) if settings.fetch_images else None
     documents = Documents(DocumentReader(), files)
+    prompts = PromptReader(bodies, documents, fetcher)
     stall = settings.stall_seconds
-    completions = GenerationEndpoint(COMPLETIONS, models, gate, bodies, fetcher, documents, stall)
-    chat = GenerationEndpoint(CHAT, models, gate, bodies, fetcher, documents, stall)
-    messages = GenerationEndpoint(MESSAGES, models, gate, bodies, fetcher, documents, stall)
+    shared = (prompts, Generator(models, gate, prompts), stall)
+    completions = GenerationEndpoint(always(read_completion), *shared)
+    chat = GenerationEndpoint(always(read_chat), *shared)
+    messages = GenerationEndpoint(always(read_message), *shared)
     store = _response_store(settings)
+    keeper = ResponseKeeper(store)
     background = BackgroundResponses(settings.max_background, settings.max_event_bytes, stall)
-    api = responses_api(store, background)
-    responses = GenerationEndpoint(api, models, gate, bodies, fetcher, documents, stall)
+    responses = ResponsesEndpoint(keeper, background, *shared)
     stored_responses = StoredResponses(store, background)
-    message_tokens = TokenCounting(MESSAGE_TOKENS, models, bodies, fetcher, documents)
-    response_tokens = TokenCounting(input_tokens(store), models, bodies, fetcher, documents)
+    message_tokens = TokenCounting(always(read_counted_message), TokenCount, models, prompts)
+    response_tokens = TokenCounting(responses.prepare_count, InputTokenCount, models, prompts)
     multi_completion = MultiCompletion(models, gate, bodies)
     model_cards = Models(models)
-    tokenization = Tokenization(models, bodies, fetcher, documents)
+    tokenization = Tokenization(models, prompts)
     adapters = Adapters(models, bodies, is_allowed=settings.adapter_routes)
     probes = Probes(models, gate, [files.guard.check, store.guard.check])
     vector_routes = [
@@ -168,7 +172,7 @@ def create_app(
     ]
     names = [name.strip() for name in settings.allowed_hosts.split(",") if name.strip()]
     middleware = [
-        Middleware(ExchangeMiddleware, routes=routes),
+        Middleware(ExchangeMiddleware, routes=routes, error_forms=_ERROR_FORMS),
         Middleware(HostMiddleware, allowed=AllowedHosts(settings.host, names)),
     ]
     if origins := origins_of(settings.cors_origins):
@@ -183,7 +187,7 @@ def create_app(
 def _batch_app(routes: list[Route]) -> Starlette:
     """Return the application that requests of batches call."""
     middleware = [
-        Middleware(ExchangeMiddleware, routes=routes),
+        Middleware(ExchangeMiddleware, routes=routes, error_forms=_ERROR_FORMS),
         Middleware(FailureMiddleware),
         Middleware(CreatorMiddleware),
     ]

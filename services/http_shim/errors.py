@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import grpc
 import msgspec
@@ -16,6 +17,7 @@ __all__ = [
     "BodyTooLargeError",
     "ClientGoneError",
     "ErrorBody",
+    "ErrorForm",
     "client_field_names",
     "error_body",
     "http_status",
@@ -79,6 +81,16 @@ class ErrorBody(Struct):
     """The JSON body of every error."""
 
     error: ErrorDetails
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """The form of a dialect's errors, where it is not OpenAI's, for the request with an id."""
+
+    of_service: Callable[[ServiceError, str], bytes]
+    """Returns the JSON body of the error of a service"""
+    of_status: Callable[[int, str, str], bytes]
+    """Returns the JSON body of another failure, of its HTTP status and message"""
 
 
 @contextmanager

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Sequence
 
 from services.common.vllm_metrics import ModelLoad
-from services.http_shim.backends.model_source import ModelSource
-from services.http_shim.formats.model_statuses import ModelStatus
+from services.http_shim.backends.model_source import ModelSource, ServedStatus
+from tokenwire.pb.completion.v1 import models_pb2
 
 __all__ = ["RouterMetrics"]
 
@@ -32,19 +32,23 @@ class RouterMetrics:
             await asyncio.sleep(_ASK_SECONDS)
 
 
-def _load(status: ModelStatus) -> ModelLoad | None:
+def _load(served: ServedStatus) -> ModelLoad | None:
     """Return the load of the engines that serve; None if there is none."""
-    engines = [each for each in status.engines or () if each.state == "serving"]
+    status = served.status
+    if status is None:
+        return None
+    serving = models_pb2.ENGINE_STATE_SERVING
+    engines = [each for each in status.engines if each.state == serving]
     if not engines:
         return None
     return ModelLoad(
-        model=status.id,
-        running=sum(each.running_sequences or 0 for each in engines),
-        waiting=sum(each.waiting_sequences or 0 for each in engines),
-        block_size=engines[0].kv_block_size or 0,
-        used_blocks=sum(each.kv_used_blocks or 0 for each in engines),
-        total_blocks=sum(each.kv_blocks or 0 for each in engines),
-        prompt_tokens=status.prompt_tokens or 0,
-        cached_tokens=status.cached_tokens or 0,
-        generated_tokens=status.completion_tokens or 0,
+        model=served.id,
+        running=sum(each.running_sequences for each in engines),
+        waiting=sum(each.waiting_sequences for each in engines),
+        block_size=engines[0].block_size,
+        used_blocks=sum(each.used_blocks for each in engines),
+        total_blocks=sum(each.total_blocks for each in engines),
+        prompt_tokens=status.prompt_tokens,
+        cached_tokens=status.cached_tokens,
+        generated_tokens=status.completion_tokens,
     )

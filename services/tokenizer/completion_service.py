@@ -29,7 +29,7 @@ from services.tokenizer.model_status import model_status
 from services.tokenizer.processor_factory import ProcessorFactory
 from services.tokenizer.send_queue import SendQueue
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceServicer
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.time_slice import TimeSlice
@@ -128,11 +128,11 @@ class CompletionServicer(CompletionServiceServicer):
         return await self._embeddings.classify(request, call)
 
     async def ListModels(
-        self, request: completion_pb2.ListModelsRequest, context: Context
-    ) -> completion_pb2.ListModelsResponse:
+        self, request: models_pb2.ListModelsRequest, context: Context
+    ) -> models_pb2.ListModelsResponse:
         """Return the one model, and its adapters."""
         limits = self._pool.limits
-        model = completion_pb2.Model(
+        model = models_pb2.Model(
             id=self._model,
             created=self._created,
             context_length=limits.context_length,
@@ -152,30 +152,30 @@ class CompletionServicer(CompletionServiceServicer):
         )
         models = [model]
         for name in sorted(self._pool.adapters):
-            adapter = completion_pb2.Model()
+            adapter = models_pb2.Model()
             adapter.CopyFrom(model)
             adapter.id, adapter.parent = name, model.id
             models.append(adapter)
-        return completion_pb2.ListModelsResponse(models=models)
+        return models_pb2.ListModelsResponse(models=models)
 
     async def GetStatus(
-        self, request: completion_pb2.GetStatusRequest, context: Context
-    ) -> completion_pb2.GetStatusResponse:
+        self, request: models_pb2.GetStatusRequest, context: Context
+    ) -> models_pb2.GetStatusResponse:
         """Return the counts of the one model and the loads of its engines."""
         engines = await self._pool.statuses()
-        return completion_pb2.GetStatusResponse(models=[model_status(self._model, engines)])
+        return models_pb2.GetStatusResponse(models=[model_status(self._model, engines)])
 
     async def LoadAdapter(
-        self, request: completion_pb2.LoadAdapterRequest, context: Context
-    ) -> completion_pb2.LoadAdapterResponse:
+        self, request: models_pb2.LoadAdapterRequest, context: Context
+    ) -> models_pb2.LoadAdapterResponse:
         await self._pool.load_adapter(request.name, request.path)
-        return completion_pb2.LoadAdapterResponse()
+        return models_pb2.LoadAdapterResponse()
 
     async def UnloadAdapter(
-        self, request: completion_pb2.UnloadAdapterRequest, context: Context
-    ) -> completion_pb2.UnloadAdapterResponse:
+        self, request: models_pb2.UnloadAdapterRequest, context: Context
+    ) -> models_pb2.UnloadAdapterResponse:
         await self._pool.unload_adapter(request.name)
-        return completion_pb2.UnloadAdapterResponse()
+        return models_pb2.UnloadAdapterResponse()
 
 
 class _ClientSession:

@@ -11,25 +11,23 @@ from services.common.vllm_metrics import ModelLoad
 from services.tokenizer import metrics
 from services.tokenizer.engines.engine_load import EngineLoad
 from services.tokenizer.recent_times import percentile
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 
 __all__ = ["model_load", "model_status", "outcomes", "running_requests"]
 
 _STARTED = time.monotonic()
 
 
-def model_status(
-    model: str, engines: Sequence[completion_pb2.EngineStatus]
-) -> completion_pb2.ModelStatus:
+def model_status(model: str, engines: Sequence[models_pb2.EngineStatus]) -> models_pb2.ModelStatus:
     """Return the status of the process, with that of the engines."""
     now = time.monotonic()
-    return completion_pb2.ModelStatus(
+    return models_pb2.ModelStatus(
         model=model,
         version=version("tokenwire"),
         uptime_seconds=now - _STARTED,
         running_requests=running_requests(),
         outcomes=[
-            completion_pb2.OutcomeCount(outcome=outcome, requests=requests)
+            models_pb2.OutcomeCount(outcome=outcome, requests=requests)
             for outcome, requests in outcomes().items()
         ],
         prompt_tokens=_count(metrics.PROMPT_TOKENS),
@@ -67,10 +65,10 @@ def outcomes() -> dict[str, int]:
     return {sample.labels["outcome"]: int(sample.value) for sample in _samples(metrics.REQUESTS)}
 
 
-def _first_token(now: float) -> completion_pb2.RecentTimes:
+def _first_token(now: float) -> models_pb2.RecentTimes:
     recent = metrics.RECENT_FIRST_TOKENS
     times = recent.sorted(now)
-    return completion_pb2.RecentTimes(
+    return models_pb2.RecentTimes(
         window_seconds=recent.window_seconds,
         count=len(times),
         p50_seconds=percentile(times, 0.5),

@@ -13,7 +13,8 @@ import httpx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.http_shim.formats.request_bodies import ChatBody, CompletionBody
+from services.http_shim.dialects.chat.types import ChatBody
+from services.http_shim.dialects.completions.types import CompletionBody
 from tests.conformance.any_request import (
     BOOLEAN,
     EXAMPLES,

@@ -20,6 +20,7 @@ from tests.stack import Stack, running_service
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2 import Capability, GenerateRequest, GetModelRequest
@@ -217,7 +218,7 @@ async def test_model_card_agrees_with_list_models(http: httpx.AsyncClient, serve
     card = await card_of(http)
     async with connect(server.tokenizer) as channel:
         stub = CompletionServiceStub(channel)
-        [model] = (await stub.ListModels(completion.ListModelsRequest())).models
+        [model] = (await stub.ListModels(models_pb2.ListModelsRequest())).models
     same = ("id", "max_output_length", "max_logprobs", "infill", "grammar", "chat")
     for name in (*same, "max_chat_logprobs"):
         assert card[name] == getattr(model, name)

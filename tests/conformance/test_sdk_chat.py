@@ -13,7 +13,7 @@ from openai.resources.chat import Completions
 from openai.types.chat import ChatCompletionUserMessageParam as UserMessage
 from pydantic import BaseModel, Field
 
-from services.http_shim.formats.request_bodies import ChatBody
+from services.http_shim.dialects.chat.types import ChatBody
 from tests.conformance.sdk import (
     ENDLESS,
     NEWLINE,

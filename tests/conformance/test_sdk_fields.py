@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 from openai.resources import Completions
 
-from services.http_shim.formats.request_bodies import CompletionBody
+from services.http_shim.dialects.completions.types import CompletionBody
 from tests.conformance.sdk import (
     ENDLESS,
     NEWLINE,

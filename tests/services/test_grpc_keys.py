@@ -22,7 +22,7 @@ from tests.stack import Stack, running_service, served_stack
 from tokenwire.channel import connect
 from tokenwire.client import Client, EngineClient, Message
 from tokenwire.errors import ServiceError
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
@@ -126,9 +126,9 @@ async def test_every_rpc_but_health_needs_a_key(
         (completion.Generate, completion_pb2.GenerateRequest()),
         (completion.Generate, completion_pb2.GenerateRequest()),
         (completion.Session, None),
-        (completion.ListModels, completion_pb2.ListModelsRequest()),
-        (completion.GetStatus, completion_pb2.GetStatusRequest()),
-        (completion.LoadAdapter, completion_pb2.LoadAdapterRequest()),
+        (completion.ListModels, models_pb2.ListModelsRequest()),
+        (completion.GetStatus, models_pb2.GetStatusRequest()),
+        (completion.LoadAdapter, models_pb2.LoadAdapterRequest()),
         (tokenizer.Encode, tokenizer_pb2.EncodeRequest(texts=["x"])),
         (tokenizer.DecodeStream, None),
         (engine.Generate, engine_pb2.GenerateRequest()),
@@ -322,8 +322,8 @@ async def test_adapters_are_closed_to_key_holders(keyed: Keyed) -> None:
     async with connect(keyed.stack.tokenizer, token=lambda: secret) as channel:
         service = CompletionServiceStub(channel)
         for call in (
-            service.LoadAdapter(completion_pb2.LoadAdapterRequest(name="a", path="/")),
-            service.UnloadAdapter(completion_pb2.UnloadAdapterRequest(name="a")),
+            service.LoadAdapter(models_pb2.LoadAdapterRequest(name="a", path="/")),
+            service.UnloadAdapter(models_pb2.UnloadAdapterRequest(name="a")),
         ):
             assert (await refusal(call)).reason == "NOT_A_SERVICE"
 

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from services.http_shim.backends.backend import Backend, RetryPolicy
+from services.http_shim.backends.backend import Backend, BackendSettings
 from tests.stack import Stack
 from tokenwire.errors import ServiceError
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2 import DecodeRequest
@@ -57,7 +57,7 @@ async def backend_that_loses(losses: int, stack: Stack) -> AsyncIterator[Backend
         server.add_generic_rpc_handlers([LosingRelay(channel, losses)])
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        backend = Backend(f"127.0.0.1:{port}", RetryPolicy())
+        backend = Backend(f"127.0.0.1:{port}", BackendSettings())
         try:
             yield backend
         finally:

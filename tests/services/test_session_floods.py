@@ -9,7 +9,7 @@ import pytest
 
 from tests.stack import Stack
 from tokenwire.channel import connect
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
@@ -49,7 +49,7 @@ async def test_tokenizer_serves_others_during_a_flood_of_starts(
         await call.write(completion_pb2.SessionRequest(commands=commands))
         await call.done_writing()
         answered = len((await call.read()).events)
-        await stub.ListModels(completion_pb2.ListModelsRequest())
+        await stub.ListModels(models_pb2.ListModelsRequest())
         assert answered < MANY, "the neighbour was answered after all of the flood"
         answered += await rest(call)
     assert answered == MANY

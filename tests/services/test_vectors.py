@@ -26,7 +26,7 @@ from tests.services.shim import assert_documented, running_shim
 from tests.stack import Stack, is_idle, metrics_of, running_service
 from tests.text_models import CONTEXT, LABELS, make_classifier, make_embedder, make_scorer
 from tokenwire.channel import connect
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
@@ -473,7 +473,7 @@ async def test_grpc_clients_embed_at_both_levels(
         answer = await stub.Embed(completion_pb2.EmbedRequest(inputs=prompts))
         vectors = np.frombuffer(answer.vectors, "<f4").reshape(-1, answer.width)
         np.testing.assert_allclose(vectors, expected, atol=1e-5)
-        [model] = (await stub.ListModels(completion_pb2.ListModelsRequest())).models
+        [model] = (await stub.ListModels(models_pb2.ListModelsRequest())).models
         assert (model.embedding_width, model.only_embeds) == (32, True)
     async with connect(served.engine) as channel:
         engine, control = EngineServiceStub(channel), EngineControlServiceStub(channel)

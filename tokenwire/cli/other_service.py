@@ -9,7 +9,7 @@ import grpc
 from services.common.network.reach import speaks_http, why_unreachable
 from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub
@@ -48,7 +48,7 @@ async def _kind(target: str, tls: ClientTls | None) -> str | None:
         return "an HTTP server"
     async with connect(target, tls=tls) as channel:
         completions = CompletionServiceStub(channel)
-        if await _offers(completions.ListModels, completion_pb2.ListModelsRequest()):
+        if await _offers(completions.ListModels, models_pb2.ListModelsRequest()):
             return None
         engine = EngineControlServiceStub(channel)
         if await _offers(engine.GetModel, engine_pb2.GetModelRequest()):

@@ -24,12 +24,12 @@ from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.channel_options import LOST_SECONDS
 from tokenwire.errors import ServiceError
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.tls import ClientTls
 from tokenwire.token_file import TokenFile
 
-__all__ = ["Backend", "RetryPolicy"]
+__all__ = ["Backend", "BackendSettings"]
 
 _CALL_SECONDS = 30.0
 _ADAPTER_SECONDS = 600.0
@@ -37,8 +37,8 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """Limits on new requests that wait while no tokenizer service serves."""
+class BackendSettings:
+    """How the tokenizer services of models are called, and how long requests wait for one."""
 
     wait_seconds: float = 60.0
     """Longest wait of a request, in seconds"""
@@ -57,11 +57,11 @@ class RetryPolicy:
 class Backend:
     """The tokenizer services of a model. Create it on the event loop that uses it."""
 
-    def __init__(self, targets: str, retry_policy: RetryPolicy) -> None:
+    def __init__(self, targets: str, settings: BackendSettings) -> None:
         """targets: as `parse_targets` takes them; it raises StartupError."""
-        self._retry_policy = retry_policy
-        self._waiting_room = WaitingRoom(retry_policy.max_waiting, "the model")
-        channels = ChannelSettings(retry_policy.lost_seconds, retry_policy.tls, retry_policy.token)
+        self._settings = settings
+        self._waiting_room = WaitingRoom(settings.max_waiting, "the model")
+        channels = ChannelSettings(settings.lost_seconds, settings.tls, settings.token)
         addresses = parse_targets(targets, "--tokenizer")
         self._peers = PeerPool(addresses, TOKENIZERS, channels, TokenizerLink)
         self._peers.start()
@@ -106,7 +106,7 @@ class Backend:
 
     @property
     def kept_images(self) -> KeptImages:
-        return self._retry_policy.kept_images
+        return self._settings.kept_images
 
     def choose(self) -> TokenizerLink | None:
         """Return the service with the fewest open requests; None if no address is known.
@@ -121,7 +121,7 @@ class Backend:
         least = min(link.session.num_open for link in links)
         return random.choice([link for link in links if link.session.num_open == least])
 
-    def doubt(self, link: TokenizerLink) -> None:
+    def suspend(self, link: TokenizerLink) -> None:
         """Stop sending requests to a service until it is ready again."""
         link.peer.suspend()
 
@@ -134,26 +134,26 @@ class Backend:
             return
         with self._waiting_room.place():
             try:
-                async with asyncio.timeout(self._retry_policy.wait_seconds):
+                async with asyncio.timeout(self._settings.wait_seconds):
                     await self._peers.wait_until(self._may_serve)
             except TimeoutError:
                 raise error from None
 
-    async def models(self) -> list[completion_pb2.Model]:
+    async def models(self) -> list[models_pb2.Model]:
         """Return the models that a service serves."""
-        request = completion_pb2.ListModelsRequest()
+        request = models_pb2.ListModelsRequest()
         link = self._require_link()
         try:
             return list((await link.completion.ListModels(request, **_context())).models)
         except grpc.aio.AioRpcError as error:
-            raise link.translated(ServiceError.from_rpc_error(error)) from None
+            raise link.public_error(ServiceError.from_rpc_error(error)) from None
 
-    async def status(self) -> completion_pb2.ModelStatus:
+    async def status(self) -> models_pb2.ModelStatus:
         """Return the counts of the services, added up, and the loads of their engines."""
         answers = await asyncio.gather(
             *(self._status(link) for link in self._peers.links), return_exceptions=True
         )
-        statuses = [each for each in answers if isinstance(each, completion_pb2.ModelStatus)]
+        statuses = [each for each in answers if isinstance(each, models_pb2.ModelStatus)]
         if not statuses:
             failures = [each for each in answers if isinstance(each, BaseException)]
             raise failures[0] if failures else no_service()
@@ -214,12 +214,12 @@ class Backend:
         context = _context_of(tenant, priority, timeout)
         return await self._answer(lambda link: link.completion.Classify(request, **context))
 
-    async def load_adapter(self, request: completion_pb2.LoadAdapterRequest) -> None:
+    async def load_adapter(self, request: models_pb2.LoadAdapterRequest) -> None:
         """Load a LoRA adapter on all engines of the model."""
         context = _context() | {"timeout": _ADAPTER_SECONDS}
         await self._answer(lambda link: link.completion.LoadAdapter(request, **context))
 
-    async def unload_adapter(self, request: completion_pb2.UnloadAdapterRequest) -> None:
+    async def unload_adapter(self, request: models_pb2.UnloadAdapterRequest) -> None:
         """Unload a LoRA adapter from all engines of the model."""
         await self._answer(lambda link: link.completion.UnloadAdapter(request, **_context()))
 
@@ -247,10 +247,10 @@ class Backend:
             try:
                 return await call(link)
             except grpc.aio.AioRpcError as failure:
-                error = link.translated(ServiceError.from_rpc_error(failure))
+                error = link.public_error(ServiceError.from_rpc_error(failure))
             if error.code is not grpc.StatusCode.UNAVAILABLE or not losses.count():
                 raise error
-            self.doubt(link)
+            self.suspend(link)
             await self.wait_until_serving(error)
 
     def _may_serve(self) -> bool:
@@ -262,17 +262,17 @@ class Backend:
             raise no_service()
         return link
 
-    async def _status(self, link: TokenizerLink) -> completion_pb2.ModelStatus:
-        call = link.completion.GetStatus(completion_pb2.GetStatusRequest(), **_context())
+    async def _status(self, link: TokenizerLink) -> models_pb2.ModelStatus:
+        call = link.completion.GetStatus(models_pb2.GetStatusRequest(), **_context())
         try:
             return (await call).models[0]
         except grpc.aio.AioRpcError as error:
-            raise link.translated(ServiceError.from_rpc_error(error)) from None
+            raise link.public_error(ServiceError.from_rpc_error(error)) from None
 
 
-def _sum(statuses: Sequence[completion_pb2.ModelStatus]) -> completion_pb2.ModelStatus:
+def _sum(statuses: Sequence[models_pb2.ModelStatus]) -> models_pb2.ModelStatus:
     """Return the status of services that stand for each other; their engines occur once."""
-    total = completion_pb2.ModelStatus()
+    total = models_pb2.ModelStatus()
     total.CopyFrom(max(statuses, key=lambda each: each.first_token.count))
     total.uptime_seconds = min(each.uptime_seconds for each in statuses)
     total.running_requests = sum(each.running_requests for each in statuses)
@@ -280,7 +280,7 @@ def _sum(statuses: Sequence[completion_pb2.ModelStatus]) -> completion_pb2.Model
     total.cached_tokens = sum(each.cached_tokens for each in statuses)
     total.completion_tokens = sum(each.completion_tokens for each in statuses)
     outcomes: Counter[str] = Counter()
-    engines: dict[str, completion_pb2.EngineStatus] = {}
+    engines: dict[str, models_pb2.EngineStatus] = {}
     for status in statuses:
         outcomes.update({each.outcome: each.requests for each in status.outcomes})
         for engine in status.engines:

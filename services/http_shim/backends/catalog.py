@@ -11,28 +11,31 @@ import grpc
 
 from services.common.background import keep_running
 from services.common.model_files.catalog_file import CatalogError, CatalogModel, read_catalog
-from services.http_shim.backends.backend import RetryPolicy
-from services.http_shim.backends.model_source import Connection, ServedModel, model_not_found
-from services.http_shim.formats.model_cards import ModelCard, catalog_card
-from services.http_shim.formats.model_statuses import ModelStatus, model_status
+from services.http_shim.backends.backend import BackendSettings
+from services.http_shim.backends.model_source import (
+    Connection,
+    ListedModel,
+    ServedModel,
+    ServedStatus,
+    model_not_found,
+)
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.token_file import TokenError, TokenFile
 
 __all__ = ["Catalog"]
 
 _LOG = logging.getLogger("catalog")
 _ASK_SECONDS = 2.0  # that a model list waits for a backend, and between two attempts
-_CARDS_AT_ONCE = 250  # between two yields to the event loop: long lists would stall streams
 
 
 class Catalog:
     """Model source of a catalog file. Create it on the event loop that uses it."""
 
-    def __init__(self, path: Path, retry_policy: RetryPolicy) -> None:
+    def __init__(self, path: Path, settings: BackendSettings) -> None:
         """Read the file. Raises CatalogError."""
         self._path = path
-        self._retry_policy = retry_policy
+        self._settings = settings
         self._connections: dict[str, Connection] = {}
         self._targets: dict[str, Path | None] = {}
         """Targets of the connections, and the files of their tokens"""
@@ -79,12 +82,12 @@ class Catalog:
             if target is not None
         }
 
-    def _policy(self, token_file: Path | None) -> RetryPolicy:
+    def _policy(self, token_file: Path | None) -> BackendSettings:
         """Return the policy of a target. Raises CatalogError if its token can't be used."""
         if token_file is None:
-            return self._retry_policy
+            return self._settings
         try:
-            return replace(self._retry_policy, token=TokenFile(token_file))
+            return replace(self._settings, token=TokenFile(token_file))
         except TokenError as error:
             raise CatalogError(str(error)) from None
 
@@ -112,33 +115,28 @@ class Catalog:
     async def require(self, names: Sequence[str]) -> None:
         """Do nothing: `find` knows every name."""
 
-    async def cards(self) -> list[ModelCard]:
-        """Return the cards of all models; a card lists the model's variants."""
-        rows, variants = self._listed, self._variants
+    async def listed(self) -> list[ListedModel]:
+        """Return all models, each with its variants."""
+        rows, variants = self._listed, self._variants  # a reload replaces them
         targets = {row.target for row in rows}
         answers = await asyncio.gather(*map(self._describe, targets))
         described = dict(zip(targets, answers, strict=True))
-        cards: list[ModelCard] = []
-        for row in rows:
-            cards.append(catalog_card(row, variants[row.full_name], described[row.target]))
-            if len(cards) % _CARDS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        return cards
+        return [ListedModel(row, variants[row.full_name], described[row.target]) for row in rows]
 
-    async def card(self, name: str) -> ModelCard:
-        """Return the card of a model or a variant."""
+    async def listed_as(self, name: str) -> ListedModel:
+        """Return a model or a variant."""
         row = self._only() if name == "default" else self._row(name)
         variants = self._variants[row.full_name]
-        return catalog_card(row, variants, await self._describe(row.target))
+        return ListedModel(row, variants, await self._describe(row.target))
 
-    async def statuses(self) -> list[ModelStatus]:
+    async def statuses(self) -> list[ServedStatus]:
         rows = [row for row in self._served if not row.adapter_of]
         connections = {
             row.target: self._connections[row.target] for row in rows if row.target is not None
         }
         answers = await asyncio.gather(*[each.status() for each in connections.values()])
         answered = dict(zip(connections, answers, strict=True))
-        return [model_status(row.full_name, answered.get(row.target or "")) for row in rows]
+        return [ServedStatus(row.full_name, answered.get(row.target or "")) for row in rows]
 
     async def is_ready(self) -> bool:
         connections = list(self._connections.values())
@@ -175,14 +173,14 @@ class Catalog:
                     row.full_name, row.context, model.context_length,
                 )  # fmt: skip
 
-    async def _describe(self, target: str | None) -> completion_pb2.Model | None:
+    async def _describe(self, target: str | None) -> models_pb2.Model | None:
         """Return the backend's description of its model; None without an answer."""
         connection = self._connections.get(target or "")
         if connection is None:  # a placeholder, or removed by a reload
             return None
         try:
             async with asyncio.timeout(_ASK_SECONDS):
-                with connection.used() as backend:
+                with connection.lease() as backend:
                     models = await backend.models()
         except (ServiceError, TimeoutError):
             return None

@@ -8,13 +8,20 @@ from typing import Protocol
 
 import grpc
 
-from services.http_shim.backends.backend import Backend, RetryPolicy
-from services.http_shim.formats.model_cards import ModelCard, served_card
-from services.http_shim.formats.model_statuses import ModelStatus, model_status
+from services.common.model_files.catalog_file import CatalogModel
+from services.http_shim.backends.backend import Backend, BackendSettings
 from tokenwire.errors import ServiceError
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 
-__all__ = ["Connection", "ModelSource", "ServedModel", "SingleBackend", "model_not_found"]
+__all__ = [
+    "Connection",
+    "ListedModel",
+    "ModelSource",
+    "ServedModel",
+    "ServedStatus",
+    "SingleBackend",
+    "model_not_found",
+]
 
 _STATUS_SECONDS = 2.0  # above the time in which a tokenizer service gives up on its engine
 
@@ -22,14 +29,14 @@ _STATUS_SECONDS = 2.0  # above the time in which a tokenizer service gives up on
 class Connection:
     """A backend and the number of requests that use it."""
 
-    def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
-        self.backend = Backend(target, retry_policy)
+    def __init__(self, target: str, settings: BackendSettings) -> None:
+        self.backend = Backend(target, settings)
         self._users = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
-    def used(self) -> Iterator[Backend]:
+    def lease(self) -> Iterator[Backend]:
         """Count a request as a user; `retire` waits for its end."""
         self._users += 1
         self._idle.clear()
@@ -40,11 +47,11 @@ class Connection:
             if not self._users:
                 self._idle.set()
 
-    async def status(self) -> completion_pb2.ModelStatus | None:
+    async def status(self) -> models_pb2.ModelStatus | None:
         """Return the status of the service's model; None if it does not answer in time."""
         try:
             async with asyncio.timeout(_STATUS_SECONDS):
-                with self.used() as backend:
+                with self.lease() as backend:
                     return await backend.status()
         except (ServiceError, TimeoutError):
             return None
@@ -72,6 +79,27 @@ class ServedModel:
     """Limit on the tokens of prompt and output together, below the backend's own"""
 
 
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model of the list, and what its backend says of it."""
+
+    row: CatalogModel
+    """Row of the catalog; without one, a row with the backend's names of the model"""
+    variants: Sequence[str] = ()
+    """Full names of its variants"""
+    model: models_pb2.Model | None = None
+    """The backend's description; None = no backend serves it, or it does not answer now"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedStatus:
+    """The status of a served model."""
+
+    id: str
+    status: models_pb2.ModelStatus | None
+    """None = its tokenizer service does not answer"""
+
+
 class ModelSource(Protocol):
     """The models that this server offers."""
 
@@ -84,13 +112,13 @@ class ModelSource(Protocol):
     async def require(self, names: Sequence[str]) -> None:
         """Raise NOT_FOUND for an unknown name that `find` accepts."""
 
-    async def cards(self) -> list[ModelCard]:
-        """Return the cards of all models."""
+    async def listed(self) -> list[ListedModel]:
+        """Return all models."""
 
-    async def card(self, name: str) -> ModelCard:
-        """Return the card of a name. Raises NOT_FOUND."""
+    async def listed_as(self, name: str) -> ListedModel:
+        """Return the model of a name. Raises NOT_FOUND."""
 
-    async def statuses(self) -> list[ModelStatus]:
+    async def statuses(self) -> list[ServedStatus]:
         """Return the status of each served model, also of those that are not reachable."""
 
     async def is_ready(self) -> bool:
@@ -103,8 +131,8 @@ class ModelSource(Protocol):
 class SingleBackend:
     """Model source of one tokenizer service, with the service's own model names."""
 
-    def __init__(self, target: str, retry_policy: RetryPolicy) -> None:
-        self._connection = Connection(target, retry_policy)
+    def __init__(self, target: str, settings: BackendSettings) -> None:
+        self._connection = Connection(target, settings)
         self._known_id = "default"
         """Id of the model; "default" until the service has told it"""
 
@@ -114,38 +142,43 @@ class SingleBackend:
     async def id_of(self, served: ServedModel) -> str:
         if served.backend_name not in ("", "default"):
             return served.backend_name
-        model, *_adapters = await self.cards()
-        return model.id
+        model, *_adapters = await self.listed()
+        return model.row.id
 
     async def require(self, names: Sequence[str]) -> None:
         known = {"default", ""}
-        for card in await self.cards():
-            known |= {card.id, *card.aliases}
+        for model in await self.listed():
+            known.update(model.row.names)
         for name in names:
             if name not in known:
                 raise model_not_found(name)
 
-    async def cards(self) -> list[ModelCard]:
-        with self._connection.used() as backend:
-            return [served_card(model) for model in await backend.models()]
+    async def listed(self) -> list[ListedModel]:
+        with self._connection.lease() as backend:
+            return [_listed(model) for model in await backend.models()]
 
-    async def card(self, name: str) -> ModelCard:
-        for card in await self.cards():
-            if name in ("default", card.id, *card.aliases):
-                return card
+    async def listed_as(self, name: str) -> ListedModel:
+        for model in await self.listed():
+            if name in ("default", *model.row.names):
+                return model
         raise model_not_found(name)
 
-    async def statuses(self) -> list[ModelStatus]:
+    async def statuses(self) -> list[ServedStatus]:
         answer = await self._connection.status()
         if answer is not None:
             self._known_id = answer.model
-        return [model_status(self._known_id, answer)]
+        return [ServedStatus(self._known_id, answer)]
 
     async def is_ready(self) -> bool:
         return await self._connection.backend.is_ready()
 
     async def close(self) -> None:
         await self._connection.backend.close()
+
+
+def _listed(model: models_pb2.Model) -> ListedModel:
+    names = (model.id, *model.aliases)
+    return ListedModel(CatalogModel(id=model.id, names=names, target=""), (), model)
 
 
 def model_not_found(name: str) -> ServiceError:

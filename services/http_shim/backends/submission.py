@@ -36,7 +36,7 @@ class TokenizerChoice(Protocol):
     def choose(self) -> TokenizerLink | None:
         """Return the service for a new request; None if no service is known."""
 
-    def doubt(self, link: TokenizerLink) -> None:
+    def suspend(self, link: TokenizerLink) -> None:
         """Stop sending requests to a service until it is ready again."""
 
     async def wait_until_serving(self, error: ServiceError) -> None:
@@ -113,11 +113,11 @@ class Submission:
     def on_error(self, error: ServiceError) -> None:
         """Submit the request again if it lost its service, else hand the error to the collector."""
         if self._link is not None:
-            error = self._link.translated(error)
+            error = self._link.public_error(error)
         if error.field.startswith("resume"):
             error = _not_resumable(error)
         if error.reason in _RETRIED and self._link is not None:
-            self._services.doubt(self._link)
+            self._services.suspend(self._link)
         may_continue = self._images is None or self._images.is_held
         if error.reason == "SESSION_LOST":
             may_continue &= self._losses.count(self._collector.received.progress)

@@ -5,7 +5,7 @@ import grpc
 from services.common.network.health import reports_serving
 from services.common.peers.peer import Peer, PeerKind, PeerRefusedError
 from tokenwire.errors import ServiceError
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.pb.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 from tokenwire.session import completion_session
@@ -47,7 +47,7 @@ class TokenizerLink:
 
         Raises PeerRefusedError if it does not.
         """
-        request = completion_pb2.ListModelsRequest()
+        request = models_pb2.ListModelsRequest()
         try:
             await self.completion.ListModels(request, timeout=_ASK_SECONDS)
         except grpc.aio.AioRpcError as failure:
@@ -57,7 +57,7 @@ class TokenizerLink:
                     f"The service at {self.peer.target} refuses this server: {error.message}"
                 ) from None
 
-    def translated(self, error: ServiceError) -> ServiceError:
+    def public_error(self, error: ServiceError) -> ServiceError:
         """Return the error of a call as clients see it: they do not know this server's token."""
         # a stream that is refused before its first message may end without a reason
         is_refused = error.reason == "SESSION_LOST" and self.peer.refusal

@@ -9,6 +9,9 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from services.http_shim.dialects.foreign_fields import ForeignFields
+from services.http_shim.dialects.generation import GenerationBody
+from services.http_shim.dialects.messages.types import MessageError
 from services.http_shim.documentation.openapi_fields import (
     FIELDS,
     LIMITS,
@@ -18,9 +21,6 @@ from services.http_shim.documentation.openapi_fields import (
 )
 from services.http_shim.documentation.operations import OPERATIONS, Operation
 from services.http_shim.errors import ErrorBody
-from services.http_shim.formats.anthropic.message_responses import MessageError
-from services.http_shim.formats.foreign_fields import ForeignFields
-from services.http_shim.formats.request_bodies import GenerationBody
 
 __all__ = ["document", "openapi"]
 

@@ -9,24 +9,21 @@ from typing import Any
 from msgspec import Struct
 
 from services.common import contract
-from services.http_shim.formats.anthropic.message_requests import CountTokensBody, MessagesBody
-from services.http_shim.formats.chat_messages import Message
-from services.http_shim.formats.constraint_fields import StructuralTagFormat, StructuredOutputs
-from services.http_shim.formats.custom_tools import arguments_of
-from services.http_shim.formats.openai_responses.response_requests import ResponseBody
-from services.http_shim.formats.request_bodies import (
-    ChatBody,
+from services.http_shim.dialects.chat.types import ChatBody, Message, TemplateBody
+from services.http_shim.dialects.constraints import (
     JsonSchemaFormat,
     JsonSchemaGrammar,
     JsonSchemaSpec,
     LarkGrammar,
     LlguidanceGrammar,
-    MultiCompletionBody,
     RegexGrammar,
-    TemplateBody,
-    TokenizeBody,
+    StructuralTagFormat,
+    StructuredOutputs,
 )
-from services.http_shim.formats.tool_fields import (
+from services.http_shim.dialects.custom_tools import arguments_of
+from services.http_shim.dialects.messages.types import CountTokensBody, MessagesBody
+from services.http_shim.dialects.responses.types import ResponseBody
+from services.http_shim.dialects.tools import (
     CalledFunction,
     CalledTool,
     CustomSpec,
@@ -38,7 +35,9 @@ from services.http_shim.formats.tool_fields import (
     ToolReference,
     Typed,
 )
-from services.http_shim.formats.vector_formats import EmbeddingBody
+from services.http_shim.endpoints.multi_completion import MultiCompletionBody
+from services.http_shim.endpoints.tokenization import TokenizeBody
+from services.http_shim.vectors.embeddings import EmbeddingBody
 from tokenwire.batch_run import BATCH_PATHS
 
 __all__ = ["FIELDS", "LIMITS", "OWN_FIELDS", "REQUIRED", "TYPED"]

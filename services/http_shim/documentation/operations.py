@@ -7,60 +7,60 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
+from services.http_shim.dialects.chat.types import (
+    ChatBody,
+    ChatChoice,
+    ChatChunkChoice,
+    TemplateBody,
+)
+from services.http_shim.dialects.choices import AnswerHead, PromptLogprobs, Usage
+from services.http_shim.dialects.completions.types import Choice, CompletionBody
+from services.http_shim.dialects.messages.types import (
+    AnswerBlock,
+    CountTokensBody,
+    ErrorDetail,
+    MessageAnswer,
+    MessageError,
+    MessagesBody,
+    MessageUsage,
+    TokenCount,
+)
+from services.http_shim.dialects.responses.types import (
+    InputTokenCount,
+    OutputItem,
+    ResponseBody,
+    ResponseObject,
+)
+from services.http_shim.endpoints.adapters import LoadAdapterBody, UnloadAdapterBody
 from services.http_shim.endpoints.batches import BatchBody, BatchList, BatchObject
 from services.http_shim.endpoints.files import DeletedFile, FileList, FileObject
-from services.http_shim.endpoints.multi_completion import MultiAnswer
+from services.http_shim.endpoints.model_cards import ModelCard, ModelList
+from services.http_shim.endpoints.model_statuses import Status
+from services.http_shim.endpoints.multi_completion import MultiAnswer, MultiCompletionBody
 from services.http_shim.endpoints.probes import State, Version
 from services.http_shim.endpoints.stored_responses import DeletedResponse, InputItemList
-from services.http_shim.endpoints.token_counting import InputTokenCount, TokenCount
 from services.http_shim.endpoints.tokenization import (
     AppliedTemplate,
+    DetokenizeBody,
     Detokenized,
+    TokenizeBody,
     Tokenized,
     TokenizerInfo,
 )
 from services.http_shim.errors import ErrorBody
-from services.http_shim.formats.anthropic.message_requests import CountTokensBody, MessagesBody
-from services.http_shim.formats.anthropic.message_responses import (
-    AnswerBlock,
-    ErrorDetail,
-    MessageAnswer,
-    MessageError,
-    MessageUsage,
+from services.http_shim.vectors.embeddings import (
+    EmbeddingBody,
+    EmbeddingList,
+    PoolingBody,
+    PoolingList,
 )
-from services.http_shim.formats.chat_responses import ChatChoice, ChatChunkChoice
-from services.http_shim.formats.completion_responses import Choice
-from services.http_shim.formats.model_cards import ModelCard, ModelList
-from services.http_shim.formats.model_statuses import Status
-from services.http_shim.formats.openai_responses.response_objects import (
-    OutputItem,
-    ResponseObject,
-)
-from services.http_shim.formats.openai_responses.response_requests import ResponseBody
-from services.http_shim.formats.request_bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    LoadAdapterBody,
-    MultiCompletionBody,
-    TemplateBody,
-    TokenizeBody,
-    UnloadAdapterBody,
-)
-from services.http_shim.formats.responses import AnswerHead, PromptLogprobs, Usage
-from services.http_shim.formats.score_formats import (
+from services.http_shim.vectors.rankings import (
     Classification,
     ClassifyBody,
     RerankBody,
     Reranking,
     ScoreBody,
     ScoreList,
-)
-from services.http_shim.formats.vector_formats import (
-    EmbeddingBody,
-    EmbeddingList,
-    PoolingBody,
-    PoolingList,
 )
 
 __all__ = ["OPERATIONS", "Operation"]

@@ -12,24 +12,22 @@ _MOST = 32
 """Documents of a request that must be read"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestDocument:
     """A document whose text is not read yet."""
 
     param: str
     """The client's name of its field"""
-    put: Callable[[str], None] = field(repr=False)
-    """Takes its text"""
     data: bytes = field(default=b"", repr=False)
     media_type: str = ""
     """Empty = as its data say"""
     file_id: str = ""
     """Id of the uploaded file that has the data; empty = `data`"""
+    put: Callable[[str], None] = field(default=lambda _: None, repr=False)
+    """Takes its text"""
 
 
-def encoded_document(
-    text: str, media_type: str, param: str, put: Callable[[str], None]
-) -> RequestDocument:
+def encoded_document(text: str, media_type: str, param: str) -> RequestDocument:
     """Return the document of a data URL, or of base64 alone. Raises INVALID_ARGUMENT.
 
     media_type: of base64 alone.
@@ -44,7 +42,7 @@ def encoded_document(
     data = decode_base64(text, param, what="a document")
     if not data:
         raise invalid(param, f"{param} has no data.")
-    return RequestDocument(param, put, data, media_type)
+    return RequestDocument(param, data, media_type)
 
 
 def check_count(documents: Sequence[RequestDocument], param: str) -> None:

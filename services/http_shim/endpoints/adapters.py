@@ -2,31 +2,45 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Annotated
 
 import grpc
-import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from services.http_shim.backends.model_source import ModelSource, ServedModel
+from services.http_shim.dialects.bodies import Body, body_of
+from services.http_shim.dialects.fields import about
 from services.http_shim.errors import client_field_names
-from services.http_shim.formats.request_bodies import (
-    Body,
-    LoadAdapterBody,
-    UnloadAdapterBody,
-    parse,
-)
 from services.http_shim.http.access import authorized_model
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import exchange_of
 from tokenwire.errors import ServiceError, invalid
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 
-__all__ = ["Adapters"]
+__all__ = ["Adapters", "LoadAdapterBody", "UnloadAdapterBody"]
 
-_LOAD = msgspec.json.Decoder(LoadAdapterBody)
-_UNLOAD = msgspec.json.Decoder(UnloadAdapterBody)
 _FIELDS: Mapping[str, str] = {"name": "lora_name", "path": "lora_path"}
+
+
+class LoadAdapterBody(Struct):
+    """The body of POST /v1/load_lora_adapter."""
+
+    lora_name: Annotated[
+        str | None, about("Name of the adapter, for which requests ask as their model.")
+    ] = None
+    lora_path: Annotated[
+        str | None, about("Its directory, in PEFT's format, on the machines of the engines.")
+    ] = None
+
+
+class UnloadAdapterBody(Struct):
+    """The body of POST /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[
+        str | None, about("Name of the adapter, for which requests ask as their model.")
+    ] = None
 
 
 class Adapters:
@@ -40,23 +54,23 @@ class Adapters:
 
     async def load(self, request: Request) -> Response:
         """Load an adapter on all engines of its model."""
-        body = await self._read(request, _LOAD)
+        body = await self._read(request, LoadAdapterBody)
         served = await self._adapter(request, body.lora_name)
         if not body.lora_path:
             raise invalid(
                 "lora_path", "lora_path is required: a directory on the engine's machine."
             )
-        asked = completion_pb2.LoadAdapterRequest(name=served.backend_name, path=body.lora_path)
-        with client_field_names(_client_name), served.connection.used() as backend:
+        asked = models_pb2.LoadAdapterRequest(name=served.backend_name, path=body.lora_path)
+        with client_field_names(_client_name), served.connection.lease() as backend:
             await backend.load_adapter(asked)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
         """Unload an adapter from all engines of its model. Its running requests go on."""
-        body = await self._read(request, _UNLOAD)
+        body = await self._read(request, UnloadAdapterBody)
         served = await self._adapter(request, body.lora_name)
-        asked = completion_pb2.UnloadAdapterRequest(name=served.backend_name)
-        with client_field_names(_client_name), served.connection.used() as backend:
+        asked = models_pb2.UnloadAdapterRequest(name=served.backend_name)
+        with client_field_names(_client_name), served.connection.lease() as backend:
             await backend.unload_adapter(asked)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -69,7 +83,7 @@ class Adapters:
             raise invalid("lora_name", f"{name} is a model of the catalog, not an adapter.")
         return served
 
-    async def _read(self, request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
+    async def _read(self, request: Request, kind: type[Body]) -> Body:
         """Return the body, and note its ignored fields for the header."""
         if not self._is_allowed:
             raise ServiceError(
@@ -77,7 +91,7 @@ class Adapters:
                 "ADAPTER_ROUTES_OFF",
                 "This server does not let clients change its adapters (--adapter-routes).",
             )
-        read = self._bodies.read(request.scope, request.receive, partial(parse, decoder))
+        read = self._bodies.read(request.scope, request.receive, partial(body_of, kind))
         body, exchange_of(request.scope).ignored = await read
         return body
 

@@ -2,19 +2,26 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import grpc
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from services.common.sharing.shares import Shares
 from services.common.sharing.tenant import current_tenant
-from services.http_shim.backends.output_collector import OutputCollector
-from services.http_shim.backends.submission import Submission
-from services.http_shim.endpoints.response_stream import CANCELLED, ResponseStream
+from services.http_shim.dialects.responses.types import ResponseObject
+from services.http_shim.dialects.responses.write import (
+    CANCELLED,
+    ResponseWriter,
+    fail_response,
+    has_ended,
+)
+from services.http_shim.endpoints.event_stream import EventStream
+from services.http_shim.endpoints.generation import AsgiCall
+from services.http_shim.endpoints.generator import Running
 from services.http_shim.endpoints.stream_sender import (
     PING,
     PING_SECONDS,
@@ -22,11 +29,6 @@ from services.http_shim.endpoints.stream_sender import (
     client_left,
 )
 from services.http_shim.errors import ClientGoneError, public_message
-from services.http_shim.formats.openai_responses.response_objects import (
-    ResponseObject,
-    fail_response,
-    has_ended,
-)
 from services.http_shim.stored.event_log import EventLog, EventLogs
 from tokenwire.errors import ServiceError
 
@@ -40,29 +42,28 @@ class BackgroundResponse:
     """A running response."""
 
     def __init__(
-        self,
-        owner: str,
-        events: ResponseStream,
-        collector: OutputCollector,
-        submission: Submission,
-        keep: Callable[[ResponseObject], Awaitable[None]],
+        self, owner: str, writer: ResponseWriter, events: EventStream, running: Running
     ) -> None:
-        """`keep` stores the response, running or final."""
         self.owner = owner
         """Owner: the API key, or the tenant on a server without keys"""
-        self.response = events.response
+        self.is_streamed = running.reading.is_streamed
         self.ended = asyncio.Event()
+        self._writer = writer
         self._events = events
-        self._collector = collector
-        self._submission = submission
-        self._keep = keep
+        self._output = running.output
+        self._submission = running.submission
+
+    @property
+    def response(self) -> ResponseObject:
+        """The response as it is now."""
+        return self._writer.kept.response
 
     def cancel(self) -> None:
         """End it with the output that it has; `ended` is set soon after."""
-        if self._collector.is_open():
+        if self._output.is_open():
             self._submission.cancel()
             message = "The response was cancelled."
-            self._collector.on_error(ServiceError(grpc.StatusCode.CANCELLED, CANCELLED, message))
+            self._output.on_error(ServiceError(grpc.StatusCode.CANCELLED, CANCELLED, message))
 
     async def run(self, log: EventLog | None) -> None:
         """Run it to its end; log: keeps its events."""
@@ -74,21 +75,22 @@ class BackgroundResponse:
         finally:
             if not has_ended(self.response):  # unexpected
                 code, message = grpc.StatusCode.INTERNAL, "The response ended unexpectedly."
-                fail_response(self.response, [], ServiceError(code, "INTERNAL", message))
-                await self._keep(self.response)
+                self.response.output = []
+                fail_response(self.response, ServiceError(code, "INTERNAL", message))
+                await self._writer.keep()
             if log is not None:
                 log.end()
             self.ended.set()
 
     async def _next(self) -> bytes:
         """Wait for the next events."""
-        collector = self._collector
-        await collector.changed.wait()
-        collector.changed.clear()
-        is_last = collector.ended.is_set()
+        output = self._output
+        await output.changed.wait()
+        output.changed.clear()
+        is_last = output.ended.is_set()
         body = self._events.take()
-        if collector.pending:
-            collector.changed.set()
+        if output.pending:
+            output.changed.set()
             await asyncio.sleep(0)  # other requests get a turn
         elif is_last:
             body += await self._events.last()
@@ -130,16 +132,15 @@ class BackgroundResponses:
         finally:
             self._admitted.add(owner, -1)
 
-    async def answer(
-        self, scope: Scope, receive: Receive, send: Send, running: BackgroundResponse, stream: bool
-    ) -> None:
+    async def answer(self, call: AsgiCall, running: BackgroundResponse) -> None:
         """Run a response to its end, beside the answer to the client that asked for it.
 
-        stream: whether this answer is its events, else the queued response.
+        The answer is its events if they are streamed, else the queued response.
         """
+        scope, receive, send = call.scope, call.receive, call.send
         identity = running.response.id
         self._running[identity] = running
-        log = self.logs.open(identity, running.owner) if stream else None
+        log = self.logs.open(identity, running.owner) if running.is_streamed else None
         answer: asyncio.Future[None]
         if log is None:
             queued = Response(msgspec.json.encode(running.response), media_type="application/json")

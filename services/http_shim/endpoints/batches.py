@@ -5,14 +5,14 @@ import time
 from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http_shim.batches.batch_runner import BatchRunner
+from services.http_shim.dialects.bodies import body_of
+from services.http_shim.dialects.fields import about
 from services.http_shim.endpoints.paging import page_of
-from services.http_shim.formats.request_bodies import parse
 from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import exchange_of
 from services.http_shim.stored.file_store import FileStore, StoredBatch
@@ -28,10 +28,31 @@ _Text = Annotated[str, Meta(max_length=512)]
 class BatchBody(Struct):
     """The body of POST /v1/batches."""
 
-    input_file_id: str | None = None
-    endpoint: str | None = None
-    completion_window: str | None = None
-    metadata: Annotated[dict[_Text, _Text], Meta(max_length=16)] | None = None
+    input_file_id: Annotated[str | None, about("Id of the file of requests.")] = None
+    endpoint: Annotated[
+        str | None,
+        about(
+            "Path that all requests of the file name.",
+            enum=[
+                "/v1/chat/completions",
+                "/v1/completions",
+                "/v1/messages",
+                "/v1/responses",
+                "/v1/embeddings",
+                "/v1/rerank",
+                "/v1/score",
+                "/v1/classify",
+                "/v1/pooling",
+            ],
+        ),
+    ] = None
+    completion_window: Annotated[
+        str | None, about("24h: what is not answered then, expires.", enum=["24h", None])
+    ] = None
+    metadata: Annotated[
+        Annotated[dict[_Text, _Text], Meta(max_length=16)] | None,
+        about("Up to 16 texts by name, which the batch shows.", maxProperties=16),
+    ] = None
 
 
 class RequestCounts(Struct):
@@ -76,9 +97,6 @@ class BatchList(Struct):
     object: str = "list"
 
 
-_DECODER = msgspec.json.Decoder(BatchBody)
-
-
 class Batches:
     """The endpoints."""
 
@@ -90,7 +108,7 @@ class Batches:
     async def create(self, request: Request) -> Response:
         """Queue a batch."""
         exchange = exchange_of(request.scope)
-        read = self._bodies.read(request.scope, request.receive, partial(parse, _DECODER))
+        read = self._bodies.read(request.scope, request.receive, partial(body_of, BatchBody))
         body, exchange.ignored = await read
         if body.endpoint not in BATCH_PATHS:
             message = f"endpoint must be one of {', '.join(BATCH_PATHS)}."

@@ -7,21 +7,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.contract import MAX_SEQUENCES
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.dialects.bodies import body_of
+from services.http_shim.dialects.choices import finish_reason_of
+from services.http_shim.dialects.fields import Strings, about
 from services.http_shim.endpoints.generation import watch_for_disconnect
 from services.http_shim.errors import ClientGoneError, client_field_names
-from services.http_shim.formats.completion_responses import CompletionFormatter
-from services.http_shim.formats.field_paths import within_input
-from services.http_shim.formats.request_bodies import MultiCompletionBody, parse
-from services.http_shim.http.access import assign_model, charged, reserve
+from services.http_shim.http.access import assign_model, charging, reserve
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
@@ -29,17 +30,37 @@ from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["MultiAnswer", "MultiCompletion"]
+__all__ = ["MultiAnswer", "MultiCompletion", "MultiCompletionBody"]
 
-_DECODER = msgspec.json.Decoder(MultiCompletionBody)
-_Collector = OutputCollector
-_PLAIN = CompletionFormatter(
-    choices_per_prompt=1,
-    logprobs=False,
-    token_ids=False,
-    tokens_as_ids=False,
-    prompt_logprobs=False,
-)
+
+class MultiCompletionBody(Struct):
+    """The body of POST /v1/completion."""
+
+    model: Annotated[str | Strings | None, about("One or several model names.")] = None
+    prompt: Annotated[str | None, about("The text.")] = None
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=2**32 - 1)] | None,
+        about("Most tokens of each choice.", default=16),
+    ] = None
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None, about("Temperature; 0 = greedy.", default=1)
+    ] = None
+    top_p: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None, about("Nucleus mass.", default=1)
+    ] = None
+    stop: Annotated[
+        Strings | None,
+        about("Strings that end a choice and are cut off: at most 16, or the server's own limit."),
+    ] = None
+    presence_penalty: Annotated[
+        float | None, about("Penalty for any occurrence of a token in the output.", default=0)
+    ] = None
+    frequency_penalty: Annotated[
+        float | None, about("Penalty for each occurrence of a token in the output.", default=0)
+    ] = None
+    stream: Annotated[
+        bool | None, about("Not supported: /v1/completions streams.", const=False, default=False)
+    ] = None
 
 
 class TimedUsage(Struct):
@@ -89,15 +110,15 @@ class MultiCompletion:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        read = self._bodies.read(scope, receive, partial(parse, _DECODER))
+        read = self._bodies.read(scope, receive, partial(body_of, MultiCompletionBody))
         body, exchange.ignored = await read
         names = _names(body)
         parts = [await self._part(exchange, name, body) for name in names]
         await self._models.require(names)
-        collectors: list[_Collector] = [OutputCollector() for _ in parts]
+        collectors: list[OutputCollector] = [OutputCollector() for _ in parts]
         with (
-            charged(exchange, await reserve(exchange, *[part.request for part in parts])),
-            self._gate.entered(*collectors),
+            charging(exchange, await reserve(exchange, *[part.request for part in parts])),
+            self._gate.admit(*collectors),
         ):
             try:
                 choices = await _complete_all(parts, collectors, exchange, receive)
@@ -144,7 +165,7 @@ def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.GenerateRe
     )
 
 
-def _one_model(parts: list[_Part], collectors: list[_Collector]) -> str:
+def _one_model(parts: list[_Part], collectors: list[OutputCollector]) -> str:
     """Return the name of the model that took all admitted parts, "" for none or several."""
     answering = {
         part.model.id or collector.accepted.model
@@ -155,7 +176,7 @@ def _one_model(parts: list[_Part], collectors: list[_Collector]) -> str:
 
 
 async def _complete_all(
-    parts: list[_Part], collectors: list[_Collector], exchange: Exchange, receive: Receive
+    parts: list[_Part], collectors: list[OutputCollector], exchange: Exchange, receive: Receive
 ) -> list[ModelChoice]:
     """Run all parts at once; the first failure cancels the others and is raised."""
     watch = asyncio.ensure_future(watch_for_disconnect(receive, *collectors))
@@ -174,9 +195,9 @@ async def _complete_all(
             raise
 
 
-async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> ModelChoice:
+async def _complete(part: _Part, collector: OutputCollector, exchange: Exchange) -> ModelChoice:
     began = time.monotonic()
-    with part.model.connection.used() as backend:
+    with part.model.connection.lease() as backend:
         submission = backend.submit(
             part.request, collector, tenant=exchange.tenant, priority=exchange.priority
         )
@@ -193,20 +214,19 @@ async def _complete(part: _Part, collector: _Collector, exchange: Exchange) -> M
             if collector.is_open():
                 submission.cancel()
     assert collector.accepted is not None
-    choice = _PLAIN.choice(0, collector.pending.get(0, []), collector.finished[0], None)
     return ModelChoice(
-        text=choice.text,
+        text="".join(delta.text for delta in collector.pending.get(0, ())),
         created=int(time.time()),
         model=part.model.id or collector.accepted.model,
-        finish_reason=choice.finish_reason or "stop",
+        finish_reason=finish_reason_of(collector.finished[0]),
         usage=_timed(usage.prompt_tokens, usage.completion_tokens, time.monotonic() - began),
     )
 
 
 def _param_of(path: str) -> str:
     """Return the client's name of a field of the request."""
-    parts = within_input(path).partition("[")[0].split(".")
-    return {"prompts": "prompt"}.get(parts[0], parts[-1])
+    first, *rest = path.partition("[")[0].split(".")
+    return "prompt" if first == "prompts" else [first, *rest][-1]
 
 
 def _timed(prompt_tokens: int, completion_tokens: int, seconds: float) -> TimedUsage:

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.faults import faulty_parts
-from services.http_shim.backends.model_source import ModelSource
-from services.http_shim.formats.model_statuses import ModelStatus, Status
+from services.http_shim.backends.model_source import ModelSource, ServedStatus
+from services.http_shim.endpoints.model_statuses import Status, model_status
 from services.http_shim.http.body import json_response
 from services.http_shim.http.gate import Gate
 from tokenwire.errors import ServiceError
@@ -47,7 +47,7 @@ class Probes:
         self._gate = gate
         self._checks = checks
         self._began = time.monotonic()
-        self._asking: asyncio.Task[list[ModelStatus]] | None = None
+        self._asking: asyncio.Task[list[ServedStatus]] | None = None
 
     async def health(self, request: Request) -> Response:
         """Report that the process is alive."""
@@ -82,7 +82,8 @@ class Probes:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._models.statuses())
         statuses = await asyncio.shield(self._asking)
-        return json_response(Status(version("tokenwire"), uptime, statuses))
+        models = [model_status(each) for each in statuses]
+        return json_response(Status(version("tokenwire"), uptime, models))
 
     async def version(self, request: Request) -> Response:
         """Return the version of the server."""

@@ -1,9 +1,7 @@
 """Endpoints of kept responses: GET and DELETE /v1/responses/{id}, and what belongs to them."""
 
-import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -13,32 +11,15 @@ from starlette.types import Receive, Scope, Send
 
 from services.http_shim.endpoints.background_responses import BackgroundResponses, send_log
 from services.http_shim.endpoints.paging import page_of
-from services.http_shim.formats.openai_responses.response_requests import (
-    PreparedResponse,
-    ResponseBody,
-    prepare,
-    previous_response,
-)
-from services.http_shim.http.body import BodyReader, HeldBytes, ParsedImages, json_response
-from services.http_shim.http.exchange import Exchange, exchange_of
+from services.http_shim.http.body import json_response
+from services.http_shim.http.exchange import exchange_of
 from services.http_shim.stored.event_log import EventLog
 from services.http_shim.stored.response_store import ResponseStore, StoredResponse
-from tokenwire.errors import ServiceError, invalid
+from tokenwire.errors import invalid
 
-__all__ = [
-    "DeletedResponse",
-    "InputItemList",
-    "LookUp",
-    "StoredResponses",
-    "look_up",
-    "prepare_continued",
-    "read_continuing",
-]
+__all__ = ["DeletedResponse", "InputItemList", "StoredResponses"]
 
 _MOST_DIGITS = 18
-_INLINE = 256 * 1024  # bytes; a larger body is read in a thread
-LookUp: TypeAlias = Callable[[bytes, Exchange], Awaitable[StoredResponse | None]]
-"""Waits for the response that an encoded body continues"""
 
 
 class DeletedResponse(Struct):
@@ -57,66 +38,6 @@ class InputItemList(Struct):
     last_id: str | None
     has_more: bool
     object: str = "list"
-
-
-async def look_up(
-    store: ResponseStore, encoded: bytes, exchange: Exchange
-) -> StoredResponse | None:
-    """Return the response that an encoded body continues; None if it names none.
-
-    Raises NOT_FOUND for a response that is not kept, INVALID_ARGUMENT for one that still runs.
-    """
-    if len(encoded) < _INLINE:
-        previous = previous_response(encoded)
-    else:
-        previous = await asyncio.to_thread(previous_response, encoded)
-    if previous is None:
-        return None
-    try:
-        stored = await store.thread.run(store.get, previous, exchange.owner)
-    except ServiceError as error:
-        error.field = "previous_response_id"
-        raise
-    if stored.is_running:
-        message = f"The response {previous!r} is not complete; wait for its end."
-        raise invalid("previous_response_id", message)
-    return stored
-
-
-def prepare_continued(
-    body: ResponseBody, exchange: Exchange, continued: StoredResponse | None
-) -> PreparedResponse:
-    """Put a body together with the response that it continues.
-
-    Raises INVALID_ARGUMENT for what is not served.
-    """
-    return prepare(body, exchange.owner, b"[]" if continued is None else continued.context)
-
-
-async def read_continuing(
-    bodies: BodyReader,
-    scope: Scope,
-    receive: Receive,
-    held: HeldBytes,
-    exchange: Exchange,
-    look_up: LookUp | None,
-    parse: Callable[[bytes, StoredResponse | None], ParsedImages],
-) -> ParsedImages:
-    """Read a body, look up the response that it continues, and parse it with that response."""
-    continued: StoredResponse | None = None
-
-    async def before(encoded: bytes) -> None:
-        nonlocal continued
-        if look_up is not None:
-            continued = await look_up(encoded, exchange)
-
-    return await bodies.read_with_images(
-        scope,
-        receive,
-        lambda encoded: parse(encoded, continued),
-        held,
-        None if look_up is None else before,
-    )
 
 
 class StoredResponses:

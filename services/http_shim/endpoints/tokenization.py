@@ -1,45 +1,43 @@
 """Endpoints of the tokenizer: /tokenize, /detokenize, /apply-template, /tokenizer_info."""
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
-import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.http_shim.backends.backend import Backend
 from services.http_shim.backends.model_source import ModelSource, ServedModel
-from services.http_shim.documents.request_documents import RequestDocument
-from services.http_shim.endpoints.documents import Documents
+from services.http_shim.dialects.bodies import body_of
+from services.http_shim.dialects.chat.read import read_template
+from services.http_shim.dialects.chat.types import TemplateBody
+from services.http_shim.dialects.fields import IDS, JsonObject, Uint32, about
+from services.http_shim.dialects.reading import Reading, render_request
+from services.http_shim.endpoints.prompt_reader import PromptReader, always
 from services.http_shim.errors import client_field_names
-from services.http_shim.formats.chat_messages import take_message_documents, take_message_images
-from services.http_shim.formats.chat_requests import rendered_param_of, to_render_request
-from services.http_shim.formats.request_bodies import (
-    Body,
-    DetokenizeBody,
-    TemplateBody,
-    TokenizeBody,
-    parse,
-)
 from services.http_shim.http.access import authorized_model
-from services.http_shim.http.body import BodyReader, HeldBytes, json_response
+from services.http_shim.http.body import HeldBytes, json_response
 from services.http_shim.http.exchange import exchange_of
-from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
-from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import invalid
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["AppliedTemplate", "Detokenized", "Tokenization", "Tokenized", "TokenizerInfo"]
+__all__ = [
+    "AppliedTemplate",
+    "DetokenizeBody",
+    "Detokenized",
+    "Tokenization",
+    "TokenizeBody",
+    "Tokenized",
+    "TokenizerInfo",
+]
 
-Rendered = TypeVar("Rendered", bound=TemplateBody)
-_TOKENIZE = msgspec.json.Decoder(TokenizeBody)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeBody)
-_TEMPLATE = msgspec.json.Decoder(TemplateBody)
+_Encoded: TypeAlias = tokenizer_pb2.Encoding | tokenizer_pb2.RenderChatResponse
+_Prompt = TypeVar("_Prompt", bound=TemplateBody)
 _MESSAGE_FIELDS = (
     "tools",
     "tool_choice",
@@ -49,6 +47,31 @@ _MESSAGE_FIELDS = (
     "continue_final_message",
     "reasoning_effort",
 )
+
+
+class TokenizeBody(TemplateBody):
+    """The body of POST /tokenize."""
+
+    prompt: Annotated[str | None, about("Text of up to 1 MiB of UTF-8.")] = None
+    add_special_tokens: Annotated[
+        bool | None,
+        about(
+            "Add the BOS token to the prompt. Default: true for text; messages follow their "
+            "template."
+        ),
+    ] = None
+    return_token_strs: Annotated[bool | None, about("Return the tokens' texts.", default=False)] = (
+        None
+    )
+
+
+class DetokenizeBody(Struct):
+    """The body of POST /detokenize."""
+
+    model: Annotated[
+        str | None, about("Id, alias, or id:variant; absent or `default` = the only model.")
+    ] = None
+    tokens: Annotated[Annotated[list[Uint32], IDS] | None, about("Token ids.")] = None
 
 
 class Tokenized(Struct):
@@ -98,43 +121,39 @@ class TokenizerInfo(Struct):
 class Tokenization:
     """The tokenizer endpoints."""
 
-    def __init__(
-        self,
-        models: ModelSource,
-        bodies: BodyReader,
-        fetcher: ImageFetcher | None,
-        documents: Documents,
-    ) -> None:
+    def __init__(self, models: ModelSource, prompts: PromptReader) -> None:
         self._models = models
-        self._bodies = bodies
-        self._fetcher = fetcher
-        self._documents = documents
+        self._prompts = prompts
 
     async def tokenize(self, request: Request) -> Response:
         """Encode a text as a completion's prompt, or the prompt of messages."""
-        with self._bodies.held() as held:
-            asked = await self._read_with_images(request, _TOKENIZE, held)
-            body = asked.body
+        with self._prompts.bodies.held() as held:
+            body, reading = await self._read(request, TokenizeBody, held)
             served = await authorized_model(exchange_of(request.scope), self._models, body.model)
-            await fetch_remote(self._fetcher, asked.images, held.resize)
-            with served.connection.used() as backend:
-                read = _encode if body.messages is None else _render
-                (ids, texts), tokenizer = await asyncio.gather(
-                    read(backend, served.backend_name, asked),
-                    backend.tokenizer(served.backend_name),
-                )
+            await self._prompts.fetch_images(reading, held)
+            with served.connection.lease() as backend:
+                encoding: Awaitable[_Encoded]
+                if body.messages is None:
+                    encoding = _encoded(backend, served.backend_name, body)
+                else:
+                    with_texts = bool(body.return_token_strs)
+                    encoding = _rendered(backend, served.backend_name, reading, with_texts)
+                tokenizing = asyncio.ensure_future(backend.tokenizer(served.backend_name))
+                encoded, tokenizer = await encoding, await tokenizing
         return json_response(
             Tokenized(
-                count=len(ids),
+                count=len(encoded.ids),
                 max_model_len=_context_length(served, tokenizer),
-                tokens=ids,
-                token_strs=texts if body.return_token_strs else None,
+                tokens=list(encoded.ids),
+                token_strs=list(encoded.tokens) if body.return_token_strs else None,
             )
         )
 
     async def detokenize(self, request: Request) -> Response:
         """Decode ids to text, with special tokens."""
-        body = await self._read(request, _DETOKENIZE)
+        parse = partial(body_of, DetokenizeBody)
+        read = self._prompts.bodies.read(request.scope, request.receive, parse)
+        body, exchange_of(request.scope).ignored = await read
         if body.tokens is None:
             raise invalid("tokens", "tokens is required: a list of token ids.")
         served = await authorized_model(exchange_of(request.scope), self._models, body.model)
@@ -143,103 +162,73 @@ class Tokenization:
             sequences=[types_pb2.TokenIds(ids=body.tokens)],
             skip_special_tokens=False,
         )
-        with _field_is("tokens"), served.connection.used() as backend:
+        with _field_is("tokens"), served.connection.lease() as backend:
             answer = await backend.decode(asked)
         return json_response(Detokenized(answer.decodings[0].text))
 
     async def apply_template(self, request: Request) -> Response:
         """Render messages to the text of their prompt."""
-        with self._bodies.held() as held:
-            asked = await self._read_with_images(request, _TEMPLATE, held)
-            exchange, name = exchange_of(request.scope), asked.body.model
-            served = await authorized_model(exchange, self._models, name)
-            await fetch_remote(self._fetcher, asked.images, held.resize)
-            with served.connection.used() as backend:
-                answer = await _rendered(backend, served.backend_name, asked)
+        with self._prompts.bodies.held() as held:
+            body, reading = await self._read(request, TemplateBody, held)
+            served = await authorized_model(exchange_of(request.scope), self._models, body.model)
+            await self._prompts.fetch_images(reading, held)
+            with served.connection.lease() as backend:
+                answer = await _rendered(backend, served.backend_name, reading)
         return json_response(AppliedTemplate(answer.text))
 
     async def info(self, request: Request) -> Response:
         """Describe the tokenizer."""
         name = request.query_params.get("model")
         served = await authorized_model(exchange_of(request.scope), self._models, name)
-        with served.connection.used() as backend:
+        with served.connection.lease() as backend:
             tokenizer = await backend.tokenizer(served.backend_name)
         return json_response(_info(served, tokenizer))
 
-    async def _read(self, request: Request, decoder: msgspec.json.Decoder[Body]) -> Body:
-        """Return the body, and note its ignored fields for the header."""
-        read = self._bodies.read(request.scope, request.receive, partial(parse, decoder))
-        body, exchange_of(request.scope).ignored = await read
-        return body
+    async def _read(
+        self, request: Request, kind: type[_Prompt], held: HeldBytes
+    ) -> tuple[_Prompt, Reading]:
+        """Return a body, and the reading of its messages, if it has some."""
+        bodies: list[_Prompt] = []
 
-    async def _read_with_images(
-        self, request: Request, decoder: msgspec.json.Decoder[Rendered], held: HeldBytes
-    ) -> "_Asked[Rendered]":
-        """Return the body apart from its images, and note its ignored fields for the header."""
-        parse_body = partial(_parse_with_images, decoder)
-        asked = await self._bodies.read_with_images(
-            request.scope, request.receive, parse_body, held
-        )
-        exchange = exchange_of(request.scope)
-        exchange.ignored = asked.ignored
-        await self._documents.read(asked.documents, exchange.owner, held, asked.images.size)
-        return asked
+        def read(fields: JsonObject) -> Reading:
+            body, ignored = body_of(kind, fields)
+            bodies.append(body)
+            if isinstance(body, TokenizeBody) and body.messages is None:
+                _check_text(body)
+                return Reading(ignored, {})
+            if isinstance(body, TokenizeBody) and body.prompt is not None:
+                message = "prompt and messages exclude each other; give one of them."
+                raise invalid("prompt", message)
+            return read_template(body, ignored)
 
-
-@dataclass(frozen=True, slots=True)
-class _Asked(Generic[Rendered]):
-    """A parsed request to render messages. Its images are apart."""
-
-    body: Rendered
-    ignored: list[str]
-    """Paths of fields that are ignored"""
-    images: RequestImages
-    documents: list[RequestDocument]
+        reading = await self._prompts.read(request.scope, request.receive, held, always(read))
+        return bodies[0], reading
 
 
-def _parse_with_images(decoder: msgspec.json.Decoder[Rendered], encoded: bytes) -> _Asked[Rendered]:
-    body, ignored = parse(decoder, encoded)
-    images, documents = take_message_images(body.messages), take_message_documents(body.messages)
-    return _Asked(body, ignored, images, documents)
-
-
-async def _encode(
-    backend: Backend, model: str, asked: _Asked[TokenizeBody]
-) -> tuple[list[int], list[str]]:
-    body = asked.body
+def _check_text(body: TokenizeBody) -> None:
     if body.prompt is None:
         raise invalid("prompt", "prompt or messages is required: a string, or a list of messages.")
     for name in _MESSAGE_FIELDS:
         if getattr(body, name) is not None:
             raise invalid(name, f"{name} needs messages.")
+
+
+async def _encoded(backend: Backend, model: str, body: TokenizeBody) -> tokenizer_pb2.Encoding:
     request = tokenizer_pb2.EncodeRequest(
         model=model,
-        texts=[body.prompt],
+        texts=[body.prompt or ""],
         add_special_tokens=body.add_special_tokens,
         with_texts=bool(body.return_token_strs),
     )
     with _field_is("prompt"):
-        [encoding] = (await backend.encode(request)).encodings
-    return list(encoding.ids), list(encoding.tokens)
-
-
-async def _render(
-    backend: Backend, model: str, asked: _Asked[TokenizeBody]
-) -> tuple[list[int], list[str]]:
-    if asked.body.prompt is not None:
-        raise invalid("prompt", "prompt and messages exclude each other; give one of them.")
-    with_texts = bool(asked.body.return_token_strs)
-    answer = await _rendered(backend, model, asked, with_texts=with_texts)
-    return list(answer.ids), list(answer.tokens)
+        return (await backend.encode(request)).encodings[0]
 
 
 async def _rendered(
-    backend: Backend, model: str, asked: _Asked[Rendered], *, with_texts: bool = False
+    backend: Backend, model: str, reading: Reading, with_texts: bool = False
 ) -> tokenizer_pb2.RenderChatResponse:
-    request = to_render_request(asked.body, with_texts=with_texts)
-    request.model = model
-    asked.images.copy_into(request)
-    with client_field_names(lambda path: rendered_param_of(path, asked.body)):
+    request = render_request(reading, model, with_texts=with_texts)
+    with client_field_names(reading.field):
         return await backend.render(request)
 
 

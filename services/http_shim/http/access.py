@@ -27,7 +27,7 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 _REQUEST_BYTES = 1 << 20
 """Bytes of an answer to a GET that count as one more request"""
-__all__ = ["AccessMiddleware", "assign_model", "authorized_model", "charged", "reserve"]
+__all__ = ["AccessMiddleware", "assign_model", "authorized_model", "charging", "reserve"]
 
 
 class AccessMiddleware:
@@ -111,7 +111,7 @@ async def assign_model(
 
 
 async def reserve(exchange: Exchange, *requests: TextRequest) -> Charge | None:
-    """Reserve the tokens that the requests may use; `charged` ends it. Raises RESOURCE_EXHAUSTED.
+    """Reserve the tokens that the requests may use; `charging` ends it. Raises RESOURCE_EXHAUSTED.
 
     Returns None on a server without keys.
     """
@@ -122,7 +122,7 @@ async def reserve(exchange: Exchange, *requests: TextRequest) -> Charge | None:
 
 
 @contextmanager
-def charged(exchange: Exchange, charge: Charge | None) -> Iterator[None]:
+def charging(exchange: Exchange, charge: Charge | None) -> Iterator[None]:
     """Charge the used tokens at the end.
 
     A refused request costs nothing. A client that leaves before the usage is known pays the

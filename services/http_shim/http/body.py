@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import grpc
 import msgspec
@@ -16,27 +16,18 @@ from services.common.contract import MAX_IMAGES_BYTES
 from services.common.sharing.fair_executor import FairExecutor
 from services.common.sharing.shares import Shares
 from services.common.sharing.tenant import current_tenant
+from services.http_shim.dialects.bodies import decoded, nested_too_deeply
+from services.http_shim.dialects.fields import JsonObject
+from services.http_shim.dialects.reading import Read, Reading
 from services.http_shim.errors import BodyTooLargeError, ClientGoneError
 from services.http_shim.http.json_limits import check_json_limits
-from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import ServiceError
 
-__all__ = ["BodyReader", "HeldBytes", "ParsedImages", "json_response"]
+__all__ = ["BodyReader", "HeldBytes", "json_response"]
 
 _SMALL = 64 * 1024  # bytes; a connection may buffer as many anyway, so they are not counted
 _URL_BYTES = MAX_IMAGES_BYTES // 3 * 4  # of the images of a request, in base64
 Parsed = TypeVar("Parsed")
-
-
-class WithImages(Protocol):
-    """A parsed body whose images are apart from it."""
-
-    @property
-    def images(self) -> RequestImages:
-        """The images."""
-
-
-ParsedImages = TypeVar("ParsedImages", bound=WithImages)
 
 
 class HeldBytes:
@@ -91,50 +82,43 @@ class BodyReader:
             held.release()
 
     async def read(
-        self, scope: Scope, receive: Receive, parse: Callable[[bytes], Parsed]
+        self, scope: Scope, receive: Receive, parse: Callable[[JsonObject], Parsed]
     ) -> Parsed:
-        """Read a body and parse it; bodies over 64 KiB are parsed in a thread.
+        """Read a body and parse it; bodies over 64 KiB are decoded and parsed in a thread.
 
         Raises ServiceError for a body of another content type, with too many elements, or over
         the limit of held bytes. Raises BodyTooLargeError and ClientGoneError.
         """
         with self.held() as held:
-            return await self._read(scope, receive, parse, held, self._max_bytes)
+            text = await self._receive(scope, receive, held, self._max_bytes)
+            return await self._run(len(text), lambda: parse(_decoded(text)))
 
     async def read_with_images(
         self,
         scope: Scope,
         receive: Receive,
-        parse: Callable[[bytes], ParsedImages],
         held: HeldBytes,
-        before: Callable[[bytes], Awaitable[None]] | None = None,
-    ) -> ParsedImages:
-        """Read and parse a body that may have images; `held` then counts these.
+        prepare: Callable[[JsonObject], Awaitable[Read]],
+    ) -> Reading:
+        """Read a body that may have images; `held` then counts these.
 
-        before: waits for what `parse` needs besides the body. The limit of a body does not count
-        the URLs of its images. Raises as `read` does.
+        prepare: waits for what the reading needs besides the body. The limit of a body does not
+        count the URLs of its images. Raises as `read` does.
         """
-
-        def parse_within_limit(body: bytes) -> ParsedImages:
-            parsed = parse(body)
-            if len(body) - parsed.images.url_length > self._max_bytes:
-                raise BodyTooLargeError(self._max_bytes, has_images=True)
-            return parsed
-
         limit = min(self._max_bytes + _URL_BYTES, self._max_held)
-        parsed = await self._read(scope, receive, parse_within_limit, held, limit, before)
-        held.resize(parsed.images.size)
-        return parsed
+        text = await self._receive(scope, receive, held, limit)
+        size = len(text)
+        fields = await self._run(size, lambda: _decoded(text))
+        read = await prepare(fields)
+        reading = await self._run(size, lambda: read(fields))
+        if size - reading.images.url_length > self._max_bytes:
+            raise BodyTooLargeError(self._max_bytes, has_images=True)
+        held.resize(reading.images.size)
+        return reading
 
-    async def _read(
-        self,
-        scope: Scope,
-        receive: Receive,
-        parse: Callable[[bytes], Parsed],
-        held: HeldBytes,
-        limit: int,
-        before: Callable[[bytes], Awaitable[None]] | None = None,
-    ) -> Parsed:
+    async def _receive(
+        self, scope: Scope, receive: Receive, held: HeldBytes, limit: int
+    ) -> bytearray:
         _require_json(scope, limit)
         body = bytearray()
         while True:
@@ -146,20 +130,28 @@ class BodyReader:
                 raise BodyTooLargeError(limit)
             held.resize(len(body))
             if not message.get("more_body", False):
-                break
-        if before is not None:
-            await before(bytes(body))
-        if len(body) <= _SMALL:
-            return parse(bytes(body))
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, _parse_large, body, parse)
+                return body
+
+    async def _run(self, size: int, call: Callable[[], Parsed]) -> Parsed:
+        """Return the result of a call, which a thread makes if the body has a large size.
+
+        What is decoded on a short stack may be too deep to be encoded on a longer one.
+        """
+        try:
+            if size <= _SMALL:
+                return call()
+            return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        except RecursionError:
+            raise nested_too_deeply() from None
 
 
-def _parse_large(body: bytearray, parse: Callable[[bytes], Parsed]) -> Parsed:
+def _decoded(body: bytearray) -> JsonObject:
+    """Decode a body, and drop its text. Raises INVALID_ARGUMENT."""
     text = bytes(body)
     body.clear()  # a large body must not stay in memory twice
-    check_json_limits(text)
-    return parse(text)
+    if len(text) > _SMALL:
+        check_json_limits(text)
+    return decoded(text)
 
 
 def _require_json(scope: Scope, limit: int) -> None:

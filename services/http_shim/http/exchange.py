@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from services.common.failures import failure
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
 from services.common.span import Span
-from services.http_shim.errors import ClientGoneError
+from services.http_shim.errors import ClientGoneError, ErrorForm
 from services.http_shim.metrics import IN_FLIGHT, NO_ROUTE, REQUEST_SECONDS, REQUESTS, TOKENS
 from tokenwire.errors import ServiceError
 
@@ -59,6 +59,8 @@ class Exchange:
     may_schedule: bool = False
     """True if the client may choose tenant and priority"""
     ignored_headers: list[str] = field(default_factory=list)
+    error_form: ErrorForm | None = None
+    """Form of the errors of its dialect; None = OpenAI's"""
 
     @property
     def owner(self) -> str:
@@ -82,9 +84,13 @@ def exchange_of(scope: Scope) -> Exchange:
 class ExchangeMiddleware:
     """Outermost middleware. Logs and metrics label a request with its endpoint's first path."""
 
-    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: Sequence[Route], error_forms: Mapping[str, ErrorForm]
+    ) -> None:
+        """error_forms: of dialects, by the path below which they are spoken."""
         self._app = app
         self._routes = routes
+        self._error_forms = error_forms
         self._paths = {route.endpoint: route.path for route in reversed(routes)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,6 +100,7 @@ class ExchangeMiddleware:
         parent = sane_traceparent(headers.get("traceparent"))
         span = Span(parent) if is_probe else tracing.start(scope["method"], parent, identity)
         exchange = scope["exchange"] = Exchange(identity, time.monotonic(), span)
+        exchange.error_form = self._error_form(scope["path"])
         request_id.set(identity)
         traceparent.set(span.traceparent)
 
@@ -110,6 +117,12 @@ class ExchangeMiddleware:
                 exchange.status = _CLIENT_GONE
             finally:
                 self._record(scope, exchange)
+
+    def _error_form(self, path: str) -> ErrorForm | None:
+        for prefix, form in self._error_forms.items():
+            if path == prefix or path.startswith(f"{prefix}/"):
+                return form
+        return None
 
     def _record(self, scope: Scope, exchange: Exchange) -> None:
         route = self._route(scope)

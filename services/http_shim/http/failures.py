@@ -19,18 +19,12 @@ from services.http_shim.errors import (
     other_error,
     to_response,
 )
-from services.http_shim.formats.anthropic.message_responses import (
-    message_error,
-    other_message_error,
-)
 from services.http_shim.http.exchange import exchange_of
 from tokenwire.errors import ServiceError
 
 __all__ = ["FailureMiddleware", "error_response", "exception_handlers"]
 
 _LOG = logging.getLogger("http")
-_MESSAGES = "/v1/messages"
-"""Path of the API whose errors have Anthropic's form, and of those below it"""
 
 
 def error_response(scope: Scope, error: ServiceError) -> Response:
@@ -38,8 +32,8 @@ def error_response(scope: Scope, error: ServiceError) -> Response:
     exchange = exchange_of(scope)
     exchange.error = error
     response = to_response(error)
-    if _speaks_messages(scope):
-        response = _as_message_error(response, message_error(error, exchange.request_id))
+    if (form := exchange.error_form) is not None:
+        response = _with_body(response, form.of_service(error, exchange.request_id))
     return response
 
 
@@ -110,19 +104,15 @@ def _other(
 
 
 def _shaped(scope: Scope, response: Response, message: str) -> Response:
-    """Return the response for a failure in the form of the path's API."""
-    if not _speaks_messages(scope):
+    """Return the response for a failure in the form of its path."""
+    exchange = exchange_of(scope)
+    if (form := exchange.error_form) is None:
         return response
-    identity = exchange_of(scope).request_id
-    return _as_message_error(response, other_message_error(response.status_code, message, identity))
+    body = form.of_status(response.status_code, message, exchange.request_id)
+    return _with_body(response, body)
 
 
-def _speaks_messages(scope: Scope) -> bool:
-    path: str = scope["path"]
-    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
-
-
-def _as_message_error(response: Response, body: bytes) -> Response:
+def _with_body(response: Response, body: bytes) -> Response:
     kept = ("retry-after", "www-authenticate", "allow")
     headers = {name: value for name, value in response.headers.items() if name in kept}
     return Response(body, response.status_code, headers, media_type="application/json")

@@ -13,7 +13,7 @@ __all__ = ["Gate"]
 
 
 class Running(Protocol):
-    """What a request waits for."""
+    """Something that a request waits for, such as its output."""
 
     def on_error(self, error: ServiceError) -> None:
         """End it with an error."""
@@ -29,7 +29,7 @@ class Gate:
         self.closed = False
 
     @contextmanager
-    def entered(self, *running: Running) -> Iterator[None]:
+    def admit(self, *running: Running) -> Iterator[None]:
         """Track what one request waits for. Raises UNAVAILABLE if the gate is closed."""
         if self.closed:
             raise _stopping("The server is stopping.")

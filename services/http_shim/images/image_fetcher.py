@@ -92,7 +92,7 @@ class ImageFetcher:
         self._tls = tls or ssl.create_default_context()
         self._places = FairTurns(limits.concurrent)
         self._own_places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        """By tenant, while it fetches: half of all, so that slow hosts leave some to others"""
+        """Places of each tenant while it fetches: half of all, so that others find some, too"""
 
     async def fetch(self, image: RemoteImage, count: Callable[[int], None]) -> bytes:
         """Return the bytes of an image; `count` is called with the size of each piece.

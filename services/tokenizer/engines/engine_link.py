@@ -16,7 +16,7 @@ from services.tokenizer.engines.engine_load import EngineLoad
 from services.tokenizer.engines.placement import Need, Placement
 from services.tokenizer.engines.shared_count import SharedCount
 from tokenwire.errors import ServiceError
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceStub, EngineServiceStub
 from tokenwire.session import engine_session
@@ -175,13 +175,13 @@ class EngineLink:
         self.num_requests -= 1
         self._sequences.add(-placement.sequences)
 
-    async def status(self) -> completion_pb2.EngineStatus:
+    async def status(self) -> models_pb2.EngineStatus:
         """Return the engine and its load, or the reason why it is away."""
-        status = completion_pb2.EngineStatus(target=self.target)
+        status = models_pb2.EngineStatus(target=self.target)
         if self.peer.state is PeerState.REFUSED:
-            status.state, status.reason = completion_pb2.ENGINE_STATE_REFUSED, self.peer.refusal
+            status.state, status.reason = models_pb2.ENGINE_STATE_REFUSED, self.peer.refusal
             return status
-        status.state = completion_pb2.ENGINE_STATE_AWAY
+        status.state = models_pb2.ENGINE_STATE_AWAY
         if self.model is None or not self.peer.is_serving:  # another engine may be at the address
             return status
         try:
@@ -191,7 +191,7 @@ class EngineLink:
         except grpc.aio.AioRpcError:
             return status
         load, model = answer.load, self.model
-        status.state = completion_pb2.ENGINE_STATE_SERVING
+        status.state = models_pb2.ENGINE_STATE_SERVING
         status.version = model.version
         status.device = model.device
         status.dtype = model.dtype

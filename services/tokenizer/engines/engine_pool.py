@@ -23,7 +23,7 @@ from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.vocabulary import Vocabulary
 from tokenwire.channel_options import LOST_SECONDS
 from tokenwire.errors import ServiceError
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.tls import ClientTls
 from tokenwire.token_file import TokenFile
@@ -189,7 +189,7 @@ class EnginePool:
         """
         return sum(await asyncio.gather(*(link.flush_cache() for link in self.serving)))
 
-    async def statuses(self) -> Sequence[completion_pb2.EngineStatus]:
+    async def statuses(self) -> Sequence[models_pb2.EngineStatus]:
         """Return each engine with its current load."""
         return await asyncio.gather(*(link.status() for link in self._peers.links))
 

@@ -137,12 +137,26 @@ def _kind(item: Json) -> Json:
     return (item.get("event"), item.get("type"), item.get("index"), item.get("id"))
 
 
+def _merged(one: Iterable[str], other: Iterable[str]) -> list[str]:
+    """Return the names of both; one of `other` alone follows the name that is before it there.
+
+    The order is then the same whether a stream sends fields together or one after the other.
+    """
+    names, place = [*one], 0
+    for name in other:
+        if name in names:
+            place = names.index(name) + 1
+        else:
+            names.insert(place, name)
+            place += 1
+    return names
+
+
 def _united(one: Json, other: Json) -> Json:
     """Return a shape that both values have. An absent value or null is one that may be absent."""
     match one, other:
         case dict(), dict():
-            names = [*one, *(name for name in other if name not in one)]
-            return {name: _united(one.get(name), other.get(name)) for name in names}
+            return {name: _united(one.get(name), other.get(name)) for name in _merged(one, other)}
         case list(), list():
             return _folded([*one, *other])
     if one == other or other is None:

@@ -24,6 +24,7 @@ from tokenwire.channel import connect
 from tokenwire.client import AnswerStream, Client
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import CompletionServiceStub
 from tokenwire.requests import text_start
 from tokenwire.session import completion_session
@@ -32,8 +33,8 @@ from tokenwire.session import completion_session
 ASKED: dict[str, Any] = {"temperature": 1.0, "seed": 231, "ignore_eos": True}
 TOKENS = 240
 HANG_SECONDS = 120
-SERVING = completion.ENGINE_STATE_SERVING
-REFUSED = completion.ENGINE_STATE_REFUSED
+SERVING = models_pb2.ENGINE_STATE_SERVING
+REFUSED = models_pb2.ENGINE_STATE_REFUSED
 
 
 class Fleet:
@@ -48,7 +49,7 @@ class Fleet:
     async def states(self) -> dict[str, int]:
         """Return the state of each engine by its address."""
         async with connect(self.target) as channel:
-            answer = await CompletionServiceStub(channel).GetStatus(completion.GetStatusRequest())
+            answer = await CompletionServiceStub(channel).GetStatus(models_pb2.GetStatusRequest())
         return {engine.target: engine.state for engine in answer.models[0].engines}
 
     async def until_serving(self, count: int) -> None:

@@ -9,6 +9,7 @@ from services.common.contract import MAX_IMAGES_BYTES
 from tests.services.tokenizer.completion_client import Services, tokens
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
+from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2 as types
 
@@ -17,7 +18,7 @@ async def test_prompt_over_the_context_is_refused_or_truncated(services: Service
     error = await services.refused("x = 1\n" * 5_000)
     assert (error.code, error.reason) == (grpc.StatusCode.OUT_OF_RANGE, "CONTEXT_LENGTH_EXCEEDED")
     cut = await services.complete("x = 1\n" * 5_000, truncate_prompt=True, stopping=tokens(9))
-    models = await services.completions.ListModels(completion.ListModelsRequest())
+    models = await services.completions.ListModels(models_pb2.ListModelsRequest())
     context = models.models[0].context_length
     assert len(cut.accepted.prompts[0].ids) == context - 9
     error = await services.refused(
@@ -28,7 +29,7 @@ async def test_prompt_over_the_context_is_refused_or_truncated(services: Service
 
 async def test_very_long_prompt_is_refused_before_it_is_fully_encoded(services: Services) -> None:
     """This holds for echo, infill and ids; truncation keeps the same end as a full encoding."""
-    models = await services.completions.ListModels(completion.ListModelsRequest())
+    models = await services.completions.ListModels(models_pb2.ListModelsRequest())
     context = models.models[0].context_length
     text = "x = 1\n" * 500_000
     for fields in ({}, {"echo": True}, {"suffix": "y"}, {"stop": ["a" * 1_000] * 16}):

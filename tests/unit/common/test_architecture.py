@@ -36,13 +36,13 @@ PACKAGES = {
 LAYERS = {
     "services.http_shim": [
         "documentation",
+        "vectors",
         "endpoints",
         "batches",
         "http",
-        "backends",
-        "formats.anthropic formats.openai_responses stored",
-        "formats",
-        "documents",
+        "dialects.completions dialects.chat dialects.messages dialects.responses stored",
+        "dialects",
+        "backends documents",
         "images",
     ],
     "services.tokenizer": [

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.orca.v1 import orca_pb2
@@ -20,6 +20,7 @@ CONTRACT = (ROOT / "docs/contract.md").read_text(encoding="utf-8")
 HTTP = (ROOT / "docs/api.md").read_text(encoding="utf-8")
 FILES: list[FileDescriptor] = [
     completion_pb2.DESCRIPTOR,
+    models_pb2.DESCRIPTOR,
     tokenizer_pb2.DESCRIPTOR,
     engine_pb2.DESCRIPTOR,
     grammar_pb2.DESCRIPTOR,
@@ -81,7 +82,7 @@ def test_contract_has_every_rpc_with_its_request_and_answer(service: ServiceDesc
         assert meaning, method.full_name
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.package)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_contract_names_every_message_and_enum(file: FileDescriptor) -> None:
     named = set(re.findall(r"`(\w+)`", CONTRACT))
     assert {*file.message_types_by_name, *file.enum_types_by_name} <= named

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FileDescriptor
 
 from docs import grpc_reference
-from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -19,6 +19,7 @@ from tokenwire.pb.types.v1 import types_pb2
 ROOT = Path(__file__).resolve().parents[3]
 FILES: list[FileDescriptor] = [
     completion_pb2.DESCRIPTOR,
+    models_pb2.DESCRIPTOR,
     engine_pb2.DESCRIPTOR,
     grammar_pb2.DESCRIPTOR,
     tokenizer_pb2.DESCRIPTOR,
@@ -71,7 +72,7 @@ def fields_are_listed(page: str, message: Descriptor) -> None:
         assert ("repeated" in kind or "map of" in kind) == field.is_repeated
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.package)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_reference_has_every_rpc_message_field_and_value_with_its_comment(
     reference: dict[str, str], file: FileDescriptor
 ) -> None:

@@ -1,12 +1,13 @@
 """Synthetic events of completions and chats, in place of the tokenizer service's."""
 
+import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from services.http_shim.backends.output_collector import OutputCollector
-from services.http_shim.formats.completion_responses import CompletionFormatter
-from services.http_shim.formats.request_bodies import CompletionBody
-from services.http_shim.formats.responses import Envelope
+from services.http_shim.dialects.writer import Writer
+from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.http.exchange import Exchange
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -124,9 +125,23 @@ def feed(
         collector.on_event(completion_pb2.SessionEvent(handle=1, response=response))
 
 
-def envelope() -> Envelope:
-    formatter = CompletionFormatter.of(CompletionBody())
-    return Envelope("cmpl-1", 1700000000, ACCEPTED, formatter)
+def stream_of(writer: Writer) -> tuple[OutputCollector, EventStream]:
+    """Return an accepted request, and the stream of its answer."""
+    collector = OutputCollector()
+    feed(collector, ACCEPTED)
+    events = writer.events(ACCEPTED, "req_1")
+    return collector, EventStream(collector, events, exchange(), str)
+
+
+def whole_of(
+    writer: Writer,
+    *events: completion_pb2.ChoiceDelta | completion_pb2.ChoiceFinished,
+    usage: types_pb2.Usage = USAGE,
+) -> Any:
+    """Return the complete answer to a request with these events."""
+    collector = OutputCollector()
+    feed(collector, ACCEPTED, *events, usage)
+    return json.loads(writer.whole(collector))
 
 
 def exchange() -> Exchange:

@@ -3,8 +3,8 @@
 import grpc
 import pytest
 
+from services.http_shim.dialects.messages.write import message_error
 from services.http_shim.errors import error_body, public_message
-from services.http_shim.formats.anthropic.message_responses import message_error
 from tokenwire.errors import ServiceError
 
 ADDRESS = "10.1.2.3:50051"

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from services.common.peers.peer import PeerState
-from services.http_shim.backends.backend import Backend, RetryPolicy
+from services.http_shim.backends.backend import Backend, BackendSettings
 from services.http_shim.backends.tokenizer_link import TOKENIZERS, TokenizerLink
 from tests.health_server import NOT_SERVING, SERVING, HealthServer, health_server
 from tokenwire.errors import ServiceError
@@ -21,7 +21,7 @@ class Pair:
 
     def __init__(self, one: HealthServer, two: HealthServer) -> None:
         self.one, self.two = one, two
-        self.backend = Backend(f"{one.target},{two.target}", RetryPolicy())
+        self.backend = Backend(f"{one.target},{two.target}", BackendSettings())
 
     def link(self, server: HealthServer) -> TokenizerLink:
         links = self.backend._peers.links

@@ -1,12 +1,15 @@
 """Catalogs with thousands of models, and catalogs that change."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
 
-from services.http_shim.backends.backend import RetryPolicy
+from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
+from services.http_shim.endpoints.models import Models
 
 MANY = 5_000
 
@@ -24,14 +27,15 @@ def path(tmp_path: Path) -> Path:
 
 async def test_long_model_list_yields_to_the_event_loop(path: Path) -> None:
     """Otherwise all streams would stall while the list is made."""
-    listing = asyncio.ensure_future(Catalog(path, RetryPolicy()).cards())
+    models = Models(Catalog(path, BackendSettings()))
+    listing = asyncio.ensure_future(models.all(Request({"type": "http"})))
     turns = 0
     while not listing.done():
         await asyncio.sleep(0)
         turns += 1
-    cards = listing.result()
-    assert [card.id for card in cards] == [f"m{i}" for i in range(MANY)]
-    assert cards[-1].variants == [f"m{MANY - 1}:v"]
+    cards = json.loads(bytes(listing.result().body))["data"]
+    assert [card["id"] for card in cards] == [f"m{i}" for i in range(MANY)]
+    assert cards[-1]["variants"] == [f"m{MANY - 1}:v"]
     assert turns > MANY / 500
 
 
@@ -39,11 +43,11 @@ async def test_model_list_survives_the_removal_of_a_model(tmp_path: Path) -> Non
     """A reload may close a backend between the request for the list and its answer."""
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "old"\ntarget = "127.0.0.1:1"\n')
-    catalog = Catalog(path, RetryPolicy())
-    listing = asyncio.ensure_future(catalog.cards())
+    catalog = Catalog(path, BackendSettings())
+    listing = asyncio.ensure_future(catalog.listed())
     await asyncio.sleep(0)
     path.write_text('[[models]]\nid = "new"\nplaceholder = true\n')
     catalog.reload()
-    [card] = await listing
-    assert (card.id, card.max_model_len) == ("old", None)
+    [listed] = await listing
+    assert (listed.row.id, listed.model) == ("old", None)
     await catalog.close()

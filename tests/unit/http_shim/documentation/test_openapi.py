@@ -12,23 +12,22 @@ from starlette.routing import Route
 
 from services import http_shim
 from services.http_shim.app import create_app
-from services.http_shim.backends.backend import RetryPolicy
+from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
 from services.http_shim.batches.batch_runner import BatchRunner
+from services.http_shim.dialects import tools
+from services.http_shim.dialects.bodies import body_of
+from services.http_shim.dialects.chat import types as chats
+from services.http_shim.dialects.completions import types as completions
+from services.http_shim.dialects.messages import types as messages
+from services.http_shim.dialects.responses import types as responses
 from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
-from services.http_shim.endpoints import batches
-from services.http_shim.formats import (
-    request_bodies,
-    score_formats,
-    tool_fields,
-    vector_formats,
-)
-from services.http_shim.formats.anthropic import message_requests
-from services.http_shim.formats.openai_responses import response_requests
+from services.http_shim.endpoints import adapters, batches, multi_completion, tokenization
 from services.http_shim.http.gate import Gate
 from services.http_shim.settings import HttpShimSettings
 from services.http_shim.stored.file_store import FileStore
+from services.http_shim.vectors import embeddings, rankings
 
 DOCUMENT = document()
 
@@ -56,7 +55,9 @@ async def test_document_has_every_route(tmp_path: Path) -> None:
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
     files = FileStore("", 1000)
     runner = BatchRunner(files, lambda _: None, 1000, 1000)
-    app = create_app(Catalog(path, RetryPolicy()), Gate(), HttpShimSettings(), None, files, runner)
+    app = create_app(
+        Catalog(path, BackendSettings()), Gate(), HttpShimSettings(), None, files, runner
+    )
     files.close()
     routes = {
         (route.path.replace(":path", ""), method.lower())
@@ -83,16 +84,11 @@ def bodies() -> list[tuple[str, Any]]:
 @pytest.mark.parametrize(("name", "example"), bodies())
 def test_parser_accepts_the_examples(name: str, example: dict[str, object]) -> None:
     modules = (
-        request_bodies,
-        message_requests,
-        response_requests,
-        score_formats,
-        vector_formats,
-        batches,
+        *(completions, chats, messages, responses),
+        *(tokenization, adapters, batches, multi_completion, rankings, embeddings),
     )
     body = next(getattr(module, name) for module in modules if hasattr(module, name))
-    decoder = msgspec.json.Decoder(body)
-    _, ignored = request_bodies.parse(decoder, json.dumps(example).encode())
+    _, ignored = body_of(body, example)
     assert ignored == []
     assert set(DOCUMENT["components"]["schemas"][name].get("required", ())) <= set(example)
 
@@ -112,7 +108,7 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
 
 def is_parsed(name: str, value: object) -> bool:
     try:
-        msgspec.convert(value, getattr(tool_fields, name))
+        msgspec.convert(value, getattr(tools, name))
     except msgspec.ValidationError:
         return False
     return True

@@ -21,7 +21,7 @@ async def test_slow_pdfs_of_an_owner_leave_others_a_place(tmp_path: Path) -> Non
 
     async def read(data: bytes, owner: str) -> None:
         with bodies.held() as held:
-            document = RequestDocument("file", texts.append, data, "application/pdf")
+            document = RequestDocument("file", data, "application/pdf", put=texts.append)
             await documents.read([document], owner, held, 0)
 
     slow = [asyncio.ensure_future(read(endless, "one")) for _ in range(4)]

@@ -8,31 +8,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.dialects.choices import AnswerOptions
+from services.http_shim.dialects.completions.write import CompletionWriter
+from services.http_shim.dialects.generation import StreamOptions
 from services.http_shim.endpoints.event_stream import EventStream
-from services.http_shim.formats.completion_responses import CompletionFormatter
-from services.http_shim.formats.request_bodies import CompletionBody, StreamOptions
 from tests.unit.http_shim.synthetic import (
-    ACCEPTED,
     USAGE,
     delta,
-    envelope,
-    exchange,
     feed,
     finished,
+    stream_of,
 )
 from tokenwire.errors import ServiceError
 
 
 def begin(
-    options: StreamOptions | None = None, *, n: int = 1, **fields: bool
+    options: StreamOptions | None = None, *, n: int = 1, token_ids: bool = False
 ) -> tuple[OutputCollector, EventStream]:
-    collector = OutputCollector()
-    feed(collector, ACCEPTED)
-    body = CompletionBody(prompt="x", stream=True, stream_options=options, n=n)
-    for name, value in fields.items():
-        setattr(body, name, value)
-    formatter = CompletionFormatter.of(body)
-    return collector, EventStream(collector, formatter, options, envelope(), exchange(), str)
+    wanted = AnswerOptions(choices_per_prompt=n, token_ids=token_ids, stream_options=options)
+    return stream_of(CompletionWriter(wanted))
 
 
 def objects(data: bytes) -> list[Any]:
@@ -54,7 +48,7 @@ def scripts(draw: st.DrawFn) -> tuple[list[list[str]], list[int]]:
 
 
 @given(scripts(), st.randoms(use_true_random=False))
-def test_joined_chunks_equal_the_whole(
+async def test_joined_chunks_equal_the_whole(
     script: tuple[list[list[str]], list[int]], random: Any
 ) -> None:
     """A slow client gets the text of each choice once, and one finish reason."""
@@ -76,7 +70,7 @@ def test_joined_chunks_equal_the_whole(
     data += stream.take()
     while collector.pending:
         data += stream.take()
-    events = objects(data + stream.tail())
+    events = objects(data + await stream.last())
     assert events.pop() == "[DONE]"
     joined = ["" for _ in texts]
     ended: list[int] = []
@@ -99,23 +93,23 @@ def test_pending_deltas_of_a_choice_are_merged() -> None:
     assert texts == [(0, "ab"), (1, "x")]
 
 
-def test_last_finish_chunk_waits_for_the_usage() -> None:
+async def test_last_finish_chunk_waits_for_the_usage() -> None:
     """Without stream_options, this chunk has the usage."""
     collector, stream = begin()
     feed(collector, delta("a", [1]), finished())
     (first,) = objects(stream.take())
     assert first["choices"][0]["finish_reason"] is None
     feed(collector, USAGE)
-    last, done = objects(stream.take() + stream.tail())
+    last, done = objects(stream.take() + await stream.last())
     assert last["choices"][0]["finish_reason"] == "length"
     assert last["usage"]["total_tokens"] == 5
     assert done == "[DONE]"
 
 
-def test_include_usage_follows_openai() -> None:
+async def test_include_usage_follows_openai() -> None:
     collector, stream = begin(StreamOptions(include_usage=True))
     feed(collector, delta("a", [1]), finished(), USAGE)
-    chunk, last, done = objects(stream.take() + stream.tail())
+    chunk, last, done = objects(stream.take() + await stream.last())
     assert chunk["usage"] is None
     assert chunk["choices"][0]["finish_reason"] == "length"
     assert last["choices"] == []
@@ -123,37 +117,37 @@ def test_include_usage_follows_openai() -> None:
     assert done == "[DONE]"
 
 
-def test_include_usage_false_omits_the_usage() -> None:
+async def test_include_usage_false_omits_the_usage() -> None:
     collector, stream = begin(StreamOptions(include_usage=False))
     feed(collector, delta("a", [1]), finished(), USAGE)
-    chunk, _ = objects(stream.take() + stream.tail())
+    chunk, _ = objects(stream.take() + await stream.last())
     assert "usage" not in chunk
 
 
-def test_continuous_usage_counts_up() -> None:
+async def test_continuous_usage_counts_up() -> None:
     collector, stream = begin(StreamOptions(include_usage=True, continuous_usage_stats=True))
     feed(collector, delta("a", [1]))
     (first,) = objects(stream.take())
     feed(collector, delta("b", [2, 3]), finished(), USAGE)
-    second, last, _ = objects(stream.take() + stream.tail())
+    second, last, _ = objects(stream.take() + await stream.last())
     totals = [event["usage"]["total_tokens"] for event in (first, second, last)]
     assert totals == [3, 5, 5]
 
 
-def test_error_after_the_start_ends_the_stream() -> None:
+async def test_error_after_the_start_ends_the_stream() -> None:
     collector, stream = begin()
     feed(collector, delta("a", [1]))
     collector.on_error(
         ServiceError(grpc.StatusCode.UNAVAILABLE, "SESSION_LOST", "10.0.0.1 is gone")
     )
-    chunk, error = objects(stream.take() + stream.tail())
+    chunk, error = objects(stream.take() + await stream.last())
     assert chunk["choices"][0]["text"] == "a"
     assert error["error"]["code"] == "session_lost"
     assert "10.0.0.1" not in error["error"]["message"]
 
 
 def test_prompt_ids_come_once_with_the_first_chunk() -> None:
-    collector, stream = begin(return_token_ids=True)
+    collector, stream = begin(token_ids=True)
     feed(collector, delta("a", [1]))
     (first,) = objects(stream.take())
     feed(collector, delta("b", [2]))

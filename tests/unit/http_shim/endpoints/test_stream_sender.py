@@ -9,16 +9,15 @@ from starlette.types import Message
 
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
+from services.http_shim.dialects.choices import AnswerOptions
+from services.http_shim.dialects.completions.write import CompletionWriter
 from services.http_shim.endpoints import stream_sender
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.errors import ClientGoneError
-from services.http_shim.formats.completion_responses import CompletionFormatter
-from services.http_shim.formats.request_bodies import CompletionBody
 from tests.unit.http_shim.synthetic import (
     ACCEPTED,
     USAGE,
     delta,
-    envelope,
     exchange,
     feed,
     finished,
@@ -72,10 +71,10 @@ def begin(
 ) -> tuple[OutputCollector, "asyncio.Task[None]"]:
     collector = OutputCollector()
     feed(collector, ACCEPTED)
-    body = CompletionBody(prompt="x", stream=True, n=choices)
+    writer = CompletionWriter(AnswerOptions(choices_per_prompt=choices))
     asked = exchange()
     scope = {"exchange": asked, "extensions": {name: {} for name in extensions}}
-    events = EventStream(collector, CompletionFormatter.of(body), None, envelope(), asked, str)
+    events = EventStream(collector, writer.events(ACCEPTED, "req_1"), asked, str)
     patient = {"stall_seconds": 30.0} | intervals
     sending = stream_sender.send_stream(scope, socket.send, collector, credits_, events, **patient)
     return collector, asyncio.ensure_future(sending)

@@ -1,0 +1,1 @@
+"""Dialects: the JSON forms of requests to generate, and of their answers."""

@@ -1,0 +1,1 @@
+"""Chats, as in OpenAI's API."""

@@ -1,0 +1,1 @@
+"""Completions, as in OpenAI's API."""

@@ -1,0 +1,1 @@
+"""Messages, as in Anthropic's API."""

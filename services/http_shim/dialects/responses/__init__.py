@@ -1,0 +1,1 @@
+"""Responses, as in OpenAI's API."""

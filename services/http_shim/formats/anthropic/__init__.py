@@ -1,1 +1,0 @@
-"""Formats of Anthropic's Messages API."""

@@ -1,1 +1,0 @@
-"""Formats of OpenAI's Responses API."""

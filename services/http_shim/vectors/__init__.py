@@ -1,0 +1,1 @@
+"""Vectors of texts: embeddings, rankings, scores, classes and pooled states."""
