@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from google.protobuf import text_format
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
     EnumDescriptorProto,
@@ -16,6 +17,8 @@ from google.protobuf.descriptor_pb2 import (
     ServiceDescriptorProto,
 )
 from grpc_tools import protoc
+
+from tokenwire.pb.options.v1 import bounds_pb2
 
 __all__ = ["pages"]
 
@@ -112,7 +115,7 @@ def _message(
     if message.field:
         yield from ("", "| field | type | number | |", "|---|---|---|---|")
     for number, field in enumerate(message.field):
-        meaning = _cell(comments.get((*place, _FIELDS, number), ""))
+        meaning = _cell(comments.get((*place, _FIELDS, number), "")) + _bounds(field)
         yield f"| `{field.name}` | {_type(message, field)} | {field.number} | {meaning} |"
 
 
@@ -129,6 +132,13 @@ def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
     if field.HasField("oneof_index"):
         return f"{name}, in oneof `{message.oneof_decl[field.oneof_index].name}`"
     return name
+
+
+def _bounds(field: FieldDescriptorProto) -> str:
+    """Return the bounds of a field as the proto states them; empty without any."""
+    bounds = field.options.Extensions[bounds_pb2.bounds]
+    text = re.sub(r"\.0\b", "", text_format.MessageToString(bounds, as_one_line=True))
+    return f" [Bounds](#{_label(bounds.DESCRIPTOR.full_name)}): `{text}`." if text else ""
 
 
 def _is_map(nested: DescriptorProto, field: FieldDescriptorProto) -> bool:

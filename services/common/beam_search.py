@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from services.common.contract import MAX_LENGTH_PENALTY
 from tokenwire.errors import invalid
-from tokenwire.pb.types.v1.types_pb2 import BeamSearch, EarlyStopping, SamplingParams
+from tokenwire.pb.types.v1.types_pb2 import BeamSearch, SamplingParams
 
 __all__ = ["check_beam_search"]
 
@@ -35,13 +34,3 @@ def check_beam_search(
             name = field.removeprefix("sampling.")
             message = f"A beam search can't be combined with {name}: leave one of them out."
             raise invalid(field, message)
-    penalty = beams.length_penalty
-    if not abs(penalty) <= MAX_LENGTH_PENALTY:  # also true for NaN
-        raise invalid(
-            "beam_search.length_penalty",
-            f"length_penalty must be between -{MAX_LENGTH_PENALTY} and {MAX_LENGTH_PENALTY}, "
-            f"got {penalty:g}.",
-        )
-    if beams.early_stopping not in EarlyStopping.values():
-        message = "early_stopping must be one of the known values."
-        raise invalid("beam_search.early_stopping", message)

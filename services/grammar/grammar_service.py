@@ -9,6 +9,7 @@ import grpc
 from llguidance import LLExecutor
 
 from services.common import tracing
+from services.common.bounds import check_bounds
 from services.common.errors import draining_error
 from services.common.sharing.fair_executor import FairExecutor
 from services.common.sharing.tenant import current_tenant
@@ -72,6 +73,7 @@ class GrammarServicer(GrammarServiceServicer):
     ) -> grammar_pb2.CompileResponse:
         if self._draining:
             raise draining_error()
+        check_bounds(request)
         spec = request.grammar
         kind = self._admit(spec)
         span = tracing.current.get()

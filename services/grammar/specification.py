@@ -108,16 +108,13 @@ def check_white_space(spec: GrammarSpec) -> None:
 
 
 def check(spec: GrammarSpec) -> None:
-    """Raise GrammarError, with the place, for faults that the compiler ignores or can't locate."""
+    """Raise GrammarError, with the place, for faults that the compiler ignores or can't locate.
+
+    The grammar is within the bounds of its fields.
+    """
     kind = kind_of(spec)
     if kind == "json_schema":
         validation.check(validation.parse(spec.json_schema))
-    elif kind == "choice":
-        if not spec.choice.choices:
-            raise GrammarError("There must be at least one choice.")
-        for index, choice in enumerate(spec.choice.choices):
-            if not choice:
-                raise GrammarError(f"choices[{index}] is empty.")
     elif kind == "llguidance":
         _check_llguidance(validation.parse(spec.llguidance))
     elif kind == "gbnf":

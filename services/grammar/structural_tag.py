@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from google.protobuf.json_format import ParseDict, ParseError
 
-from services.common.contract import MAX_STRUCTURES
+from services.common.bounds import fault_of
 from services.common.json_values import Json
 from services.grammar import GrammarError
 from services.grammar.gbnf import lark_literal
@@ -28,14 +28,9 @@ def read(value: Json) -> StructuralTag:
 
 def check(tag: StructuralTag) -> None:
     """Raise GrammarError for the first fault, with its path."""
-    for name, values in (("structures", tag.structures), ("triggers", tag.triggers)):
-        if not 1 <= len(values) <= MAX_STRUCTURES:
-            raise GrammarError(
-                f"{name} must have 1 to {MAX_STRUCTURES} elements, got {len(values)}."
-            )
+    if (fault := fault_of(tag)) is not None:
+        raise GrammarError(fault.sentence)
     for index, trigger in enumerate(tag.triggers):
-        if not trigger:
-            raise GrammarError(f"triggers[{index}] is empty.")
         if not any(structure.begin.startswith(trigger) for structure in tag.structures):
             raise GrammarError(f"No structure's begin starts with triggers[{index}].")
     for index, structure in enumerate(tag.structures):

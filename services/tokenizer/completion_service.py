@@ -7,6 +7,7 @@ from functools import partial
 from services.common.accounts import identity
 from services.common.accounts.account import TextRequest
 from services.common.accounts.identity import Identity
+from services.common.bounds import check_bounds
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
 from services.common.settings import StreamSettings
@@ -249,14 +250,14 @@ class _ClientSession:
 
     def _execute(self, command: completion_pb2.SessionCommand) -> None:
         kind, handle = command.WhichOneof("command"), command.handle
+        if kind == "credit":
+            check_bounds(command.credit, "commands.credit")
         if kind == "start":
             if handle in self._streams:
                 raise invalid("commands.handle", f"The handle {handle} is in use.")
             self._start(handle, command.start)
         elif kind is None:
             raise invalid("commands", "A command must have one of the known kinds.")
-        elif kind == "credit" and command.credit.tokens < 1:
-            raise invalid("commands.credit.tokens", "Credit must be at least 1 token.")
         elif (stream := self._streams.get(handle)) is not None:  # a missing stream has ended
             if kind == "cancel":
                 stream.cancel()

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,12 +10,13 @@ import grpc
 
 from services.common.accounts import identity
 from services.common.accounts.metering import count_call
+from services.common.bounds import check_bounds
 from services.common.contract import MAX_DECODED_IDS
 from services.tokenizer.chat.chat_templates import ChatPrompt, ChatTemplates
 from services.tokenizer.completion.validation import check_ids, check_model, check_text_size
 from services.tokenizer.engines.engine_pool import EnginePool
 from services.tokenizer.images.image_reader import ImageReader
-from services.tokenizer.images.request_images import take_message_images
+from services.tokenizer.images.request_images import RequestImage, take_message_images
 from services.tokenizer.text.detokenizer import Detokenizer
 from services.tokenizer.text.infill import InfillOrder, InfillTemplate, assemble_infill
 from services.tokenizer.text.vocabulary import Vocabulary
@@ -28,7 +29,7 @@ __all__ = ["TokenizerServicer"]
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
-_MAX_BATCH = 2_048
+_MAX_OPEN = 2_048  # sequences of a DecodeStream
 _INLINE_SIZE = 4_096  # characters or ids; larger inputs are processed in a thread
 _ORDERS = {
     InfillOrder.PREFIX_SUFFIX_MIDDLE: tokenizer_pb2.INFILL_ORDER_PREFIX_SUFFIX_MIDDLE,
@@ -88,8 +89,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         """Encode texts."""
         await count_call(identity.current.get(), self._model)
         self._check_model(request.model)
-        if len(request.texts) > _MAX_BATCH:
-            raise invalid("texts", f"A request must have at most {_MAX_BATCH:,} texts.")
+        check_bounds(request)
         check_text_size("texts", *request.texts)
         special = not request.HasField("add_special_tokens") or request.add_special_tokens
 
@@ -108,9 +108,7 @@ class TokenizerServicer(TokenizerServiceServicer):
         """Decode sequences of ids."""
         await count_call(identity.current.get(), self._model)
         self._check_model(request.model)
-        if len(request.sequences) > _MAX_BATCH:
-            message = f"A request must have at most {_MAX_BATCH:,} sequences."
-            raise invalid("sequences", message)
+        check_bounds(request)
         size = sum(len(sequence.ids) for sequence in request.sequences)
         _check_count("sequences", size)
         for index, sequence in enumerate(request.sequences):
@@ -150,9 +148,12 @@ class TokenizerServicer(TokenizerServiceServicer):
         """Render messages and tools by the chat template."""
         await count_call(identity.current.get(), self._model)
         self._check_model(request.model)
-        images = await _run(
-            partial(take_message_images, request.conversation.messages), request.ByteSize()
-        )
+
+        def take_images() -> Sequence[RequestImage]:
+            check_bounds(request)
+            return take_message_images(request.conversation.messages)
+
+        images = await _run(take_images, request.ByteSize())
         if images:
             self._images.require(images[0].field)
         tools = shown_tools(request.tools, request.tool_choice)
@@ -234,8 +235,8 @@ class TokenizerServicer(TokenizerServiceServicer):
         check_ids(field, chunk.ids, self._vocabulary.size)
         detokenizer = sequences.get(chunk.sequence)
         if detokenizer is None:
-            if len(sequences) >= _MAX_BATCH:
-                raise invalid(field, f"A stream must have at most {_MAX_BATCH:,} open sequences.")
+            if len(sequences) >= _MAX_OPEN:
+                raise invalid(field, f"A stream must have at most {_MAX_OPEN:,} open sequences.")
             keep = chunk.keep_special_tokens
             table = self._vocabulary.full_table if keep else self._vocabulary.table
             detokenizer = sequences[chunk.sequence] = Detokenizer(table)

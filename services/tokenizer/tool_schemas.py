@@ -1,12 +1,10 @@
 """Tools of a request: validation, and the JSON Schemas of their calls."""
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from services.common.annotations import LITERAL_KEYWORDS, NAMED_SCHEMAS, unenforced
-from services.common.contract import FUNCTION_NAME, MAX_TOOLS
 from services.common.json_values import Json
 from services.tokenizer.text.strict_json import parse_strictly
 from tokenwire.errors import invalid
@@ -30,7 +28,6 @@ __all__ = [
 IndexedTool: TypeAlias = tuple[int, completion_pb2.Tool]
 """A tool and its index in the request"""
 
-_NAME = re.compile(FUNCTION_NAME)
 _MAX_SCHEMA_LENGTH = 1024 * 1024  # characters of all schemas; json.loads blocks the event loop
 _MAX_DEPTH = 100  # levels of a schema; the grammar service allows few more
 _OPEN_KEYWORDS = frozenset({
@@ -44,9 +41,10 @@ _NO_PARAMETERS = '{"type":"object","properties":{}}'
 
 
 def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.ToolChoice) -> None:
-    """Raise INVALID_ARGUMENT for an invalid tool, or a choice that does not fit the tools."""
-    if len(tools) > MAX_TOOLS:
-        raise invalid("tools", f"A request must have at most {MAX_TOOLS} tools.")
+    """Raise INVALID_ARGUMENT for an invalid tool, or a choice that does not fit the tools.
+
+    All fields are within their bounds.
+    """
     if sum(len(tool.parameters_json) for tool in tools) > _MAX_SCHEMA_LENGTH:
         raise invalid(
             "tools",
@@ -55,9 +53,6 @@ def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.Too
     names: set[str] = set()
     for index, tool in enumerate(tools):
         field = f"tools[{index}]"
-        if not _NAME.fullmatch(tool.name):
-            message = "A tool's name must have 1 to 128 characters of A-Z, a-z, 0-9, _ and -."
-            raise invalid(f"{field}.name", message)
         if tool.name in names:
             raise invalid(f"{field}.name", f"Two tools have the name {tool.name}.")
         names.add(tool.name)
@@ -65,8 +60,6 @@ def check_tools(tools: Sequence[completion_pb2.Tool], choice: completion_pb2.Too
     kind = choice.WhichOneof("choice")
     if kind == "name" and choice.name not in names:
         raise invalid("tool_choice", f"tool_choice must name one of tools, got {choice.name!r}.")
-    if kind == "mode" and choice.mode not in completion_pb2.ToolMode.values():
-        raise invalid("tool_choice", "tool_choice must be one of the known modes.")
     if not tools and choice.mode == completion_pb2.TOOL_MODE_REQUIRED:
         raise invalid("tool_choice", "tool_choice forces a call: add tools.")
 

@@ -270,7 +270,7 @@ BAD_REQUESTS = [
             *(
                 (field, SamplingParams(allowed_token_ids=TokenIds(ids=ids)))
                 for field, ids in (
-                    ("allowed_token_ids", []),
+                    ("allowed_token_ids.ids", []),
                     ("allowed_token_ids", [1] * (VOCABULARY + 1)),
                     ("allowed_token_ids.ids[1]", [1, VOCABULARY]),
                 )

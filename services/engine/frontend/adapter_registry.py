@@ -10,14 +10,16 @@ from pathlib import Path
 
 import grpc
 
+from services.common.bounds import most
 from services.common.settings import StartupError
 from services.engine.messages import AdapterLoaded, Command, LoadAdapter, UnloadAdapter
 from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.engine.v1.engine_pb2 import LoadAdapterRequest
 
 __all__ = ["Adapter", "AdapterRegistry", "parse_adapters"]
 
 _LOG = logging.getLogger("engine")
-_MOST_CHARACTERS = 200
+_MOST_CHARACTERS = most(LoadAdapterRequest, "name")
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 

@@ -3,21 +3,18 @@
 import math
 import secrets
 from array import array
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
 from services.common.beam_search import check_beam_search
+from services.common.bounds import check_bounds
 from services.common.contract import (
     DEFAULT_MAX_TOKENS,
     DRY_ALLOWED_LENGTH,
     DRY_BASE,
     MAX_BAD_IDS,
-    MAX_BAD_SPELLINGS,
-    MAX_IMAGE_BYTES,
-    MAX_IMAGES,
-    MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
 )
 from services.common.vector_sizes import check_token_states, check_vectors
@@ -52,8 +49,6 @@ from tokenwire.pb.types.v1.types_pb2 import (
 
 __all__ = ["Admission"]
 
-_MAX_STOP_TOKENS = MAX_STOP_TOKEN_IDS + 16
-"""Ids that a client may name, and 16 that infill may add"""
 _EARLY_STOPPING = {
     types_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.ESTIMATE,
     types_pb2.EARLY_STOPPING_ESTIMATE: EarlyStopping.ESTIMATE,
@@ -89,9 +84,8 @@ class Admission:
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION, "ONLY_EMBEDS", message, field="model"
             )
+        check_bounds(request)
         n = request.n if request.HasField("n") else 1
-        if not 1 <= n <= self.max_sequences:
-            raise invalid("n", f"n must be between 1 and {self.max_sequences}, got {n}.")
         stopping = self._stopping(request.stopping)
         self._check_images(request)
         beams = _beams(request)
@@ -118,6 +112,7 @@ class Admission:
             raise ServiceError(
                 grpc.StatusCode.FAILED_PRECONDITION, "NO_EMBEDDINGS", message, field="model"
             )
+        check_bounds(request)
         if request.token_weights and not self.model.weighs_tokens:
             raise invalid("token_weights", f"{self.model_id} gives tokens no weights.")
         if not self.model.vector_width and not request.tokens:
@@ -134,8 +129,8 @@ class Admission:
                 if not self.model.takes_pairs:
                     message = f"{self.model_id} does not tell the texts of a pair apart."
                     raise invalid(field, message)
-                if not 0 < prompt.second_text < len(prompt.ids):
-                    raise invalid(field, "second_text must be the index of an id, above 0.")
+                if prompt.second_text >= len(prompt.ids):
+                    raise invalid(field, "second_text must be the index of an id.")
                 seconds[i] = prompt.second_text
             if prompt.instruction_length > len(prompt.ids):
                 field = f"prompts[{i}].instruction_length"
@@ -182,15 +177,11 @@ class Admission:
     def _prompts(
         self, prompts: Sequence[TokenIds | EmbeddedPrompt], n: int, stopping: StoppingSettings
     ) -> Sequence[Sequence[int]]:
-        if not prompts:
-            raise invalid("prompts", "The request needs at least one prompt.")
         if len(prompts) * n > self.max_sequences:
             message = f"prompts x n must be at most {self.max_sequences}, got {len(prompts) * n}."
             raise invalid("n" if n > 1 else "prompts", message)
         most = stopping.context_length - min(stopping.max_tokens, 1)
         for i, prompt in enumerate(prompts):
-            if not prompt.ids:
-                raise invalid(f"prompts[{i}].ids", "A prompt needs at least one id.")
             if len(prompt.ids) > most:
                 raise ServiceError(
                     grpc.StatusCode.OUT_OF_RANGE,
@@ -209,21 +200,12 @@ class Admission:
             message = f"{self.model_id} takes no images: leave out images."
             code = grpc.StatusCode.UNIMPLEMENTED
             raise ServiceError(code, "NOT_IMPLEMENTED", message, field="images")
-        if len(request.images) > MAX_IMAGES:
-            message = f"A request may have at most {MAX_IMAGES} images, got {len(request.images)}."
-            raise invalid("images", message)
         for i, image in enumerate(request.images):
             if image.prompt >= len(request.prompts):
                 message = (
                     f"There is no prompt {image.prompt}: the request has {len(request.prompts)}."
                 )
                 raise invalid(f"images[{i}].prompt", message)
-            if not 0 < len(image.data) <= MAX_IMAGE_BYTES:
-                message = (
-                    f"An image must have between 1 and {MAX_IMAGE_BYTES:,} bytes, "
-                    f"got {len(image.data):,}."
-                )
-                raise invalid(f"images[{i}].data", message)
 
     def _check_ids(self, ids: Sequence[int], field: str) -> None:
         if ids and max(ids) >= self.model.vocabulary_size:
@@ -240,17 +222,10 @@ class Admission:
                 "stopping.min_tokens",
                 f"min_tokens must be at most max_tokens ({max_tokens}), got {params.min_tokens}.",
             )
-        if len(params.stop_token_ids) > _MAX_STOP_TOKENS:
-            raise invalid(
-                "stopping.stop_token_ids",
-                f"stop_token_ids may have at most {_MAX_STOP_TOKENS} ids.",
-            )
         self._check_ids(params.stop_token_ids, "stopping.stop_token_ids")
         stop_token_ids = frozenset(params.stop_token_ids)
         context_length = self.model.context_length
         if params.HasField("context_length"):
-            if not params.context_length:
-                raise invalid("stopping.context_length", "context_length must be at least 1.")
             context_length = min(context_length, params.context_length)
         return StoppingSettings(
             max_tokens, params.min_tokens, params.ignore_eos, context_length, stop_token_ids
@@ -260,36 +235,10 @@ class Admission:
         # what mirostat or a beam search replaces must not come from a recommendation
         is_plain = params.HasField("mirostat") or not draws
         defaults = GenerationDefaults() if is_plain else self.defaults
-        temperature = _number(
-            params,
-            "temperature",
-            _default(defaults.temperature, 1.0, most=2),
-            lambda v: 0 <= v <= 2,
-            "between 0 and 2",
-        )
-        top_p = _number(
-            params,
-            "top_p",
-            _default(defaults.top_p, 1.0, most=1),
-            lambda v: 0 <= v <= 1,
-            "between 0 and 1",
-        )
-        top_k = int(
-            _number(
-                params,
-                "top_k",
-                _default(defaults.top_k, 0, most=MAX_TOP_K),
-                lambda v: v <= MAX_TOP_K,
-                f"at most {MAX_TOP_K}",
-            )
-        )
-        min_p = _number(
-            params,
-            "min_p",
-            _default(defaults.min_p, 0.0, most=1),
-            lambda v: 0 <= v <= 1,
-            "between 0 and 1",
-        )
+        temperature = _given(params, "temperature", _default(defaults.temperature, 1.0, most=2))
+        top_p = _given(params, "top_p", _default(defaults.top_p, 1.0, most=1))
+        top_k = int(_given(params, "top_k", _default(defaults.top_k, 0, most=MAX_TOP_K)))
+        min_p = _given(params, "min_p", _default(defaults.min_p, 0.0, most=1))
         if params.HasField("mirostat"):
             clashes = {
                 "temperature": temperature == 0,
@@ -307,14 +256,10 @@ class Admission:
             top_k=top_k,
             min_p=min_p,
             seed=params.seed if params.HasField("seed") else secrets.randbits(63),
-            frequency_penalty=_penalty(params, "frequency_penalty"),
-            presence_penalty=_penalty(params, "presence_penalty"),
-            repetition_penalty=_number(
-                params,
-                "repetition_penalty",
-                _default(defaults.repetition_penalty, 1.0, most=2),
-                lambda v: 0 < v <= 2,
-                "above 0 and at most 2",
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            repetition_penalty=_given(
+                params, "repetition_penalty", _default(defaults.repetition_penalty, 1.0, most=2)
             ),
             logit_bias=self._logit_bias(params),
             dry=self._dry(params.dry),
@@ -331,10 +276,6 @@ class Admission:
             if len(params.bad_token_ids) < size:
                 return None
             ids = range(size)  # so many bad words may forbid every id, which only a mask shows
-        if not ids:
-            raise invalid(
-                field, "allowed_token_ids needs at least one id; leave it out to allow every id."
-            )
         if len(ids) > size:
             raise invalid(field, f"allowed_token_ids has more ids than the vocabulary ({size}).")
         self._check_ids(ids, f"{field}.ids")
@@ -342,15 +283,10 @@ class Admission:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         words, field = params.bad_token_ids, "sampling.bad_token_ids"
-        if len(words) > MAX_BAD_SPELLINGS or sum(len(word.ids) for word in words) > MAX_BAD_IDS:
-            message = (
-                f"bad_token_ids may have at most {MAX_BAD_SPELLINGS:,} bad words with "
-                f"{MAX_BAD_IDS:,} ids in total."
-            )
+        if (count := sum(len(word.ids) for word in words)) > MAX_BAD_IDS:
+            message = f"bad_token_ids must have at most {MAX_BAD_IDS:,} ids in all, got {count:,}."
             raise invalid(field, message)
         for i, word in enumerate(words):
-            if not word.ids:
-                raise invalid(f"{field}[{i}].ids", "A bad word needs at least one id.")
             self._check_ids(word.ids, f"{field}[{i}].ids")
         allowed = params.allowed_token_ids.ids or range(self.model.vocabulary_size)
         if {word.ids[0] for word in words if len(word.ids) == 1}.issuperset(allowed):
@@ -360,35 +296,25 @@ class Admission:
     def _logit_bias(self, params: SamplingParams) -> LogitBias | None:
         if not params.logit_bias:
             return None
-        for token, bias in params.logit_bias.items():
-            field = f"sampling.logit_bias[{token}]"
+        for token in params.logit_bias:
             if token >= self.model.vocabulary_size:
-                raise invalid(field, self._not_an_id(token))
-            if not -100 <= bias <= 100:  # also true for NaN
-                raise invalid(field, f"A logit bias must be between -100 and 100, got {bias:g}.")
+                raise invalid(f"sampling.logit_bias[{token}]", self._not_an_id(token))
         return LogitBias(
             array("q", params.logit_bias.keys()), array("f", params.logit_bias.values())
         )
 
     def _dry(self, params: DryParams) -> DrySettings | None:
         prefix = "sampling.dry"
-        multiplier = params.multiplier
-        if not 0 <= multiplier < math.inf:
-            message = f"multiplier must be finite and at least 0, got {multiplier:g}."
-            raise invalid(f"{prefix}.multiplier", message)
-        base = _number(
-            params, "base", DRY_BASE, lambda v: 1 <= v < math.inf, "finite and at least 1", prefix
-        )
         if len(params.breaker_ids) > self.model.vocabulary_size:
             size = self.model.vocabulary_size
             message = f"breaker_ids has more ids than the vocabulary ({size})."
             raise invalid(f"{prefix}.breaker_ids", message)
         self._check_ids(params.breaker_ids, f"{prefix}.breaker_ids")
-        if multiplier == 0:
+        if params.multiplier == 0:
             return None
-        has_length = params.HasField("allowed_length")
-        allowed_length = params.allowed_length if has_length else DRY_ALLOWED_LENGTH
-        return DrySettings(multiplier, base, allowed_length, frozenset(params.breaker_ids))
+        base = _given(params, "base", DRY_BASE)
+        allowed_length = int(_given(params, "allowed_length", DRY_ALLOWED_LENGTH))
+        return DrySettings(params.multiplier, base, allowed_length, frozenset(params.breaker_ids))
 
     def _width(self, field: str, request: GenerateRequest) -> int | None:
         if not request.HasField(field):  # type: ignore[arg-type]
@@ -433,8 +359,6 @@ class Admission:
             message = "This engine has no grammar service; start it with --grammar."
             code = grpc.StatusCode.UNIMPLEMENTED
             raise ServiceError(code, "NOT_IMPLEMENTED", message, field="grammar")
-        if request.grammar.WhichOneof("spec") is None:
-            raise invalid("grammar", "A grammar needs one of its fields.")
         if request.stopping.ignore_eos:
             message = "ignore_eos contradicts a grammar, which decides where the output ends."
             raise invalid("stopping.ignore_eos", message)
@@ -452,19 +376,10 @@ def _beams(request: GenerateRequest) -> BeamSettings | None:
     return BeamSettings(penalty, _EARLY_STOPPING[beams.early_stopping])
 
 
-def _penalty(params: SamplingParams, field: str) -> float:
-    return _number(params, field, 0.0, lambda v: -2 <= v <= 2, "between -2 and 2")
-
-
 def _mirostat(params: MirostatParams) -> MirostatSettings:
-    prefix = "sampling.mirostat"
-
-    def positive(field: str, default: float) -> float:
-        return _number(
-            params, field, default, lambda v: 0 < v < math.inf, "finite and above 0", prefix
-        )
-
-    return MirostatSettings(positive("target_perplexity", 1.5), positive("learning_rate", 0.1))
+    return MirostatSettings(
+        _given(params, "target_perplexity", 1.5), _given(params, "learning_rate", 0.1)
+    )
 
 
 def _check_mu(resumed: ResumedSequence, in_use: bool, field: str) -> None:
@@ -483,17 +398,9 @@ def _default(recommended: float | None, otherwise: float, most: float) -> float:
     return otherwise if recommended is None else min(recommended, most)
 
 
-def _number(
-    params: SamplingParams | DryParams | MirostatParams,
-    field: str,
-    default: float,
-    accepted: Callable[[float], bool],
-    rule: str,
-    prefix: str = "sampling",
+def _given(
+    params: SamplingParams | DryParams | MirostatParams, field: str, default: float
 ) -> float:
-    if not params.HasField(field):  # type: ignore[arg-type]
-        return default
+    """Return the value of a field that is within its bounds, or the default."""
     value: float = getattr(params, field)
-    if math.isnan(value) or not accepted(value):
-        raise invalid(f"{prefix}.{field}", f"{field} must be {rule}, got {value:g}.")
-    return value
+    return value if params.HasField(field) else default  # type: ignore[arg-type]

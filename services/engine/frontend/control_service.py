@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from services.common.bounds import check_bounds
 from services.engine.frontend.adapter_registry import Adapter
 from services.engine.frontend.frontend import Frontend
 from services.engine.settings import EngineSettings
@@ -100,7 +101,7 @@ class EngineControlServicer(EngineControlServiceServicer):
     async def WatchLoad(
         self, request: engine_pb2.WatchLoadRequest, context: Context
     ) -> AsyncIterator[engine_pb2.WatchLoadResponse]:
-        interval = _interval(request, default=0.5, least=0.05)
+        interval = _interval(request, default=0.5)
         while True:
             version = self._frontend.version
             yield engine_pb2.WatchLoadResponse(load=self._load())
@@ -110,7 +111,7 @@ class EngineControlServicer(EngineControlServiceServicer):
     async def WatchCache(
         self, request: engine_pb2.WatchCacheRequest, context: Context
     ) -> AsyncIterator[engine_pb2.WatchCacheResponse]:
-        interval = _interval(request, default=0.05, least=0.01)
+        interval = _interval(request, default=0.05)
         assert self._frontend.model  # raises UNAVAILABLE while it loads
         with self._frontend.cache.watch() as watch:
             for number in itertools.count(1):
@@ -138,10 +139,7 @@ class EngineControlServicer(EngineControlServiceServicer):
         self, request: engine_pb2.DrainRequest, context: Context
     ) -> engine_pb2.DrainResponse:
         timeout = request.timeout_seconds if request.HasField("timeout_seconds") else 30.0
-        if not 0 <= timeout <= 3600:
-            raise invalid(
-                "timeout_seconds", f"timeout_seconds must be between 0 and 3600, got {timeout:g}."
-            )
+        check_bounds(request)
         self._frontend.drain()
         self._set_serving(False)
         with suppress(TimeoutError):
@@ -190,14 +188,8 @@ def _adapter(adapter: Adapter) -> engine_pb2.Adapter:
 
 
 def _interval(
-    request: engine_pb2.WatchLoadRequest | engine_pb2.WatchCacheRequest,
-    *,
-    default: float,
-    least: float,
+    request: engine_pb2.WatchLoadRequest | engine_pb2.WatchCacheRequest, default: float
 ) -> float:
     """Return the seconds between two responses of a watch. Raises INVALID_ARGUMENT."""
-    interval = request.interval_seconds if request.HasField("interval_seconds") else default
-    if not least <= interval <= 60:
-        message = f"interval_seconds must be between {least:g} and 60, got {interval:g}."
-        raise invalid("interval_seconds", message)
-    return interval
+    check_bounds(request)
+    return request.interval_seconds if request.HasField("interval_seconds") else default

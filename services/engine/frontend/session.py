@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from services.common.accounts import identity
+from services.common.bounds import check_bounds
 from services.common.errors import internal_error
 from services.common.failures import failure
 from services.common.interceptor import sane_request_id, sane_traceparent
@@ -134,8 +135,7 @@ class Session:
                 if command.handle in self._handles:
                     self._frontend.cancel(self._handles[command.handle], command.cancel.sequences)
             case "credit":
-                if command.credit.tokens < 1:
-                    raise invalid("credit.tokens", "credit.tokens must be at least 1, got 0.")
+                check_bounds(command.credit, "credit")
                 if command.handle in self._handles:
                     self._frontend.grant(self._handles[command.handle], command.credit.tokens)
             case None:

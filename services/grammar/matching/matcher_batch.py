@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import grpc
 from llguidance import LLExecutor
 
+from services.common.bounds import check_bounds, most
 from services.grammar.matching.cache import CompiledGrammar
 from services.grammar.matching.mask_filler import MaskFiller
 from services.grammar.matching.mask_slots import MaskSlots
@@ -20,9 +21,7 @@ from tokenwire.pb.types.v1 import types_pb2
 __all__ = ["MatcherBatch"]
 
 _FEW = 16  # ids; up to this number, a mask is sent as a list
-_MAX_WIDTH = 1 << 24  # ids
-_MAX_SLOTS = 1 << 16
-_MAX_PATH = 64
+_MAX_PATH = most(grammar_pb2.MatcherPath, "ids")
 _ALLOWED, _UNCONSTRAINED, _HELD, _BITMASK = (
     MASKS.labels(form) for form in ("allowed", "unconstrained", "held", "bitmask")
 )
@@ -37,14 +36,8 @@ class MatcherBatch:
         vocabulary: Vocabulary,
         executor: LLExecutor,
     ) -> None:
+        check_bounds(configuration, "configuration")
         width = configuration.vocabulary_size
-        if not 1 <= width <= _MAX_WIDTH:
-            raise invalid(
-                "configuration.vocabulary_size",
-                f"The first message must have a vocabulary_size of 1 to {_MAX_WIDTH}, not {width}.",
-            )
-        if configuration.mask_slots > _MAX_SLOTS:
-            raise invalid("configuration.mask_slots", f"mask_slots must be at most {_MAX_SLOTS}.")
         self._width = width
         self._known = min(width, vocabulary.size)
         self._every_id = (1 << width) - 1

@@ -209,6 +209,8 @@ class _ChoiceEvents(EventWriter):
                     self._held, finished = finished, None
                 else:
                     last = _usage_of(usage)
+        if not deltas and finished is None:  # the end that came alone is held
+            return ()
         return self._chunks(index, deltas, finished, opening, last)
 
     def complete(self, usage: types_pb2.Usage) -> Iterator[bytes]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import grpc
 
 from services.common.background import keep_running
-from services.common.contract import MAX_TEMPLATE_JSON, REASONING_EFFORTS
 from services.common.json_values import Json
 from services.tokenizer.chat.answer.call_grammars import ReasoningState
 from services.tokenizer.chat.answer.call_parts import Parameters
@@ -222,15 +221,6 @@ class ChatTemplates:
             raise invalid(
                 "conversation.add_generation_prompt",
                 "add_generation_prompt can't be combined with continue_last_message.",
-            )
-        if len(prompt.arguments_json) > MAX_TEMPLATE_JSON:
-            message = f"Template arguments must have at most {MAX_TEMPLATE_JSON:,} characters."
-            raise invalid(_ARGUMENTS, message)
-        if prompt.reasoning_effort and prompt.reasoning_effort not in REASONING_EFFORTS:
-            raise invalid(
-                "conversation.reasoning_effort",
-                f"reasoning_effort must be one of {', '.join(REASONING_EFFORTS)}, got "
-                f"{prompt.reasoning_effort!r}.",
             )
         for key in prompt.variables():
             if key in _RESERVED_VARIABLES or not key.isidentifier():

@@ -36,12 +36,7 @@ from services.tokenizer.completion.prompt_encoding import (
     prompt_too_long,
 )
 from services.tokenizer.completion.request_processor import AddResponse, RequestProcessor
-from services.tokenizer.completion.validation import (
-    check_generates,
-    check_model,
-    check_request,
-    require,
-)
+from services.tokenizer.completion.validation import check_request, require
 from services.tokenizer.images.image_expander import ImageExpander
 from services.tokenizer.images.image_reader import ImageReader
 from services.tokenizer.images.request_images import RequestImage
@@ -96,11 +91,9 @@ class ConversationProcessor(RequestProcessor):
         return sum(message.reasoning_tokens for message in self._messages)
 
     def _check(self, limits: ModelLimits) -> Sequence[RequestImage]:
-        check_model(self._request.model, limits.model)
-        check_generates(limits)
+        check_request(self._request, limits)
         images = self._take_images(limits)
         self._templates.check(self._prompt())
-        check_request(self._request, limits)
         return images
 
     async def _render(

@@ -7,17 +7,12 @@ from typing import Literal
 import grpc
 
 from services.common.beam_search import check_beam_search
+from services.common.bounds import check_bounds
 from services.common.contract import (
     DEFAULT_MAX_TOKENS,
-    MAX_BAD_WORD_LENGTH,
-    MAX_BAD_WORDS,
-    MAX_DRY_BREAKER_LENGTH,
-    MAX_DRY_BREAKERS,
     MAX_SEQUENCES,
-    MAX_STOP_LENGTH,
     MAX_STOP_TOKEN_IDS,
     MAX_TEXT_BYTES,
-    MAX_TOP_K,
 )
 from services.tokenizer.model_limits import ModelLimits
 from services.tokenizer.text.infill import InfillTemplate
@@ -38,7 +33,6 @@ __all__ = [
 ]
 
 _Penalty = Literal["frequency_penalty", "presence_penalty", "repetition_penalty"]
-_Scalar = _Penalty | Literal["temperature", "top_p", "min_p"]
 _PENALTIES: Mapping[_Penalty, float] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -89,23 +83,22 @@ def check_text_size(field: str, *texts: str) -> None:
 def check_request(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
     """Raise the ServiceError of the first field that is wrong or not implemented.
 
-    The input itself is for `check_prompts`, or the chat template, to check.
+    Beside the bounds of its fields, the input is for `check_prompts`, or the chat template, to
+    check.
     """
     check_model(request.model, limits.model)
     check_generates(limits)
+    _check_logprobs(request, limits)  # first, as the limit of the server may be below the bound
+    check_bounds(request)
     _check_input(request)
     _check_counts(request, limits)  # first, as it bounds the work on prompts
     _check_stopping(request, limits)
     _check_sampling(request, limits)
-    _check_logprobs(request, limits)
     _check_truncation(request)
-    _check_bad_words(request.bad_words, limits)
+    if request.bad_words:
+        require(limits, engine_pb2.CAPABILITY_TOKEN_LIMITS, "bad_words")
     if request.HasField("grammar"):
-        _check_grammar(request.grammar, limits)
-    if request.context_overflow not in completion_pb2.ContextOverflow.values():
-        raise invalid("context_overflow", "context_overflow must be one of the known values.")
-    if request.delivery not in completion_pb2.Delivery.values():
-        raise invalid("delivery", "delivery must be one of the known values.")
+        require(limits, engine_pb2.CAPABILITY_GRAMMAR, "grammar")
     check_tools(request.tools, request.tool_choice)
     if request.HasField("beam_search"):
         _check_beams(request, limits)
@@ -118,13 +111,8 @@ def check_prompts(
 ) -> None:
     """Raise the ServiceError of the first field that is wrong for the request's prompts."""
     for index, prompt in enumerate(request.prompts.items):
-        kind = prompt.WhichOneof("prompt")
-        if kind is None:
-            raise invalid(f"prompts.items[{index}]", "A prompt must hold text or token ids.")
-        if kind == "token_ids":
+        if prompt.HasField("token_ids"):
             field = f"prompts.items[{index}].token_ids.ids"
-            if not prompt.token_ids.ids:
-                raise invalid(field, "A prompt must have at least one id.")
             # a prompt that exceeds the context is refused or cut to its end
             begin = max(0, len(prompt.token_ids.ids) - limits.context_length)
             check_ids(field, prompt.token_ids.ids, limits.vocabulary_size, begin)
@@ -139,14 +127,9 @@ def check_prompts(
 
 
 def _check_input(request: completion_pb2.GenerateRequest) -> None:
-    """Check that there is an input, and no field that only the other kind of input has."""
-    kind = request.WhichOneof("input")
-    if kind is None:
-        raise invalid("input", "A request must have prompts or a conversation.")
-    if kind == "prompts" and not request.prompts.items:
-        raise invalid("prompts.items", "A request must have at least one prompt.")
+    """Check that there is no field that only the other kind of input has."""
     fields, other = _ONLY_IN_CONVERSATIONS, "a conversation"
-    if kind == "conversation":
+    if request.HasField("conversation"):
         fields, other = _ONLY_WITH_PROMPTS, "prompts"
     for field, _ in request.ListFields():
         if field.name in fields:
@@ -155,11 +138,10 @@ def _check_input(request: completion_pb2.GenerateRequest) -> None:
 
 def _check_counts(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
     n = request.n if request.HasField("n") else 1
-    if not 1 <= n <= MAX_SEQUENCES:
-        raise invalid("n", f"n must be between 1 and {MAX_SEQUENCES}.")
     if request.best_of:
-        if not n <= request.best_of <= MAX_SEQUENCES:
-            raise invalid("best_of", f"best_of must be between n and {MAX_SEQUENCES}.")
+        if request.best_of < n:
+            message = f"best_of must be at least n, which is {n}, got {request.best_of}."
+            raise invalid("best_of", message)
         if request.best_of > n:
             if request.delivery != completion_pb2.DELIVERY_WHOLE:
                 raise invalid(
@@ -207,40 +189,21 @@ def _check_logprobs(request: completion_pb2.GenerateRequest, limits: ModelLimits
     most = limits.max_chat_logprobs if is_conversation else limits.max_logprobs
     if request.HasField("logprobs"):
         if request.logprobs > most:
-            raise invalid("logprobs", f"logprobs must be between 0 and {most}.")
+            raise invalid("logprobs", f"logprobs must be at most {most}, got {request.logprobs}.")
         require(limits, engine_pb2.CAPABILITY_LOGPROBS, "logprobs")
     if request.HasField("prompt_logprobs"):
         if request.prompt_logprobs > most:
-            raise invalid("prompt_logprobs", f"prompt_logprobs must be between 0 and {most}.")
+            message = f"prompt_logprobs must be at most {most}, got {request.prompt_logprobs}."
+            raise invalid("prompt_logprobs", message)
         require(limits, engine_pb2.CAPABILITY_PROMPT_LOGPROBS, "prompt_logprobs")
 
 
 def _check_truncation(request: completion_pb2.GenerateRequest) -> None:
-    """Check truncate_prompt_tokens, except for the room for output, which `kept_tokens` checks."""
-    if not request.HasField("truncate_prompt_tokens"):
-        return
-    asked, field = request.truncate_prompt_tokens, "truncate_prompt_tokens"
-    if asked < 1 and asked != -1:
-        raise invalid(field, f"{field} must be at least 1, or -1 to keep what fits, got {asked}.")
-    if request.drop_oldest_messages:
+    if request.HasField("truncate_prompt_tokens") and request.drop_oldest_messages:
         raise invalid(
             "drop_oldest_messages",
             "truncate_prompt_tokens cuts the prompt, too: leave out one of the two.",
         )
-
-
-def _check_bad_words(words: Sequence[str], limits: ModelLimits) -> None:
-    if len(words) > MAX_BAD_WORDS:
-        raise invalid("bad_words", f"A request must have at most {MAX_BAD_WORDS} bad words.")
-    _check_lengths("bad_words", words, MAX_BAD_WORD_LENGTH, "A bad word")
-    if words:
-        require(limits, engine_pb2.CAPABILITY_TOKEN_LIMITS, "bad_words")
-
-
-def _check_lengths(field: str, strings: Sequence[str], most: int, name: str) -> None:
-    for index, string in enumerate(strings):
-        if not 1 <= len(string) <= most:
-            raise invalid(f"{field}[{index}]", f"{name} must have 1 to {most:,} characters.")
 
 
 def _check_stopping(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
@@ -254,8 +217,6 @@ def _check_stopping(request: completion_pb2.GenerateRequest, limits: ModelLimits
             )
     if stopping.min_tokens > _max_tokens(request, limits):
         raise invalid("stopping.min_tokens", "min_tokens must be at most max_tokens.")
-    if stopping.HasField("context_length") and not stopping.context_length:
-        raise invalid("stopping.context_length", "context_length must be at least 1.")
     if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid(
             "stopping.stop_token_ids", f"A request must have at most {MAX_STOP_TOKEN_IDS} stop ids."
@@ -267,13 +228,6 @@ def _check_stopping(request: completion_pb2.GenerateRequest, limits: ModelLimits
         raise invalid(
             "stop", f"A request must have at most {limits.max_stop_strings} stop strings."
         )
-    for index, string in enumerate(request.stop):
-        if not string:
-            raise invalid(f"stop[{index}]", "A stop string must have at least one character.")
-        if len(string) > MAX_STOP_LENGTH:
-            raise invalid(
-                f"stop[{index}]", f"A stop string must have at most {MAX_STOP_LENGTH:,} characters."
-            )
 
 
 def _max_tokens(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> int:
@@ -284,27 +238,11 @@ def _max_tokens(request: completion_pb2.GenerateRequest, limits: ModelLimits) ->
 
 
 def _check_sampling(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> None:
-    sampling = request.sampling
-    _check_range(sampling, "temperature", 0, 2)
-    _check_range(sampling, "top_p", 0, 1)
-    _check_range(sampling, "min_p", 0, 1)
-    _check_range(sampling, "frequency_penalty", -2, 2)
-    _check_range(sampling, "presence_penalty", -2, 2)
-    _check_range(sampling, "repetition_penalty", 0, 2)
-    if sampling.HasField("repetition_penalty") and sampling.repetition_penalty == 0:
-        raise invalid("sampling.repetition_penalty", "repetition_penalty must be above 0.")
-    if sampling.top_k > MAX_TOP_K:
-        raise invalid("sampling.top_k", f"top_k must be between 0 and {MAX_TOP_K}.")
-    for token, bias in sampling.logit_bias.items():
-        field = f"sampling.logit_bias[{token}]"
-        if token >= limits.vocabulary_size:
-            raise invalid(
-                field, f"Token ids must be below {limits.vocabulary_size:,}, got {token}."
-            )
-        if not -100 <= bias <= 100:
-            raise invalid(
-                field, f"The bias of token {token} must be between -100 and 100, got {bias:g}."
-            )
+    sampling, size = request.sampling, limits.vocabulary_size
+    for token in sampling.logit_bias:
+        if token >= size:
+            message = f"Token ids must be below {size:,}, got {token}."
+            raise invalid(f"sampling.logit_bias[{token}]", message)
     _check_token_limits(sampling, limits)
     _check_dry(request, limits)
     _check_mirostat(sampling)
@@ -320,20 +258,10 @@ def _check_sampling(request: completion_pb2.GenerateRequest, limits: ModelLimits
         require(limits, engine_pb2.CAPABILITY_MIROSTAT, "sampling.mirostat")
 
 
-def _check_range(
-    sampling: types_pb2.SamplingParams, name: _Scalar, low: float, high: float
-) -> None:
-    value = getattr(sampling, name)
-    if sampling.HasField(name) and not low <= value <= high:  # NaN is in no range
-        raise invalid(f"sampling.{name}", f"{name} must be between {low} and {high}.")
-
-
 def _check_token_limits(sampling: types_pb2.SamplingParams, limits: ModelLimits) -> None:
     size = limits.vocabulary_size
     if sampling.HasField("allowed_token_ids"):
         field = "sampling.allowed_token_ids"
-        if not sampling.allowed_token_ids.ids:
-            raise invalid(field, "allowed_token_ids must have at least one id.")
         if len(sampling.allowed_token_ids.ids) > size:
             raise invalid(
                 field,
@@ -342,10 +270,7 @@ def _check_token_limits(sampling: types_pb2.SamplingParams, limits: ModelLimits)
         check_ids(f"{field}.ids", sampling.allowed_token_ids.ids, size)
         require(limits, engine_pb2.CAPABILITY_TOKEN_LIMITS, field)
     for index, word in enumerate(sampling.bad_token_ids):
-        field = f"sampling.bad_token_ids[{index}].ids"
-        if not word.ids:
-            raise invalid(field, "A bad word must have at least one id.")
-        check_ids(field, word.ids, size)
+        check_ids(f"sampling.bad_token_ids[{index}].ids", word.ids, size)
     if sampling.bad_token_ids:
         require(limits, engine_pb2.CAPABILITY_TOKEN_LIMITS, "sampling.bad_token_ids")
 
@@ -364,27 +289,12 @@ def _check_dry(request: completion_pb2.GenerateRequest, limits: ModelLimits) -> 
             "no_dry_sequence_breakers",
             "no_dry_sequence_breakers excludes dry_sequence_breakers and sampling.dry.breaker_ids.",
         )
-    if len(request.dry_sequence_breakers) > MAX_DRY_BREAKERS:
-        raise invalid(
-            "dry_sequence_breakers", f"A request must have at most {MAX_DRY_BREAKERS} breakers."
-        )
-    breakers = request.dry_sequence_breakers
-    _check_lengths("dry_sequence_breakers", breakers, MAX_DRY_BREAKER_LENGTH, "A breaker")
-    if not 0 <= dry.multiplier < float("inf"):
-        raise invalid("sampling.dry.multiplier", "multiplier must be at least 0, and finite.")
-    if dry.HasField("base") and not 1 <= dry.base < float("inf"):
-        raise invalid("sampling.dry.base", "base must be at least 1, and finite.")
     check_ids("sampling.dry.breaker_ids", dry.breaker_ids, limits.vocabulary_size)
 
 
 def _check_mirostat(sampling: types_pb2.SamplingParams) -> None:
     if not sampling.HasField("mirostat"):
         return
-    mirostat = sampling.mirostat
-    for name in ("target_perplexity", "learning_rate"):
-        value = getattr(mirostat, name)
-        if mirostat.HasField(name) and not 0 < value < float("inf"):
-            raise invalid(f"sampling.mirostat.{name}", f"{name} must be above 0, and finite.")
     clashes = {
         "top_k": sampling.top_k != 0,
         "top_p": sampling.HasField("top_p") and sampling.top_p != 1,
@@ -428,23 +338,6 @@ def _check_resume(request: completion_pb2.GenerateRequest, limits: ModelLimits) 
                 message = f"A choice has at most {limits.context_length:,} tokens, got {tokens:,}."
                 raise invalid(f"{field}.{name}", message)
         check_ids(f"{field}.generated.ids", choice.generated.ids, limits.vocabulary_size)
-
-
-def _check_grammar(grammar: types_pb2.GrammarSpec, limits: ModelLimits) -> None:
-    kind = grammar.WhichOneof("spec")
-    if kind is None:
-        raise invalid("grammar", "grammar must have a specification.")
-    if kind == "choice":
-        if not grammar.choice.choices:
-            raise invalid("grammar.choice.choices", "choices must have at least one string.")
-        for index, choice in enumerate(grammar.choice.choices):
-            if not choice:
-                raise invalid(
-                    f"grammar.choice.choices[{index}]", "A choice must have at least one character."
-                )
-    elif kind not in ("json_object", "structural_tag") and not getattr(grammar, kind):
-        raise invalid(f"grammar.{kind}", f"{kind} must have at least one character.")
-    require(limits, engine_pb2.CAPABILITY_GRAMMAR, "grammar")
 
 
 def require(limits: ModelLimits, capability: "engine_pb2.Capability.ValueType", field: str) -> None:

@@ -4,7 +4,7 @@ from typing import TypeAlias
 
 import grpc
 
-from services.common.contract import MAX_EMBEDDED_TEXTS
+from services.common.bounds import check_bounds
 from services.tokenizer.model_limits import ModelLimits
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -18,7 +18,7 @@ Request: TypeAlias = (
 
 def check_embed(request: completion_pb2.EmbedRequest, limits: ModelLimits) -> None:
     """Raise ServiceError unless the model can embed, and the fields are in range."""
-    _check_count("inputs", len(request.inputs))
+    check_bounds(request)
     _check_kept(request, limits)
     needs_texts = request.HasField("tokens") and not request.tokens
     makes_tokens = limits.only_tokens_have_vectors
@@ -40,14 +40,14 @@ def check_embed(request: completion_pb2.EmbedRequest, limits: ModelLimits) -> No
         raise invalid("token_weights", "token_weights excludes tokens = false.")
     if request.HasField("dimensions") and (request.tokens or weighs or makes_tokens):
         raise invalid("dimensions", "States of tokens can't be shortened.")
-    if request.HasField("dimensions") and not 1 <= request.dimensions <= limits.vector_width:
-        message = f"dimensions must be between 1 and {limits.vector_width}."
+    if request.dimensions > limits.vector_width:
+        message = f"dimensions must be at most {limits.vector_width}, got {request.dimensions}."
         raise invalid("dimensions", message)
 
 
 def check_score(request: completion_pb2.ScoreRequest, limits: ModelLimits) -> None:
     """Raise ServiceError unless the model can score pairs, and the fields are in range."""
-    _check_count("second", len(request.second))
+    check_bounds(request)
     if len(request.first) not in (1, len(request.second)):
         message = "There must be one first text, or as many as there are second ones."
         raise invalid("first", message)
@@ -65,7 +65,7 @@ def check_score(request: completion_pb2.ScoreRequest, limits: ModelLimits) -> No
 
 def check_classify(request: completion_pb2.ClassifyRequest, limits: ModelLimits) -> None:
     """Raise ServiceError unless the model has classes, and the fields are in range."""
-    _check_count("inputs", len(request.inputs))
+    check_bounds(request)
     _check_kept(request, limits)
     if not limits.vectors_are_scores:
         kind = "makes embeddings" if limits.token_width else "only generates"
@@ -77,17 +77,11 @@ def check_classify(request: completion_pb2.ClassifyRequest, limits: ModelLimits)
         )
 
 
-def _check_count(field: str, count: int) -> None:
-    if not 1 <= count <= MAX_EMBEDDED_TEXTS:
-        message = f"A request must have between 1 and {MAX_EMBEDDED_TEXTS:,} texts."
-        raise invalid(field, message)
-
-
 def _check_kept(request: Request, limits: ModelLimits) -> None:
-    keep, field = truncation(request), "truncate_prompt_tokens"
-    if keep is not None and keep != -1 and not 1 <= keep <= limits.context_length:
-        message = f"{field} must be -1, or between 1 and {limits.context_length:,}."
-        raise invalid(field, message)
+    keep, most = request.truncate_prompt_tokens, limits.context_length
+    if keep > most:
+        message = f"truncate_prompt_tokens must be at most {most:,}, got {keep:,}."
+        raise invalid("truncate_prompt_tokens", message)
 
 
 def truncation(request: Request) -> int | None:

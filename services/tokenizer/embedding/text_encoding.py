@@ -50,19 +50,15 @@ class TextEncoder:
         return self.truncate is not None or self.role.most is not None
 
     def encode(self, inputs: Sequence[completion_pb2.Prompt]) -> list[engine_pb2.EmbeddedPrompt]:
-        """Encode inputs of `EmbedRequest`. Raises ServiceError that names the wrong one."""
+        """Encode inputs within their bounds. Raises ServiceError that names the wrong one."""
         encoded: list[engine_pb2.EmbeddedPrompt | None] = [None] * len(inputs)
         texts: dict[int, str] = {}
         for place, prompt in enumerate(inputs):
-            field = f"inputs[{place}]"
-            match prompt.WhichOneof("prompt"):
-                case "text":
-                    texts[place] = prompt.text
-                case "token_ids":
-                    ids = self._checked(prompt.token_ids.ids, f"{field}.token_ids.ids")
-                    encoded[place] = engine_pb2.EmbeddedPrompt(ids=ids)
-                case _:
-                    raise invalid(field, "An input must hold text or token ids.")
+            if prompt.HasField("text"):
+                texts[place] = prompt.text
+            else:
+                ids = self._checked(prompt.token_ids.ids, f"inputs[{place}].token_ids.ids")
+                encoded[place] = engine_pb2.EmbeddedPrompt(ids=ids)
         fields = [f"inputs[{place}].text" for place in texts]
         for place, made in zip(texts, self.encode_texts([*texts.values()], fields), strict=True):
             encoded[place] = made
@@ -148,8 +144,6 @@ class TextEncoder:
         return self.vocabulary.beginning(text, most + 1)
 
     def _checked(self, ids: Sequence[int], field: str) -> Sequence[int]:
-        if not ids:
-            raise invalid(field, "An input must have at least one id.")
         if len(ids) > self._most and self.truncate is None:
             raise prompt_too_long(field, f"{len(ids):,}", self.limits.context_length, 0)
         kept = ids[: self._most]

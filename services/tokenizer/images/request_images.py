@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from services.common.contract import MAX_IMAGE_BYTES, MAX_IMAGES, MAX_IMAGES_BYTES
+from services.common.contract import MAX_IMAGES, MAX_IMAGES_BYTES
 from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 
@@ -37,7 +37,8 @@ def take_images(
 ) -> tuple[completion_pb2.GenerateRequest, Sequence[RequestImage]]:
     """Return the request without its images, and the images. The given request loses them, too.
 
-    Raises INVALID_ARGUMENT for too many images, or too many bytes.
+    The request's fields are within their bounds. Raises INVALID_ARGUMENT for too many images or
+    bytes in all.
     """
     if request.HasField("conversation"):
         images = take_message_images(request.conversation.messages)
@@ -59,7 +60,9 @@ def take_message_images(messages: Sequence[completion_pb2.Message]) -> Sequence[
     for place, message in enumerate(messages):
         for index, part in enumerate(message.parts):
             if part.HasField("image"):
-                _check_count(_MESSAGES, len(images) + 1)
+                if len(images) == MAX_IMAGES:
+                    most = f"A conversation must have at most {MAX_IMAGES} images."
+                    raise invalid(_MESSAGES, most)
                 field = f"{_MESSAGES}[{place}].parts[{index}].image"
                 images.append(RequestImage(field, part.image))
                 part.image = b""
@@ -68,25 +71,13 @@ def take_message_images(messages: Sequence[completion_pb2.Message]) -> Sequence[
 
 
 def _take_prompt_images(prompts: completion_pb2.Prompts) -> Sequence[RequestImage]:
-    _check_count(_IMAGES, len(prompts.images))
     images = [RequestImage(f"{_IMAGES}[{i}]", data) for i, data in enumerate(prompts.images)]
     del prompts.images[:]
     _check_bytes(_IMAGES, images)
     return images
 
 
-def _check_count(field: str, count: int) -> None:
-    if count > MAX_IMAGES:
-        raise invalid(field, f"A request must have at most {MAX_IMAGES} images.")
-
-
 def _check_bytes(field: str, images: Sequence[RequestImage]) -> None:
-    for image in images:
-        if len(image.data) > MAX_IMAGE_BYTES:
-            raise invalid(
-                image.field,
-                f"An image must have at most {MAX_IMAGE_BYTES:,} bytes, got {len(image.data):,}.",
-            )
     together = sum(len(image.data) for image in images)
     if together > MAX_IMAGES_BYTES:
         raise invalid(

@@ -21,7 +21,7 @@ from tokenwire.channel import connect
 from tokenwire.errors import ServiceError
 from tokenwire.pb.grammar.v1 import grammar_pb2
 from tokenwire.pb.grammar.v1.grammar_pb2_grpc import GrammarServiceStub
-from tokenwire.pb.types.v1.types_pb2 import ChoiceList, GrammarSpec
+from tokenwire.pb.types.v1.types_pb2 import GrammarSpec
 
 BAD = {
     "syntax": (GrammarSpec(json_schema='{"type":'), "line 1, column 9"),
@@ -47,7 +47,6 @@ BAD = {
     "long regex": (GrammarSpec(regex="\x01" * 9000 + "("), "unclosed group"),
     "lark": (GrammarSpec(lark='start: "a" foo'), "foo"),
     "llguidance": (GrammarSpec(llguidance='{"grammars":[]}'), "grammars"),
-    "choice": (GrammarSpec(choice=ChoiceList()), "at least one"),
 }
 
 

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.grammar.v1 import grammar_pb2
+from tokenwire.pb.options.v1 import bounds_pb2
 from tokenwire.pb.orca.v1 import orca_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
@@ -25,6 +26,7 @@ FILES: list[FileDescriptor] = [
     engine_pb2.DESCRIPTOR,
     grammar_pb2.DESCRIPTOR,
     types_pb2.DESCRIPTOR,
+    bounds_pb2.DESCRIPTOR,
     orca_pb2.DESCRIPTOR,
 ]
 SERVICES: list[ServiceDescriptor] = [

@@ -13,6 +13,7 @@ from docs import grpc_reference
 from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.grammar.v1 import grammar_pb2
+from tokenwire.pb.options.v1 import bounds_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -24,6 +25,7 @@ FILES: list[FileDescriptor] = [
     grammar_pb2.DESCRIPTOR,
     tokenizer_pb2.DESCRIPTOR,
     types_pb2.DESCRIPTOR,
+    bounds_pb2.DESCRIPTOR,
 ]
 
 
@@ -105,9 +107,16 @@ def test_reference_shows_streams_oneofs_maps_and_optional_fields(
     assert sampling["temperature"][0] == "optional float"
 
 
+def test_reference_shows_the_bounds_of_a_field(reference: dict[str, str]) -> None:
+    _, _, meaning = rows(section(reference["types"], "SamplingParams"))["repetition_penalty"]
+    assert meaning.endswith("[Bounds](#tokenwire-options-v1-bounds): `most: 2 above: 0`.")
+
+
 def test_comments_of_the_protos_are_plain_text_in_the_site(site: Path) -> None:
     page = (site / "generated/grpc/completion.html").read_text(encoding="utf-8")
-    assert "[A-Za-z0-9_-]{1,128}." in html.unescape(re.sub("<[^>]*>", "", page))
+    assert '`pattern: "[A-Za-z0-9_-]{1,128}"`'.strip("`") in html.unescape(
+        re.sub("<[^>]*>", "", page)
+    )
 
 
 def test_every_link_of_the_site_leads_to_a_file_and_a_heading(site: Path) -> None:

@@ -55,9 +55,12 @@ def test_a_part_of_an_llguidance_grammar_may_be_a_structural_tag() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (tag(), "structures must have 1 to 128 elements, got 0."),
-        (tag(("<f=a", INTEGER, ""), triggers=()), "triggers must have 1 to 128 elements, got 0."),
-        (tag(("<f=a", INTEGER, ""), triggers=("",)), "triggers[0] is empty."),
+        (tag(), "structures must have 1 to 128 items, got 0."),
+        (tag(("<f=a", INTEGER, ""), triggers=()), "triggers must have 1 to 128 items, got 0."),
+        (
+            tag(("<f=a", INTEGER, ""), triggers=("",)),
+            "triggers[0] must have at least 1 character, got 0.",
+        ),
         (tag(("a", INTEGER, ""), ("<f=", "", "")), "structures[0].begin starts with none of the"),
         (
             tag(("<f=", "", ""), triggers=("<f=", "b")),

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from services.common.bounds import bounds_of
 from tests.stack import free_ports
+from tokenwire.pb.completion.v1.completion_pb2 import GenerateRequest
 
 NOWHERE = "127.0.0.1:1"
 
@@ -17,6 +19,12 @@ NOWHERE = "127.0.0.1:1"
 def tokenwire(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tokenwire", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def _range(path: str) -> str:
+    """Return the range of a number in a request to generate, which the command line repeats."""
+    bounds = bounds_of(GenerateRequest, path)
+    return f"between {bounds.least:g} and {bounds.most:g}"
 
 
 def assert_sentence(
@@ -87,9 +95,12 @@ def test_unwritable_log_folder_is_refused_in_one_sentence() -> None:
     ("arguments", "message"),
     [
         (("complete", "x", "--max-tokens", "-1"), "--max-tokens: must be between 1 and"),
-        (("complete", "x", "--n", "0"), "--n: must be between 1 and 128, got 0"),
-        (("complete", "x", "--temperature", "nan"), "--temperature: must be between 0 and 2"),
-        (("complete", "x", "--top-p", "2"), "--top-p: must be between 0 and 1, got 2"),
+        (("complete", "x", "--n", "0"), f"--n: must be {_range('n')}, got 0"),
+        (
+            ("complete", "x", "--temperature", "nan"),
+            f"--temperature: must be {_range('sampling.temperature')}",
+        ),
+        (("complete", "x", "--top-p", "2"), f"--top-p: must be {_range('sampling.top_p')}, got 2"),
         (("chat", "x", "--seed", "99999999999999999999"), "--seed: must be between"),
         (("chat", "x", "--seed", "one"), "--seed: must be a whole number, got 'one'"),
         (("models", "--target", "http://127.0.0.1:8000"), "--target: must be host:port"),

@@ -120,7 +120,10 @@ class ChatWriter(ChoicesWriter):
         chunks: list[ChatChunkChoice],
         deltas: Sequence[completion_pb2.ChoiceDelta],
     ) -> None:
-        """Add ids and scores to the first chunk, which is created if necessary."""
+        """Add ids to the first chunk, and scores to the first one with content.
+
+        A chunk is created if there is none.
+        """
         logprobs = self._logprobs(deltas) if self.options.logprobs else None
         has_scores = logprobs is not None and bool(logprobs.content)
         token_ids = _token_ids(deltas) if self.options.token_ids else []
@@ -129,7 +132,8 @@ class ChatWriter(ChoicesWriter):
         if not chunks:
             chunks.append(ChatChunkChoice(index, MessageDelta()))
         if has_scores:
-            chunks[0].logprobs = logprobs
+            has_content = (each for each in chunks if each.delta.content is not UNSET)
+            next(has_content, chunks[0]).logprobs = logprobs
         if token_ids:
             chunks[0].token_ids = token_ids
 

@@ -106,6 +106,19 @@ async def test_last_finish_chunk_waits_for_the_usage() -> None:
     assert done == "[DONE]"
 
 
+async def test_held_finish_chunk_causes_no_empty_one() -> None:
+    """A chunk with logprobs or ids is sent even without text, but not for the end alone."""
+    for wanted in (AnswerOptions(logprobs=True), AnswerOptions(token_ids=True), AnswerOptions()):
+        collector, stream = stream_of(CompletionWriter(wanted))
+        feed(collector, delta("a", [1]))
+        assert len(objects(stream.take())) == 1
+        feed(collector, finished())
+        assert stream.take() == b""
+        feed(collector, USAGE)
+        last, _ = objects(stream.take() + await stream.last())
+        assert last["choices"][0]["finish_reason"] == "length"
+
+
 async def test_include_usage_follows_openai() -> None:
     collector, stream = begin(StreamOptions(include_usage=True))
     feed(collector, delta("a", [1]), finished(), USAGE)

@@ -62,7 +62,7 @@ def _ids(*ids: int) -> completion.Prompt:
 
 _INVALID: list[tuple[str, Mapping[str, object]]] = [
     ("prompts.items", {"prompts": []}),
-    ("prompts.items[0]", {"prompts": [completion.Prompt()]}),
+    ("prompts.items[0].prompt", {"prompts": [completion.Prompt()]}),
     ("prompts.items[1].token_ids.ids", {"prompts": [_TEXT, _ids()]}),
     ("prompts.items[1].token_ids.ids[2]", {"prompts": [_TEXT, _ids(1, 99, 100)]}),
     ("n", {"n": 0}),
@@ -83,7 +83,7 @@ _INVALID: list[tuple[str, Mapping[str, object]]] = [
     ("stop[0]", {"stop": ["a" * 1_001]}),
     ("tool_choice", {"tool_choice": completion.ToolChoice(mode=completion.TOOL_MODE_REQUIRED)}),
     ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(name="g")}),
-    ("tool_choice", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(mode=9)}),  # type: ignore[arg-type]
+    ("tool_choice.mode", {"tools": [_TOOL], "tool_choice": completion.ToolChoice(mode=9)}),  # type: ignore[arg-type]
     ("tools[1].name", {"tools": [_TOOL, _TOOL]}),
     (
         "grammar",
@@ -124,7 +124,7 @@ _INVALID: list[tuple[str, Mapping[str, object]]] = [
         )
         for ids, breakers in (([1], []), ([], ["a"]))
     ),
-    ("grammar", {"grammar": types.GrammarSpec()}),
+    ("grammar.spec", {"grammar": types.GrammarSpec()}),
     ("grammar.regex", {"grammar": types.GrammarSpec(regex="")}),
     ("grammar.choice.choices", {"grammar": types.GrammarSpec(choice=types.ChoiceList())}),
     *(

@@ -315,6 +315,20 @@ def test_token_ids_come_with_their_text_or_alone() -> None:
     assert "prompt_token_ids" not in third
 
 
+def test_scores_of_the_content_come_with_it() -> None:
+    """A slow client reads reasoning, a call and content at once, each in a chunk."""
+    collector, stream = begin(logprobs=True)
+    call = call_delta(identity="call_1", name="f")
+    feed(
+        collector,
+        chat_delta(reasoning="hm"),
+        chat_delta(calls=[call]),
+        chat_delta("a", scored=[(1, b"a", -0.5)]),
+    )
+    scored = [each["delta"] for each in choices(stream.take()) if each["logprobs"] is not None]
+    assert scored == [{"content": "a"}]
+
+
 def test_prompt_ids_stand_beside_the_choices() -> None:
     """A stream has them once, where vLLM's clients read them."""
     collector, stream = begin(return_token_ids=True, n=2)

@@ -26,30 +26,10 @@ def _assistant(**fields: object) -> completion.Message:
 @pytest.mark.parametrize(
     ("field", "messages"),
     [
-        ("conversation.messages", []),
-        ("conversation.messages", [_USER] * 4_097),
-        ("conversation.messages[1].role", [_USER, completion.Message(role=9, parts=[_TEXT])]),  # type: ignore[arg-type]
         ("conversation.messages[0].parts", [completion.Message(role=completion.ROLE_USER)]),
-        (
-            "conversation.messages[0].parts",
-            [completion.Message(role=completion.ROLE_USER, parts=[_TEXT] * 1_025)],
-        ),
-        (
-            "conversation.messages[0].parts[0]",
-            [completion.Message(role=completion.ROLE_USER, parts=[completion.ContentPart()])],
-        ),
-        ("conversation.messages[0].tool_calls", [_assistant(tool_calls=[_CALL] * 129)]),
         (
             "conversation.messages[0].tool_calls",
             [completion.Message(role=completion.ROLE_USER, parts=[_TEXT], tool_calls=[_CALL])],
-        ),
-        (
-            "conversation.messages[0].tool_calls[0].id",
-            [_assistant(tool_calls=[completion.ToolCall(name="f")])],
-        ),
-        (
-            "conversation.messages[0].tool_calls[0].name",
-            [_assistant(tool_calls=[completion.ToolCall(id="c")])],
         ),
         (
             "conversation.messages[0].reasoning",
