@@ -1,4 +1,4 @@
-"""A run of a batch: lines of requests in, lines of answers out, some in progress at once."""
+"""A run of a batch: several workers send the requests of a file and write the answers."""
 
 import asyncio
 import json
@@ -58,12 +58,12 @@ class InputError(Exception):
 
 
 class NotReachedError(Exception):
-    """The server does not answer. The message is a sentence."""
+    """The server does not answer. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the server answers to a request."""
+    """Reply of the server to a request."""
 
     status: int
     headers: Mapping[str, str]
@@ -72,9 +72,9 @@ class Reply:
 
 
 Send: TypeAlias = Callable[[str, bytes], Awaitable[Reply]]
-"""Posts a JSON body to a path. Raises NotReachedError."""
+"""Function that posts a JSON body to a path; it may raise NotReachedError"""
 Connect: TypeAlias = Callable[[], AbstractAsyncContextManager[Send]]
-"""Opens one worker's connection"""
+"""Function that opens the connection of a worker"""
 
 
 @dataclass(slots=True)
@@ -83,17 +83,17 @@ class BatchSummary:
 
     total: int
     skipped: int = 0
-    """Requests that an earlier run has answered"""
+    """Number of requests that an earlier run has answered"""
     answered: int = 0
     failed: int = 0
     tokens: int = 0
-    """Generated tokens of all answers"""
-    began: float = field(default_factory=time.monotonic)
+    """Number of generated tokens of all answers"""
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def text(self) -> str:
         """The counts as one sentence."""
-        seconds = time.monotonic() - self.began
+        seconds = time.monotonic() - self.started
         parts = [f"{self.answered:,} of {self.total:,} requests answered"]
         if self.skipped:
             parts.append(f"{self.skipped:,} answered before")
@@ -108,13 +108,13 @@ class _Request:
     custom_id: str | None
     url: str = ""
     content: bytes = b""
-    """The body as JSON"""
+    """Body of the request as JSON"""
     problem: str = ""
-    """Reason for which the line can't be sent; empty if it can"""
+    """Reason why the line can't be sent; empty if it can be sent"""
 
 
 class BatchRun:
-    """One run. Its output grows by a whole line at a time, so that a later run can go on."""
+    """One run. It writes whole lines, so that a later run can continue its output."""
 
     def __init__(
         self,
@@ -132,14 +132,14 @@ class BatchRun:
         reserve: Callable[[int], Awaitable[None]] | None = None,
         check_line: Callable[[bytes], None] = lambda _: None,
     ) -> None:
-        """priority: that of requests without one; 0 = none.
+        """priority: priority of requests that state none; 0 = send none.
 
         patience: seconds for which a request is repeated while the server is full or away. paths:
-        those that lines may name. longest: characters of a line, at most; most_lines: of the
-        input, None = any number. repeats_failed: whether a later run repeats requests that the
-        server refused. reserve: called with the bytes of each line that the output has, or is about
-        to have; what it raises ends the run. check_line: raises ServiceError for a line that must
-        not be parsed.
+        paths that lines may name. longest: most characters of a line. most_lines: most lines of the
+        input; None = any number. repeats_failed: whether a later run repeats requests that the
+        server refused. reserve: called with the size in bytes of each line that the output has, or
+        is about to get; an exception of it ends the run. check_line: raises ServiceError for a line
+        that must not be parsed.
         """
         self._source, self._target = source, target
         self._connect = connect
@@ -157,7 +157,7 @@ class BatchRun:
 
     async def run(self) -> BatchSummary:
         """Run all requests. Raises InputError."""
-        # in a thread: a server has streams to serve meanwhile
+        # in a thread, because a server has streams to serve meanwhile
         done, sizes = await asyncio.to_thread(self._keep_answers)
         for size in sizes:
             await self._take_room(size)
@@ -167,9 +167,9 @@ class BatchRun:
         return self.summary
 
     def _keep_answers(self) -> tuple[Mapping[str, bool], Sequence[int]]:
-        """Drop the lines of the output whose requests run again.
+        """Remove the lines of the output whose requests run again.
 
-        Returns the ids of the others, with whether their status is 200, and the bytes of each.
+        Returns for each id of the other lines whether its status is 200, and their sizes in bytes.
         """
         done: dict[str, bool] = {}
         sizes: list[int] = []
@@ -184,7 +184,7 @@ class BatchRun:
                         done[custom_id] = status == _OK
                         sizes.append(len(line))
                         kept.write(line)
-            except ValueError:  # not UTF-8, or no line of a batch
+            except ValueError:  # the line is not UTF-8, or not a line of a batch
                 part.unlink()
                 raise InputError(self._target, "there are lines that no batch wrote") from None
         os.replace(part, self._target)
@@ -201,11 +201,11 @@ class BatchRun:
                 task.cancel()
 
     async def _work(self, requests: Iterator[_Request], output: TextIO) -> None:
-        """Run requests, which all workers share, one after the other."""
+        """Send requests one after the other. All workers take them from the same iterator."""
         async with self._connect() as send:
             for request in requests:
                 answer = await self._answer(send, request)
-                await self._take_room(len(answer))  # it is ASCII
+                await self._take_room(len(answer))  # the line is ASCII
                 output.write(answer)
                 output.flush()
                 await asyncio.sleep(0)  # lines that can't be sent must not hold up other work
@@ -245,7 +245,7 @@ class BatchRun:
                     if self._most_lines is not None and number > self._most_lines:
                         why = f"there are more than {self._most_lines:,} lines"
                         raise InputError(self._source, why, number)
-            except UnicodeDecodeError as error:  # in the part of the file that was read ahead
+            except UnicodeDecodeError as error:  # of the part that was read ahead
                 number += 1 + error.object.count(b"\n", 0, error.start)
                 raise InputError(self._source, f"line {number} is not UTF-8", number) from None
         return count
@@ -268,12 +268,12 @@ class BatchRun:
             self.summary.answered += 1
             self.summary.tokens += _generated(line["response"]["body"])
         is_large = line["response"] is not None and line["response"].pop("size") > _LARGE_ANSWER
-        if is_large:  # such as many embeddings: other work goes on meanwhile
+        if is_large:  # for example, many embeddings: other work goes on meanwhile
             return await asyncio.to_thread(_line, line)
         return _line(line)
 
     async def _send(self, send: Send, request: _Request) -> dict[str, Any] | str:
-        """Return the response, or why there is none; repeat while the server is full or away."""
+        """Return the response, or the reason for none; repeat while the server is full or away."""
         end, pause = time.monotonic() + self._patience, 0.5
         while True:
             result: dict[str, Any] | str
@@ -354,7 +354,7 @@ def _retry_after(reply: Reply) -> float:
 
 
 def _generated(body: Any) -> int:
-    """Return the number of generated tokens that an answer states."""
+    """Return the number of generated tokens in an answer's usage."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return 0
@@ -365,7 +365,7 @@ def _generated(body: Any) -> int:
 def _answered(line: str) -> tuple[str, int]:
     """Return custom_id and status of a line of the output; 0 = the server did not answer.
 
-    Raises ValueError for what no run writes. A killed run may leave half of its last line.
+    Raises ValueError for a line that no run writes. A killed run may leave half a line at the end.
     """
     if not line.endswith("\n") and line.startswith(_LINE_BEGIN[: len(line)]):
         return "", 0

@@ -23,8 +23,8 @@ _Make: TypeAlias = Callable[[grpc.aio.Channel], Any]
 class CallerChannel(grpc.aio.Channel):
     """Channels for successive certificates, which gRPC reads only when it opens a channel.
 
-    New calls use the newest one. An older one is closed when its last call has ended, so running
-    streams are not broken.
+    New calls use the newest channel. An older channel is closed when its last call has ended, so
+    running streams are not broken.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class CallerChannel(grpc.aio.Channel):
         files: Sequence[Path],
         token: Callable[[], str] | None,
     ) -> None:
-        """open_channel: reads the files; raises TlsError. token: asked at each call, if any."""
+        """open_channel: reads the files; raises TlsError. token: returns a call's token."""
         self._open_channel = open_channel
         self._files = files
         self._token = token

@@ -36,9 +36,9 @@ def connect(
 ) -> grpc.aio.Channel:
     """Open a channel to "host:port"; gRPC connects it, and reconnects it after every loss.
 
-    tls: None for plaintext. server_name: name that the server's certificate must have, if it is not
-    the target's host. token: API key or token that each call shows, asked for at its start; None =
-    none. Raises TlsError if the files can't be used. New calls use files that were replaced.
+    tls: None = plaintext. server_name: name that the server's certificate must have, if it is not
+    the target's host. token: returns the API key or token of a call at its start; None = no token.
+    Raises TlsError if the files can't be used. New calls use files that were replaced.
 
     A server that answers no ping for `lost_seconds` counts as lost, and the calls to it fail. Pings
     are sent at half that interval; Tokenwire's servers refuse more than 4 pings a second.

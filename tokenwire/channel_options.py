@@ -17,4 +17,4 @@ QUIET: list[tuple[str, Any]] = [
     ("grpc.http2.bdp_probe", 0),  # our messages fit any window, so bandwidth probes gain nothing
     ("grpc.enable_channelz", 0),  # nothing reads these statistics
 ]
-"""Options, for both ends of a channel, that turn off work gRPC does for every message"""
+"""Options for both ends of a channel that turn off work which gRPC does for every message"""

@@ -92,7 +92,7 @@ class _Connection(AsyncResource, Generic[AnySession]):
 
 
 class Client(_Connection[CompletionSession]):
-    """Client for text: talks to the tokenizer service at "host:port"."""
+    """Client for text, connected to the tokenizer service at "host:port"."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Client(_Connection[CompletionSession]):
         *,
         plaintext: bool = False,
     ) -> None:
-        """tls: None for plaintext. key: API key; empty = none.
+        """tls: None = plaintext. key: API key; empty = none.
 
         plaintext: send the key beyond this machine in clear text. Raises TlsError for files that
         can't be used, and TokenError for a key that is malformed or would need `plaintext`.
@@ -157,7 +157,7 @@ class Client(_Connection[CompletionSession]):
 
 
 class EngineClient(_Connection[EngineSession]):
-    """Client for token ids: talks to an engine at "host:port"."""
+    """Client for token ids, connected to an engine at "host:port"."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ _CODES: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.St
 
 
 class ServiceError(Exception):
-    """Failure of a request, as the caller sees it.
+    """Failure of a request: status, reason and message for the caller.
 
     `field` is the path of the request field at fault ("sampling.top_p"); `retry_seconds` is the
     delay after which a retry makes sense. A long message or field, which may quote the request,
@@ -83,7 +83,7 @@ class ServiceError(Exception):
 
     @classmethod
     def from_rpc_error(cls, error: grpc.aio.AioRpcError) -> "ServiceError":
-        """Read the error of a failed call, with its details where the server sent them."""
+        """Read the error of a failed call, with its details if the server sent them."""
         for key, value in error.trailing_metadata() or ():
             if key == DETAILS_KEY and isinstance(value, bytes):
                 return cls.from_status(status_pb2.Status.FromString(value))

@@ -1,4 +1,4 @@
-"""Reach of an address: this machine alone, or others."""
+"""Checks whether an address is reachable from this machine alone."""
 
 import ipaddress
 
@@ -18,7 +18,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_local_target(target: str) -> bool:
-    """Return whether a gRPC target, maybe of several addresses, stays within this machine."""
+    """Return whether all addresses of a gRPC target are on this machine."""
     if target.startswith("unix:"):
         return True
     scheme = next((each for each in _SCHEMES if target.startswith(each)), "")

@@ -1,4 +1,4 @@
-"""Messages of a conversation, and calls: frozen dataclasses, written to and read from protobuf."""
+"""Messages of a conversation, and tool calls, as frozen dataclasses with conversion to protobuf."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """JSON text; incomplete where max_tokens cut it"""
+    """Arguments as JSON text; incomplete if max_tokens cut it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Message:
 
     role: Role
     content: str | None
-    """Text; None where the message holds only tool calls or reasoning"""
+    """Text of the message; None if it holds only tool calls or reasoning"""
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
     """Id of the call that a tool message answers"""
@@ -75,7 +75,7 @@ class _Call:
 
 
 def join_calls(parts: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """Return the calls that the parts make up."""
+    """Return the calls that consist of the parts."""
     calls: dict[int, _Call] = {}
     for part in parts:
         call = calls.setdefault(part.index, _Call(part.id, part.name))

@@ -1,4 +1,4 @@
-"""Options of the client's requests, and the start commands that they become."""
+"""Options of the client's requests, and their conversion to start commands."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ _IMAGE_MARK = "<image>"
 
 
 class _RequestOptions(TypedDict, total=False):
-    """Options of both levels. Ranges and defaults: protos/tokenwire/types/v1/types.proto."""
+    """Options of both levels. protos/tokenwire/types/v1/types.proto has ranges and defaults."""
 
     model: str
     max_tokens: int
@@ -64,9 +64,9 @@ class _RequestOptions(TypedDict, total=False):
 
 
 class GenerateOptions(_RequestOptions, total=False):
-    """Options of a request at text level besides its input: protos/tokenwire/completion/v1.
+    """Options of a request at text level besides its input; see protos/tokenwire/completion/v1.
 
-    Those of the second group need prompts, those of the third one a conversation.
+    Options of the second group need prompts, and options of the third group need a conversation.
     """
 
     stop: Sequence[str]
@@ -100,7 +100,7 @@ class GenerateOptions(_RequestOptions, total=False):
 
 
 class TokenOptions(_RequestOptions, total=False):
-    """Options of a request at token level besides its prompts: protos/tokenwire/engine/v1."""
+    """Options of a request at token level besides its prompts; see protos/tokenwire/engine/v1."""
 
     beam_search: BeamSearch
 
@@ -108,7 +108,7 @@ class TokenOptions(_RequestOptions, total=False):
 def text_start(
     given: Input, options: dict[str, Any], delivery: completion_pb2.Delivery.ValueType
 ) -> completion_pb2.SessionStart:
-    """Return the command that starts a request at text level. Raises as `build` does."""
+    """Return the command that starts a request at text level. Raises the errors of `build`."""
     context = _pop_context(options)
     messages = _messages(given)
     source: dict[str, Any]
@@ -134,7 +134,7 @@ def with_image_marks(prompt: str, images: int) -> str:
 def token_start(
     prompt_ids: Sequence[int] | Sequence[Sequence[int]], options: dict[str, Any]
 ) -> engine_pb2.SessionStart:
-    """Return the command that starts a request at token level. Raises as `build` does."""
+    """Return the command that starts a request at token level. Raises the errors of `build`."""
     prompts = cast(Sequence[Sequence[int]], [prompt_ids] if _is_one(prompt_ids) else prompt_ids)
     context = _pop_fields(options, engine_pb2.SessionStart)
     request = build(
@@ -218,7 +218,7 @@ def _pop_context(options: dict[str, Any]) -> completion_pb2.RequestContext:
 
 
 def _pop_nested(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the sampling and stopping options; return them as the messages that hold them."""
+    """Take the sampling and stopping options; return the messages that hold them, by field."""
     sampling = _pop_fields(options, types_pb2.SamplingParams)
     path = "sampling."
     if (allowed := sampling.pop("allowed_token_ids", None)) is not None:

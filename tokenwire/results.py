@@ -1,4 +1,4 @@
-"""Results of the client: frozen dataclasses, read from protobuf."""
+"""Results of the client as frozen dataclasses, which are read from protobuf."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -94,7 +94,7 @@ class Scores:
 
     @classmethod
     def read(cls, columns: types_pb2.TokenColumns) -> "Scores | None":
-        """Return the scores of token columns; None where the columns hold no scores."""
+        """Return the scores of token columns; None if the columns hold no scores."""
         if not columns.logprobs:
             return None
         rows = _rows(columns)
@@ -130,7 +130,7 @@ class Scores:
 
     @classmethod
     def join(cls, parts: "Sequence[Scores]") -> "Scores | None":
-        """Return the scores of consecutive runs of tokens as one; None without a run."""
+        """Return the joined scores of consecutive runs of tokens; None if there is no run."""
         if not parts:
             return None
         names = [field.name for field in fields(cls)]
@@ -140,7 +140,7 @@ class Scores:
 
 
 def _rows(columns: types_pb2.TokenColumns) -> list[slice]:
-    """Return the places of each token's candidates."""
+    """Return for each token the slice of its candidates."""
     width = columns.top_width
     return [slice(i * width, (i + 1) * width) for i in range(len(columns.ids))]
 
@@ -150,13 +150,13 @@ class Delta:
     """Part of a choice. The last delta of a choice has its finish_reason."""
 
     index: int
-    """Prompt index * n + i"""
+    """Index of the choice: prompt index * n + number of the choice among those of its prompt"""
     text: str = ""
     """Text to append; in a conversation the answer's content"""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     token_ids: tuple[int, ...] = ()
-    """All ids since the last delta, also those of reasoning and calls, whose text may come later"""
+    """All ids since the last delta; the text of reasoning and calls among them may come later"""
     position: int = 0
     """Position of the first id, counted from the end of the prompt; of an echoed token, from the
     prompt's start"""
@@ -188,9 +188,9 @@ class Choice:
 
     index: int
     text: str
-    """The text; in a conversation the answer's content"""
+    """Text of the choice; in a conversation the answer's content"""
     token_ids: tuple[int, ...]
-    """Generated ids, preceded by the prompt's with echo"""
+    """Generated ids; with echo, the ids of the prompt come before them"""
     finish_reason: FinishReason
     stop: str | int | None
     scores: Scores | None
@@ -199,7 +199,7 @@ class Choice:
 
     @classmethod
     def join(cls, deltas: Sequence[Delta]) -> "Choice":
-        """Return the choice that the deltas make up."""
+        """Return the choice that consists of the deltas."""
         last = deltas[-1]
         assert last.finish_reason is not None
         return cls(
@@ -250,7 +250,7 @@ class TokenDelta:
     """Part of a sequence. The last delta of a sequence has its finish_reason."""
 
     sequence: int
-    """Prompt index * n + choice; the prompt index where `is_prompt`"""
+    """Prompt index * n + choice; the prompt index if `is_prompt`"""
     token_ids: tuple[int, ...] = ()
     position: int = 0
     """Position of the first token, counted from the end of the prompt; from its start where
@@ -294,7 +294,7 @@ class Output:
 
     @classmethod
     def join(cls, deltas: Sequence[TokenDelta]) -> "Output":
-        """Return the sequence that the deltas make up."""
+        """Return the sequence that consists of the deltas."""
         last = deltas[-1]
         assert last.finish_reason is not None
         return cls(
@@ -325,7 +325,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Token ids of a text, with the vocabulary's string and the bytes of each."""
+    """Token ids of a text, with the vocabulary's string and the bytes of each token."""
 
     ids: tuple[int, ...]
     tokens: tuple[str, ...]

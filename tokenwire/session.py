@@ -44,17 +44,17 @@ EventIn = TypeVar("EventIn", contravariant=True)
 
 
 class Listener(Protocol[EventIn]):
-    """Receiver of the events of one request. Called on the event loop; must not block."""
+    """Receiver of one request's events. Its methods run on the event loop and must not block."""
 
     def on_event(self, event: EventIn) -> None:
-        """Take an event; the last one completes the request."""
+        """Take an event. The last event completes the request."""
 
     def on_error(self, error: ServiceError) -> None:
         """Take the end of a request that was refused, that failed, or whose stream was lost."""
 
 
 class Session(Generic[Command, Event]):
-    """Many requests over one stream. A request opens the stream where there is none.
+    """Many requests over one stream. A request opens the stream if there is none.
 
     When the stream is lost or can't be opened, the listener of every open request gets UNAVAILABLE
     (SESSION_LOST); the owner of the Session decides whether to submit them again. Where the server
@@ -79,7 +79,7 @@ class Session(Generic[Command, Event]):
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._listeners)
 
     def open(self, listener: Listener[Event]) -> int:
@@ -89,7 +89,7 @@ class Session(Generic[Command, Event]):
         self._listeners[handle] = listener
         if self._task is None or self._task.done():
             self._outbox.clear()
-            # The stream acts for all requests, so it must not log under the ids of the first.
+            # The stream serves all requests, so it must not log under the ids of the first request.
             self._task = asyncio.create_task(self._run(), context=Context())
         return handle
 

@@ -19,11 +19,11 @@ DeltaType = TypeVar("DeltaType")
 
 
 class AsyncResource(ABC):
-    """Something that `async with` closes."""
+    """Base class of resources that `async with` closes."""
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Close it; a second call has no effect."""
+        """Close the resource; a second call has no effect."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -82,7 +82,7 @@ class RequestStream(AsyncResource, Generic[Event, DeltaType]):
 
     @abstractmethod
     def _read(self, event: Event) -> DeltaType | None:
-        """Return the delta in an event, if any. The last event sets `usage`."""
+        """Return the delta in an event, None if it has none. The last event sets `usage`."""
 
     def __aiter__(self) -> Self:
         return self
@@ -114,7 +114,7 @@ class AnswerStream(RequestStream[completion_pb2.SessionEvent, Delta]):
     accepted: completion_pb2.Accepted | None = None
     """The admitted request's settings; set before the first delta"""
     prompt_scores: dict[int, list[Scores]]
-    """Runs of prompt tokens by prompt index, from token 1 on; only with prompt_logprobs"""
+    """Scores of prompt tokens by prompt index, from token 1 on; only with prompt_logprobs"""
 
     def __init__(self, session: CompletionSession, start: completion_pb2.SessionStart) -> None:
         super().__init__(session)

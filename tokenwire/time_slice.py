@@ -8,7 +8,7 @@ _SLICE_SECONDS = 0.002
 
 
 class TimeSlice:
-    """2 ms of a loop whose length a peer chooses; then other tasks of the event loop run.
+    """Time slice of 2 ms for a loop whose length a peer chooses. Then other tasks run.
 
     Create one at the start of each such loop, on the event loop.
     """
@@ -21,7 +21,7 @@ class TimeSlice:
 
     @property
     def is_over(self) -> bool:
-        """True once the slice is used up: call `await renew()`."""
+        """True once the slice has ended. Then call `await renew()`."""
         return self._loop.time() >= self._end
 
     async def renew(self) -> None:

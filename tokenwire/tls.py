@@ -21,12 +21,12 @@ _LOOK_SECONDS = 1.0
 
 
 class TlsError(Exception):
-    """Unusable certificates. The message is one sentence."""
+    """The certificates can't be used. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """Authorities that sign the servers, and the certificate that the client shows them."""
+    """Authorities that sign the servers' certificates, and the certificate of the client."""
 
     ca: Path
     certificate: Path | None = None
@@ -60,7 +60,7 @@ class ClientTls:
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """The certificate of a server, and the authorities that sign its clients."""
+    """Certificate of a server, and the authorities that sign its clients' certificates."""
 
     certificate: Path
     key: Path
@@ -78,9 +78,9 @@ class ServerTls:
             _require_authorities(self.client_ca)
 
     def credentials(self) -> "grpc.ServerCredentials":
-        """Return credentials that follow the files; unusable ones change nothing. Raises TlsError.
+        """Return credentials that follow the files. Unusable files change nothing. Raises TlsError.
 
-        Connections that exist keep the certificate with which they began.
+        Existing connections keep the certificate with which they were opened.
         """
         import grpc
 

@@ -1,4 +1,4 @@
-"""Secrets that callers show servers: API keys and the tokens of services, also from files."""
+"""Secrets that callers show to servers: API keys and tokens of services, also from files."""
 
 import logging
 import time
@@ -14,14 +14,14 @@ _LOOK_SECONDS = 0.5
 
 
 class TokenError(Exception):
-    """Unusable key or token. The message is one sentence."""
+    """The key or token can't be used. The message is one sentence."""
 
 
 class TokenFile:
-    """Tokens in a file, one a line, which may be replaced. Callers send the first one."""
+    """Tokens in a file, one a line, which may be replaced. Callers send the first token."""
 
     def __init__(self, path: Path, least: int = 1) -> None:
-        """Read the file. `least`: characters of a token. Raises TokenError."""
+        """Read the file. least: fewest characters of a token. Raises TokenError."""
         self.path = path
         self._least = least
         self._stamp = stamp([path])
@@ -30,7 +30,7 @@ class TokenFile:
 
     @property
     def tokens(self) -> Sequence[str]:
-        """All tokens, at least one. A file that can't be used changes nothing."""
+        """Tokens of the file, at least one. A new content that can't be used changes nothing."""
         now = time.monotonic()
         if now - self._looked >= _LOOK_SECONDS:
             self._looked = now

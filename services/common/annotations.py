@@ -21,7 +21,7 @@ ENFORCED_FORMATS = frozenset({
 """The formats that grammars enforce. JSON Schema treats all others as annotations."""
 
 ENCODINGS = frozenset({"contentEncoding", "contentMediaType", "contentSchema"})
-"""The keywords that describe the encoded content of a string; never enforced."""
+"""The keywords that describe the encoded content of a string; no grammar enforces them."""
 
 LITERAL_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
 """The keywords that hold values, not schemas"""

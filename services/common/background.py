@@ -28,14 +28,14 @@ def keep_running(
 ) -> asyncio.Task[None]:
     """Run `work()` in a task until it returns; start it again, with pauses, while it raises.
 
-    name: names the task in the log, in a metric, and as a faulty part while it fails. Names are
-    few: they must not have an address. Cancel the task to end it.
+    name: name of the task in the log, in a metric, and in the list of faulty parts. Names are label
+    values of the metric, so they must not contain an address. Cancel the task to end it.
     """
     return asyncio.ensure_future(_BackgroundTask(name, work, steady_seconds).run())
 
 
 class _BackgroundTask:
-    """The runs of one task."""
+    """A task that is started again whenever it fails."""
 
     def __init__(
         self, name: str, work: Callable[[], Coroutine[Any, Any, None]], steady_seconds: float
@@ -49,14 +49,14 @@ class _BackgroundTask:
     async def run(self) -> None:
         """Run the task until it returns or is cancelled."""
         try:
-            while not await self._returns():
+            while not await self._run_once():
                 await asyncio.sleep(self._pause)
                 self._pause = min(2 * self._pause, _MOST_PAUSE)
         finally:
             self._repair()
 
-    async def _returns(self) -> bool:
-        """Run the task once. Return false if it fails."""
+    async def _run_once(self) -> bool:
+        """Run the task once. Return False if it fails."""
         loop = asyncio.get_running_loop()
         repair = loop.call_later(self._steady_seconds, self._repair) if self._is_faulty else None
         try:
@@ -64,7 +64,7 @@ class _BackgroundTask:
         except asyncio.CancelledError as error:
             if _is_cancelled():
                 raise
-            self._note_failure(error)  # the cancellation of another task that it awaits
+            self._note_failure(error)  # another task that this one awaits was cancelled
         except Exception as error:
             self._note_failure(error)
         else:

@@ -1,4 +1,4 @@
-"""Hashes that identify full KV blocks, equal in an engine and in the choice between engines."""
+"""Hashes that identify full KV blocks, for an engine's cache and for the choice of an engine."""
 
 import hashlib
 from array import array
@@ -21,12 +21,12 @@ HASH_BYTES = 16
 
 
 class ImagePlaces(NamedTuple):
-    """An image of a prompt."""
+    """An image of a prompt, and the ids that stand for it."""
 
     digest: bytes
     """Digest of the encoded image, from `image_digest`"""
     places: Sequence[int]
-    """Indices of the ids that stand for the image's parts, rising"""
+    """Indices of the ids that stand for the image's parts, in ascending order"""
 
 
 def tenant_salt(tenant: str) -> bytes:
@@ -37,8 +37,8 @@ def tenant_salt(tenant: str) -> bytes:
 def prompt_salt(tenant: bytes, adapter: str) -> bytes:
     """Return the parent hash of the first block of a prompt with an adapter.
 
-    tenant: as `tenant_salt` returns it; adapter: its fingerprint, empty = the model alone, whose
-    prompts begin with the tenant's salt itself.
+    tenant: hash from `tenant_salt`. adapter: fingerprint of the adapter; empty = none, in which
+    case the tenant's salt itself is returned.
     """
     return hash_block(tenant, adapter.encode()) if adapter else tenant
 

@@ -1,4 +1,4 @@
-"""Longest cached prefix of a prompt: one rule for the engine and for those who watch its cache."""
+"""Longest cached prefix of a prompt, for the engine and for services that follow its cache."""
 
 from collections.abc import Container, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ class CachedGroup(NamedTuple):
 
     held: Container[bytes]
     window: int = 0
-    """Last tokens whose keys and values a token reads, itself included; 0 = all"""
+    """Number of last tokens, itself included, whose keys and values a token reads; 0 = all"""
     holds_states: bool = False
     """True if a hash names the state behind its block, which stands for all tokens before"""
 
@@ -22,7 +22,7 @@ def window_start(start: int, window: int) -> int:
 
 
 def longest_prefix(hashes: Sequence[bytes], groups: Sequence[CachedGroup], block_size: int) -> int:
-    """Return the blocks of the longest prefix from which all groups can continue.
+    """Return the number of blocks of the longest prefix from which all groups can continue.
 
     A group without a window must hold every block of the prefix. A group with a window must hold
     the blocks that the next token reads. A group of states must hold the last block's hash.
@@ -58,10 +58,10 @@ class _Search:
         self._group = group
         self._size = block_size
         self._first = most
-        """Index from which on the group holds every block up to the last count given to `lower`"""
+        """First index from which the group holds all blocks up to the last result of `lower`"""
 
     def lower(self, count: int) -> int:
-        """Return the most blocks, at most `count`, from which the group can continue."""
+        """Return the largest number of blocks up to `count` from which the group can continue."""
         held, hashes = self._group.held, self._hashes
         if self._group.holds_states:
             while count and hashes[count - 1] not in held:

@@ -1,4 +1,4 @@
-"""Constraints as other servers state them: grammars in one of two languages, structural tags."""
+"""Constraints in the form of other servers: grammars as text, and structural tags in JSON."""
 
 import json
 import re

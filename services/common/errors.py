@@ -1,4 +1,4 @@
-"""Errors common to all services, and their way to the caller of an RPC."""
+"""Errors common to all services, and how they reach the caller of an RPC."""
 
 import errno
 import sys
@@ -11,7 +11,7 @@ from tokenwire.errors import DETAILS_KEY, ServiceError
 
 __all__ = ["abort", "cut_stalled", "draining_error", "internal_error", "out_of_resources"]
 
-_NO_PIPE = -1  # uvloop's number where a new process gets no pipe
+_NO_PIPE = -1  # errno of uvloop's error if a new process gets no pipe
 _LACKS = {
     *(errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EDQUOT),
     _NO_PIPE,
@@ -30,7 +30,7 @@ def internal_error() -> ServiceError:
 
 
 def out_of_resources(error: BaseException | None) -> ServiceError | None:
-    """Return UNAVAILABLE if the error is a lack of resources, which may pass; else None."""
+    """Return UNAVAILABLE if the error is a lack of resources, which may be temporary; else None."""
     if not (
         (isinstance(error, OSError) and error.errno in _LACKS)
         or isinstance(error, MemoryError)

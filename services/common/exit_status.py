@@ -1,4 +1,4 @@
-"""Exit statuses of processes, in words."""
+"""Descriptions of processes' exit statuses."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""Server of a service that could not start: it tells health checks the reason."""
+"""Server of a service that could not start; its health checks give the reason."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -43,7 +43,7 @@ async def tell_reason(settings: ServerSettings, why: str) -> None:
 
 
 def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    """Return the server's certificates; None if there are none, or they are what failed."""
+    """Return the server's certificates; None if there are none, or if they can't be used."""
     try:
         return None if settings.tls is None else settings.tls.credentials()
     except (StartupError, TlsError):

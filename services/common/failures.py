@@ -19,7 +19,7 @@ _QUOTING = frozenset(
 )
 """Codes of errors whose messages may quote what the client wrote"""
 _FIELD = re.compile(r"\w*")
-"""The name in front of a path, which no client chooses"""
+"""First name of a field's path, which is never text of the client"""
 
 
 def failure(log: logging.Logger, error: ServiceError) -> dict[str, str]:

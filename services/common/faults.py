@@ -13,13 +13,13 @@ _followers: list[Callable[[str, bool], None]] = []
 
 
 def begin_fault(part: str) -> None:
-    """Note that a part does not work, until `end_fault` is called as often."""
+    """Note that a part does not work. It works again after as many calls of `end_fault`."""
     _faults[part] += 1
     _notify(part)
 
 
 def end_fault(part: str) -> None:
-    """Note that a part works again."""
+    """Take back one call of `begin_fault` for a part."""
     _faults[part] -= 1
     _notify(part)
 
@@ -30,7 +30,7 @@ def faulty_parts() -> Sequence[str]:
 
 
 def follow_faults(on_change: Callable[[str, bool], None]) -> None:
-    """Have `on_change` called with a part's name, and whether it works, at each change."""
+    """Call `on_change` at each change with a part's name and whether the part works."""
     _followers.append(on_change)
 
 

@@ -1,4 +1,4 @@
-"""Images of clients: decoding with Pillow, within limits that hold before any pixel is decoded."""
+"""Decoding of clients' images with Pillow; limits are checked before any pixel is decoded."""
 
 import io
 import warnings
@@ -36,7 +36,7 @@ def size_of(data: bytes) -> tuple[int, int]:
 
 
 def decode(data: bytes) -> Image.Image:
-    """Return the first frame in RGB, upright as its EXIF data say. Raises ImageError.
+    """Return the first frame in RGB, turned upright by its EXIF data. Raises ImageError.
 
     Transparent parts keep their colour. Takes up to a second for the largest images.
     """
@@ -53,10 +53,10 @@ def decode(data: bytes) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return EXIF's orientation of the picture; 1 = upright."""
+    """Return the orientation in the image's EXIF data; 1 = upright."""
     try:
-        # the base class reads the header alone; that of PNG decodes all pixels for EXIF data
-        # behind them
+        # the base class reads the header alone; PNG's own method decodes all pixels to find
+        # EXIF data behind them
         orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
     except Exception:  # damaged EXIF data, without which the image can be read
         return 1

@@ -63,14 +63,14 @@ def metadata_priority(context: grpc.aio.ServicerContext[Any, Any]) -> int:
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each handler to check the caller, set request ids, turn ServiceErrors into statuses and
-    log the call. Health checks and load reports are open to everyone: balancers show no token."""
+    """Interceptor that checks the caller, sets request ids, turns ServiceErrors into statuses and
+    logs the call. Health checks and load reports are open to everyone: balancers show no token."""
 
     def __init__(
         self, authenticator: Authenticator | None = None, peer_methods: Collection[str] = ()
     ) -> None:
-        """peer_methods: full names of the methods that only services of the installation may call;
-        authenticator: None = no caller is checked."""
+        """authenticator: check of callers; None = all are accepted. peer_methods: full names of the
+        methods that only services of the installation may call."""
         self._authenticator = authenticator
         self._peer_methods = peer_methods
 
@@ -87,7 +87,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
             return handler  # type: ignore[no-any-return]
         try:
             caller = self._identify(handler_call_details)
-        except ServiceError as error:  # before a message is read
+        except ServiceError as error:  # refused before a message is read
             return grpc.stream_stream_rpc_method_handler(_stream(_refusal(error), method, None))
         if method.startswith("/grpc.reflection"):
             return handler  # type: ignore[no-any-return]
@@ -131,14 +131,14 @@ def _refusal(error: ServiceError) -> Any:
 
 
 _UNREADABLE = object()
-"""Placeholder for a request that can't be parsed"""
+"""Placeholder of a request that can't be parsed"""
 
 
 def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def read(data: bytes) -> Any:
         try:
             return deserialize(data)
-        except DecodeError:  # gRPC would answer with a Python error, or not at all
+        except DecodeError:  # gRPC itself would send a Python error, or nothing
             return _UNREADABLE
 
     return read
@@ -163,7 +163,7 @@ async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _unary(inner: Any, method: str, caller: Identity) -> Any:
-    is_poll = method.rpartition("/")[2].startswith("Get")  # polls would hide the other spans
+    is_poll = method.rpartition("/")[2].startswith("Get")  # spans of polls would hide the others
 
     async def handle(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         async with _Rpc(method, context, caller, is_traced=not is_poll):
@@ -198,13 +198,13 @@ class _Rpc:
         *,
         is_traced: bool,
     ) -> None:
-        """caller: None for one that is refused."""
+        """caller: None if the call is refused."""
         self._method = method
         self._context = context
         self._caller = caller
         self._is_traced = is_traced
         self._span = Span("")
-        self._began = time.monotonic()
+        self._started = time.monotonic()
 
     async def __aenter__(self) -> None:
         if self._caller is not None:
@@ -237,7 +237,7 @@ class _Rpc:
             self._log(error.code.name, level, **why)
             self._span.fail(**why)
             await abort(self._context, error)
-        elif isinstance(error, grpc.aio.AbortError):  # from `cut_stalled`
+        elif isinstance(error, grpc.aio.AbortError):  # raised by `cut_stalled`
             self._log("RESOURCE_EXHAUSTED", logging.INFO, reason="STALLED")
         elif isinstance(error, Exception):
             _LOG.exception("unexpected failure in %s", self._method)
@@ -248,7 +248,7 @@ class _Rpc:
             self._log("CANCELLED", logging.INFO)
 
     def _log(self, code: str, level: int, **fields: object) -> None:
-        milliseconds = round((time.monotonic() - self._began) * 1e3, 2)
+        milliseconds = round((time.monotonic() - self._started) * 1e3, 2)
         extra = {"method": self._method, "code": code, "milliseconds": milliseconds, **fields}
         if self._caller is not None and self._caller.key_id:
             extra["key"] = self._caller.key_id

@@ -1,4 +1,4 @@
-"""JSON values, as Python has them after parsing."""
+"""JSON values as Python objects."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | boo
 
 
 class JsonConstantError(ValueError):
-    """NaN or an infinity, which Python's parser accepts and JSON does not have."""
+    """The text has NaN or an infinity, which Python's parser accepts and JSON does not have."""
 
 
 def parse_json(text: str, parse_float: Callable[[str], float] = float) -> Any:

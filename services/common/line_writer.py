@@ -11,15 +11,15 @@ from contextlib import suppress
 __all__ = ["LineWriter", "write_to"]
 
 _ATOMIC_BYTES = select.PIPE_BUF
-"""Bytes that one write to a pipe keeps together, beside the lines of other processes"""
+"""Bytes that one write to a pipe keeps together, even if other processes write to it"""
 _MOST_BYTES = 1 << 20
-"""Bytes of lines that wait to be written"""
+"""Largest total of the lines that wait to be written, in bytes"""
 
 
 class LineWriter:
-    """Queue of whole lines, of bounded size; further lines are lost and counted.
+    """Bounded queue of whole lines. Lines that find it full are lost and counted.
 
-    A log may stand still: nobody reads the pipe, the terminal is paused, or the disk hangs.
+    Writes may block for long: nobody reads the pipe, the terminal is paused, or the disk hangs.
     """
 
     def __init__(
@@ -29,16 +29,16 @@ class LineWriter:
         *,
         most_bytes: int = _MOST_BYTES,
     ) -> None:
-        """write: called in the thread with one line or some; an OSError of it loses these lines.
+        """write: called in the thread with one or more lines, which are lost if it raises OSError.
 
-        notice: returns the line that says how many lines were lost, at the place of the gap.
+        notice: returns the line that stands in place of lost lines and gives their number.
         """
         self._write = write
         self._notice = notice
         self._most_bytes = most_bytes
         self._waiting: deque[bytes | Callable[[], None]] = deque()
         self._num_bytes = 0
-        """Bytes that wait, or are being written"""
+        """Bytes of the lines that wait or are being written"""
         self._lost = 0
         self._is_idle = True
         self._is_closing = False
@@ -61,7 +61,7 @@ class LineWriter:
             self._enqueue(function)
 
     def flush(self, seconds: float) -> None:
-        """Return when all lines are written, or after some seconds."""
+        """Wait until all lines are written, for at most `seconds`."""
         end = time.monotonic() + seconds
         with self._changed:
             self._note_gap()
@@ -69,7 +69,7 @@ class LineWriter:
                 self._changed.wait(rest)
 
     def close(self) -> None:
-        """End the thread once all is written. Nothing may be put or called after it."""
+        """End the thread once all lines are written. Call neither `put` nor `call` afterwards."""
         with self._changed:
             self._note_gap()
             self._is_closing = True
@@ -102,9 +102,9 @@ class LineWriter:
             done = len(item) if isinstance(item, bytes) else 0
 
     def _next(self, done: int) -> bytes | Callable[[], None] | None:
-        """Return the lines that wait, up to the next function, or that function; None = the end.
+        """Return the next function, or all lines that wait before it; None after `close`.
 
-        done: bytes that were written since the last call.
+        done: number of bytes that were written since the last call.
         """
         with self._changed:
             self._num_bytes -= done
@@ -135,7 +135,7 @@ def write_to(descriptor: int, content: bytes) -> None:
 
 
 def _pieces(lines: bytes) -> Iterator[bytes]:
-    """Yield whole lines, as many at once as one write keeps together."""
+    """Yield groups of whole lines, each as large as one write keeps together."""
     start = 0
     while len(lines) - start > _ATOMIC_BYTES:
         end = lines.rfind(b"\n", start, start + _ATOMIC_BYTES) + 1

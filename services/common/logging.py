@@ -20,7 +20,7 @@ traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 """The trace context of the caller (https://www.w3.org/TR/trace-context); empty: none"""
 
 _MOST_TEXT, _MOST_TRACEBACK = 1_000, 16_000
-"""Characters of a field, and of the traceback of an exception"""
+"""Most characters of a field, and of the traceback of an exception"""
 _FLUSH_SECONDS = 1.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -64,8 +64,8 @@ def _cut(value: object) -> object:
 def configure(service: str, level: str, on_lost: Callable[[], None] = lambda: None) -> None:
     """Log all records of `level` and above to stderr as JSON lines.
 
-    A log that nobody reads loses lines instead of delaying a request. on_lost: called
-    for each of them.
+    A log that nobody reads loses lines instead of delaying a request. on_lost: called for each
+    lost line.
     """
     _unblock_stderr()
     handler = _LineHandler(service, on_lost)
@@ -82,7 +82,7 @@ def flush() -> None:
 
 
 class _LineHandler(logging.Handler):
-    """Hands the lines to a thread that writes them."""
+    """Handler that passes the lines to a thread that writes them."""
 
     def __init__(self, service: str, on_lost: Callable[[], None]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _unblock_stderr() -> None:
     number = sys.stderr.fileno()
     kind = os.fstat(number).st_mode
     if stat.S_ISFIFO(kind) or os.isatty(number):
-        with contextlib.suppress(OSError):  # of another user: library writes may block then
+        with contextlib.suppress(OSError):  # another user's: writes of libraries may block
             flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
             opened = os.open(f"/proc/self/fd/{number}", flags)
             os.dup2(opened, number)

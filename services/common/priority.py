@@ -1,4 +1,4 @@
-"""Scheduling priority and tenant, as clients write them in a header or in metadata."""
+"""Scheduling priority and tenant in the headers or the metadata of a request."""
 
 import re
 
@@ -9,7 +9,7 @@ __all__ = ["PRIORITY_KEY", "PRIORITY_LIMIT", "TENANT_KEY", "parse_priority"]
 PRIORITY_KEY = "x-priority"
 TENANT_KEY = "x-tenant"
 PRIORITY_LIMIT = 2**31
-"""Priorities are int32: at least the negated limit, and less than the limit"""
+"""Limit of priorities, which are int32: -limit <= priority < limit"""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
 
 

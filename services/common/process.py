@@ -29,7 +29,7 @@ _STDERR = 2
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Import large packages without garbage collection, and exempt their objects from it for good.
+    """Import large packages without garbage collection, and exempt their objects from it.
 
     The objects live as long as the process. Collections would take a sixth of torch's import.
     """
@@ -51,13 +51,14 @@ def end_process(code: int) -> NoReturn:
 def ends_with_peer(link: socket.socket) -> Iterator[None]:
     """End this process at once, with exit code 0, if a socket's peer closes it meanwhile.
 
-    For work of seconds without a look at the socket: a peer that was killed says nothing else.
+    This serves work that does not read the socket for seconds: a peer that is killed sends no
+    other sign.
     """
     is_over = threading.Event()
 
     def watch() -> None:
         poll = select.poll()
-        poll.register(link, 0)  # a hang-up is reported in any case, data is not
+        poll.register(link, 0)  # without flags, only a hang-up is reported
         poll.poll()
         if not is_over.is_set():
             end_process(0)
@@ -70,7 +71,7 @@ def ends_with_peer(link: socket.socket) -> Iterator[None]:
 
 
 def open_standard_files() -> None:
-    """Open standard input, output and error that the caller closed, on the null device.
+    """Open those of standard input, output and error that the caller closed on the null device.
 
     Sockets would take their numbers: libuv aborts a process that closes a socket of such a number.
     """

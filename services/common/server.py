@@ -65,15 +65,15 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 
 class Application(ABC):
-    """The part of a service that differs from other services."""
+    """Base class of the part of a service that differs from other services."""
 
     peer_methods: Collection[str] = ()
-    """Full names of the methods that are closed to holders of API keys"""
+    """Full names of the methods that holders of API keys must not call"""
 
     def __init__(self) -> None:
         self._report_serving: Callable[[bool], None] = lambda serving: None
         self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """Done, with one sentence, when the service can't continue"""
+        """Future whose result is the reason, one sentence, when the service can't continue"""
 
     @property
     @abstractmethod
@@ -90,14 +90,14 @@ class Application(ABC):
 
     @abstractmethod
     async def drain(self) -> None:
-        """Accept nothing new, and return when all running work has ended. May be cancelled."""
+        """Refuse new requests, and return when all running work has ended. May be cancelled."""
 
     @abstractmethod
     async def stop(self) -> None:
         """Abort running work, and release everything."""
 
     def on_serving(self, report: Callable[[bool], None]) -> None:
-        """Have `report` called at each change of the health."""
+        """Call `report` at each change of the health."""
         self._report_serving = report
 
     def set_serving(self, serving: bool) -> None:
@@ -127,9 +127,10 @@ def run(
     make: Callable[[S], Application],
     held: AbstractContextManager[object] | None = None,
 ) -> None:
-    """Do `main` with settings that have been read.
+    """Run a service process as `main` does, with settings that have been read.
 
-    held: left when the service has ended, or before a failed start is held for `hold_on_error`.
+    held: context that is left when the service has ended or failed to start, before the process
+    waits for `hold_on_error` seconds.
     """
     try:
         service_logging.configure(name, settings.log_level, LOST_LOG_LINES.inc)
@@ -226,7 +227,7 @@ class _Health:
             self._set(service, serving)
 
     def set_part(self, part: str, works: bool) -> None:
-        """Set the health of a part of the process, which leaves that of the services as it is."""
+        """Set the health of a part of the process. The health of the services does not change."""
         self._set(f"{_PART}{part}", works)
 
     def _set(self, service: str, serving: bool) -> None:
@@ -237,7 +238,7 @@ class _Health:
         task.add_done_callback(self._changes.discard)
 
     async def shut_down(self) -> None:
-        """Set the health to NOT_SERVING for good."""
+        """Set the health to NOT_SERVING. Later changes have no effect."""
         await self._servicer.enter_graceful_shutdown()
 
 
@@ -251,7 +252,7 @@ async def _drain(application: Application, health: _Health, grace: float) -> Non
 
 
 def _serve_metrics(settings: ServerSettings, port: int, model: str) -> None:
-    """Serve the metrics, beside a socket on loopback only if they have a port of their own."""
+    """Serve the metrics; a server on a Unix socket serves them only on a port that is set."""
     if settings.host.startswith(_UNIX):
         if settings.metrics_port > 0:
             serve_metrics("127.0.0.1", settings.metrics_port, model)

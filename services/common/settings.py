@@ -4,8 +4,9 @@
     class EngineSettings(ServerSettings):
         model: Path = setting("models/x", "Directory of the checkpoint.")
 
-`parse` turns it into a command line: the field `kv_memory` is the flag --kv-memory and, for the
-prefix TOKENWIRE_ENGINE, the variable TOKENWIRE_ENGINE_KV_MEMORY. The flag wins over the variable.
+`parse` turns the class into a command line: the field `kv_memory` is the flag --kv-memory and, with
+the prefix TOKENWIRE_ENGINE, the variable TOKENWIRE_ENGINE_KV_MEMORY. The flag wins over the
+variable.
 """
 
 import argparse
@@ -48,7 +49,7 @@ class StartupError(Exception):
 
 _LEAST_TOKEN = 32
 """Fewest characters of a peer token, so that it can't be guessed"""
-_MOST = 2**31 - 1  # in seconds 68 years, which timers still support
+_MOST = 2**31 - 1  # seconds; 68 years, which timers still support
 
 
 def setting(
@@ -66,7 +67,7 @@ def setting(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerTokenSettings:
-    """Token by which the services of an installation know each other."""
+    """Setting of the token by which the services of an installation know each other."""
 
     peer_token_file: str = setting(
         "",
@@ -157,7 +158,7 @@ class PeerSettings(PeerTokenSettings):
 
     @property
     def peer_tls(self) -> ClientTls | None:
-        """Certificates for calls; None = plaintext. Raises StartupError."""
+        """Certificates for calls of other services; None = plaintext. Raises StartupError."""
         if bool(self.peer_cert) != bool(self.peer_key):
             raise StartupError("--peer-cert and --peer-key need each other.")
         if not self.peer_ca:
@@ -265,7 +266,7 @@ def _complaint(field: Field, value: Any) -> str | None:
     choices, least, most = (field.metadata[name] for name in ("choices", "least", "most"))
     if choices and value not in choices:
         return f"{_flag(field)} must be one of {', '.join(choices)}, not {value!r}"
-    if isinstance(value, int | float) and not least <= value <= most:  # also for nan
+    if isinstance(value, int | float) and not least <= value <= most:  # true for NaN, too
         return f"{_flag(field)} must be between {least} and {most}, not {value}"
     return None
 

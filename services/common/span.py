@@ -1,4 +1,4 @@
-"""Span of a request, as the services see it."""
+"""Interface of a request's span."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -9,7 +9,7 @@ Attributes: TypeAlias = Mapping[str, str | int | float | Sequence[str]]
 
 
 class Span:
-    """Span of one request. This class records nothing."""
+    """Span of one request. This class records nothing; tracing replaces it by an exported span."""
 
     __slots__ = ("traceparent",)
     is_recording = False

@@ -25,10 +25,10 @@ _CONTEXT = TraceContextTextMapPropagator()
 
 
 class SpanExporter:
-    """Starts spans, and sends ended ones to a collector in a thread of the SDK."""
+    """Exporter that starts spans, and sends ended spans to a collector in a thread of the SDK."""
 
     def __init__(self, service: str, endpoint: str) -> None:
-        """Take the sampler, the queue's size and further limits from the standard variables."""
+        """The sampler, the queue's size and other limits come from OpenTelemetry's variables."""
         _log_few_warnings()
         name, release = f"tokenwire-{service.replace('_', '-')}", version("tokenwire")
         self._exporter = OTLPSpanExporter(endpoint=endpoint)
@@ -40,7 +40,7 @@ class SpanExporter:
         self._tracer = self._provider.get_tracer("tokenwire", release)
 
     def start(self, name: str, parent: str) -> Span:
-        """Start a span below `parent`, a traceparent; "" = it begins a trace."""
+        """Start a span. parent: traceparent of its parent; "" = the span begins a trace."""
         return _ExportedSpan(self._tracer, name, parent)
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class SpanExporter:
 
 
 class _ExportedSpan(Span):
-    """A span of the SDK, which may still be one that the sampler has left out."""
+    """A span of the SDK. It records nothing if the sampler left it out."""
 
     __slots__ = ("_span", "is_recording")
 
@@ -84,7 +84,7 @@ class _ExportedSpan(Span):
 
 
 class _FewWarnings(logging.Handler):
-    """Passes on the first record of a minute: a lost collector causes one for each batch."""
+    """Handler that logs one record a minute: a lost collector causes one for each batch."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

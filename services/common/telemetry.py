@@ -59,7 +59,7 @@ def serve_metrics(host: str, port: int, model: str = "") -> None:
 
 
 def _paced(accept: Callable[[], Accepted]) -> Callable[[], Accepted]:
-    """Pause after a connection that can't be accepted: it still waits, and a loop would spin."""
+    """Return `accept` with a pause after a failure: the connection still waits for the next try."""
 
     def paced() -> Accepted:
         try:

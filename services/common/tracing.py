@@ -21,7 +21,7 @@ _PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP
 current: ContextVar[Span] = ContextVar("span", default=Span(""))  # noqa: B039 - immutable
 """Span of the unary RPC that the task answers"""
 _start: Callable[[str, str], Span] | None = None
-"""Starts an exported span with a name and a parent; None = tracing is off"""
+"""Function that starts an exported span with a name and a parent; None = tracing is off"""
 
 
 def start(name: str, parent: str, request_id: str) -> Span:

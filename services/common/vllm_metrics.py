@@ -1,7 +1,7 @@
 """Load of models under vLLM's names, for routers that read a replica's metrics.
 
-A router reads one series of each gauge and adds none up: llm-d's endpoint picker the first one,
-vLLM's production stack the last. So the engines of a model are one series, their sum.
+A router reads one series of each gauge and adds none up: llm-d's endpoint picker reads the first,
+vLLM's production stack the last. So one series holds the sum over all engines of a model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ __all__ = ["ModelLoad", "VllmLoadMetrics", "cache_config", "labels_of"]
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """Load of the engines of a model that serve."""
+    """Total load of those engines of a model that serve."""
 
     model: str
     running: int
@@ -58,10 +58,10 @@ _COUNTERS: dict[str, Callable[[ModelLoad], float]] = {
 
 
 class VllmLoadMetrics(Collector):
-    """Load of models at each scrape. A model without an engine has no series."""
+    """Collector of the load of models. A model without an engine has no series."""
 
     def __init__(self, loads: Callable[[], Sequence[ModelLoad]]) -> None:
-        """`loads` is called in the thread of a scrape."""
+        """loads: returns the load of each model; called in the thread of a scrape."""
         self._loads = loads
 
     def collect(self) -> Iterator[Metric]:

@@ -14,7 +14,7 @@ from services.engine.settings import EngineSettings
 
 def _follow(settings: EngineSettings) -> NoReturn:
     limit_thread_spinning()
-    # imported here only: the gRPC process of rank 0 must stay free of torch
+    # imported only here, because the gRPC process of rank 0 must stay free of torch
     with collector_paused():
         from services.engine.loop.follower_process import run
 
@@ -22,7 +22,7 @@ def _follow(settings: EngineSettings) -> NoReturn:
 
 
 def _lead(settings: EngineSettings, loop: Child) -> None:
-    # imported here only: the loop process, which imports this module, needs no gRPC server
+    # imported only here, because the loop process imports this module and needs no gRPC server
     from services.common.server import run
     from services.engine.application import EngineApplication
 
@@ -35,8 +35,8 @@ if __name__ == "__main__":
         settings = parse(EngineSettings, "python -m services.engine", "TOKENWIRE_ENGINE")
         leads = Rank.from_environment().leads
         if leads:
-            raise_file_limit()  # which the loop process inherits
-            loop = spawn_loop()  # first: its import of torch is the longest part of a quick start
+            raise_file_limit()  # the loop process inherits the limit
+            loop = spawn_loop()  # at first, because importing torch is the longest part
     except StartupError as error:
         print(f"engine: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

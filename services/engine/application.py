@@ -37,7 +37,7 @@ _PEER_METHODS = ("Abort", "Drain", "FlushCache", "LoadAdapter", "UnloadAdapter",
 
 
 class EngineApplication(Application):
-    """The servicers and the frontend behind them."""
+    """Lifecycle of the engine service: its servicers, and the frontend behind them."""
 
     peer_methods = frozenset(f"/{_CONTROL}/{method}" for method in _PEER_METHODS)
 

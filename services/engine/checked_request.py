@@ -59,7 +59,7 @@ class MirostatSettings:
 
     @property
     def target_surprise(self) -> float:
-        """The target in bits."""
+        """Target surprise in bits."""
         return math.log2(self.target_perplexity)
 
 
@@ -79,8 +79,8 @@ class SamplingSettings:
     dry: DrySettings | None = None
     mirostat: MirostatSettings | None = None
     allowed: bytes | None = None
-    """Bitmask, least significant bit first: bit i allows id i, a missing bit forbids it. None =
-    every id is allowed"""
+    """Bitmask, least significant bit first: bit i allows id i, and a missing bit forbids its id;
+    None = every id is allowed"""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Non-empty runs of ids that must never be generated"""
 
@@ -101,7 +101,7 @@ class SamplingSettings:
 
 
 class EarlyStopping(Enum):
-    """End of a beam search, once as many sequences have ended as there are beams."""
+    """Condition that ends a beam search after as many sequences have ended as there are beams."""
 
     ESTIMATE = "the best beam, as if it ended now, ranks below them"
     FIRST = "at once"
@@ -145,12 +145,12 @@ class PlacedImage:
     digest: bytes
     """Hash of the encoded file: equal images share cached prefixes"""
     places: Sequence[int]
-    """Indices of its ids in the prompt, rising"""
+    """Indices of the image's ids in the prompt, ascending"""
     embeddings: bytearray
     """[layers, len(places), hidden size] in the model's dtype. The first layer replaces the
     embeddings of the ids; the others are added to what the first decoder layers return"""
     grid: tuple[int, int] | None = None
-    """Rows and columns in which the ids lie, for multimodal RoPE; None = they lie in a line"""
+    """Rows and columns of the ids for multimodal RoPE; None = the ids lie in a line"""
 
 
 class Pooled(Enum):
@@ -162,9 +162,10 @@ class Pooled(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A valid GenerateRequest with every default applied: prompts x n sequences.
+    """A valid GenerateRequest or EmbedRequest with every default applied.
 
-    Or a valid EmbedRequest, whose prompts are `pooled` and generate nothing.
+    A GenerateRequest has prompts x n sequences. The prompts of an EmbedRequest are `pooled` and
+    generate nothing.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -183,7 +184,7 @@ class CheckedRequest:
     instructions: Mapping[int, int] = field(default_factory=dict)
     """Number of tokens at the beginning that are an instruction, by prompt index"""
     pooled: Pooled | None = None
-    """None = the request generates"""
+    """Tokens whose states make the vectors; None = the request generates"""
     is_raw: bool = False
     """True if the last stage of the vectors is left out"""
     keeps_tokens: bool = False
@@ -195,7 +196,7 @@ class CheckedRequest:
     unattended: Mapping[int, int] = field(default_factory=dict)
     """Number of tokens at the end to which no token attends, by prompt index"""
     beams: BeamSettings | None = None
-    """Settings of the search whose beams are a prompt's n sequences; None = tokens are drawn"""
+    """Settings of a beam search, whose beams are a prompt's n sequences; None = tokens are drawn"""
 
     @staticmethod
     def of_texts(

@@ -1,4 +1,4 @@
-"""The engine in the process of a script: token ids in, token ids out, without gRPC.
+"""The engine in the process of a script, without gRPC.
 
     with Engine(Path("models/tokenwire-code-6m")) as engine:
         print(engine.generate([100, 101, 102], max_tokens=8, temperature=0).token_ids)
@@ -58,19 +58,19 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int
     """Upper bound of generated tokens; 0 with `prompt_logprobs` only scores the prompt"""
     temperature: float
-    """1.0 by default; 0 takes the most likely token each time"""
+    """Temperature of the draws, 1.0 by default; 0 takes the most likely token each time"""
     top_p: float
     top_k: int
     """Candidates to draw from; 0 = all, the default"""
     min_p: float
     seed: int | None
-    """Seed of the draws: the same one draws the same tokens; None = a random one"""
+    """Seed of the draws: equal seeds draw equal tokens; None = a random seed"""
     stop_token_ids: Collection[int]
     ignore_eos: bool
     logprobs: int | None
-    """Candidates that the score of a generated token lists; None = no scores"""
+    """Number of candidates in the score of a generated token; None = no scores"""
     prompt_logprobs: int | None
-    """Candidates that the score of a prompt token lists; None = no scores"""
+    """Number of candidates in the score of a prompt token; None = no scores"""
     images: Sequence[PlacedImage]
     """Images of the prompt, in order"""
 
@@ -80,12 +80,12 @@ class Generation:
     """The result of one request."""
 
     token_ids: list[int] = field(default_factory=list)
-    """Generated ids, with the one that ended the sequence"""
+    """Generated ids, with the id that ended the sequence"""
     finish: FinishCause = FinishCause.LENGTH
     scores: list[Score] = field(default_factory=list)
-    """A score for each generated token; empty without `logprobs`"""
+    """Score of each generated token; empty without `logprobs`"""
     prompt_scores: list[Score] = field(default_factory=list)
-    """A score for each prompt token but the first; empty without `prompt_logprobs`"""
+    """Score of each prompt token but the first; empty without `prompt_logprobs`"""
 
 
 class Engine:
@@ -161,10 +161,10 @@ class Engine:
     ) -> Tensor:
         """Return the vectors of prompts, embeddings or scores: float32 [prompts, width].
 
-        second_texts: by index of a prompt, where the second text of a pair begins. instructions:
-        likewise, tokens at its beginning that pooling may leave out. is_raw: leave out the last
-        stage, the activation of scores or what gives embeddings length 1. Outputs of other requests
-        that run meanwhile are lost. Raises ServiceError.
+        second_texts: index of the first token of a pair's second text, by index of the prompt.
+        instructions: number of tokens at the beginning that pooling may leave out, by index of the
+        prompt. is_raw: leave out the last stage, which activates scores or normalizes embeddings.
+        Outputs of other requests that run meanwhile are lost. Raises ServiceError.
         """
         pooled = self._pooled()
         length = self.model.context_length
@@ -182,9 +182,9 @@ class Engine:
     ) -> list[Tensor]:
         """Return the vectors of all tokens of each prompt: float32 [tokens, width].
 
-        They are those of a model that makes vectors of tokens alone, or else the last layer's
-        states. unattended: by index of a prompt, tokens at its end to which no token attends. As
-        `embed`, otherwise.
+        For a model without vectors of tokens, these are the states of the last layer. unattended:
+        number of tokens at the end to which no token attends, by index of the prompt. All else is
+        as in `embed`.
         """
         pooled, length = self._pooled(), self.model.context_length
         checked = CheckedRequest.of_texts(
@@ -307,7 +307,7 @@ class Engine:
             context_lengths_host=(count,),
         )
         hidden = decoder.forward(batch, cache)
-        # the decoder has room for the logits of so many rows, which the next call overwrites
+        # the decoder has room for the logits of SCORED_ROWS rows, which the next call overwrites
         parts = [hidden[start : start + SCORED_ROWS] for start in range(0, count, SCORED_ROWS)]
         return torch.cat([decoder.logits(part).log_softmax(-1) for part in parts])
 

@@ -1,4 +1,4 @@
-"""Pickled messages over a byte stream, each with its length in front.
+"""Pickled messages in a byte stream, each behind its length.
 
 Unpickling is safe here: both ends are processes of one engine.
 """
@@ -19,11 +19,11 @@ def pack(message: object) -> bytes:
 
 
 class Unpacker:
-    """Reassembles messages from pieces of any size."""
+    """Reassembly of messages from pieces of any size."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        """Bytes of messages that are not complete"""
+        """Bytes of the message that is not complete yet"""
 
     def feed(self, data: bytes) -> list[Any]:
         """Return the messages that this piece completes."""

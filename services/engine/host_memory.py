@@ -1,4 +1,4 @@
-"""Free memory of the machine or container, and amounts of memory in words."""
+"""Free memory of the machine or container, and amounts of memory as text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ class _Cgroup:
     """Files in which one version of Linux's control groups reports memory."""
 
     controller: str
-    """Name of the hierarchy in /proc/self/cgroup; version 2 has one, without a name"""
+    """Name of the hierarchy in /proc/self/cgroup; empty in version 2, which has one hierarchy"""
     folder: str
     limit: str
-    used: str
+    usage: str
     file_pages: tuple[str, str]
 
 
@@ -43,9 +43,9 @@ def free_host_memory(root: Path = Path("/")) -> int:
             if limit.exists() and (most := limit.read_text().strip()) != "max":
                 counts = _counts(folder / "memory.stat")
                 cached = sum(counts.get(key, 0) for key in version.file_pages)
-                used = int((folder / version.used).read_text())
+                usage = int((folder / version.usage).read_text())
                 # page cache, such as the checkpoint's, counts as used but is freed under pressure
-                free.append(int(most) - used + cached)
+                free.append(int(most) - usage + cached)
     return max(min(free), 0)
 
 

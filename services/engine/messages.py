@@ -1,7 +1,7 @@
 """Messages between the gRPC process and the loop process.
 
-Plain data without torch or protobuf, pickled over one socket: commands in, one `StepOutput` per
-step out. The processes share nothing else.
+The messages are plain data without torch or protobuf, pickled over one socket: commands to the
+loop, and one `StepOutput` per step from it. The processes share nothing else.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class AddRequest:
     adapter: int = 0
     """Number of the request's adapter; 0 = the model alone"""
     adapter_fingerprint: str = ""
-    """Fingerprint of the adapter's weights: requests with others share no cached prefixes"""
+    """Fingerprint of the adapter's weights; requests with others share no cached prefixes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class GrantCredit:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Tokens that a grammar forces and allows in one sequence, from `position` on."""
+    """Tokens that a grammar forces, and allows next, in one sequence from `position` on."""
 
     handle: int
     sequence: int
@@ -97,8 +97,8 @@ class Mask:
     terminated: bool
     """True if the sequence must end after `forced`"""
     draft_masks: Sequence[tuple[int, bytes | None]] = ()
-    """Draft tokens after `forced`, each with the bitmask for the token after it, which holds only
-    if this draft token and all before it are drawn"""
+    """Draft tokens after `forced`, each with the bitmask for the token after it. A bitmask holds
+    only if its draft token and all before it are drawn"""
 
     @property
     def end(self) -> int:
@@ -127,7 +127,7 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class SetMasks:
-    """Hand over masks that the grammar service has computed."""
+    """Deliver masks that the grammar service has computed."""
 
     masks: Sequence[Mask]
 
@@ -139,12 +139,12 @@ class FlushCache:
 
 @dataclass(frozen=True, slots=True)
 class FollowCache:
-    """Report changes of the prefix cache from now on, after all that it holds."""
+    """Report the whole prefix cache now, and its changes from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetEncoding:
-    """The image encoder begins to work, or has nothing more to do."""
+    """The image encoder begins to work, or has ended its work."""
 
     encodes: bool
 
@@ -244,7 +244,7 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """The vector of a prompt, an embedding or scores, or those of its tokens."""
+    """Vector of a prompt, which is an embedding or scores, or vectors of its tokens."""
 
     handle: int
     prompt: int
@@ -340,7 +340,7 @@ class LoadSnapshot(NamedTuple):
 
 
 class CacheChange(NamedTuple):
-    """Hashes that one group of the prefix cache gained and lost; none is in both."""
+    """Hashes that one group of the prefix cache gained and lost; no hash is in both."""
 
     stored: Sequence[bytes]
     removed: Sequence[bytes]
@@ -352,8 +352,8 @@ class StepOutput(NamedTuple):
     outputs: Sequence[Output]
     load: LoadSnapshot
     cache: Sequence[CacheChange | None] = ()
-    """Changes by group, of which that of states is the last; empty without a change, or if nobody
-    follows the cache"""
+    """Changes by group, that of states last; empty if there is no change, or if no client follows
+    the cache"""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # plain tuples: pickle spends more time on a token's type than on its fields

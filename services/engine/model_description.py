@@ -14,7 +14,7 @@ class GenerationDefaults:
     """Sampling settings that the checkpoint recommends; None = no recommendation."""
 
     temperature: float | None = None
-    """0 where generation_config.json sets do_sample to false"""
+    """Temperature; 0 if generation_config.json sets do_sample to false"""
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
@@ -22,14 +22,14 @@ class GenerationDefaults:
 
 
 class CacheGroup(NamedTuple):
-    """Layers that keep the same for each token or sequence."""
+    """Group of layers that keep equally large data for each token or sequence."""
 
     blocks: int
-    """Blocks, or slots of states"""
+    """Number of blocks, or of slots of states"""
     window: int = 0
-    """Last tokens whose keys and values a token reads, itself included; 0 = all"""
+    """Number of last tokens, itself included, whose keys and values a token reads; 0 = all"""
     snapshot_interval: int = 0
-    """Tokens of a prompt after each of which the group keeps a state; 0 = it holds no states"""
+    """Number of prompt tokens between two states that the group keeps; 0 = it holds no states"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ModelDescription:
     weights_fingerprint: str
     block_size: int
     total_blocks: int
-    """KV blocks of the first cache group"""
+    """Number of KV blocks of the first cache group"""
     cache_groups: Sequence[CacheGroup]
     kv_bytes: int
     weight_bytes: int
@@ -56,25 +56,25 @@ class ModelDescription:
     model_code: str = "native"
     """Code that computes the model: "native" or "transformers" """
     takes_adapters: bool = True
-    """False if the model is an encoder without adapters of its own, or in a GGUF file"""
+    """False for a model in a GGUF file, and for an encoder without its own adapters"""
     tasks: Sequence[str] = ()
     """Tasks whose adapters are loaded with the model, under the numbers from 1 on"""
     generates: bool = True
-    """False if it only makes vectors"""
+    """False if the model only makes vectors"""
     pooled: Pooled | None = None
-    """Tokens whose hidden states make vectors; None = it makes none"""
+    """Tokens whose hidden states make vectors; None = the model makes no vectors"""
     vector_width: int = 0
-    """Numbers of a prompt's vector; 0 = it makes none"""
+    """Width of a prompt's vector; 0 = the model makes none"""
     token_width: int = 0
-    """Numbers of a token's vector; 0 = it makes none"""
+    """Width of a token's vector; 0 = the model makes none"""
     weighs_tokens: bool = False
-    """True if it gives each token a weight"""
+    """True if the model gives each token a weight"""
     hides_ends: bool = False
-    """True if it can hide tokens at the end of a prompt from all tokens"""
+    """True if the model can hide tokens at the end of a prompt from all tokens"""
     has_scores: bool = False
-    """True if its vectors are scores of texts, or of pairs of texts, rather than embeddings"""
+    """True if the vectors are scores of texts, or of pairs of texts, instead of embeddings"""
     vectors_are_normalized: bool = False
     takes_pairs: bool = False
-    """True if it tells the two texts of a pair apart"""
+    """True if the model tells the two texts of a pair apart"""
     images_are_consecutive: bool = False
-    """True if the tokens of an image must have no others between them"""
+    """True if the tokens of an image must have no other tokens between them"""

@@ -1,4 +1,4 @@
-"""Check of a model and of the free memory before the engine starts. Free of torch."""
+"""Check of the model and of the free memory before the engine starts. Free of torch."""
 
 import os
 from collections.abc import Sequence
@@ -32,16 +32,16 @@ _PROCESSOR = Path("/proc/cpuinfo")
 _HALVES = frozenset({"avx512_bf16", "amx_bf16"})
 """Flags of processors that multiply bfloat16"""
 _WIDE = frozenset({"avx2", "fma", "f16c"})
-"""Flags of processors whose kernels read weights as they are stored, mapped ones too"""
+"""Flags of processors whose kernels read weights in their stored form, mapped or in memory"""
 _CODED_BYTES = 12.5 / 8
-"""Bytes of a number of bfloat16 in the CPU's coded form"""
+"""Bytes of a bfloat16 number in the CPU's coded form"""
 _ROUNDED = ("int8", "int4")
 
 
 def check_start(settings: EngineSettings) -> None:
     """Raise StartupError for stale kernels, a model that is not served, and too little memory.
 
-    What needs torch is checked when the model is loaded: other values of config.json, a GPU's
+    Checks that need torch come when the model is loaded: other values of config.json, a GPU's
     memory, and the room for the KV cache.
     """
     require_current()
@@ -119,8 +119,8 @@ def require_room(
 ) -> None:
     """Raise StartupError for weights that don't fit into `free` bytes.
 
-    stored_as: value of --weights. number_bytes: as of `StoredWeights.num_bytes`. others: other
-    values of --weights that the device has; the message names the first that would fit.
+    stored_as: value of --weights. number_bytes: parameter of `StoredWeights.num_bytes`. others:
+    other values of --weights that the device has; the message names the first that would fit.
     """
     needed = weights.num_bytes(stored_as, number_bytes)
     if needed <= free:
@@ -153,7 +153,7 @@ def _can_map(config: Config | None, settings: EngineSettings) -> bool:
 
 
 def _require_stated_cache(kv_memory: str, free: int) -> None:
-    """Raise StartupError for an amount of KV cache beyond what is free after the weights."""
+    """Raise StartupError for a KV cache larger than the memory that the weights leave free."""
     if kv_memory == "auto" or parse_share(kv_memory) is not None:
         return
     if (missing := parse_bytes(kv_memory) - free) > 0:
@@ -163,13 +163,13 @@ def _require_stated_cache(kv_memory: str, free: int) -> None:
 
 
 def _gguf(model: Path) -> Path | None:
-    """Return the GGUF file of a checkpoint, which may be described as a directory by now."""
+    """Return the GGUF file of a checkpoint, which may be a directory that describes the file."""
     parts = model / PARTS
     return min(parts.iterdir()) if parts.is_dir() else gguf_of(model)
 
 
 def _number_bytes(settings: EngineSettings) -> float | None:
-    """Return the least bytes of a number of --dtype on this processor; None = as it is stored."""
+    """Return the fewest bytes of a number of --dtype on this processor; None = as stored."""
     flags = _processor_flags()
     halves = bool(flags & _HALVES)
     if settings.dtype == "float32" or (settings.dtype == "auto" and not halves):

@@ -35,7 +35,8 @@ _THREADS = 2
 """Threads that compile grammars"""
 _RETRY_SECONDS = 5.0
 _ANSWER_SECONDS = 2.0
-"""Time of an answer on its way: an engine takes a later one for that of a service that hangs"""
+"""Seconds reserved for an answer's way back: an engine whose deadline passes treats the service as
+hanging"""
 _QUICK = 0.005  # seconds; longer steps run in a thread, so that the event loop stays responsive
 
 
@@ -109,13 +110,13 @@ class GrammarServicer(GrammarServiceServicer):
                 if batch is None:
                     batch = MatcherBatch(request.configuration, self._vocabulary, self._executor)
                     self._batches.add(batch)
-                began = time.perf_counter()
+                started = time.perf_counter()
                 grammars = self._grammars_to_open(request.commands)
                 if is_quick and not grammars:
                     states = batch.step(request.commands, grammars)
                 else:  # a newly opened matcher may have many tokens to accept
                     states = await asyncio.to_thread(batch.step, request.commands, grammars)
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - started
                 is_quick = seconds < _QUICK
                 STEP_SECONDS.observe(seconds)
                 self._update_load()
@@ -164,13 +165,13 @@ class GrammarServicer(GrammarServiceServicer):
     def _on_compiled(self, grammar_id: str, task: asyncio.Task[CompiledGrammar]) -> None:
         del self._compiling[grammar_id]
         if not task.cancelled():
-            task.exception()  # retrieved, or asyncio logs it if all callers were cancelled
+            task.exception()  # asyncio logs an exception that no caller retrieves
         self._update_load()
 
     async def _compile(self, grammar_id: str, spec: GrammarSpec) -> CompiledGrammar:
         with COMPILE_SECONDS.time():
             size = await self._compiler.try_out(spec)
-            # not in the threads of the masks, for which running sequences wait
+            # apart from the threads that compute masks, because running sequences wait for those
             compiled = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._compile_tried, grammar_id, spec, size
             )
@@ -199,5 +200,5 @@ class GrammarServicer(GrammarServiceServicer):
 
 
 def _within(seconds: float | None) -> float | None:
-    """Return the time for an answer that a caller waits for, and has in time; None = no limit."""
+    """Return the part of a caller's deadline that the work may take; None = no limit."""
     return None if seconds is None else max(seconds / 2, seconds - _ANSWER_SECONDS)

@@ -100,7 +100,7 @@ def identity(spec: GrammarSpec, tenant: str = "") -> str:
 
 
 def check_white_space(spec: GrammarSpec) -> None:
-    """Raise GrammarError for a json_whitespace that is no white space, or has no effect."""
+    """Raise GrammarError for a json_whitespace that is not white space, or has no effect."""
     kind = kind_of(spec)
     if spec.HasField("json_whitespace") and kind not in _WITH_JSON:
         raise GrammarError(f"A grammar of the kind {kind} has no white space; leave it out.")
@@ -214,10 +214,10 @@ def _positions(schema: Json) -> JsonPositions | None:
 def locate(spec: GrammarSpec, reason: str) -> str:
     """Return the compiler's reason in terms of the grammar as sent, with the place if known."""
     kind = kind_of(spec)
-    if kind == "regex":  # llguidance wraps it in a rule, and quotes both
+    if kind == "regex":  # llguidance wraps the expression in a rule, and quotes both
         _, found, rest = reason.partition(" (in regex): ")
         return rest.rpartition("\n   1 | start: /")[0] if found else reason
-    if kind == "lark":  # the reason without the options that `translate` added
+    if kind == "lark":  # leave out the options that `translate` added
         return str(LLMatcher.validate_grammar(_grammar("lark_grammar", spec.lark))) or reason
     if kind == "llguidance":
         for index, part in enumerate(json.loads(spec.llguidance)["grammars"]):
@@ -278,7 +278,7 @@ def _translate_parts(
     grammar: dict[str, Any], compilable: _Compilable, spaces: Mapping[str, Json]
 ) -> str:
     """Lower the schemas of an llguidance grammar, and translate parts of kinds that it lacks."""
-    translated: list[Any] = []
+    translated_parts: list[Any] = []
     further: list[Any] = []
     for index, part in enumerate(grammar["grammars"]):
         known = dict(part) if isinstance(part, dict) else part
@@ -294,8 +294,8 @@ def _translate_parts(
         elif (keyword := _schema_keyword(known)) is not None:
             path = _path_of_part(index, keyword)
             known["json_schema"] = compilable(known.pop(keyword), path)
-        translated.append(known)
-    return json.dumps(grammar | {"grammars": translated + further})
+        translated_parts.append(known)
+    return json.dumps(grammar | {"grammars": translated_parts + further})
 
 
 def _schema_keyword(part: Any) -> str | None:

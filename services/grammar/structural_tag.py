@@ -19,7 +19,7 @@ _ANY_JSON = "{}"
 
 
 def read(value: Json) -> StructuralTag:
-    """Read a structural tag from its protobuf JSON form; raise GrammarError if it is none."""
+    """Read a structural tag from its protobuf JSON form; raise GrammarError if it is not one."""
     try:
         return ParseDict(cast(dict[str, Any], value), StructuralTag())
     except (ParseError, TypeError, AttributeError) as error:

@@ -56,7 +56,7 @@ class TokenizerApplication(Application):
     peer_methods = frozenset(f"/{_COMPLETION}/{name}" for name in ("LoadAdapter", "UnloadAdapter"))
 
     def __init__(self, settings: TokenizerSettings) -> None:
-        """Load the checkpoint. Raises StartupError if it, or a setting, is unusable."""
+        """Load the checkpoint. Raises StartupError if the checkpoint or a setting can't be used."""
         super().__init__()
         directory = settings.model
         model = self._model = settings.model_id or served_name(directory)
@@ -165,7 +165,7 @@ class TokenizerApplication(Application):
 
 
 def _facade_type() -> "type[VllmFacade]":
-    """Import the façade, whose messages are an extra's dependency. Raises StartupError."""
+    """Import the façade, which needs the extra vllm_api. Raises StartupError without it."""
     if importlib.util.find_spec("smg_grpc_proto") is None:
         raise StartupError(
             "--vllm-api needs the package smg-grpc-proto: pip install 'tokenwire[vllm_api]'."

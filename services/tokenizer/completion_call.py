@@ -34,18 +34,18 @@ __all__ = [
 ]
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_NO_DEADLINE_SECONDS = 1e8  # a call without a deadline reports one centuries ahead
+_NO_DEADLINE_SECONDS = 1e8  # a call without a deadline reports a deadline centuries ahead
 
 
 class StalledCalls:
-    """Ends calls whose clients read nothing."""
+    """The tasks that end calls whose clients read nothing."""
 
     def __init__(self, settings: StreamSettings) -> None:
         self._seconds = settings.stall_seconds
         self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self, context: Context, abandon: Callable[[], None]) -> None:
-        """End a call; `abandon` ends what it runs."""
+        """End a call. abandon: ends the work of the call."""
         abandon()
         self.spawn(cut_stalled(context, self._seconds))
 
@@ -115,9 +115,9 @@ def context_of_call(
 ) -> CallContext:
     """Return the origin of a call's request, from its metadata.
 
-    model: canonical id of the model that serves it. start_span: starts its span, if the metadata
-    is valid. Raises INVALID_ARGUMENT for x-priority, and PERMISSION_DENIED for what the caller may
-    not choose.
+    model: canonical id of the model that serves the request. start_span: starts the request's span
+    if the metadata is valid. Raises INVALID_ARGUMENT for a wrong x-priority, and PERMISSION_DENIED
+    for a tenant or a priority that the caller may not choose.
     """
     caller, tenant = identity.current.get(), metadata_value(context, TENANT_KEY) or ""
     tenant = caller.tenant(tenant, TENANT_KEY)
@@ -136,12 +136,12 @@ def context_of_call(
 
 
 def meter_of(caller: Identity, request: TextRequest, model: str) -> Meter | None:
-    """Return what counts a request against the limits of its key; None without a key."""
+    """Return the meter that counts a request against its key's limits; None without a key."""
     return Meter(caller, request, model) if caller.account is not None else None
 
 
 def deadline_after(seconds: float | None) -> float | None:
-    """Return the loop time after `seconds`; None without a deadline. NaN stays: it is refused."""
+    """Return the loop time after `seconds`; None without a deadline. NaN is refused later."""
     if seconds is None or seconds > _NO_DEADLINE_SECONDS:
         return None
     return asyncio.get_running_loop().time() + seconds

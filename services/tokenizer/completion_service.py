@@ -38,7 +38,7 @@ from tokenwire.time_slice import TimeSlice
 __all__ = ["CompletionServicer"]
 
 _FULL_BYTES = 4 * 1024 * 1024  # size at which a message of a Session takes no more output
-_CHECK_EVERY = 8  # streams between two looks at the size, which their output rarely reaches
+_CHECK_EVERY = 8  # streams after which the size is measured; it rarely reaches the limit
 
 
 class CompletionServicer(CompletionServiceServicer):
@@ -54,7 +54,7 @@ class CompletionServicer(CompletionServiceServicer):
         created: int,
         settings: StreamSettings,
     ) -> None:
-        """`created` is the checkpoint's Unix time, for the list of models."""
+        """created: Unix time of the checkpoint, for the list of models."""
         self._registry = registry
         self._processors = processors
         self._embeddings = embeddings
@@ -212,7 +212,7 @@ class _ClientSession:
                     await time_slice.renew()
 
     def write(self, response: completion_pb2.SessionResponse) -> None:
-        """Write what is ready, up to the size of a message and one turn of the event loop."""
+        """Write ready output, up to the size of a message and one time slice of the event loop."""
         time_slice = TimeSlice()
         for place, stream in enumerate(self._send_queue.take()):
             handle = self._handles.get(stream)
@@ -258,7 +258,7 @@ class _ClientSession:
             self._start(handle, command.start)
         elif kind is None:
             raise invalid("commands", "A command must have one of the known kinds.")
-        elif (stream := self._streams.get(handle)) is not None:  # None: it has ended
+        elif (stream := self._streams.get(handle)) is not None:  # a missing stream has ended
             if kind == "cancel":
                 stream.cancel()
             else:
@@ -266,7 +266,7 @@ class _ClientSession:
 
     def _start(self, handle: int, start: completion_pb2.SessionStart) -> None:
         context = _context_of_start(start.context, start.request, self._caller, self._model)
-        previous = current_tenant.set(context.tenant)  # of the tasks that the request starts
+        previous = current_tenant.set(context.tenant)  # inherited by the request's tasks
         try:
             stream = self._registry.start(
                 self._processors.processor(start.request),
@@ -282,7 +282,7 @@ class _ClientSession:
 
 def _wake_writer(send_queue: SendQueue[CompletionStream], reader: asyncio.Task[None]) -> None:
     if not reader.cancelled():
-        reader.exception()  # retrieved, or asyncio logs it if the call was cut
+        reader.exception()  # asyncio logs an exception that is not retrieved
     send_queue.wake()
 
 
@@ -302,7 +302,7 @@ def _context_of_start(
     try:
         tenant = caller.tenant(context.tenant, "context.tenant")
         priority = caller.priority(context.priority, "context.priority")
-    except ServiceError as error:  # of this request: the Session goes on
+    except ServiceError as error:  # the error ends this request alone: the Session goes on
         refusal = error
     return CallContext(
         request_id=request_id,

@@ -10,7 +10,7 @@ from tokenwire.pb.orca.v1 import orca_pb2
 __all__ = ["LoadAverage", "RequestCounts"]
 
 _WINDOW_SECONDS = 5.0
-"""Time constant of the averages: a change shows to two thirds after it"""
+"""Time constant of the averages: after it, they show two thirds of a change"""
 _LEAST_UTILIZATION = 0.01
 
 
@@ -20,14 +20,14 @@ class RequestCounts:
 
     started: int
     failed: int
-    """Requests that failed through no fault of the client"""
+    """Number of requests that failed through no fault of the client"""
 
 
 class LoadAverage:
     """Averages in which a measurement counts exponentially less with its age."""
 
     def __init__(self, now: float, counts: RequestCounts, cpu_seconds: float) -> None:
-        """All times are in seconds; `cpu_seconds` is what the process has used so far."""
+        """now: monotonic time in seconds. cpu_seconds: CPU time of the process so far."""
         self._now = now
         self._counts = counts
         self._cpu_seconds = cpu_seconds
@@ -37,7 +37,7 @@ class LoadAverage:
     def add(
         self, now: float, counts: RequestCounts, cpu_seconds: float, loads: Sequence[EngineLoad]
     ) -> None:
-        """Take a measurement. loads: those of the engines that serve; empty counts as full load."""
+        """Add a measurement. loads: loads of the engines that serve; empty = full load."""
         passed = now - self._now
         if passed <= 0:
             return
@@ -53,10 +53,10 @@ class LoadAverage:
         self._loads = loads
 
     def report(self) -> orca_pb2.OrcaLoadReport:
-        """Return the load as ORCA has it."""
+        """Return the load as a message of ORCA."""
         loads = self._loads
         total = sum(load.total_blocks for load in loads)
-        used = sum(load.used_blocks for load in loads)
+        used_blocks = sum(load.used_blocks for load in loads)
         return orca_pb2.OrcaLoadReport(
             cpu_utilization=self._cpu,
             rps_fractional=self._requests,
@@ -64,7 +64,7 @@ class LoadAverage:
             named_metrics={
                 "num_requests_running": sum(load.running for load in loads),
                 "num_requests_waiting": sum(load.waiting for load in loads),
-                "kv_cache_usage_perc": used / total if total else 0.0,
+                "kv_cache_usage_perc": used_blocks / total if total else 0.0,
             },
             application_utilization=max(self._engines, self._cpu, _LEAST_UTILIZATION),
         )

@@ -37,7 +37,7 @@ FIRST_TOKEN_SECONDS = Histogram(
     buckets=LATENCY_BUCKETS,
 )
 RECENT_FIRST_TOKENS = RecentTimes(window_seconds=300, most=1000)
-"""The last times of FIRST_TOKEN_SECONDS, whose buckets are too wide for percentiles"""
+"""Last times to first tokens: the buckets of FIRST_TOKEN_SECONDS are too wide for percentiles"""
 INTER_TOKEN_SECONDS = Histogram(
     "tokenwire_tokenizer_inter_token_seconds",
     "Seconds between the tokens of a choice, by delta of the engine.",

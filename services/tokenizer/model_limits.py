@@ -28,16 +28,15 @@ class ModelLimits:
     model_code: str = ""
     """Code that computes the model, "native" or "transformers"; empty = not known"""
     vector_width: int = 0
-    """Numbers of an embedding, or labels that a text is scored for; 0 = the model makes neither"""
+    """Width of an embedding, or number of labels that a text is scored for; 0 = neither"""
     token_width: int = 0
-    """Numbers of a token's vector; 0 = the model makes no vectors"""
+    """Width of a token's vector; 0 = the model makes no vectors"""
     vectors_are_scores: bool = False
     vectors_are_normalized: bool = False
     takes_pairs: bool = False
     """True if the model tells the texts of a pair apart"""
     weighs_tokens: bool = False
-    """True if the model gives each token a weight, and has token vectors of its own beside those of
-    texts"""
+    """True if the model gives each token a weight, and token vectors other than its text vectors"""
     hides_ends: bool = False
     """True if the model can hide tokens at the end of a prompt from all tokens"""
     only_embeds: bool = False

@@ -15,7 +15,7 @@ from tokenwire.pb.completion.v1 import models_pb2
 
 __all__ = ["model_load", "model_status", "outcomes", "running_requests"]
 
-_BEGAN = time.monotonic()
+_STARTED = time.monotonic()
 
 
 def model_status(model: str, engines: Sequence[models_pb2.EngineStatus]) -> models_pb2.ModelStatus:
@@ -24,7 +24,7 @@ def model_status(model: str, engines: Sequence[models_pb2.EngineStatus]) -> mode
     return models_pb2.ModelStatus(
         model=model,
         version=version("tokenwire"),
-        uptime_seconds=now - _BEGAN,
+        uptime_seconds=now - _STARTED,
         running_requests=running_requests(),
         outcomes=[
             models_pb2.OutcomeCount(outcome=outcome, requests=requests)

@@ -81,7 +81,7 @@ class OrcaServicer:
         self._is_draining.set()
 
     def _measured(self) -> LoadAverage:
-        """Return the average, which is kept up to date from now on."""
+        """Return the average load. The first call starts a task that keeps it up to date."""
         if self._average is None:
             self._pool.follow_load()
             self._average = LoadAverage(time.monotonic(), _counts(), time.process_time())

@@ -1,4 +1,4 @@
-"""Processors of new requests, with what all of them share."""
+"""Factory of processors, which share vocabulary, templates and image reader."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ __all__ = ["ProcessorFactory"]
 
 @dataclass(frozen=True, slots=True)
 class ProcessorFactory:
-    """Makes the processor of each request."""
+    """Factory that makes the processor of each request."""
 
     vocabulary: Vocabulary
     infill: InfillTemplate | None

@@ -18,7 +18,7 @@ class RecentTimes:
         self._times.append((now, seconds))
 
     def sorted(self, now: float) -> list[float]:
-        """Return the measurements of the window that ends at `now`, in seconds, in rising order."""
+        """Return the measurements of the window that ends at `now`, in seconds, ascending."""
         while self._times and self._times[0][0] < now - self.window_seconds:
             self._times.popleft()
         return sorted(seconds for _, seconds in self._times)

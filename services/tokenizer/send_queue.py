@@ -13,7 +13,7 @@ S = TypeVar("S")
 
 
 class SendQueue(Generic[S]):
-    """Streams that have output until the client takes it.
+    """Streams that have output that the client has not taken.
 
     Streams gather their output themselves, so that output merges while the client is slow.
     """
@@ -44,7 +44,7 @@ class SendQueue(Generic[S]):
         self._wake.set()
 
     async def wait(self) -> bool:
-        """Wait for output, after the previous message was sent; return true for a heartbeat."""
+        """Wait for output after the previous message was sent. Return True for a heartbeat."""
         self._sent_at = self._loop.time()
         self._sending_since = None
         await self._wake.wait()

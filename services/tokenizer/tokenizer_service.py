@@ -1,4 +1,4 @@
-"""TokenizerService: text to ids and back, and prompts of chats and infills."""
+"""TokenizerService: encoding and decoding of text, and prompts of chats and infills."""
 
 import asyncio
 import hashlib
@@ -277,5 +277,5 @@ def _byte_offsets(texts: list[str]) -> list[int]:
 
 
 async def _run(work: Callable[[], T], size: int) -> T:
-    """Do the work, in a thread if its input is large."""
+    """Run the work, in a thread if its input is large."""
     return await asyncio.to_thread(work) if size > _INLINE_SIZE else work()

@@ -135,8 +135,8 @@ def template_tools(tools: Sequence[completion_pb2.Tool]) -> list[Json]:
 def arguments_schema(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
     """Return the schema of a tool's arguments, always an object's. Raises INVALID_ARGUMENT.
 
-    Without further keywords about members, it allows the named ones only: models invent arguments
-    wherever they may, and no function takes them.
+    Without keywords about unnamed members, the schema allows only named ones: models invent
+    arguments where they may, and no function takes them.
     """
     field = f"{field}.parameters_json"
     try:
@@ -154,7 +154,7 @@ def arguments_schema(tool: completion_pb2.Tool, field: str) -> dict[str, Any]:
 
 
 def _names_all_members(schema: dict[str, Any]) -> bool:
-    """Return whether no keyword of an object's schema is about members without a name there."""
+    """Return whether no keyword of an object's schema applies to unnamed members."""
     properties, required = schema.get("properties"), schema.get("required", [])
     return (
         isinstance(properties, dict)
@@ -172,7 +172,7 @@ def arguments_schemas(tools: Sequence[completion_pb2.Tool]) -> dict[str, dict[st
 
 
 def without_unique_items(indexed: IndexedTool) -> tuple[IndexedTool, list[str]]:
-    """Return a valid tool whose schema lacks uniqueItems, and the paths of what was left out.
+    """Return a valid tool whose schema lacks uniqueItems, and the paths of the removed keywords.
 
     Grammars detect repeated items only in arguments that are one JSON object. A strict tool stays
     as it is: the grammar service refuses it.

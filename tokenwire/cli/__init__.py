@@ -2,7 +2,7 @@
 
 import os
 
-# as in services/__init__.py; gRPC reads it when it is imported
+# gRPC reads the variable when it is imported; services/__init__.py sets it, too
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from tokenwire.cli.command_line import main

@@ -72,7 +72,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
-    """Add --key-file, beside the variable of the environment, and --plaintext."""
+    """Add --key-file, which a variable of the environment may replace, and --plaintext."""
     parser.add_argument(
         "--key-file",
         type=Path,
@@ -135,7 +135,7 @@ def number(least: float, most: float) -> Callable[[str], float]:
             value = float(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-        if not least <= value <= most:  # also for NaN
+        if not least <= value <= most:  # true for NaN, too
             raise argparse.ArgumentTypeError(f"must be between {least:g} and {most:g}, got {text}")
         return value
 

@@ -1,4 +1,4 @@
-"""The command `batch`: runs a file of requests, in the lines of OpenAI's batch API."""
+"""The command `batch`: run the requests of a file in the form of OpenAI's batch API."""
 
 import argparse
 import asyncio
@@ -78,7 +78,7 @@ def add_commands(commands: Commands) -> None:
 
 
 async def _batch(options: argparse.Namespace) -> int:
-    # imported here: the other commands need no HTTP client
+    # imported here, because the other commands need no HTTP client
     from tokenwire.batch_run import BatchRun, InputError
     from tokenwire.cli.http_sender import HttpSender
 

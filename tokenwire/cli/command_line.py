@@ -18,14 +18,14 @@ from tokenwire.token_file import TokenError
 __all__ = ["main"]
 
 _SIGPIPE_EXIT = 141
-"""Exit code that a shell gives a command that SIGPIPE ended"""
+"""Exit code in a shell of a command that was ended by SIGPIPE"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit.
 
-    0: done; 1: failure; 2: wrong arguments, or it could not start; 130: interrupted; 141: the
-    reader of the output left.
+    Exit codes: 0 = success; 1 = failure; 2 = wrong arguments, or the command could not start; 130 =
+    interrupted; 141 = the reader of the output left.
     """
     try:
         try:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of a command; `serve` hands what it doesn't know to its services."""
+    """Return the options of a command; `serve` passes unknown options to its services."""
     parser = _parser()
     options, further = parser.parse_known_args(arguments)
     if further and "service_flags" not in options:
@@ -65,10 +65,10 @@ def _run(options: argparse.Namespace) -> int:
     except (TlsError, TokenError) as error:
         print_error(str(error))
         return 2
-    except UnicodeError as error:  # an argument, standard input, or the terminal's encoding
+    except UnicodeError as error:  # from an argument, standard input, or the terminal's encoding
         print_error(f"The text can't be read or written: {error}.")
         return 1
-    except ModuleNotFoundError as error:  # of an extra
+    except ModuleNotFoundError as error:  # a package of an extra
         print_error(f"{error.name} is not installed; `pip install 'tokenwire[all]'` installs it.")
         return 2
 
@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
 async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
     """Run a command. Ctrl-C during its last write counts too."""
     code = await command
-    await asyncio.sleep(0)  # where the interrupt is raised
+    await asyncio.sleep(0)  # the interrupt is raised here
     return code
 
 
@@ -95,7 +95,7 @@ _OPTIONS = {
     *("max_tokens", "temperature", "top_p", "seed", "n", "stop", "ignore_eos", "model"),
     *("suffix", "system", "image"),
 }
-"""Options that requests have as fields"""
+"""Options that have the name of the request's field"""
 
 
 def _parser() -> argparse.ArgumentParser:

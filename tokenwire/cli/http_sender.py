@@ -17,7 +17,7 @@ _KEEP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class HttpSender:
-    """A server, and the key to show it."""
+    """Sender of requests to one server, with one API key."""
 
     url: str
     """URL of the server, without a path"""
@@ -28,7 +28,7 @@ class HttpSender:
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[Send]:
         """Open a worker's connection."""
-        # a pool for each: the time of one pool grows with the square of its connections
+        # each worker has a pool: the time of one pool grows with the square of its connections
         own = httpcore.AsyncConnectionPool(
             self.tls, max_connections=1, keepalive_expiry=_KEEP_SECONDS
         )

@@ -26,7 +26,7 @@ _CLIENT_REASONS = {"UNREACHABLE", "SESSION_LOST", "UNKNOWN"}
 
 
 async def explain(target: str, error: ServiceError, tls: ClientTls | None) -> str:
-    """Return the sentence that says why a call to a tokenizer service failed."""
+    """Return the reason why a call to a tokenizer service failed, as a sentence."""
     if error.reason == "MISSING_API_KEY":
         return f"{target} requires an API key: set TOKENWIRE_API_KEY, or use --key-file."
     if error.code not in _NO_ANSWER or error.reason not in _CLIENT_REASONS:

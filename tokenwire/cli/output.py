@@ -25,5 +25,5 @@ def print_error(message: str) -> None:
 
 
 def discard_output() -> None:
-    """Drop the unwritten rest of stdout: the interpreter would fail on it again at its end."""
+    """Discard the unwritten rest of stdout, which would fail again when the interpreter ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

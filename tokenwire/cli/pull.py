@@ -29,7 +29,7 @@ def add_commands(commands: Commands) -> None:
 async def _pull(options: argparse.Namespace) -> int:
     from services.common.model_files.hub import HubCheckpoint, HubError
 
-    # asyncio would only cancel this task, which does not notice it within a download
+    # asyncio's handler would only cancel this task, which has no effect during a download
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         print(HubCheckpoint.parse(options.model).download(options.to))

@@ -91,7 +91,7 @@ async def _serve(options: argparse.Namespace) -> int:
 
 
 async def _pull(model: str) -> int:
-    """Download a model by a process of its own, which Ctrl-C can end; return its exit code."""
+    """Download a model in a process of its own, which Ctrl-C can end; return its exit code."""
     command = [sys.executable, "-m", "tokenwire", "pull", model]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
     try:

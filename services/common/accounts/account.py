@@ -61,7 +61,7 @@ class Bucket:
         return missing * _MINUTE / self.per_minute if missing > _ROUNDING else 0.0
 
     def take(self, amount: float, now: float) -> None:
-        """Take the amount, into debt if necessary; a negative amount is put back."""
+        """Take an amount, even if this leaves a debt; a negative amount is put back."""
         self._level = self.left(now) - amount
 
     def mirror(self, level: float, now: float) -> None:
@@ -69,9 +69,9 @@ class Bucket:
         self._level, self._time = min(level, float(self.per_minute)), now
 
     def resize(self, per_minute: int, now: float) -> None:
-        """Change the limit; the used amount stays used."""
-        used = self.per_minute - self.left(now)
-        self.per_minute, self._level = per_minute, per_minute - used
+        """Change the limit, and keep the amount that is used."""
+        used_amount = self.per_minute - self.left(now)
+        self.per_minute, self._level = per_minute, per_minute - used_amount
 
 
 class Account:
@@ -85,7 +85,7 @@ class Account:
         now: float,
         shared: "SharedLimits | None" = None,
     ) -> None:
-        """shared: limits that several processes count in Redis; None = counted here alone."""
+        """shared: limits that several processes count in Redis; None = this one counts alone."""
         self.id = identity
         self.name = name
         self.shared = shared
@@ -95,7 +95,7 @@ class Account:
         self.set_tier(tier, now)
 
     def set_tier(self, tier: Tier, now: float) -> None:
-        """Change the limits; the usage stays."""
+        """Change the limits, and keep the usage."""
         self.tier = tier
         self._requests = _resized(self._requests, tier.requests_per_minute, now)
         self._tokens = _resized(self._tokens, tier.tokens_per_minute, now)
@@ -108,7 +108,7 @@ class Account:
             self._requests.take(1, now)
 
     def charge_requests(self, more: int, now: float) -> None:
-        """Count further requests, into debt if necessary."""
+        """Count further requests, even if this leaves a debt."""
         if self._requests is not None:
             self._requests.take(more, now)
 
@@ -123,7 +123,7 @@ class Account:
             )
 
     def begin(self, tokens: int, now: float, choices: int = 1) -> int:
-        """Start a request of that many choices, and return the number of tokens reserved.
+        """Start a request with `choices` choices, and return the number of tokens reserved.
 
         A reservation is at most a minute's tokens. Raises RESOURCE_EXHAUSTED.
         """
@@ -139,11 +139,11 @@ class Account:
         self.streams += choices
         return reserved
 
-    def end(self, reserved: int, used: int, now: float, choices: int = 1) -> None:
+    def end(self, reserved: int, used_tokens: int, now: float, choices: int = 1) -> None:
         """End a request and charge the used tokens in place of those that `begin` reserved."""
         self.streams -= choices
         if self._tokens is not None:
-            self._tokens.take(used - reserved, now)
+            self._tokens.take(used_tokens - reserved, now)
 
     def mirror(
         self, now: float, *, requests: float | None = None, tokens: float | None = None
@@ -155,17 +155,17 @@ class Account:
             self._tokens.mirror(tokens, now)
 
     def requests_exhausted(self, now: float) -> ServiceError:
-        """Return the error of a request for which the bucket has no room."""
+        """Return the error of a request that exceeds the limit of requests."""
         assert self._requests is not None
         return _used_up(self._requests, 1, "requests", now)
 
     def tokens_exhausted(self, amount: int, now: float) -> ServiceError:
-        """Return the error of a request for whose tokens the bucket has no room."""
+        """Return the error of a request whose tokens exceed the limit of tokens."""
         assert self._tokens is not None
         return _used_up(self._tokens, amount, "tokens", now)
 
     def streams_exhausted(self, running: int, choices: int) -> ServiceError:
-        """Return the error of a request whose choices would be too many beside the running ones."""
+        """Return the error of a request that would have too many choices run at once."""
         return _exhausted(
             f"This key may have {self.tier.concurrent_streams} choices in progress; {running} are, "
             f"and this request adds {choices}.",

@@ -18,8 +18,8 @@ class Authenticator:
     def __init__(
         self, keyring: Keyring | None, token: TokenFile | None, trust: str = "auto"
     ) -> None:
-        """trust: callers that may schedule: "auto" = peers, "always" = all, "never" = peers that
-        have shown the token."""
+        """trust: callers that may choose priority and tenant: "auto" = peers, "always" = all,
+        "never" = peers that show the token."""
         self.keyring = keyring
         self._token = token
         is_open = keyring is None and token is None
@@ -28,7 +28,7 @@ class Authenticator:
         self._holders_schedule = trust == "always"
 
     def identify(self, authorization: str | None) -> Identity:
-        """Return the caller that shows a header "Bearer SECRET". Raises UNAUTHENTICATED."""
+        """Return the caller that sends the header "Bearer SECRET". Raises UNAUTHENTICATED."""
         if self._anyone is not None:
             return self._anyone
         secret = bearer(authorization)

@@ -15,7 +15,7 @@ __all__ = ["ANYONE", "Identity", "current"]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller, and what it may do."""
+    """A caller and its permissions."""
 
     is_peer: bool
     """True for a service of the installation, and for anyone on a server that checks no caller"""
@@ -46,7 +46,10 @@ class Identity:
             )
 
     def require_unlimited(self) -> None:
-        """Raise PERMISSION_DENIED for a key whose tier has limits, which only text counts."""
+        """Raise PERMISSION_DENIED for a key whose tier has limits.
+
+        Only the tokenizer service counts the usage of keys.
+        """
         if self.account is not None and self.account.tier.is_limited:
             raise _denied(
                 "TIER_HAS_LIMITS",
@@ -95,7 +98,7 @@ class Identity:
 
 
 ANYONE = Identity(is_peer=True, may_schedule=True)
-"""Caller of a server that checks no callers"""
+"""Caller as a server sees it that checks no caller"""
 current: ContextVar[Identity] = ContextVar("identity", default=ANYONE)
 """Caller of the rpc that the task answers"""
 

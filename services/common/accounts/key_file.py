@@ -43,7 +43,7 @@ _Limit: TypeAlias = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class KeyFileError(Exception):
-    """Unusable keys file. The message is one sentence."""
+    """The keys file can't be used. The message is one sentence."""
 
 
 class Tier(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -63,7 +63,7 @@ class Tier(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
 
     @property
     def is_limited(self) -> bool:
-        """True if the tier limits what its keys may ask for, or how much."""
+        """True if the tier limits the requests of its keys, in kind or in amount."""
         return msgspec.structs.replace(self, priority=0) != Tier()
 
 
@@ -75,10 +75,10 @@ class Key(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """SHA-256 of the whole key, in hexadecimal"""
     tier: str
     created: int
-    """Unix seconds"""
+    """Time of creation, in Unix seconds"""
     name: str = ""
     revoked: int | None = None
-    """Unix seconds"""
+    """Time of revocation, in Unix seconds; None = the key is valid"""
 
 
 class KeyFile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,7 +97,7 @@ def key_id(secret: str) -> str:
 
 
 def matches(secret: str, key: Key | None) -> bool:
-    """Return whether `secret` is that key, in constant time; None equals no secret."""
+    """Return in constant time whether `secret` is that key; False if `key` is None."""
     digest = hashlib.sha256(secret.encode()).hexdigest()
     is_same = hmac.compare_digest(digest, _NOBODY if key is None else key.hash)
     return is_same and key is not None
@@ -112,14 +112,14 @@ def read_keys(path: Path) -> KeyFile:
         raise KeyFileError(f"The keys file {path} can't be read: {error.strerror}.") from None
     except RecursionError:
         raise KeyFileError(f"The keys file {path} is nested too deeply.") from None
-    except ValueError as error:  # from JSON, from UTF-8, from a type, or raised below
+    except ValueError as error:  # raised by the JSON decoder, by UTF-8, by a type, or below
         why = " ".join(str(error).split()).rstrip(".")
         raise KeyFileError(f"The keys file {path} is wrong: {why}.") from None
     return file
 
 
 def add_key(path: Path, tier: str = "default", name: str = "") -> str:
-    """Make a key, store its hash and return it. Creates a missing file."""
+    """Make a key, store its hash, and return the key. Creates a missing file."""
     with _locked(path):
         file = read_keys(path) if path.exists() else _EMPTY
         if tier not in file.tiers:
@@ -133,7 +133,7 @@ def add_key(path: Path, tier: str = "default", name: str = "") -> str:
 
 
 def revoke_key(path: Path, identity: str) -> Key:
-    """Revoke the key of an id, permanently, and return it."""
+    """Revoke the key with an id permanently, and return its public part."""
     with _locked(path):
         file = read_keys(path)
         found = next((key for key in file.keys if key.id == identity), None)

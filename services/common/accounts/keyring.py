@@ -27,12 +27,12 @@ class Keyring:
     """Authenticates API keys."""
 
     def __init__(self, path: Path, shared: "SharedLimits | None" = None) -> None:
-        """Read the file. shared: as for `Account`. Raises KeyFileError."""
+        """Read the file. shared: limits that `Account` takes. Raises KeyFileError."""
         self._path = path
         self._shared = shared
         self._stamp = _stamp(path)
         self._problem = ""
-        """Logged reason for which the changed file is not used; empty = none"""
+        """Reason why the changed file is not used, as it was logged; empty = it is used"""
         self._keys: dict[str, Key] = {}
         self._accounts: dict[str, Account] = {}
         self._read()
@@ -80,9 +80,10 @@ class Keyring:
             self.reload_if_changed()
 
     def reload_if_changed(self) -> None:
-        """Reload the file if it has changed; one that can't be read changes nothing.
+        """Reload the file if it has changed.
 
-        It is read again the next time: the process may only have been out of file descriptors.
+        A file that can't be read changes nothing, and is read again the next time: the process may
+        only have been out of file descriptors.
         """
         stamp = _stamp(self._path)
         if stamp == self._stamp:
@@ -114,7 +115,7 @@ class Keyring:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when the file does."""
+    """Return a value that changes when the file changes."""
     try:
         found = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Counting of what the holders of API keys use, against the limits of their tiers."""
+"""Metering of API keys: requests and tokens are counted against the limits of the key's tier."""
 
 import asyncio
 import time
@@ -37,12 +37,12 @@ class Charge:
         self._choices = choices
         self._shared = shared
 
-    def end(self, used: int) -> None:
+    def end(self, used_tokens: int) -> None:
         """Charge the used tokens in place of the reserved ones."""
-        self._account.end(self.reserved, used, time.monotonic(), self._choices)
+        self._account.end(self.reserved, used_tokens, time.monotonic(), self._choices)
         if self._shared is not None:
             limits, lease = self._shared
-            limits.end(self._account, lease, used)
+            limits.end(self._account, lease, used_tokens)
 
 
 class Meter:
@@ -63,7 +63,7 @@ class Meter:
         return self._account.id
 
     async def begin(self) -> None:
-        """Count the request, lower its max_tokens to the tier's, and reserve what it may use.
+        """Count the request, lower its max_tokens to the tier's, and reserve the tokens it may use.
 
         Raises UNAUTHENTICATED, PERMISSION_DENIED or RESOURCE_EXHAUSTED.
         """
@@ -75,14 +75,14 @@ class Meter:
         beginning = asyncio.ensure_future(begin(self._account, tokens, choices))
         try:
             self._charge = await asyncio.shield(beginning)
-        except asyncio.CancelledError:  # the client leaves: give back what is granted later
+        except asyncio.CancelledError:  # the client left: give back a later grant
             beginning.add_done_callback(_give_back)
             raise
 
-    def end(self, used: int) -> None:
-        """Charge the used tokens, unless the request was refused before."""
+    def end(self, used_tokens: int) -> None:
+        """Charge the used tokens, unless `begin` refused the request."""
         if self._charge is not None:
-            self._charge.end(used)
+            self._charge.end(used_tokens)
             self._charge = None
 
 
@@ -101,13 +101,13 @@ async def count_request(account: Account) -> None:
 
 
 def charge_requests(account: Account, more: int) -> None:
-    """Charge an answer as further requests, into debt if necessary."""
+    """Charge an answer as further requests, even if this leaves a debt."""
     if account.shared is None or not account.shared.charge_requests(account, more):
         account.charge_requests(more, time.monotonic())
 
 
 async def begin(account: Account, tokens: int, choices: int) -> Charge:
-    """Start a request of that many tokens and choices, at most. Raises RESOURCE_EXHAUSTED."""
+    """Start a request that uses at most `tokens` tokens. Raises RESOURCE_EXHAUSTED."""
     limits = account.shared
     if limits is None:
         return Charge(account, choices, account.begin(tokens, time.monotonic(), choices))

@@ -1,7 +1,8 @@
 """Limits of API keys that hold over several processes: their buckets and streams in Redis.
 
-While Redis is away, each process counts for itself, as without it. No operation waits for Redis
-longer than a quarter of a second, and only those under way when it is lost wait that long.
+While Redis is away, each process counts alone, as it does without Redis. No operation waits for
+Redis longer than a quarter of a second, and only operations that run when Redis is lost wait so
+long.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ _SHARED = Gauge(
 _PATIENCE_SECONDS = 0.25
 _PROBE_SECONDS = 0.5
 _LEASE_MILLISECONDS = 15_000
-"""Time after which the streams of a killed process are free again"""
+"""Milliseconds after which the streams of a killed process are free again"""
 _RENEW_SECONDS = 5.0
 _CONNECTIONS = 32
 _PREFIX = "tokenwire:limits"
@@ -51,7 +52,7 @@ local function store(key, per_minute, left)
   redis.call('PEXPIRE', key, math.max(1, math.ceil((per_minute - left) / per_minute * 60000)))
 end
 """
-# keys: requests, tokens. Both capacities, the second one 0 for none.
+# KEYS: buckets of requests and of tokens. ARGV: their capacities; 0 tokens = no such bucket.
 _COUNT = f"""{_BUCKET}
 local per_minute, tokens_per_minute = tonumber(ARGV[1]), tonumber(ARGV[2])
 local left, granted = level(KEYS[1], per_minute), 0
@@ -62,10 +63,11 @@ end
 local tokens = tokens_per_minute > 0 and level(KEYS[2], tokens_per_minute) or 0
 return {{granted, string.format('%.17g', left), string.format('%.17g', tokens)}}
 """
-# keys: tokens, streams. Capacity (0 = none), tokens, most choices (-1 = any), choices, name and
-# milliseconds of the lease. Streams are a sorted set of leases by the time of their end; a name
-# begins with its number of choices. Answers whether both are granted, the level, and the running
-# choices if they are too many, else -1.
+# KEYS: bucket of tokens, set of streams. ARGV: capacity of the bucket (0 = none), tokens, most
+# choices (-1 = any), choices, name and milliseconds of the lease. Streams are a sorted set of
+# leases by the time of their end; a name begins with its number of choices. The script returns
+# whether tokens and choices are granted, the level of the bucket, and the running choices if they
+# are too many, else -1.
 _BEGIN = f"""{_BUCKET}
 local per_minute, tokens = tonumber(ARGV[1]), tonumber(ARGV[2])
 local most, choices = tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -93,7 +95,7 @@ if most >= 0 then
 end
 return {{1, string.format('%.17g', left), -1}}
 """
-# keys: tokens, streams. Capacity (0 = none), tokens to take or put back, name of the lease.
+# KEYS: bucket of tokens, set of streams. ARGV: capacity (0 = none), tokens to take, lease's name.
 _END = f"""{_BUCKET}
 local per_minute, tokens = tonumber(ARGV[1]), tonumber(ARGV[2])
 redis.call('ZREM', KEYS[2], ARGV[3])
@@ -102,7 +104,7 @@ local left = math.min(level(KEYS[1], per_minute) - tokens, per_minute)
 store(KEYS[1], per_minute, left)
 return string.format('%.17g', left)
 """
-# key: streams. Milliseconds of the leases, then their names.
+# KEYS: set of streams. ARGV: milliseconds of the leases, then their names.
 _RENEW = f"""{_BUCKET}
 for place = 2, #ARGV do
   redis.call('ZADD', KEYS[1], now + tonumber(ARGV[1]) / 1000, ARGV[place])
@@ -121,11 +123,11 @@ class Lease:
         self.reserved = 0
         """Tokens that the request has reserved"""
         self.is_shared = False
-        """True if Redis has granted it; False if it was away then"""
+        """True if Redis has granted the lease; False if Redis was away"""
 
 
 class SharedLimits:
-    """Counts in Redis what API keys use. `run` must run beside it."""
+    """Usage of API keys, counted in Redis. Its method `run` must run in a task."""
 
     def __init__(self, url: str) -> None:
         """Connect at the first use. Raises StartupError for an unusable URL, or without `redis`."""
@@ -146,7 +148,7 @@ class SharedLimits:
                 timeout=_PATIENCE_SECONDS,
                 socket_timeout=_PATIENCE_SECONDS,
                 socket_connect_timeout=_PATIENCE_SECONDS,
-                # once, for a connection that broke while it was idle
+                # try once more, because a connection may have broken while it was idle
                 retry=Retry(NoBackoff(), 1),
             )
         except (ValueError, TypeError) as error:
@@ -156,14 +158,14 @@ class SharedLimits:
             self._redis.register_script(text) for text in (_COUNT, _BEGIN, _END, _RENEW)
         )
         self._leases: dict[str, str] = {}
-        """Keys of the streams by the names of this process's leases"""
+        """Redis key of the set of streams for each lease of this process, by the lease's name"""
         self._settling: set[asyncio.Task[None]] = set()
         self._is_away = False
         self._lost = asyncio.Event()
         _SHARED.set(1)
 
     async def run(self) -> None:
-        """Renew leases, and try to reach a Redis that is away, until cancelled."""
+        """Until cancelled, renew leases, and try to reach Redis while it is away."""
         while True:
             if self._is_away:
                 await asyncio.sleep(_PROBE_SECONDS)
@@ -201,7 +203,7 @@ class SharedLimits:
         return True
 
     def charge_requests(self, account: Account, more: int) -> bool:
-        """Count further requests, into debt if necessary; return False if Redis is away."""
+        """Count further requests, even if this leaves a debt; return False if Redis is away."""
         per_minute = account.tier.requests_per_minute
         if per_minute is not None and not self._is_away:
             self._run_later(self._charge(account, per_minute, more))
@@ -238,10 +240,10 @@ class SharedLimits:
             self._leases[lease.name] = streams
         return lease
 
-    def end(self, account: Account, lease: Lease, used: int) -> None:
-        """End a request that has used these tokens, in a task that its answer does not wait for."""
+    def end(self, account: Account, lease: Lease, used_tokens: int) -> None:
+        """End a request, and charge its used tokens in a task that its answer does not wait for."""
         is_counted = self._leases.pop(lease.name, None) is not None
-        difference = used - lease.reserved if lease.is_shared else 0
+        difference = used_tokens - lease.reserved if lease.is_shared else 0
         if account.tier.tokens_per_minute is None:
             difference = 0
         if not self._is_away and (is_counted or difference):

@@ -1,4 +1,4 @@
-"""Architectures of llama.cpp: a row for each, with the keys of config.json that only it has."""
+"""Architectures of llama.cpp: one row each, with the keys of config.json that only it has."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -56,7 +56,7 @@ class Architecture:
     name: str
     """Name of the architecture in transformers"""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names of Llama's keys of config.json that are called otherwise in this architecture"""
+    """Names in this architecture of keys of Llama's config.json that it calls otherwise"""
     extra_keys: Callable[[GgufFile], dict[str, Json]] = field(default=lambda _: {})
     """Function that reads the keys that only this architecture has"""
     has_attention: bool = True
@@ -66,7 +66,7 @@ class Architecture:
 
 
 def architecture_of(file: GgufFile) -> Architecture:
-    """Return the architecture of a file, which may choose among those that share a name.
+    """Return the architecture of a file. Several architectures may share llama.cpp's name.
 
     Raises GgufError for an unsupported architecture.
     """
@@ -117,7 +117,7 @@ def _read_olmo3(file: GgufFile) -> dict[str, Json]:
 
 
 def _read_apertus(file: GgufFile) -> dict[str, Json]:
-    """Return the constants of xIELU, one of each for each layer."""
+    """Return the constants of xIELU, a list of one per layer for each."""
     return {f"xielu_{name}": [*file.numbers(f"xielu.{name}")] for name in _XIELU}
 
 
@@ -146,10 +146,10 @@ def _read_ernie_experts(file: GgufFile) -> dict[str, Json]:
 
 
 def _read_llama4(file: GgufFile) -> dict[str, Json]:
-    """Return the keys of Llama 4. llama.cpp's code fixes what the file leaves out.
+    """Return the keys of Llama 4, with constants of llama.cpp's code that the file leaves out.
 
-    A window of 0 marks a model without chunks, all of whose layers rotate. The one with 128 experts
-    has no norms of queries and keys.
+    A window of 0 marks a model without chunks, all of whose layers rotate. The model with 128
+    experts has no norms of queries and keys.
     """
     values: dict[str, Json] = {
         "interleave_moe_layer_step": file.count("llama4.interleave_moe_layer_step", 1),
@@ -181,7 +181,7 @@ def _read_mpt(file: GgufFile) -> dict[str, Json]:
 
 
 def _positive_or_none(file: GgufFile, key: str) -> float | None:
-    """Return a number above 0; None if the file states 0 or none. Raises GgufError for another."""
+    """Return a number above 0; None if it is 0 or missing. Raises GgufError for a negative one."""
     return file.positive(key) if file.number(key, 0.0) else None
 
 

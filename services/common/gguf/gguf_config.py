@@ -1,7 +1,7 @@
-"""config.json of the model in a GGUF file, as transformers would have it.
+"""config.json of the model in a GGUF file, in the form of transformers.
 
-The keys are those that llama.cpp's converter writes; what it leaves out because llama.cpp has it in
-its code (Gemma's scales, SmolLM 3's layers without rotation) is added here.
+The values come from the keys that llama.cpp's converter writes. This module adds the constants that
+stand in llama.cpp's code alone (Gemma's scales, SmolLM 3's layers without rotation).
 """
 
 from services.common.gguf.gguf_architectures import Architecture, architecture_of
@@ -17,10 +17,10 @@ __all__ = ["MARK", "config_of"]
 MARK = "tokenwire_gguf"
 """Key of config.json that marks weights with the names and formats of a GGUF file
 
-Its value is an object. `fused_qkv` in it is true if queries, keys and values are one tensor, and
-`fused_gate` if both products of a gated layer are; `head` lists the modules of a head that scores
-texts, and `answers` is true if its two outputs are the logits of yes and no; `file` is the GGUF
-file, which errors name."""
+The value is an object. Its member `fused_qkv` is true if queries, keys and values are one tensor,
+and `fused_gate` is true if gate and up of a gated layer are one tensor. `head` lists the modules of
+a head that scores texts, and `answers` is true if the two outputs of the head are the logits of yes
+and no. `file` is the path of the GGUF file, for errors."""
 
 _MATRIX = 2  # dimensions
 _FEED_FORWARD_BIASES = ("blk.0.ffn_up.bias", "blk.0.ffn_up_exps.bias")
@@ -130,7 +130,7 @@ def _has_weight(file: GgufFile, name: str) -> bool:
 
 
 def _ends(file: GgufFile) -> dict[str, Json]:
-    """Return the ids that begin and end a text; the end of a turn ends it too."""
+    """Return the ids that begin and end a text, among them the id that ends a turn."""
     ends = [
         file.integer(key)
         for name in ("eos", "eot", "eom")

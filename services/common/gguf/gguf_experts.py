@@ -13,11 +13,11 @@ __all__ = [
 ]
 
 SIGMOIDS = 2
-"""Number of sigmoids among llama.cpp's functions of experts' scores; 0: the model's own"""
+"""llama.cpp's number of the sigmoid as function of experts' scores; 0 = the model's own function"""
 
 
 def read_routing(file: GgufFile) -> dict[str, Json]:
-    """Return how experts are chosen and weighed, and which layers and shared experts there are."""
+    """Return the keys of the experts: choice, weights, layers with experts, shared experts."""
     own = file.own
     groups = file.count(own("expert_group_count"), 1)
     return {
@@ -32,9 +32,9 @@ def read_routing(file: GgufFile) -> dict[str, Json]:
 
 
 def read_sigmoid_routing(file: GgufFile) -> dict[str, Json]:
-    """Return what `read_routing` does, for experts that sigmoids weigh.
+    """Return the keys of `read_routing` for experts that sigmoids weigh.
 
-    Raises GgufError if another function does.
+    Raises GgufError if another function weighs them.
     """
     key = file.own("expert_gating_func")
     if (gating := file.integer(key, 0)) not in (0, SIGMOIDS):
@@ -49,9 +49,9 @@ def layers_with_routers(file: GgufFile) -> list[bool]:
 
 
 def read_hunyuan_routing(file: GgufFile) -> dict[str, Json]:
-    """Return what `read_sigmoid_routing` does, for Hunyuan 3, whose files leave two counts out.
+    """Return the keys of `read_sigmoid_routing` for Hunyuan 3, whose files leave two counts out.
 
-    The first layers have no router, and a shared expert is as wide as another.
+    The first layers have no router, and a shared expert is as wide as any other expert.
     """
     own, have_routers = file.own, layers_with_routers(file)
     width = file.count(own("expert_feed_forward_length"))

@@ -42,7 +42,7 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GgufError(Exception):
-    """A file is no GGUF that can be read. The message is one sentence."""
+    """The file is not a GGUF file, or can't be read. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    """Sizes of the dimensions, the slowest first, unlike in the file"""
+    """Sizes of the dimensions, slowest first (the file has them fastest first)"""
     kind: int
     """Number of the tensor's type in ggml"""
     file: Path
@@ -60,10 +60,10 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A GGUF file, or all parts of a split one."""
+    """A GGUF file, or all parts of a split file."""
 
     def __init__(self, path: Path) -> None:
-        """Read the metadata. Raises GgufError for a file that is damaged, truncated or no GGUF."""
+        """Read the metadata. Raises GgufError for a file that is damaged, truncated or not GGUF."""
         self.path = path
         self.metadata: Mapping[str, Value] = {}
         self.tensors: dict[str, GgufTensor] = {}
@@ -101,14 +101,14 @@ class GgufFile:
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above 0. Raises GgufError for another one."""
+        """Return a finite number above 0. Raises GgufError for any other value."""
         value = self.number(key, default)
         if value <= 0:
             raise self._wrong(key, f"a number above 0, not {value:g}")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number. In a list, all entries must be the same one."""
+        """Return a whole number; a list must have equal entries. Raises GgufError otherwise."""
         value = self.metadata.get(key, default)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]
@@ -119,7 +119,7 @@ class GgufFile:
     def count(
         self, key: str, default: int | None = None, *, least: int = 1, most: int | None = None
     ) -> int:
-        """Return a whole number from `least` to `most`. Raises GgufError for another one."""
+        """Return a whole number from `least` to `most`. Raises GgufError for any other value."""
         value = self.integer(key, default)
         if value < least or (most is not None and value > most):
             bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
@@ -131,8 +131,8 @@ class GgufFile:
     ) -> list[int]:
         """Return a whole number for each of `count` layers: a list, or one number for all.
 
-        least: of one number for all; in a list, layers may have 0. Raises GgufError for a smaller
-        one.
+        least: bound on one number for all layers; the numbers of a list may be 0. Raises GgufError
+        for a smaller number.
         """
         value = self.metadata.get(key, default)
         if not isinstance(value, list):
@@ -164,7 +164,7 @@ class GgufFile:
     def numbers(self, key: str, *, finite: bool = True) -> list[float]:
         """Return a list of numbers, empty if it is missing. Raises GgufError for another type.
 
-        finite: also raise it for an infinity or NaN.
+        finite: whether an infinity or NaN raises GgufError, too.
         """
         value = self.metadata.get(key, [])
         if not isinstance(value, list):

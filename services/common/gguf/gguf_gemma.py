@@ -1,4 +1,4 @@
-"""Keys of config.json that only Gemma has, of a GGUF file."""
+"""Keys of config.json that only Gemma has, from a GGUF file."""
 
 from statistics import NormalDist
 

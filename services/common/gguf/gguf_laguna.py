@@ -13,9 +13,9 @@ _PATTERN = 4
 
 
 def read_laguna(file: GgufFile) -> dict[str, Json]:
-    """Return the keys of Laguna. The width of a gate says whether it is of a head.
+    """Return the keys of Laguna. Layers with a window rotate without scaling.
 
-    Layers with a window rotate without scaling.
+    The width of a gate says whether it has a number per head or per element.
     """
     own, layers = file.own, count_layers(file)
     heads = file.integers(own("attention.head_count"), layers, least=1)[:layers]

@@ -1,4 +1,4 @@
-"""Latent and indexed attention of a GGUF file: its model, and its keys of config.json."""
+"""Latent and indexed attention of a GGUF file: choice of the model, and keys of config.json."""
 
 from services.common.gguf.gguf_experts import SIGMOIDS, read_routing, read_sigmoid_routing
 from services.common.gguf.gguf_file import GgufError, GgufFile

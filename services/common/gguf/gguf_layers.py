@@ -36,9 +36,10 @@ def read_windows(file: GgufFile, pattern: int) -> dict[str, Json]:
 
 
 def read_later_windows(file: GgufFile, pattern: int) -> dict[str, Json]:
-    """Return the layers with a window: all but the first of every `pattern`, or as the file lists.
+    """Return the layers with a window: those in the file's list, or else all but each first of
+    `pattern` layers.
 
-    A file without a window has none.
+    A file that states no window has no such layers.
     """
     if file.integer(file.own("attention.sliding_window"), 0) <= 0:
         return {}
@@ -55,9 +56,9 @@ def read_later_windows(file: GgufFile, pattern: int) -> dict[str, Json]:
 
 
 def read_recurrent_layers(file: GgufFile, interval: int) -> dict[str, Json]:
-    """Return which layers are recurrent, with the others attention.
+    """Return which layers are recurrent. All other layers are attention.
 
-    interval: every so many-th layer is attention, if the file does not say which.
+    interval: period of the attention layers, if the file does not list them.
     """
     own, layers = file.own, count_layers(file)
     interval = file.count(own("full_attention_interval"), interval)

@@ -12,7 +12,7 @@ _PERIOD = 6
 
 
 def read_mimo(file: GgufFile) -> dict[str, Json]:
-    """Return the layers with a window, which have key heads and a RoPE of their own.
+    """Return the keys of MiMo V2. Layers with a window have key heads and a RoPE of their own.
 
     llama.cpp has the normalization of weights in its code. Raises GgufError if layers of one kind
     differ in their key heads.

@@ -20,7 +20,7 @@ _ANSWERS = ["yes", "no"]
 
 
 def head_of(file: GgufFile) -> list[str]:
-    """Return the modules of the head that scores texts, in order; none: the file has no head."""
+    """Return the modules of the head that scores texts, in order; empty if there is no head."""
     return [name for name in _HEAD if f"{name}.weight" in file.tensors]
 
 
@@ -56,7 +56,7 @@ def answers_yes_or_no(file: GgufFile) -> bool:
 
 
 def modules_of(file: GgufFile) -> dict[str, Json]:
-    """Return the files that name the pooling, by their paths; none if the file names none.
+    """Return the contents of the files that name the pooling, by path; empty if there is none.
 
     Vectors have length 1, as llama.cpp's server makes them. Raises GgufError for another pooling.
     """

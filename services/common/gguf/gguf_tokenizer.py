@@ -1,4 +1,4 @@
-"""tokenizer.json and its companions, of the tokenizer in a GGUF file."""
+"""tokenizer.json and the files beside it, made from the tokenizer in a GGUF file."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +23,7 @@ __all__ = ["chat_templates_of", "tokenizer_config_of", "tokenizer_of"]
 
 _PREFIX = "tokenizer.ggml"
 _GEMMA4 = "gemma4"
-"""Name of a tokenizer, and of the pre-tokenizer that it implies"""
+"""Name of Gemma 4's tokenizer, and of the pre-tokenizer that goes with it"""
 _BERT = "bert"
 _MODERN_BERT = "modern-bert"
 """Pre-tokenizer of ModernBERT"""
@@ -130,7 +130,7 @@ def chat_templates_of(file: GgufFile) -> dict[str, str]:
 
 
 def _merged(file: GgufFile) -> dict[str, Json]:
-    """Return BPE by the merges that the file lists."""
+    """Return BPE with the merges that the file lists."""
     pre_tokenizer = _pre_tokenizer(file)
     pieces, merges = _pieces(file), _merges(file)
     if not pre_tokenizer.spells_bytes:

@@ -1,4 +1,4 @@
-"""Pre-tokenizers of llama.cpp: how each cuts a text into the words that BPE merges.
+"""Pre-tokenizers of llama.cpp, which cut a text into the words that BPE merges.
 
 Source: llama-vocab.cpp of llama.cpp. Where it quotes the expression of a model's own tokenizer.json
 beside a simpler one, the model's own is used.
@@ -116,7 +116,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), replace(_QWEN2, composes=True)),
     **dict.fromkeys(("kormo", "f2llmv2", "stablelm2", "megrez", "hunyuan"), _QWEN2),
     **dict.fromkeys(("solar-open", "grok-2"), _QWEN2),
-    # their expression is written in another way, but cuts the same words
+    # these have another expression that cuts the same words
     **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _QWEN2),
     "qwen35": PreTokenizer((QWEN35,), composes=True),
     "seed-coder": PreTokenizer((_SEED_CODER,)),

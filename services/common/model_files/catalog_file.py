@@ -8,7 +8,7 @@ path = "models/small"            # `tokenwire serve` starts the services of this
 [[models]]
 id = "small-sql"
 adapter_of = "small"             # a LoRA adapter
-path = "adapters/sql"            # none if the model has a target, which has the adapter already
+path = "adapters/sql"            # left out if the model has a target, which has the adapter loaded
 
 [[models]]
 id = "acme/large"
@@ -43,11 +43,11 @@ _Variant: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\
 _Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 _Seconds: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
 _RESERVED = "default"
-"""Name of the only model in a request"""
+"""Name by which requests mean the only model of a server"""
 
 
 class CatalogError(Exception):
-    """Unusable catalog. The message is one sentence."""
+    """The catalog can't be used. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +55,18 @@ class CatalogModel:
     """A model, or a variant of one, that requests can name."""
 
     id: str
-    """Canonical id; a variant has its model's id"""
+    """Canonical id; variants have the id of their model"""
     variant: str = ""
     names: tuple[str, ...] = ()
-    """All names under which requests find it"""
+    """All names by which requests can choose the model"""
     target: str | None = None
-    """host:port of its tokenizer service"""
+    """Address host:port of the model's tokenizer service"""
     peer_token_file: Path | None = None
-    """Token that the service at the target is shown; None = that of the whole server, if any"""
+    """File of the token for the service at the target; None = the whole server's token, if any"""
     path: Path | None = None
     """Directory of a checkpoint, or hf:owner/name, whose services `tokenwire serve` starts"""
     adapter_of: str = ""
-    """Id of the model that this one is a LoRA adapter of; `path` is the adapter's directory then"""
+    """Id of the base model of a LoRA adapter, whose directory is `path`; empty = not an adapter"""
     adapters: tuple[tuple[str, Path], ...] = ()
     """Ids and directories of the LoRA adapters that the checkpoint's engines load"""
     dtype: str = "auto"
@@ -134,7 +134,7 @@ def read_catalog(path: Path) -> tuple[CatalogModel, ...]:
         raise CatalogError(f"The catalog {path} is nested too deeply.") from None
     except UnicodeDecodeError:
         raise CatalogError(f"The catalog {path} is not UTF-8.") from None
-    except ValueError as error:  # from TOML, from a type, or raised below
+    except ValueError as error:  # raised by the TOML parser, by a type, or below
         why = " ".join(str(error).split()).rstrip(".")
         raise CatalogError(f"The catalog {path} is wrong: {why}.") from None
     return models
@@ -167,7 +167,7 @@ def _models(row: _Row, folder: Path) -> Iterator[CatalogModel]:
 
 
 def _adapter(row: _Row, base: str, folder: Path) -> CatalogModel:
-    """Return an adapter's row. Its target is that of its model, `base`."""
+    """Return the model of an adapter's row. base: id of its base model, which has the target."""
     started = (row.dtype, row.engine_args, row.replicas, row.chat_template)
     if row.target is not None or any(started) or row.placeholder or row.variants:
         raise ValueError(
@@ -187,7 +187,7 @@ def _adapter(row: _Row, base: str, folder: Path) -> CatalogModel:
 
 
 def _with_adapters(models: Sequence[CatalogModel]) -> tuple[CatalogModel, ...]:
-    """Give adapters the targets of their models, and models the adapters that are to be loaded."""
+    """Set the targets of adapters to those of their models, and the `adapters` of the models."""
     bases = {model.id: model for model in models if not (model.variant or model.adapter_of)}
     loaded: dict[str, list[tuple[str, Path]]] = {}
     completed = []

@@ -1,4 +1,4 @@
-"""The checkpoint that a service was given, as a directory in Hugging Face form."""
+"""A service's checkpoint as a directory in Hugging Face form."""
 
 import json
 import tempfile
@@ -32,9 +32,9 @@ S = TypeVar("S", bound=ServerSettings)
 
 @contextmanager
 def opened(settings: S) -> Iterator[S]:
-    """Yield the settings with the directory of their checkpoint, and the name of their model.
+    """Yield the settings with the checkpoint's directory and the model's name filled in.
 
-    Raises StartupError for a path that holds no checkpoint that is read.
+    Raises StartupError for a path that holds no supported checkpoint.
     """
     if not isinstance(settings, CheckpointSettings):
         yield settings
@@ -48,8 +48,8 @@ def opened(settings: S) -> Iterator[S]:
 def opened_checkpoint(path: Path) -> Iterator[Path]:
     """Yield the directory of a checkpoint in Hugging Face form.
 
-    It is made, and removed at the end, for a GGUF file, and for a directory whose tokenizer has
-    another form than tokenizer.json. Raises StartupError for a path that holds no checkpoint.
+    For a GGUF file, and for a directory whose tokenizer is not a tokenizer.json, the directory is
+    temporary and removed at the end. Raises StartupError for a path that holds no checkpoint.
     """
     if path == Path():
         raise StartupError("--model must name the directory of a checkpoint, or a GGUF file.")
@@ -66,7 +66,7 @@ def opened_checkpoint(path: Path) -> Iterator[Path]:
         directory = Path(name)
         try:
             if gguf is not None:
-                with collector_paused():  # collections would visit every token, again and again
+                with collector_paused():  # each collection would visit every token
                     write_checkpoint(gguf, directory)
             elif other is not None:
                 _write_tokenizer(other, directory)
@@ -78,7 +78,7 @@ def opened_checkpoint(path: Path) -> Iterator[Path]:
 
 
 def _write_tokenizer(file: Path, directory: Path) -> None:
-    """Write the tokenizer in its new form, and links to all that lies beside it."""
+    """Write the tokenizer as tokenizer.json, and links to all other files beside it."""
     made = dict(zip((_TOKENIZER, _CONFIG), read_other_tokenizer(file), strict=True))
     for beside in file.parent.absolute().iterdir():
         if beside.name not in made:

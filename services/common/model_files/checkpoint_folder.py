@@ -1,4 +1,4 @@
-"""Folders that users take for a checkpoint, and the remedy for each."""
+"""Checks of a checkpoint's folder: common mistakes, and the remedy for each."""
 
 import json
 import re
@@ -29,7 +29,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 class CheckpointFolderError(Exception):
-    """Path that holds no checkpoint of the form that is served. The message is one sentence."""
+    """The path holds no checkpoint that can be served. The message is one sentence."""
 
 
 def require_readable(path: Path) -> None:
@@ -47,7 +47,7 @@ def require_readable(path: Path) -> None:
 
 
 def gguf_of(path: Path) -> Path | None:
-    """Return the GGUF file that the path is, or that is the only one in the directory."""
+    """Return the path itself if it is a GGUF file, or the only GGUF file in the directory."""
     if path.is_file():
         return path
     files = _gguf_files(path)
@@ -97,7 +97,7 @@ def _no_directory(path: Path) -> str:
 
 
 def _reasons(path: Path) -> Iterator[str]:
-    """Yield why the directory is no checkpoint that is read; nothing if it looks like one."""
+    """Yield the reasons why the directory can't be served as a checkpoint."""
     yield from _of_hub_cache(path)
     if not (path / "config.json").is_file():
         yield from _of_adapter(path)
@@ -156,7 +156,7 @@ def _of_index(path: Path) -> Iterator[str]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        return  # the engine reads it again, and names what is wrong in it
+        return  # the engine reads the file again, and reports what is wrong
     missing = sorted(str(name) for name in names if not (path / str(name)).exists())
     if missing:
         yield (
@@ -166,7 +166,7 @@ def _of_index(path: Path) -> Iterator[str]:
 
 
 def _gguf_files(path: Path) -> list[Path]:
-    """Return the GGUF files of a directory; of a split one, its first part."""
+    """Return the GGUF files of a directory, and only the first part of a split file."""
     files = sorted(path.glob("*.gguf"))
     return [file for file in files if not _PART.search(file.stem) or "-00001-of-" in file.name]
 

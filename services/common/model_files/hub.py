@@ -24,17 +24,17 @@ _NEEDED = (
     *("tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"),
     *("colbert_linear.pt", "sparse_linear.pt"),
 )
-"""Files that the services read; of pickles, only the heads of BGE-M3"""
+"""Patterns of the files that the services read; BGE-M3's heads are the only pickles"""
 _WEIGHTS = (".safetensors", ".gguf")
 _LEFT_OUT = (
-    # the same weights for other programs; 1_Pooling and adapters are the services' own
+    # subfolders hold the same weights for other programs, except 1_Pooling and adapters
     *("[!0-9a]*/*.safetensors", "[!0-9a]*/*.json", "a[!d]*/*.safetensors", "a[!d]*/*.json"),
-    "consolidated*",  # the same weights once more, beside Mistral's own
+    "consolidated*",  # a second copy of the weights in Mistral's repositories
 )
 
 
 class HubError(Exception):
-    """Checkpoint that the hub or its cache does not have. The message is one sentence."""
+    """The hub or its cache does not have the checkpoint. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class HubCheckpoint:
     """A repository of the hub, at one of its revisions."""
 
     repository: str
-    """owner/name"""
+    """Name of the repository, owner/name"""
     file: str | None
     """GGUF file in the repository; None = its safetensors files"""
     revision: str | None
@@ -96,7 +96,7 @@ class HubCheckpoint:
         return Path(folder, self.file or "")
 
     def download(self, folder: Path | None = None) -> Path:
-        """Download what is not in the cache yet, and return the directory or file.
+        """Download the files that are not in the cache yet, and return the directory or file.
 
         folder: directory to use in place of the cache. Without a connection the cache must have
         all files. Shows a bar on a terminal. Raises HubError.
@@ -119,7 +119,7 @@ class HubCheckpoint:
         return Path(made, self.file or "")
 
     def download_config(self) -> Path | None:
-        """Download config.json alone; None if there is none, or the weights are a GGUF file.
+        """Download config.json alone; return None if there is none, or if the weights are GGUF.
 
         Raises HubError.
         """
@@ -137,7 +137,7 @@ class HubCheckpoint:
                 return None
 
     def weight_bytes(self) -> int:
-        """Return the bytes of all files with weights; 0 without a connection. Raises HubError."""
+        """Return the total bytes of the weights; 0 without a connection. Raises HubError."""
         from huggingface_hub.errors import DryRunError
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -151,7 +151,7 @@ class HubCheckpoint:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise HubError for what fails at the hub, in its cache, or on the disk."""
+        """Turn errors of the hub, of its cache and of the disk into HubError."""
         from huggingface_hub.errors import (
             GatedRepoError,
             LocalEntryNotFoundError,
@@ -182,7 +182,7 @@ class HubCheckpoint:
             raise HubError(f"{self} can't be downloaded: {why}.") from None
 
     def _announce(self) -> None:
-        """Print how much the download takes. Raises HubError if the repository has no weights."""
+        """Print the size of the download. Raises HubError if the repository has no weights."""
         from huggingface_hub.errors import DryRunError
 
         try:

@@ -1,4 +1,4 @@
-"""Addresses that servers of this machine listen on: form, reach, availability."""
+"""Addresses of servers: their form, whether they are free, and who reaches them."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 DNS_SCHEME = "dns:///"
-"""Beginning of a target whose name stands for several addresses"""
+"""Prefix of a target whose DNS name stands for several addresses"""
 LAST_PORT = 65535
 METRICS_PORT_OFFSET = 1000
 """Distance from the port of a gRPC server to the default port of its metrics"""
@@ -38,7 +38,7 @@ def address(host: str, port: int) -> str:
 
 
 def reachable(host: str) -> str:
-    """Return an address of this machine that reaches a server that listens on `host`."""
+    """Return the address by which this machine reaches its own server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
 
 
@@ -90,12 +90,12 @@ def _accepts_connections(host: str, port: int) -> bool:
     except ConnectionRefusedError:
         return False
     except OSError:
-        pass  # unknown: the plain reason is the safer one
+        pass  # the cause is unknown, so the plain reason is the safer one
     return True
 
 
 def split_targets(text: str) -> tuple[str, ...]:
-    """Split "host:port,dns:///name:port,unix:/path". Raises ValueError that says what it needs."""
+    """Split "host:port,dns:///name:port,unix:/path". Raises ValueError with the accepted forms."""
     targets = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
     if not targets:
         raise ValueError("at least one target, as host:port")

@@ -12,14 +12,14 @@ __all__ = ["AllowedHosts"]
 
 
 class AllowedHosts:
-    """The accepted names of one server: those of loopback, and those that the operator gives.
+    """Host names that one server accepts: those of loopback, and those that the operator gives.
 
-    A server that listens beyond loopback accepts any name unless the operator gives some: its names
-    are not known here.
+    A server that listens beyond loopback accepts any name unless the operator gives some, because
+    it does not know its own names.
     """
 
     def __init__(self, bound: str, names: Collection[str]) -> None:
-        """`bound`: the address that it listens on. `names`: without ports; "*" accepts any name."""
+        """bound: address that the server listens on. names: host names without ports; "*" = any."""
         self._names = {name.lower() for name in names}
         self._accepts_any = "*" in self._names or not (names or is_loopback(bound))
 

@@ -1,4 +1,4 @@
-"""Reach of a server: the reason why no connection opens, and the protocol that it speaks."""
+"""Checks of a server's port: why no connection opens, and whether it speaks HTTP."""
 
 import http.client
 import os
@@ -43,7 +43,7 @@ def speaks_http(target: str) -> bool:
 
 
 def _split(target: str) -> tuple[str, int | None]:
-    """Return host and port; no port for targets in gRPC's other forms, such as "unix:path"."""
+    """Return host and port; the port is None for gRPC's other targets, such as "unix:path"."""
     host, _, port = target.rpartition(":")
     is_number = port.isascii() and port.isdigit()
     return host.removeprefix("[").removesuffix("]"), int(port) if is_number else None

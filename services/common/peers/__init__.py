@@ -1,1 +1,1 @@
-"""The services that a process calls: where they are, whether they serve, and what a loss is."""
+"""The services that a process calls: their addresses, their health, and losses of them."""

@@ -3,13 +3,13 @@
 __all__ = ["MAX_LOSSES", "Losses"]
 
 MAX_LOSSES = 3
-"""Losses in a row, without progress between them, of which the last one ends a request"""
+"""Number of losses in a row, without progress between them, that ends a request"""
 
 
 class Losses:
     """Count of the times in a row that a request lost its service without progress.
 
-    The request itself may be what ends the services, and would end them for all others again.
+    The request itself may crash the services, and would then interrupt all other requests again.
     """
 
     def __init__(self) -> None:
@@ -19,8 +19,8 @@ class Losses:
     def count(self, progress: int = 0) -> bool:
         """Count a loss. Return whether the request may be sent again.
 
-        progress: what the request has received from all services so far, in any unit; it never
-        falls.
+        progress: amount that the request has received from all services so far, in any unit; it
+        never falls.
         """
         if progress > self._progress:
             self._in_a_row = 0

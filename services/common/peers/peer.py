@@ -27,17 +27,17 @@ class PeerState(Enum):
     """State of a peer, as this process sees it."""
 
     CONNECTING = auto()
-    """It has not answered yet"""
+    """The peer has not answered yet"""
     SERVING = auto()
-    """It takes requests, and was not lost since it reported that"""
+    """The peer takes requests, and was not lost since it last reported so"""
     UNREADY = auto()
-    """It answers, and reports that it takes no requests: it starts, stops or lacks a service"""
+    """The peer answers that it takes no requests: it starts, stops or lacks a service"""
     AWAY = auto()
-    """It was lost, or it was suspended and has not served since"""
+    """The peer was lost, or it was suspended and has not served since"""
     REFUSED = auto()
-    """It answers, but must not be used"""
+    """The peer answers, but must not be used"""
     RETIRED = auto()
-    """The address of the peer is gone: running requests end there, and it gets no new ones"""
+    """The address of the peer is gone: it finishes running requests, and gets no new ones"""
 
 
 class PeerRefusedError(Exception):
@@ -53,7 +53,7 @@ class PeerKind:
     service: str
     """Full name of the gRPC service whose health is followed"""
     task: str
-    """Name of the tasks that follow the health, as `keep_running` takes it"""
+    """Name of the tasks that follow the health, in logs and metrics (see `keep_running`)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ChannelSettings:
 
 
 class Peer:
-    """One service, from the first mention of its address to the last."""
+    """One service, as long as its address is known."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class Peer:
         on_changed: Callable[[], None],
         server_name: str = "",
     ) -> None:
-        """on_changed: called when the state has changed. server_name: as `connect` takes it."""
+        """on_changed: called when the state has changed. server_name: parameter of `connect`."""
         self.target = target
         self.channel = connect(
             target, settings.lost_seconds, settings.tls, server_name, shown(settings.token)
         )
         self.state = PeerState.CONNECTING
         self.refusal = ""
-        """Why the peer is REFUSED; empty in every other state"""
+        """Reason why the peer is REFUSED; empty in every other state"""
         self._is_suspended = False
         self._kind = kind
         self._on_changed = on_changed
@@ -101,9 +101,9 @@ class Peer:
     def start(self, ask: Callable[[], Awaitable[None]]) -> None:
         """Follow the peer's health.
 
-        ask: asks what the peer is, each time that it reports that it serves. Raises
-        PeerRefusedError if it must not be used, which is asked again, and AioRpcError if it was
-        lost.
+        ask: called each time that the peer reports that it serves, to ask for the peer's
+        properties. It raises PeerRefusedError if the peer must not be used, and AioRpcError if
+        the peer is lost; in both cases it is called again later.
         """
         self._ask = ask
         self._watching = keep_running(self._kind.task, self._watch)
@@ -123,7 +123,7 @@ class Peer:
         self._change(PeerState.REFUSED, why)
 
     def retire(self) -> None:
-        """Note that the address is gone."""
+        """Set the state to RETIRED, because the peer's address is gone."""
         _LOG.info("the %s at %s is gone from its name's addresses", self._kind.name, self.target)
         self._watching.cancel()
         self._change(PeerState.RETIRED)

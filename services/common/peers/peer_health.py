@@ -17,10 +17,10 @@ _SILENT_SECONDS = 5.0
 
 
 class PeerHealth:
-    """Follows the health of one service over a channel. Logs each loss once."""
+    """Health of one service, followed over a channel. Each loss is logged once."""
 
     def __init__(self, channel: grpc.aio.Channel, service: str, peer: str) -> None:
-        """service: its full name. peer: its name in the log, such as "the engine at host:port"."""
+        """service: name of its gRPC service. peer: name for logs ("the engine at host:port")."""
         self._stub = health_pb2_grpc.HealthStub(channel)
         self._request = health_pb2.HealthCheckRequest(service=service)
         self._peer = peer
@@ -46,10 +46,10 @@ class PeerHealth:
     async def reach(self) -> None:
         """Wait until the service answers.
 
-        A call that waits for a connection keeps to the certificates of its start, so one call does
-        not wait for long.
+        No single call waits for long, because a call that waits for a connection does not notice
+        renewed certificates.
         """
-        while True:  # not `channel_ready`, which crashed the process with gRPC 1.85
+        while True:  # `channel_ready` crashed the process with gRPC 1.85
             try:
                 await self._stub.Check(self._request, timeout=_CALL_SECONDS, wait_for_ready=True)
             except grpc.aio.AioRpcError as error:
@@ -64,7 +64,7 @@ class PeerHealth:
             _LOG.warning("%s is not reachable: %s", self._peer, error.details())
 
     async def _log_silence(self) -> None:
-        """Log why the service does not answer, which a waiting call does not report."""
+        """Log why the service does not answer, because a waiting call does not report it."""
         await asyncio.sleep(_SILENT_SECONDS)
         try:
             await self._stub.Check(self._request, timeout=_CALL_SECONDS)

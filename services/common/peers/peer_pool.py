@@ -31,7 +31,7 @@ class Link(Protocol):
         """True if the peer has no request of this process."""
 
     async def ask(self) -> None:
-        """Ask what the peer is, as `Peer.start` describes it."""
+        """Ask for the peer's properties: the parameter `ask` of `Peer.start`."""
 
     async def close(self) -> None:
         """End the streams. The pool closes the channel."""
@@ -41,7 +41,7 @@ L = TypeVar("L", bound=Link)
 
 
 class PeerPool(Generic[L]):
-    """All peers of one kind. With one, the choice is that one; the code is the same.
+    """All peers of one kind.
 
     The pool opens a link to each address, and follows whether its peer serves. A peer whose address
     is gone from DNS keeps its link until its last request has ended.
@@ -59,12 +59,12 @@ class PeerPool(Generic[L]):
         leave_seconds: float = 0.0,
         gauge: Gauge | None = None,
     ) -> None:
-        """targets: as `parse_targets` returns them.
+        """targets: targets from `parse_targets`.
 
         on_changed: called when a peer was added, was retired, or changed its state.
-        on_leaving: called when the requests of a peer should move to others, because it does not
-        serve and another one does; `leave_seconds` after the change that led to it.
-        gauge: counts the peers by their `state`: serving, refused or away.
+        on_leaving: called with the link of a peer whose requests should move to others, because it
+        does not serve and another peer does, `leave_seconds` after the change of state.
+        gauge: number of peers by the label `state`: serving, refused or away.
         """
         self._kind = kind
         self._settings = settings
@@ -75,7 +75,7 @@ class PeerPool(Generic[L]):
         self._gauge = gauge
         self._links: dict[str, L] = {}
         self._retired: dict[L, asyncio.Task[None]] = {}
-        """Links whose address is gone, and the tasks that close them after their last request"""
+        """Links of peers whose address is gone, and the tasks that close them when idle"""
         self._changed = asyncio.Event()
         self._discovery = Discovery(targets, self.set_addresses)
 
@@ -96,7 +96,7 @@ class PeerPool(Generic[L]):
 
     @property
     def refusals(self) -> Sequence[str]:
-        """Why peers are refused, one sentence for each of them."""
+        """Reasons why peers are refused, one sentence for each of them."""
         return [link.peer.refusal for link in self._links.values() if link.peer.refusal]
 
     def start(self) -> None:
@@ -116,7 +116,7 @@ class PeerPool(Generic[L]):
         await self.wait_until(lambda: self.is_serving)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition of the peers holds."""
+        """Wait until a condition holds. It is checked at each change of a peer."""
         while not condition():
             await self._changed.wait()
 
@@ -135,7 +135,7 @@ class PeerPool(Generic[L]):
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
         """Open links to new addresses, and retire the peers whose address is gone.
 
-        addresses: the DNS name that each address was found by; empty for one that was given.
+        addresses: DNS name of each address; empty for an address that was given as such.
         """
         for target in self._links.keys() - addresses.keys():
             self._retire(self._links.pop(target))
@@ -151,7 +151,7 @@ class PeerPool(Generic[L]):
         link.peer.retire()
 
     async def _close_when_idle(self, link: L) -> None:
-        while not link.is_idle:  # noqa: ASYNC110 - links of all kinds count in their own way
+        while not link.is_idle:  # noqa: ASYNC110 - each kind of link counts in its own way
             await asyncio.sleep(RETRY_SECONDS)
         await _close(link)
         del self._retired[link]
@@ -159,13 +159,13 @@ class PeerPool(Generic[L]):
     def _note_change(self) -> None:
         self._count()
         self._on_changed()
-        self._changed.set()  # wakes the present waiters only
+        self._changed.set()  # wakes only the tasks that wait now
         self._changed.clear()
         if self.is_serving:
             asyncio.get_running_loop().call_later(self._leave_seconds, self._leave)
 
     def _leave(self) -> None:
-        """Have the requests of peers that do not serve move to those that do, if there are any."""
+        """Move requests from peers that do not serve to peers that serve, if there are any."""
         if self.is_serving:
             for link in [*self._links.values(), *self._retired]:
                 if not (link.peer.is_serving or link.is_idle):

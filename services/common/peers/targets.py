@@ -25,28 +25,28 @@ def parse_targets(text: str, flag: str) -> tuple[str, ...]:
 
 
 def warn_of_clear_text(targets: Iterable[str], settings: PeerSettings) -> None:
-    """Log the targets to which the services' token would go in clear text."""
+    """Log a warning for each target that gets the services' token in clear text."""
     for target in targets:
         if settings.peer_token_file and not settings.peer_ca and not is_local_target(target):
             _LOG.warning("the peer token goes to %s in clear text: there is no --peer-ca", target)
 
 
 class Discovery:
-    """Follows the addresses of some targets. Those of a DNS name change with its records."""
+    """Addresses of some targets. The addresses of a DNS name change with its records."""
 
     def __init__(
         self, targets: Sequence[str], on_addresses: Callable[[Mapping[str, str]], None]
     ) -> None:
         """on_addresses: called with all addresses, at first and whenever they change.
 
-        The value of each is the name that it was found by; empty for an address that was given.
+        The value of each address is its DNS name; empty for an address that was given as such.
         """
         self._static = [target for target in targets if not target.startswith(DNS_SCHEME)]
         self._names = [target for target in targets if target.startswith(DNS_SCHEME)]
         self._on_addresses = on_addresses
         self._resolved: dict[str, Sequence[str]] = dict.fromkeys(self._names, ())
         self._unresolved: set[str] = set()
-        """Names whose failure is logged"""
+        """Names whose failed resolution has been logged"""
         self._task: asyncio.Task[None] | None = None
 
     @property

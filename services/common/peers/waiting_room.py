@@ -1,4 +1,4 @@
-"""Places of requests that wait until a service serves."""
+"""Waiting room: a bounded number of requests that wait until a service serves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ class WaitingRoom:
     """A bounded number of places, which the tenants share."""
 
     def __init__(self, most: int, awaited: str) -> None:
-        """awaited: what the requests wait for, in messages: "the engine"."""
+        """awaited: name of the awaited service for messages, such as "the engine"."""
         self._places = Shares(most, reserve=most)
         self._awaited = awaited
 

@@ -16,10 +16,10 @@ from services.common.sharing.tenant import current_tenant
 __all__ = ["FairExecutor", "use_fair_threads"]
 
 _SWITCH_SECONDS = 5e-4
-"""Time after which a thread gives up the interpreter; Python's 5 ms for each busy thread would
-delay every turn of the event loop"""
+"""Seconds after which a thread gives up the interpreter; Python's 5 ms per busy thread would delay
+every turn of the event loop"""
 _LEAST_SECONDS = 1e-4
-"""Cost of work as it begins; its real time is added at its end"""
+"""Seconds that work is charged when it begins; the rest of its time is added when it ends"""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -40,10 +40,10 @@ def use_fair_threads() -> None:
 
 
 class FairExecutor(ThreadPoolExecutor):
-    """Threads whose next work is that of the tenant that has used the least of their time."""
+    """Executor that next runs the work of the tenant that has used the least of its time."""
 
     def __init__(self, threads: int | None = None, name: str = "work") -> None:
-        """threads: None = one per core, and two for work that waits for the disk."""
+        """threads: number; None = one per core, and two more for work that waits for the disk."""
         super().__init__(threads or (os.cpu_count() or 1) + 2, name)
         self._lock = threading.Lock()
         self._queue: FairQueue[_Work] = FairQueue()
@@ -71,7 +71,7 @@ class FairExecutor(ThreadPoolExecutor):
             work = self._queue.take()
         if not work.future.set_running_or_notify_cancel():
             return
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
             result = work.call()
         except BaseException as error:
@@ -79,4 +79,4 @@ class FairExecutor(ThreadPoolExecutor):
         else:
             work.future.set_result(result)
         with self._lock:
-            self._queue.charge(work.tenant, time.perf_counter() - began)
+            self._queue.charge(work.tenant, time.perf_counter() - started)

@@ -11,17 +11,17 @@ T = TypeVar("T")
 class FairQueue(Generic[T]):
     """Items of tenants. The next one is the oldest of the tenant with the least service.
 
-    As in the engine's scheduler (Sheng et al., OSDI 2024), a tenant that returns is raised to the
-    service of the others: what it did not use while absent gives it no claim.
+    As in the engine's scheduler (Sheng et al., OSDI 2024), the service of a tenant that returns is
+    raised to that of the others: an absent tenant saves up no claim.
     """
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         """Service that each tenant has received, in the callers' unit"""
         self._least = 0.0
-        """Service of the tenant that was taken last, before its item was added: the least of all"""
+        """Least service of all waiting tenants at the last `take`"""
         self._waiting: dict[str, deque[tuple[T, float]]] = {}
-        """Items with their costs"""
+        """Items of each tenant with their costs, oldest first"""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -42,12 +42,12 @@ class FairQueue(Generic[T]):
         self._served[tenant] += cost
         if not waiting:
             del self._waiting[tenant]
-            if not self._waiting:  # tenants with less service start afresh when they return
+            if not self._waiting:  # `put` raises tenants with less service to `_least`
                 served = self._served.items()
                 self._served = {name: units for name, units in served if units > self._least}
         return item
 
     def charge(self, tenant: str, more: float) -> None:
-        """Add to a tenant's service what an item took beyond its cost."""
+        """Add to a tenant's service the amount that an item took beyond its cost."""
         if tenant in self._served:
             self._served[tenant] += more

@@ -10,7 +10,7 @@ __all__ = ["FairTurns"]
 
 
 class FairTurns:
-    """At most `count` turns at once, which tenants get in the order of `FairQueue`."""
+    """Up to `count` turns at once. Tenants get them in the order of `FairQueue`."""
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -29,7 +29,7 @@ class FairTurns:
             self.give_back()
 
     def request(self, tenant: str, cost: float = 1.0) -> asyncio.Future[None]:
-        """Return the wait for a turn, for `wait`. An exception that is set there refuses it."""
+        """Queue for a turn; return the future to give to `wait`. An exception set in it refuses."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.put(tenant, turn, cost)
         if self._free:
@@ -38,12 +38,12 @@ class FairTurns:
         return turn
 
     async def wait(self, turn: asyncio.Future[None]) -> None:
-        """Wait until a turn begins. A caller that is cancelled gives it up."""
+        """Wait until a turn begins. A caller that is cancelled gives its turn up."""
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled() and turn.exception() is None:
-                self.give_back()  # the turn began as its caller was cancelled
+                self.give_back()  # the turn began at the moment of the cancellation
             raise
 
     def give_back(self) -> None:

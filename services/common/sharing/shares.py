@@ -8,16 +8,16 @@ __all__ = ["Shares"]
 class Shares:
     """Amounts that tenants hold of one total.
 
-    A tenant may hold as much as then stays free (dynamic thresholds: Choudhury and Hahne, 1998).
-    So a newcomer always finds room. The empty tenant, that of a server without keys, may hold the
-    whole total.
+    A tenant may hold at most as much as stays free afterwards, so that a newcomer always finds
+    room (dynamic thresholds: Choudhury and Hahne, 1998). The empty tenant, that of a server without
+    keys, may hold the whole total.
     """
 
     def __init__(self, total: int, *, reserve: int = 0, least: int = 1) -> None:
-        """reserve: room beyond the total for newcomers; as large as the total, it lets a tenant
-        that is alone hold the whole total, instead of half.
+        """reserve: amount that counts as free in addition; with reserve = total, a tenant that is
+        alone may hold the whole total instead of half.
 
-        least: what each tenant may hold while it is free, whatever its share.
+        least: amount that each tenant may hold if it is free, whatever the tenant's share.
         """
         self._total = total
         self._reserve = reserve

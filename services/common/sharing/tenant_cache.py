@@ -23,14 +23,14 @@ class _Entry(Generic[V]):
 
 
 class TenantCache(Generic[K, V]):
-    """Values by key. When it is full, the tenant with most loses its least recently used one."""
+    """Values by key. A full cache evicts the least recently used value of the largest tenant."""
 
     def __init__(self, most_bytes: int, most_values: int | None = None) -> None:
         self._most_values = most_values
         self._most_bytes = most_bytes
         self._shares = Shares(most_bytes)
         self._entries: OrderedDict[K, _Entry[V]] = OrderedDict()
-        """The least recently used first"""
+        """Entries by key, the least recently used first"""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -1,1 +1,1 @@
-"""tokenizer.json, made from the other files in which tokenizers come."""
+"""tokenizer.json, made from tokenizers in other formats."""

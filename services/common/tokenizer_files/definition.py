@@ -35,7 +35,7 @@ SPACE = "▁"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Parts of the expressions below: contractions, words, and what is neither word nor number"""
+"""Parts of the expressions below: contractions, words, and text that is neither word nor number"""
 _REST_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -61,7 +61,7 @@ GPT4O = (
 
 
 class TokenizerError(Exception):
-    """Tokenizer that is not read. The message is one sentence, without the file's name."""
+    """The tokenizer is not supported. The message is a clause about "it", the file."""
 
 
 class PieceKind(IntEnum):
@@ -97,7 +97,7 @@ class Pieces:
 
     @property
     def added(self) -> list[AddedToken]:
-        """Pieces that no segmentation makes."""
+        """Tokens that are found before a text is cut into pieces."""
         whole = (PieceKind.CONTROL, PieceKind.USER_DEFINED, PieceKind.UNKNOWN)
         return [
             AddedToken(index, text, kind != PieceKind.USER_DEFINED)
@@ -115,7 +115,7 @@ def byte_level(
     composes: bool = False,
     keeps_words: bool = False,
 ) -> dict[str, Json]:
-    """Return BPE of bytes, as of GPT-2.
+    """Return byte-level BPE as in GPT-2.
 
     tokens: texts by id, in GPT-2's letters for bytes. splits: expressions that cut a text into
     words. composes: normalise to NFC. keeps_words: a word that is a token needs no merges.
@@ -143,7 +143,7 @@ def byte_level(
 def sentencepiece_bpe(
     pieces: Pieces, unknown: str | None, merges: Iterable[tuple[str, str]] | None = None
 ) -> dict[str, Json]:
-    """Return BPE of sentencepiece.
+    """Return BPE as in sentencepiece.
 
     Bytes of unknown characters are tokens of their own. unknown: the text of the unknown token.
     merges: pairs, the first to merge first; None = the pair with the best score merges first.
@@ -164,7 +164,7 @@ def sentencepiece_bpe(
 
 
 def byte_texts(tokens: Iterable[bytes]) -> list[str]:
-    """Return tokens in GPT-2's letters, which spell bytes that are no visible character."""
+    """Return tokens in GPT-2's letters, which stand for bytes that are not visible characters."""
     letters = _byte_letters()
     return ["".join(letters[byte] for byte in token) for token in tokens]
 

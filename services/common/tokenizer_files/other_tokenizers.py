@@ -97,7 +97,7 @@ def _sentencepiece(file: Path) -> tuple[dict[str, Json], dict[str, Json]]:
 
 
 def _normalization(model: Any) -> Normalization:
-    """Return how a Unigram model normalises texts. Raises TokenizerError for rules of its own."""
+    """Return the normalisation of a Unigram model. Raises TokenizerError for custom rules."""
     rules = model.normalizer_spec
     if rules.precompiled_charsmap and rules.name not in _COMPOSING:
         raise TokenizerError(
@@ -143,7 +143,7 @@ _LATER_TEKKEN = (
 
 
 def _tiktoken(file: Path, further: Sequence[AddedToken]) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Read tiktoken's lines of a token and its rank; the expression is that of the model's kind."""
+    """Read tiktoken's lines, each a token and its rank. The kind of model gives the expression."""
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
         pairs = sorted((int(rank), base64.b64decode(token)) for token, rank in lines)

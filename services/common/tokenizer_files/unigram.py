@@ -19,7 +19,7 @@ from services.common.tokenizer_files.definition import (
 __all__ = ["Normalization", "sentencepiece_unigram"]
 
 _SEPARATOR = "\ufff0"
-"""Unassigned control character, beside which `Precompiled` takes each character alone"""
+"""Unassigned character that makes `Precompiled` normalise the characters around it one by one"""
 _ALONE = (
     "\t\n -~\u00a0-\u00ac\u00ae-\u02ff\u0370-\u0482\u048a-\u058f\u1e00-\u1fff"
     "\u2010-\u2027\u2030-\u205e\u20a0-\u20cf\u2100-\u2bff\u3000-\u3029\u3030-\u303e"
@@ -30,7 +30,7 @@ _ALONE = (
 _BETWEEN = rf"(?<=[^{_ALONE}])(?=[\s\S])|(?<=[{_ALONE}])(?=[^{_ALONE}])"
 _FIRST_PLACEHOLDER = 0xF0000  # private use
 _MOST_HELD = 256  # characters
-_BONUS = 0.1  # sentencepiece's, with which it prefers symbols of users to all other pieces
+_BONUS = 0.1  # sentencepiece's constant, which makes it prefer users' symbols to all other pieces
 _FRAMED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 
 
@@ -41,7 +41,7 @@ class Normalization:
     charsmap: bytes
     """Compiled rules of NFKC, perhaps with case folding; empty = characters stay"""
     removes_extra_spaces: bool
-    """Spaces at both ends go, and runs of spaces become one"""
+    """True if spaces at both ends are removed, and runs of spaces become one"""
 
 
 def sentencepiece_unigram(
@@ -49,7 +49,7 @@ def sentencepiece_unigram(
 ) -> dict[str, Json]:
     """Return a Unigram model of sentencepiece. unknown: id of the unknown token.
 
-    Raises TokenizerError for one that would give other ids than in sentencepiece.
+    Raises TokenizerError for a model that would give other ids than in sentencepiece.
     """
     unused = (t for t, k in zip(pieces.texts, pieces.kinds, strict=True) if k == PieceKind.UNUSED)
     if any(len(text) == 1 for text in unused):
@@ -115,10 +115,11 @@ def _normalizers(pieces: Pieces, normalization: Normalization) -> Iterator[Json]
 
 
 def _character_rules(charsmap: bytes) -> Iterator[Json]:
-    """Yield normalizers that apply sentencepiece's rules as sentencepiece does.
+    """Yield normalizers that apply the rules of `charsmap` in the way of sentencepiece.
 
-    `Precompiled` applies the rule of the shortest beginning to a whole grapheme, and drops the
-    rest. So it gets characters one at a time, and NFC does the rules of several.
+    `Precompiled` applies one rule to a whole grapheme, that of its shortest prefix, and drops the
+    rest of the grapheme. So it gets characters one at a time, and NFC applies the rules for several
+    characters.
     """
     compose: Json = {"type": "NFC"}
     encoded = base64.b64encode(charsmap).decode()
@@ -130,9 +131,9 @@ def _character_rules(charsmap: bytes) -> Iterator[Json]:
 def _held_symbols(pieces: Pieces, charsmap: bytes, held: dict[str, str]) -> Iterator[Json]:
     """Yield normalizers that protect user-defined symbols from the rules, the longest first.
 
-    held: gets the placeholder of each of their characters. Characters are replaced one at a time,
-    because a text loses its start with the first of several. Raises TokenizerError if they are too
-    many.
+    held: placeholder of each of their characters, added here. Characters are replaced one at a
+    time, because a text loses its start with the first of several. Raises TokenizerError if there
+    are too many characters.
     """
     normalize = _normalize(charsmap)
     changed = [
@@ -168,8 +169,8 @@ def _normalize(charsmap: bytes) -> Callable[[str], str]:
 def _spaces(pieces: Pieces) -> Iterator[Json]:
     """Yield normalizers that put a space before a text, but not behind an added token in it.
 
-    A text that begins with " " gets none: it is one whose other spaces at its start were removed.
-    Else spaces are "▁" already, so that the text gets one in any case.
+    A text that begins with " " gets no further space: its other leading spaces were removed before.
+    In all other texts spaces are "▁" by now, so that the text gets a space in any case.
     """
     if pieces.adds_space:
         yield _metaspace(" ", "first")

@@ -15,7 +15,7 @@ __all__ = ["CONTINUATION", "word_piece"]
 CONTINUATION = "##"
 """Prefix of the tokens that continue a word"""
 _LONGEST_WORD = 100
-"""Characters of the longest word that is cut; longer ones are unknown"""
+"""Characters of the longest word that is cut; longer words are unknown tokens"""
 
 
 def word_piece(
@@ -28,11 +28,11 @@ def word_piece(
     lowers: bool,
     strips_accents: bool,
 ) -> dict[str, Json]:
-    """Return WordPiece: the longest tokens that make a word, from its start.
+    """Return WordPiece, which cuts a word into the longest tokens from its start.
 
-    tokens: texts by id. unknown, first, last: ids of the unknown token, and of those before and
-    after a text. lowers: texts become lower case. Raises TokenizerError for an id without a token,
-    and for a token that occurs twice.
+    tokens: texts by id. unknown, first, last: ids of the unknown token, and of the tokens before
+    and after a text. lowers: whether texts become lower case. Raises TokenizerError for an id
+    without a token, and for a token that occurs twice.
     """
     roles = {"unknown": unknown, "first": first, "last": last}
     for role, token in roles.items():

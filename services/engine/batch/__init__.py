@@ -1,1 +1,1 @@
-"""A step's batch: its integers, and their way to the device."""
+"""A step's batch: its integers, and their transfer to the device."""

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 __all__ = ["TOKEN_BUCKETS", "decode_sizes", "row_bucket", "table_width", "token_bucket"]
 
 TOKEN_BUCKETS = (64, 128, 256, 384, 512, 768, 1024)
-"""Tokens of steps with prompts, rising. Up to some hundred tokens a GPU computes padding in no
-time; a step of more than these takes longer than its launches, so it needs no graphs"""
+"""Padded numbers of tokens of steps with prompts, ascending. Up to a few hundred tokens, padding
+costs a GPU no time; a larger step takes longer than its launches, so it needs no graphs"""
 
 _DENSE = 16
-"""Rows above which there is one more size between two powers of two"""
+"""Number of rows above which there is one more size between two powers of two"""
 _LEAST_WIDTH = 16
-"""Columns of the narrowest block tables: 1,024 tokens in blocks of 64"""
+"""Number of columns of the narrowest block tables: 1,024 tokens in blocks of 64"""
 
 
 def row_bucket(rows: int) -> int:
@@ -41,8 +41,8 @@ def token_bucket(tokens: int) -> int:
 def decode_sizes(most_rows: int, most_blocks: int, num_blocks: int) -> list[tuple[int, int]]:
     """Return rows and table widths of all padded decode steps that can occur, largest first.
 
-    most_blocks: blocks of the longest sequence. num_blocks: blocks of the KV cache, which must hold
-    those of all rows.
+    most_blocks: number of blocks of the longest sequence. num_blocks: number of blocks of the KV
+    cache, which must hold the blocks of all rows.
     """
     widths = list(_up_to(table_width(most_blocks), lambda width: table_width(width + 1)))
     sizes = []

@@ -13,9 +13,9 @@ __all__ = ["in_chunks"]
 def in_chunks(batch: StepBatch, size: int, block_size: int) -> StepBatch:
     """Return `batch` with each chunk of `size` tokens as a sequence of its own.
 
-    size: a multiple of block_size. Positions are those in the chunk, so that a backend of causal
-    attention lets each query see its own chunk alone. A decode has one chunk: no decision depends
-    on the lengths, because CUDA graphs hold its launches.
+    size: number of tokens, a multiple of block_size. Positions count from the start of the chunk,
+    so that a backend of causal attention lets each query see only its own chunk. A decode has one
+    chunk: no decision may depend on lengths, because CUDA graphs contain its launches.
     """
     if batch.is_decode:
         starts = (batch.context_lengths - 1).clamp(min=0) // size * size

@@ -17,7 +17,7 @@ from services.engine.batch.buckets import table_width
 __all__ = ["DeviceFields", "HostFields", "Staging"]
 
 _ALIGNMENT = 16
-"""Bytes of which the offset of the block tables is a multiple"""
+"""Alignment of the block tables' offset, in bytes"""
 
 
 T = TypeVar("T")
@@ -43,18 +43,18 @@ class StepFields(Generic[T]):
     output_starts: T
     """int32 [sequences + 1]"""
     shared_tokens: T
-    """int32 [1]; not filled in if it is not known"""
+    """int32 [1]; not filled in if the number is not known"""
     context_lengths: T
     """int32 [sequences]"""
     run_starts: T
-    """int32 [runs + 1], of the runs between states"""
+    """int32 [runs + 1], first token of each run between states"""
     run_sources: T
     """int32 [runs]"""
     run_targets: T
     """int32 [runs]"""
     block_tables: T
-    """int32 [sequences, groups, `table_width`], already filled; arbitrary past a sequence's
-    blocks"""
+    """int32 [sequences, groups, `table_width`], filled in already; entries past a sequence's blocks
+    are arbitrary"""
 
 
 HostFields: TypeAlias = StepFields[npt.NDArray[np.signedinteger[Any]]]
@@ -74,9 +74,9 @@ class Staging:
     def __init__(
         self, device: torch.device, groups: int = 1, *, copies: bool | None = None
     ) -> None:
-        """groups: cache groups, each of which has tables of its own.
+        """groups: number of cache groups, each of which has its own tables.
 
-        copies: the device has memory of its own; None = if it is a GPU.
+        copies: whether the device has its own memory; None = True for a GPU.
         """
         self._device = device
         is_cuda = device.type == "cuda"
@@ -91,7 +91,8 @@ class Staging:
     def reserve(self, tokens: int, sequences: int, blocks: int, runs: int = 0) -> None:
         """Reserve memory for steps of up to this size.
 
-        blocks: blocks of the longest sequence. runs: runs of tokens between recurrent states.
+        blocks: number of blocks of the longest sequence. runs: number of runs of tokens between
+        recurrent states.
         """
         for host in self._hosts:
             host.grow(tokens, sequences, blocks, runs)
@@ -102,7 +103,7 @@ class Staging:
         """Return the fields of a step to fill in.
 
         tables: the blocks of the first sequence in each group, then those of the next sequence.
-        least_blocks: the tables are at least as wide as for a sequence of so many blocks.
+        least_blocks: number of blocks of a sequence for which the tables must be wide enough.
 
         A list in `tables` may only grow from step to step: only blocks added to the same list
         object are copied.
@@ -129,7 +130,7 @@ class _HostBuffer:
     """Host memory of a step: fields of varying length, then the block tables at a fixed offset.
 
     The tables stay in place from step to step, because few sequences get a new block in a step.
-    Where the buffer is copied, they are packed behind the fields, at the width in use.
+    If the buffer is copied, the tables are packed behind the fields, at their present width.
     """
 
     def __init__(self, groups: int, *, pinned: bool, packs: bool) -> None:
@@ -138,7 +139,7 @@ class _HostBuffer:
         self._packs = packs
         self._tokens = self._rows = self._columns = self._runs = 0
         self._shape = (0, 0, 0, 0)
-        """Tokens, sequences, runs and table columns of the current step"""
+        """Numbers of tokens, sequences, runs and table columns of the current step"""
         self._views: dict[int, DeviceFields] = {}
         """Fields of the current step, by the address of their memory"""
         self._copied: torch.cuda.Event | None = None
@@ -147,7 +148,7 @@ class _HostBuffer:
         """Offset of the block tables, in bytes"""
         self._table: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
         self._filled: list[tuple[list[int], int]] = []
-        """List of blocks of each row of the tables, and the number of them that are copied"""
+        """List of blocks of each row of the tables, and the number of its blocks that are copied"""
         self._fields: HostFields | None = None
 
     def holds(self, tokens: int, sequences: int, blocks: int, runs: int) -> bool:
@@ -172,7 +173,7 @@ class _HostBuffer:
     def lay_out(
         self, tokens: int, tables: Sequence[list[int]], widest: int, runs: int
     ) -> HostFields:
-        """Return the fields of a step, after the copy of the last step from here has completed."""
+        """Return the fields of a step. Waits until the last copy from this buffer has completed."""
         if self._copied is not None:
             self._copied.synchronize()
         for row, blocks in enumerate(tables):
@@ -256,8 +257,8 @@ _NAMES = tuple(StepFields.__dataclass_fields__)
 def _fields_size(tokens: int, sequences: int, runs: int, groups: int) -> int:
     """Return the aligned bytes of all fields but the block tables.
 
-    They are four int64 per token and one more per group, and int32: three per sequence, three per
-    run, and four beside.
+    The int64 fields have four numbers per token and one more per group. The int32 fields have three
+    numbers per sequence, three per run, and four in addition.
     """
     size = 8 * (4 + groups) * tokens + 4 * (3 * sequences + 3 * runs + 4)
     return -(-size // _ALIGNMENT) * _ALIGNMENT

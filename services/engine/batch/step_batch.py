@@ -29,12 +29,12 @@ class OutputRows:
     starts: Tensor
     """int32 [sequences + 1], first row of each sequence; the last entry is `rows`"""
     lengths_host: tuple[int, ...]
-    """Rows of each sequence, on the host: a decision must not wait for the device"""
+    """Number of rows of each sequence, on the host: a decision must not wait for the device"""
 
 
 @dataclass(frozen=True, slots=True)
 class StateSegments:
-    """Runs of tokens of a step, between two states of the recurrent layers.
+    """Runs of a step's tokens between two states of the recurrent layers.
 
     A state is never changed in place: a run reads one slot and writes another. A sequence has one
     run, or several in a row, each of which reads the slot that the run before it wrote: the states
@@ -48,7 +48,7 @@ class StateSegments:
     targets: Tensor
     """int32 [runs], slot of the state behind a run"""
     lengths_host: tuple[int, ...]
-    """Tokens of each run, on the host: a decision must not wait for the device"""
+    """Number of tokens of each run, on the host: a decision must not wait for the device"""
 
     @staticmethod
     def from_zeros(lengths: Sequence[int], device: torch.device) -> "StateSegments":
@@ -80,35 +80,35 @@ class StepBatch:
     """int32 [sequences, width]; rows may be strided. Entries past a sequence's blocks are
     arbitrary, and those behind a layer's window name blocks of other sequences"""
     num_decodes: int
-    """The first `num_decodes` sequences have exactly one query token"""
+    """Number of sequences, the first ones, that have exactly one query token"""
     query_lengths_host: tuple[int, ...]
-    """Query tokens of each sequence, on the host: a decision must not wait for the device"""
+    """Query tokens per sequence, on the host: a decision must not wait for the device"""
     context_lengths_host: tuple[int, ...]
     """`context_lengths`, on the host"""
     shared_tokens: Tensor | None = None
-    """int32 [1], tokens in whole blocks with which all contexts of decodes begin; None = not known,
-    or so few that nothing is gained"""
+    """int32 [1], number of tokens in whole blocks that all contexts of decodes have in common at
+    their beginning; None = unknown, or too few to gain time"""
     adapters_host: tuple[int, ...] = ()
-    """Number of each sequence's adapter, 0 = the model alone; empty = no sequence has one"""
+    """Number of each sequence's adapter, 0 = none; empty = no sequence has an adapter"""
     states: StateSegments | None = None
     """Runs of tokens for the recurrent layers; None = the model has none"""
     output_rows: OutputRows | None = None
     """Rows whose hidden states are returned; None = all"""
     images: tuple[ImageRows, ...] = ()
     rotary_positions: Tensor | None = None
-    """int64 [3, tokens], time, row and column of each token in multimodal RoPE; None = `positions`
-    are all three"""
+    """int64 [3, tokens], time, row and column of each token in multimodal RoPE; None = all three
+    are `positions`"""
     attended_host: tuple[int, ...] = ()
-    """Tokens at the beginning of each sequence to which tokens attend, where they see whole texts;
+    """Number of tokens at the beginning of each sequence that tokens attend to in an encoder;
     empty = all"""
     token_types: Tensor | None = None
     """int64 [tokens], 1 for tokens of the second text of a pair; None = there are none"""
     further_groups: tuple["StepBatch", ...] = ()
-    """This batch with the `slots`, `block_tables` and `visible_ends` of each cache group but the
-    first; empty = all groups have the same ones"""
+    """Copies of this batch with `slots`, `block_tables` and `visible_ends` of each cache group but
+    the first; empty = all groups have the same ones"""
     visible_ends: Tensor | None = None
-    """int32 [tokens], index after the last key that each token sees, where the tokens of an image
-    see each other; None = each token sees those up to itself"""
+    """int32 [tokens], index after the last key that each token sees, because the tokens of an image
+    see each other; None = each token sees the keys up to its own"""
 
     @property
     def is_decode(self) -> bool:
@@ -120,7 +120,7 @@ class StepBatch:
         return self.further_groups[number - 1] if number and self.further_groups else self
 
     def with_groups(self, slots: Sequence[Tensor], tables: Sequence[Tensor]) -> "StepBatch":
-        """Return this batch with the places of its tokens in each group but the first."""
+        """Return this batch with the slots and block tables of each group but the first."""
         if not slots:
             return self
         further = tuple(

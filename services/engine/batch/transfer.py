@@ -28,7 +28,7 @@ def staging_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
 
 
 def rows_of(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return some rows of a tensor, in rising order: a view if they follow one another.
+    """Return some rows of a tensor, in ascending order: a view if the rows are consecutive.
 
     Indexing with a list would wait for the device.
     """
@@ -44,7 +44,7 @@ def copy_rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 class Mark:
-    """A place in the order of launches. On the CPU it is reached at once."""
+    """A mark in the order of launches. On the CPU it is reached at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None

@@ -1,4 +1,4 @@
-"""Adapters from their directories, if there is memory for them."""
+"""Reading of adapters from their directories, with a check of the memory."""
 
 from pathlib import Path
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 __all__ = ["CacheNeed", "GroupNeed"]
 
 _TYPICAL_TOKENS = 4096
-"""Tokens of the sequences by which memory is divided among groups. Most conversations are shorter:
-then groups with windows run out first, but give their blocks back. Long documents are rare, and
-need blocks of the groups without windows alone, which get what the others can't use"""
+"""Tokens of the typical sequences by which memory is divided among groups. Most conversations are
+shorter; then groups with windows run out of blocks first, but release blocks soon. Long documents
+are rare; they need further blocks only of groups without windows, which get the remaining memory"""
 _MOST_PAGELESS_BLOCKS = 1 << 17
 """Most blocks of a group without pages: each takes about 200 bytes of the host's memory"""
 _LEAST_INTERVAL, _MOST_INTERVAL = 256, 4096
@@ -23,7 +23,7 @@ class GroupNeed:
     block_bytes: int
     """Bytes of a block in all layers of the group; 0 = its layers have no pages"""
     window: int = 0
-    """Last tokens that a token reads, itself included; 0 = all"""
+    """Number of last tokens, itself included, that a token reads; 0 = all"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,21 @@ class CacheNeed:
     """Cache memory that a model needs, counted in blocks of the first group."""
 
     model_context: int
-    """Tokens of a sequence that the checkpoint states"""
+    """Context length that the checkpoint states, in tokens"""
     block_size: int
-    """Tokens of a block"""
+    """Number of tokens of a block"""
     groups: Sequence[GroupNeed]
     """Needs of the groups; a group without a window comes first, if there is one"""
     max_running: int
     step_tokens: int = 1
-    """Prompt tokens of a step, which a group holds beside the windows"""
+    """Number of prompt tokens of a step, which a group holds in addition to the windows"""
     state_bytes: int = 0
     """Bytes of a sequence's states; 0 = no layer is recurrent"""
 
     def blocks(self, tokens: int, group: int = 0) -> int:
-        """Return the most blocks that a sequence of so many tokens holds of a group.
+        """Return the most blocks of a group that a sequence of `tokens` tokens holds.
 
-        Blocks without pages take no memory: those of a typical sequence stand for its states.
+        Blocks without pages take no memory. The blocks of a typical sequence represent its states.
         """
         if not self.groups[group].block_bytes:
             tokens = min(tokens, _TYPICAL_TOKENS)
@@ -63,11 +63,11 @@ class CacheNeed:
 
     @property
     def most_blocks(self) -> int:
-        """Blocks of the first group with which all running sequences may be as long as allowed."""
+        """Blocks of the first group with which all running sequences may have full length."""
         return self._together(0, self.blocks(self.model_context), self.max_running)
 
     def divide(self, num_blocks: int) -> tuple[int, ...]:
-        """Return the blocks of each group beside so many of the first one.
+        """Return the number of each group's blocks if the first group has `num_blocks`.
 
         Each group has enough for as many typical sequences, and for one of any length, but no more
         than all running sequences need. The sequences share the tokens of a step. Blocks without
@@ -104,7 +104,7 @@ class CacheNeed:
         return round(wanted / self.block_size) * self.block_size
 
     def state_slots(self, num_blocks: int) -> int:
-        """Return the slots of states beside so many blocks of the first group.
+        """Return the number of slots of states if the first group has `num_blocks` blocks.
 
         Two slots belong to each typical sequence for which there are blocks, but to no more
         sequences than may run at once. The other slots hold snapshots, one for each interval of
@@ -118,13 +118,13 @@ class CacheNeed:
         return 2 * sequences + max(snapshots, 1)
 
     def bytes(self, num_blocks: int) -> int:
-        """Return the memory of all groups and states with so many blocks of the first group."""
+        """Return the bytes of all groups and states if the first group has `num_blocks` blocks."""
         blocks = zip(self.divide(num_blocks), self.groups, strict=True)
         pages = sum(count * group.block_bytes for count, group in blocks)
         return pages + self.state_slots(num_blocks) * self.state_bytes
 
     def affordable(self, memory: int) -> int:
-        """Return the most blocks of the first group that fit into so many bytes with the rest."""
+        """Return the most blocks of the first group that fit into `memory` bytes with all else."""
         least, beyond = 0, memory // max(self.groups[0].block_bytes, 1) + 1
         while beyond - least > 1:
             middle = (least + beyond) // 2
@@ -135,7 +135,7 @@ class CacheNeed:
         return least
 
     def _together(self, group: int, blocks: int, sequences: float) -> int:
-        """Return the most blocks of a group that sequences hold, each of which alone has `blocks`.
+        """Return the most blocks of a group that sequences hold if each of them alone has `blocks`.
 
         A window's group holds the tokens of one step beside the windows of all sequences.
         """
@@ -146,5 +146,5 @@ class CacheNeed:
         return min(held, windows + -(-self.step_tokens // self.block_size))
 
     def _span(self, tokens: int) -> int:
-        """Return the most blocks that consecutive tokens touch."""
+        """Return the most blocks over which `tokens` consecutive tokens can extend."""
         return -(-tokens // self.block_size) + 1

@@ -12,7 +12,7 @@ from services.engine.model.model import Model
 __all__ = ["DecodeGraphs"]
 
 _WARM_UPS = 2
-"""Passes before a capture: kernels are compiled and libraries allocate their workspaces there"""
+"""Number of passes before a capture, which compile kernels and allocate libraries' workspaces"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class DecodeGraphs:
         return captured.hidden
 
     def capture(self, batch: StepBatch) -> None:
-        """Capture the size of a padded batch, in whose addresses its later steps must lie."""
+        """Capture the size of a padded batch. Later steps must have the addresses of this batch."""
         self._decoder.announce(batch, captures=True)
         self.capture_here(batch)
 

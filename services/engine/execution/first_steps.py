@@ -1,6 +1,6 @@
-"""First steps of a CPU, before the first request: they load what torch loads at its first steps.
+"""First steps on a CPU, before the first request: torch loads and initializes its parts in them.
 
-A GPU has run its largest step by then.
+A GPU runs its largest step before the first request anyway.
 """
 
 import torch
@@ -12,7 +12,7 @@ from services.engine.model.model import Model
 __all__ = ["run_first_steps"]
 
 _PROMPT = 2
-"""Tokens of the prompt; more rows than one take other kernels than a decode does"""
+"""Number of tokens of the prompt: two rows use other kernels than one row, a decode"""
 
 
 def run_first_steps(decoder: Model, cache: KVCache) -> None:

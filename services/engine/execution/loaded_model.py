@@ -41,7 +41,7 @@ __all__ = ["LoadedModel", "graph_capacity", "load", "step_tokens"]
 _LOG = logging.getLogger("loop")
 _DRIVER = Path("/proc/driver/nvidia/version")
 _LEAST_DRIVERS = {"12": "525 or later", "13": "580 or later"}
-"""Oldest NVIDIA drivers by major version of CUDA, as words of an error"""
+"""Oldest NVIDIA drivers by major version of CUDA, as phrases for errors"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class LoadedModel:
     cache: KVCache
     ranks: RankGroup
     blocks: tuple[int, ...]
-    """Blocks of each cache group that the scheduler may allocate"""
+    """Number of each cache group's blocks that the scheduler may allocate"""
     state_slots: int
-    """Slots of states that the scheduler may allocate; 0 = no layer is recurrent"""
+    """Number of state slots that the scheduler may allocate; 0 = no layer is recurrent"""
     snapshot_interval: int
     """Tokens between two snapshots of a prompt's states"""
     context_length: int
-    """Tokens of a sequence, at most: the checkpoint's, or what the flags and the memory allow"""
+    """Most tokens of a sequence by the checkpoint, the flags and the memory"""
     fingerprint: str
     """Fingerprint of the whole model's weights"""
     kv_bytes: int
@@ -156,7 +156,7 @@ def _packed_file(
 
 
 def _kv_dtype(settings: EngineSettings) -> str:
-    """Return --kv-dtype, or "model" if only --dtype is stated: the cache has that type too."""
+    """Return --kv-dtype; "model" if only --dtype is stated: the cache has that type, too."""
     is_stated = settings.dtype != "auto"
     return "model" if settings.kv_dtype == "auto" and is_stated else settings.kv_dtype
 
@@ -174,7 +174,7 @@ def _announce_mapped(mapped: int, free: int) -> None:
 
 
 def step_tokens(settings: EngineSettings, decoder: Model) -> int:
-    """Return the most prompt tokens of a step; a whole text where the model can't divide it."""
+    """Return the most prompt tokens of a step: a whole text if the model can't divide it."""
     if not decoder.computes_whole_prompts:
         return settings.max_step_tokens
     longest = wanted_context(settings.context_length, decoder.spec.context_length)
@@ -182,7 +182,7 @@ def step_tokens(settings: EngineSettings, decoder: Model) -> int:
 
 
 def _cache_need(settings: EngineSettings, decoder: Model) -> CacheNeed:
-    """Return the cache memory that the model needs. The bytes are those of this rank's part."""
+    """Return the cache memory that the model needs. The bytes are for this rank's part."""
     spec = decoder.spec
     # the layers of an encoder share the cache of one
     sharers = spec.num_layers if decoder.computes_whole_prompts else 1
@@ -201,7 +201,7 @@ def _cache_need(settings: EngineSettings, decoder: Model) -> CacheNeed:
 
 
 def _reserve(settings: EngineSettings, decoder: Model, ranks: RankGroup) -> int:
-    """Allocate the buffers of the largest step, and return what a CPU needs beside them.
+    """Allocate the buffers of the largest step, and return the bytes a CPU needs in addition.
 
     Raises StartupError.
     """
@@ -229,7 +229,7 @@ def _choose_num_blocks(
 ) -> int:
     """Return the number of blocks that every rank has memory for.
 
-    step_bytes: what the steps of this rank take beside the cache.
+    step_bytes: bytes that the steps of this rank take in addition to the cache.
     """
     if decoder.computes_whole_prompts:
         return step_tokens(settings, decoder) // decoder.block_size + settings.max_running
@@ -249,7 +249,7 @@ def _choose_num_blocks(
 def _context_length(
     settings: EngineSettings, decoder: Model, need: CacheNeed, num_blocks: int
 ) -> int:
-    """Return the tokens of a sequence, at most."""
+    """Return the most tokens of a sequence."""
     if decoder.computes_whole_prompts:
         return wanted_context(settings.context_length, need.model_context)
     return context_in_force(settings.context_length, need, num_blocks)
@@ -260,7 +260,7 @@ def graph_capacity(
 ) -> StepCapacity | None:
     """Return the size of the largest decode step if decode steps run as CUDA graphs.
 
-    context_length: tokens of a sequence, at most.
+    context_length: most tokens of a sequence.
     """
     if decoder.device.type != "cuda" or not decoder.is_capturable:
         return None
@@ -270,7 +270,7 @@ def graph_capacity(
 
 
 def _sharers(decoder: Model, ranks: RankGroup) -> int:
-    """Return how many ranks share this rank's memory."""
+    """Return the number of ranks that share this rank's memory."""
     return ranks.rank.local_count if decoder.device.type == "cpu" else 1
 
 

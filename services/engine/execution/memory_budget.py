@@ -23,7 +23,7 @@ _MAPPED_SHARE = 0.125
 _RESERVE = 512 * 2**20
 """Bytes left for activations and everything else"""
 _LEAST_CONTEXT = 512
-"""Tokens that a context has at least where --context-length is auto"""
+"""Fewest tokens of a context if --context-length is auto"""
 
 
 def wanted_context(wanted: str, model_context: int) -> int:
@@ -54,8 +54,8 @@ def choose_num_blocks(
 ) -> int:
     """Return the number of blocks of the first cache group, by the flags of these names.
 
-    free: bytes that the cache may use of those that this process can allocate, "cpu" or "cuda" ones
-    by `device_type`. Raises StartupError with the amount of missing memory.
+    free: number of bytes that the cache may use of the memory of the device, "cpu" or "cuda" by
+    `device_type`. Raises StartupError with the amount of missing memory.
     """
     wanted = wanted_context(context_length, need.model_context)
     most = min(need.blocks(wanted) * need.max_running, need.most_blocks)
@@ -68,7 +68,7 @@ def choose_num_blocks(
         least = need.blocks(min(wanted, _LEAST_CONTEXT))
         missing = int(need.bytes(least) / share) - free
     elif number < (least := need.blocks(wanted)):
-        # a context that is asked for may take what the share leaves
+        # a stated context may take the memory that the share leaves
         missing = need.bytes(least) + _RESERVE - free
         number = least
     if missing > 0:
@@ -81,7 +81,7 @@ def choose_num_blocks(
 
 
 def _stated_blocks(kv_memory: str, context_length: str, need: CacheNeed, free: int) -> int:
-    """Return the blocks of an amount of memory. Raises StartupError."""
+    """Return the number of blocks for a stated amount of memory. Raises StartupError."""
     number = need.affordable(parse_bytes(kv_memory))
     if number < 1:
         what = "one block and the states of a sequence," if need.state_bytes else "one block of"

@@ -33,8 +33,8 @@ def load_any_model(
     """Load a checkpoint as `load_model` does.
 
     code: "native", "transformers" (its modules compute the model, with our attention and products)
-    or "auto", which is native where there is such code.
-    Raises CheckpointError for an architecture without such code, and what `load_model` raises.
+    or "auto", which is native if there is native code for the architecture.
+    Raises CheckpointError for an architecture without such code, and the errors of `load_model`.
     """
     directory = Path(path)
     config = Checkpoint.config(directory)
@@ -55,7 +55,7 @@ def load_any_model(
             "--weights mapped needs native code, and this model runs on transformers'. Start "
             "without it."
         )
-    # imported here, because transformers is optional, and takes seconds
+    # imported here, because transformers is optional and its import takes seconds
     from services.engine.model.transformers_code.loading import load_on_transformers
 
     return load_on_transformers(

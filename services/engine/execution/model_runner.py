@@ -1,4 +1,4 @@
-"""Model runner: step plans in, hidden states and logits out."""
+"""Model runner: hidden states and logits of step plans."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from services.engine.scheduling.step_plan import StepPlan
 __all__ = ["SCORED_ROWS", "DeviceTokens", "ModelRunner", "StepCapacity", "max_logit_rows"]
 
 SCORED_ROWS = 256
-"""Prompt rows whose logits are computed at a time"""
+"""Number of prompt rows whose logits are computed at a time"""
 
 
 _LEAST_SHARERS = 32
@@ -40,17 +40,17 @@ _LEAST_SHARED = 512
 """Fewest tokens of a shared beginning that is read only once"""
 _NOTHING = StepPlan([], [], 0, 0)
 _MOST_RUNS = 3
-"""Most runs of a chunk beside those that end at regular snapshots: they end at the last borders"""
+"""Most runs of a chunk that do not end at a regular snapshot, but at the chunk's last borders"""
 
 
 def max_logit_rows(max_running: int) -> int:
-    """Return the rows of logits that a step needs memory for: all streams, or one prompt's part."""
+    """Return the most rows of logits of a step: one per running sequence, or a part of a prompt."""
     return max(max_running, SCORED_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokens:
-    """Newest tokens of sequences, drawn on the device and not yet on the host."""
+    """Newest tokens of sequences, which were drawn on the device and are not on the host yet."""
 
     ids: Tensor
     """int64 [rows]"""
@@ -65,7 +65,7 @@ class StepCapacity:
     tokens: int
     sequences: int
     blocks: int
-    """Blocks of one sequence"""
+    """Number of blocks of one sequence"""
 
 
 class ModelRunner:
@@ -74,8 +74,8 @@ class ModelRunner:
     def __init__(
         self, decoder: Model, cache: KVCache, graph_capacity: StepCapacity | None = None
     ) -> None:
-        """graph_capacity: pad steps, and run them as CUDA graphs on a GPU. No step may be larger.
-        Padding writes to the last block of each cache group."""
+        """graph_capacity: size of the largest step if steps are padded, and run as CUDA graphs on
+        a GPU; None = they are not. Padding writes to the last block of each cache group."""
         self._decoder = decoder
         self._cache = cache
         groups = range(len(cache.groups) or 1)
@@ -129,7 +129,7 @@ class ModelRunner:
     ) -> None:
         """Capture the graphs of padded decode steps: rows and blocks of the longest sequence.
 
-        announces: have the other ranks do it too; False = they do it by themselves.
+        announces: whether the other ranks are told to do it; False = they do it by themselves.
         """
         if self._graphs is None:
             return
@@ -143,7 +143,7 @@ class ModelRunner:
 
     @property
     def piece_sizes(self) -> Sequence[int]:
-        """Tokens of the padded steps with prompts that may run in pieces, largest first."""
+        """Numbers of tokens of padded steps with prompts that may run in pieces, largest first."""
         return () if self._pieces is None else self._pieces.sizes
 
     def capture_pieces(self, sizes: Sequence[int], progress: StartProgress | None = None) -> None:
@@ -157,14 +157,14 @@ class ModelRunner:
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Return the logits of some rows of `forward`'s result, valid until the next call.
 
-        rows: in rising order. Returns float32 [len(rows), vocabulary].
+        rows: in ascending order. Returns float32 [len(rows), vocabulary].
         """
         return self._decoder.logits(_rows_of(hidden, rows))
 
     def states(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """Return the final hidden states of some rows of `forward`'s result, as float32.
 
-        rows: in rising order. Returns [len(rows), hidden_size].
+        rows: in ascending order. Returns [len(rows), hidden_size].
         """
         return self._decoder.states(_rows_of(hidden, rows))
 
@@ -179,12 +179,12 @@ class ModelRunner:
         return bool(self._reading)
 
     def read_adapter(self, number: int, directory: Path) -> None:
-        """Begin to read an adapter, beside the steps."""
+        """Begin to read an adapter while steps run."""
         self._decoder.announce_adapter(AdapterChange.READ, number, str(directory))
         self._reading.start(number, directory)
 
     def ready_adapters(self) -> Sequence[int]:
-        """Return the numbers of the adapters that were read."""
+        """Return the numbers of the adapters that have been read."""
         return self._reading.ready()
 
     def insert_adapter(self, number: int) -> int:
@@ -214,7 +214,7 @@ class ModelRunner:
         return self._decoder.has_argmax
 
     def most_likely(self, hidden: Tensor, rows: list[int]) -> list[int]:
-        """Return each row's id with the highest logit, the lowest of equals; -1 for NaN."""
+        """Return each row's id with the highest logit, the lowest id of several; -1 for NaN."""
         ids: list[int] = self._decoder.argmax(_rows_of(hidden, rows)).tolist()
         return ids
 
@@ -239,8 +239,8 @@ class ModelRunner:
     ) -> StepBatch:
         """Build the plan's batch.
 
-        padding: rows to add to a plan without chunks; least_blocks: as for Staging.lay_out;
-        shares: as if contexts began with the same blocks.
+        padding: number of rows to add to a plan without chunks. least_blocks: parameter of
+        `Staging.lay_out`. shares: whether to build it as if contexts began with the same blocks.
         """
         decodes, chunks = plan.decodes, plan.chunks
         # a padded row is a sequence of one token, in the spare block
@@ -304,7 +304,7 @@ class ModelRunner:
         return batch.with_ends(images.visible_ends, self._images.groups_ahead)
 
     def _token_types(self, plan: StepPlan, counts: list[int]) -> Tensor | None:
-        """Return which tokens belong to the second text of a pair; None = there are no pairs."""
+        """Return the type of each token, 1 in the second text of a pair; None without pairs."""
         if all(chunk.sequence.second_text is None for chunk in plan.chunks):
             return None
         types = np.zeros(sum(counts), dtype=np.int64)
@@ -350,7 +350,7 @@ def _adapters(plan: StepPlan) -> tuple[int, ...]:
 
 
 def _attended(plan: StepPlan, ends: list[int]) -> tuple[int, ...]:
-    """Return the tokens of each sequence to which tokens attend; empty if they are all."""
+    """Return the number of each sequence's tokens that tokens attend to; empty if all."""
     sequences = [*plan.decodes, *(chunk.sequence for chunk in plan.chunks)]
     if not any(sequence.unattended_length for sequence in sequences):
         return ()
@@ -371,7 +371,7 @@ def _fill_token_ids(fields: HostFields, plan: StepPlan, padding: int) -> None:
 def _fill_sources(
     fields: HostFields, decodes: Sequence[TokenSequence], drawn: DeviceTokens
 ) -> None:
-    """Fill in where each token id is: among the drawn ones, or behind these in its own place."""
+    """Fill in the index of each token id: among the drawn ids, or in the ids behind them."""
     first = len(drawn.ids)
     fields.sources[:] = np.arange(first, first + len(fields.sources))
     fields.sources[: len(decodes)] = [

@@ -24,8 +24,8 @@ def open_packed(
 ) -> PackedFile:
     """Open the file of this rank's packed weights of the checkpoint in `model`.
 
-    Its name stands for the model and the flags, and its key for all else that decides the bytes: a
-    changed file of the model or another version of the program replace it, and add none.
+    The name of the file depends on the model and the flags, its key on all else that decides the
+    bytes. So a changed file of the model, or another version of the program, replaces the file.
     weights: value of --weights. Raises StartupError for a directory that can't be opened.
     """
     content = weights_fingerprint(model, weights)

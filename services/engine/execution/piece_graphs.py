@@ -11,7 +11,7 @@ from services.engine.model.model import Model
 __all__ = ["PieceGraphs"]
 
 _WARM_UPS = 2
-"""Passes before a capture: kernels are compiled and libraries allocate their workspaces there"""
+"""Number of passes before a capture, which compile kernels and allocate libraries' workspaces"""
 
 
 class PieceGraphs:
@@ -27,12 +27,12 @@ class PieceGraphs:
     """
 
     def __init__(self, decoder: Model, cache: KVCache, tokens: int) -> None:
-        """tokens: size of the largest step, for which the decoder has reserved its buffers; at
-        least the smallest of `TOKEN_BUCKETS`."""
+        """tokens: number of tokens of the largest step, for which the decoder has reserved its
+        buffers. It is at least the smallest of `TOKEN_BUCKETS`."""
         self._decoder = decoder
         self._cache = cache
         self.sizes = [size for size in reversed(TOKEN_BUCKETS) if size <= tokens]
-        """Tokens to which steps are padded, largest first"""
+        """Numbers of tokens to which steps are padded, largest first"""
         self._is_cuda = decoder.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
@@ -43,14 +43,14 @@ class PieceGraphs:
         groups = range(len(cache.groups) or 1)
         spare = [(cache.blocks_of(group) - 1) * cache.block_size for group in groups]
         self._spare_slots = torch.tensor(spare, device=decoder.device)[:, None]
-        """A slot of each cache group that padded tokens write"""
+        """Slot of each cache group to which padded tokens write"""
         shape = (2 + len(spare), self.sizes[0])
         self._inputs = torch.zeros(shape, dtype=torch.int64, device=decoder.device)
         """Token ids, positions and each group's slots of the present step, which graphs read"""
         self._padded = {size: self._padded_batch(size) for size in self.sizes}
 
     def run(self, batch: StepBatch) -> Tensor:
-        """Return hidden states as Decoder.forward does, for a batch without images.
+        """Return the hidden states of a batch without images; see `Decoder.forward`.
 
         The batch has at most `sizes[0]` tokens. A size that was not captured runs without graphs.
         """
@@ -95,7 +95,7 @@ class PieceGraphs:
         self._held = self._decoder.buffers
 
     def _padded_batch(self, tokens: int) -> StepBatch:
-        """Return a batch of `tokens` tokens in the graphs' inputs, none of them in a sequence."""
+        """Return a batch of `tokens` padding tokens in the graphs' inputs, without a sequence."""
         device = self._inputs.device
         token_ids, positions, *slots = self._inputs[:, :tokens]
         tables = torch.zeros((0, 1), dtype=torch.int32, device=device)
@@ -113,7 +113,7 @@ class PieceGraphs:
         return batch.with_groups(slots[1:], [tables] * (len(slots) - 1))
 
     def _fill_in(self, batch: StepBatch) -> None:
-        """Copy a step's integers to the inputs. Ids and positions behind them may be any."""
+        """Copy a step's integers to the inputs. Ids and positions of padding are arbitrary."""
         tokens = len(batch.token_ids)
         token_ids, positions, *slots = self._inputs
         token_ids[:tokens].copy_(batch.token_ids)

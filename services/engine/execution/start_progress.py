@@ -13,19 +13,19 @@ _LINE_SECONDS = 10.0
 
 
 class StartProgress:
-    """Counter of what is done. Silent unless `shown`."""
+    """Counter of finished items. It prints nothing unless `shown`."""
 
     def __init__(self, name: str, total: int, *, shown: bool) -> None:
-        """name: the things that are counted, such as "CUDA graphs"."""
+        """name: name of the counted items, such as "CUDA graphs"."""
         self._name = name
         self._total = max(total, 1)
         self._done = 0
         self._shown = shown
         self._terminal = sys.stderr.isatty()
-        self._began = self._told = time.monotonic()
+        self._started = self._logged_at = time.monotonic()
 
     def add(self) -> None:
-        """Count one more."""
+        """Count one more item."""
         self._done += 1
         if not self._shown:
             return
@@ -35,10 +35,10 @@ class StartProgress:
             bar = "█" * filled + "░" * (_WIDTH - filled)
             end = "\n" if self._done == self._total else ""
             print(f"\r{self._name} {bar} {self._amount()}", end=end, file=sys.stderr, flush=True)
-        elif now - self._told >= _LINE_SECONDS:
-            self._told = now
+        elif now - self._logged_at >= _LINE_SECONDS:
+            self._logged_at = now
             share = round(self._done / self._total, 3)
             _LOG.info("%s: %s", self._name, self._amount(), extra={"progress": share})
 
     def _amount(self) -> str:
-        return f"{self._done} of {self._total} in {time.monotonic() - self._began:.1f} s"
+        return f"{self._done} of {self._total} in {time.monotonic() - self._started:.1f} s"

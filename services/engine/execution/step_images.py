@@ -35,7 +35,7 @@ NO_IMAGES = ImageFields()
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tokens that a step computes of one sequence with images."""
+    """Tokens of one sequence with images that a step computes."""
 
     images: PromptImages
     start: int
@@ -66,7 +66,7 @@ class StepImages:
         self._device = device
 
     def affect(self, plan: StepPlan) -> bool:
-        """Return whether images change the step: prompts with images, or positions after them."""
+        """Return whether images change the step: it has image tokens, or positions after images."""
         return (
             self._has_grid and any(sequence.images is not None for sequence in plan.decodes)
         ) or any(chunk.sequence.images is not None for chunk in plan.chunks)

@@ -1,4 +1,4 @@
-"""Memory that steps take on a GPU, measured by running the largest before the first request."""
+"""Memory of steps on a GPU, measured by running the largest step before the first request."""
 
 import gc
 import itertools
@@ -21,12 +21,12 @@ __all__ = ["largest_step", "measure_steps", "total_of_graphs", "usable_kernels"]
 _DRAW_COPIES = 4
 """Copies of the logits that a draw with top-p makes: candidates, weights and their sums"""
 _LEAST_GRAPH = 1 << 20
-"""Bytes that the driver keeps for a graph at least"""
+"""Fewest bytes that the driver keeps for a graph"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes that steps take beside weights and KV cache."""
+    """Bytes that steps take in addition to weights and KV cache."""
 
     largest: int
     """Bytes of the largest step: activations, scratch memory, logits and draws"""
@@ -39,10 +39,11 @@ class StepMemory:
 
 
 def measure_steps(decoder: Model, tokens: int, rows: int, capacity: StepCapacity | None) -> int:
-    """Run the largest steps and return the bytes that they take beside weights and KV cache.
+    """Run the largest steps; return their bytes in addition to weights and KV cache.
 
-    tokens: prompt tokens of a step; rows: its decodes. capacity: size of the CUDA graphs; None =
-    there are none. All ranks must call it at once. Raises StartupError if the GPU can't run a step.
+    tokens: number of prompt tokens of a step. rows: number of its decodes. capacity: size of the
+    CUDA graphs; None = there are none. All ranks must call this at the same time. Raises
+    StartupError if the GPU can't run a step.
     """
     with usable_kernels():
         slots = rows + -(-tokens // decoder.spec.context_length) if decoder.state_bytes else 0
@@ -56,7 +57,7 @@ def measure_steps(decoder: Model, tokens: int, rows: int, capacity: StepCapacity
 
 @contextmanager
 def usable_kernels() -> Iterator[None]:
-    """Turn what a GPU or a compiler fails with into a StartupError of one sentence."""
+    """Turn errors of the GPU or of a compiler into a StartupError of one sentence."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -100,7 +101,7 @@ def largest_step(decoder: Model, cache: KVCache, tokens: int, rows: int) -> Step
 def total_of_graphs(first: int, further: int, count: int) -> int:
     """Return the bytes of `count` graphs, which share the memory of the first, the largest one.
 
-    further: bytes that one more graph takes.
+    further: bytes of each further graph.
     """
     return first + max(further, _LEAST_GRAPH) * (count - 1)
 
@@ -133,7 +134,7 @@ def _measure_graphs(decoder: Model, cache: KVCache, capacity: StepCapacity) -> i
 
 
 def _measure_captures(captures: Sequence[Callable[[], None]]) -> int:
-    """Return the bytes that all captures take, from the first two. The largest one is first."""
+    """Return the bytes of all captures, estimated from the first two. The largest is the first."""
     if not captures:
         return 0
     free = [_release()]
@@ -145,7 +146,7 @@ def _measure_captures(captures: Sequence[Callable[[], None]]) -> int:
 
 
 def _release() -> int:
-    """Return unused memory to the GPU, and the free bytes that it then has."""
+    """Release unused memory to the GPU; return the number of bytes that are then free."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

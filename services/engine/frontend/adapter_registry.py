@@ -28,21 +28,21 @@ class Adapter:
     """An adapter in the memory of the loop process."""
 
     name: str
-    """Name by which requests ask for the adapter, as their model"""
+    """Name of the adapter, which requests have as their model"""
     path: str
     fingerprint: str
     """Hash of the adapter's files, the same on every machine"""
     number: int
     num_bytes: int = 0
     users: int = 0
-    """Requests that use the adapter"""
+    """Number of requests that use the adapter"""
 
 
 class AdapterRegistry:
-    """Loads adapters, and drops each when its last request has ended."""
+    """The engine's adapters. An unloaded adapter is dropped when its last request has ended."""
 
     def __init__(self, model_id: str, most: int, send: Callable[[Command], None]) -> None:
-        """most: adapters in memory; send: hands a command to the loop process."""
+        """most: most adapters in memory. send: sends a command to the loop process."""
         self.most = most
         self._model_id = model_id
         self._send = send
@@ -87,9 +87,9 @@ class AdapterRegistry:
             self._by_number[number] = self._named[name] = adapter
 
     async def load(self, name: str, path: str) -> Adapter:
-        """Load an adapter, unless it is there already. Raises ServiceError.
+        """Load an adapter, unless it is loaded already. Raises ServiceError.
 
-        path: its directory, on the engine's machine. The load goes on if the caller leaves.
+        path: the adapter's directory on the engine's machine. Loading goes on if the caller leaves.
         """
         self._check_name(name)
         if name in self._loads:
@@ -136,7 +136,7 @@ class AdapterRegistry:
         return adapter
 
     def on_loaded(self, answer: AdapterLoaded) -> None:
-        """Take the loop's answer."""
+        """Deliver the loop's answer to the load that waits for it."""
         if answer.failure:
             del self._by_number[answer.number]
         waiter = self._loading.pop(answer.number)
@@ -144,7 +144,7 @@ class AdapterRegistry:
             waiter.set_result(answer)
 
     def unload(self, name: str) -> None:
-        """Take no new requests for an adapter; those that run go on. Raises NOT_FOUND."""
+        """Refuse new requests for an adapter. Running requests go on. Raises NOT_FOUND."""
         adapter = self._named.pop(name, None)
         if adapter is None:
             raise ServiceError(
@@ -172,7 +172,7 @@ class AdapterRegistry:
         return adapter
 
     def leave(self, adapter: Adapter) -> None:
-        """Take a request from an adapter's users."""
+        """Subtract a request from an adapter's users."""
         adapter.users -= 1
         self._drop_if_unused(adapter)
 

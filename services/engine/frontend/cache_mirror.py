@@ -16,17 +16,17 @@ _MOST_WATCHERS = 64
 
 
 class CacheUpdate(NamedTuple):
-    """Changes that a watcher has not seen; with `is_whole`, `stored` is all that is cached."""
+    """Changes that a watcher has not seen; if `is_whole`, `stored` has all cached blocks."""
 
     is_whole: bool
     groups: Sequence[CacheChange]
 
 
 class CacheWatch:
-    """Changes for one watcher. It gets the whole cache if that is smaller than its changes."""
+    """Changes for one watcher, who gets the whole cache if that is smaller than the changes."""
 
     def __init__(self, hashes: list[set[bytes]]) -> None:
-        """hashes: all that each group holds, which the mirror changes before it calls `note`."""
+        """hashes: all hashes of each group, which the mirror updates before it calls `note`."""
         self._hashes = hashes
         self._changes: list[dict[bytes, bool]] | None = None
         """Changes by group and hash: stored or removed; None = the watcher needs the whole cache"""
@@ -34,7 +34,7 @@ class CacheWatch:
         self._changed.set()
 
     def note(self, changes: Sequence[CacheChange | None]) -> None:
-        """Take a change of each group."""
+        """Record a change of each group; None = the group has not changed."""
         if self._changes is not None:
             self._changes += [{} for _ in changes[len(self._changes) :]]
             for noted, change in zip(self._changes, changes, strict=True):
@@ -46,7 +46,7 @@ class CacheWatch:
         self._changed.set()
 
     async def take(self) -> CacheUpdate:
-        """Return the next update, once there is one."""
+        """Wait for the next update and return it."""
         await self._changed.wait()
         self._changed.clear()
         changes, self._changes = self._changes, []
@@ -75,7 +75,7 @@ class CacheMirror:
         self._watches: set[CacheWatch] = set()
 
     def apply(self, changes: Sequence[CacheChange | None]) -> None:
-        """Take a change of each group of the loop's cache; None = it has not changed."""
+        """Apply a change of each group of the loop's cache; None = the group has not changed."""
         self._hashes += [set() for _ in changes[len(self._hashes) :]]
         for hashes, change in zip(self._hashes, changes, strict=True):
             if change is not None:
@@ -86,7 +86,7 @@ class CacheMirror:
 
     @contextmanager
     def watch(self) -> Iterator[CacheWatch]:
-        """Watch the cache. Raises RESOURCE_EXHAUSTED if too many do."""
+        """Watch the cache. Raises RESOURCE_EXHAUSTED if there are too many watchers."""
         if len(self._watches) >= _MOST_WATCHERS:
             message = f"{_MOST_WATCHERS} clients watch the cache already."
             raise ServiceError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", message)

@@ -1,4 +1,4 @@
-"""A process of the engine that computes: pickled messages to it and from it."""
+"""A computing process of the engine, and the exchange of pickled messages with it."""
 
 import asyncio
 import multiprocessing
@@ -18,7 +18,7 @@ __all__ = ["Child", "ChildProcess", "limit_thread_spinning", "spawn"]
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process that runs, and our end of the socket to it."""
+    """A running process, and this process's end of the socket to it."""
 
     process: BaseProcess
     link: socket.socket
@@ -37,7 +37,7 @@ def spawn(name: str, run: Callable[..., None], *arguments: object) -> Child:
 
 def _spawn(name: str, run: Callable[..., None], *arguments: object) -> Child:
     ours, theirs = socket.socketpair()
-    # spawn: a fork of this process would share its event loop and threads
+    # spawned, because a forked process would share the event loop and the threads
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=run, args=(*arguments, theirs), name=name, daemon=True)
     limit_thread_spinning()
@@ -47,7 +47,7 @@ def _spawn(name: str, run: Callable[..., None], *arguments: object) -> Child:
 
 
 class ChildProcess(asyncio.Protocol):
-    """Sends messages to a process, and hands its messages to a callback."""
+    """Connection to a process, whose messages go to a callback."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class ChildProcess(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._unpacker = Unpacker()
         self._first: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        """The first message; None if the process dies without one"""
+        """First message of the process; None if it dies without one"""
         self._is_stopping = False
         self._has_ended = False
 
     async def start(self, child: Child, *messages: object) -> Any:
-        """Send a process its first messages, and return the first one that it sends.
+        """Send a process its first messages, and return the first message that it sends.
 
         Raises StartupError if it dies before.
         """
@@ -93,7 +93,7 @@ class ChildProcess(asyncio.Protocol):
             self._transport.write(pack(message))
 
     async def stop(self) -> None:
-        """End the process, with all that it still does."""
+        """End the process at once, with its unfinished work."""
         self._is_stopping = True
         if self._transport is not None:
             self._transport.close()
@@ -104,7 +104,7 @@ class ChildProcess(asyncio.Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """True once the process that was started has closed its end."""
+        """True once the started process has closed its end of the socket."""
         return self._has_ended
 
     # asyncio.Protocol

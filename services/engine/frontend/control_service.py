@@ -41,7 +41,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class EngineControlServicer(EngineControlServiceServicer):
-    """Describes the model and the load, and carries out an operator's commands."""
+    """Servicer that describes the model and the load, and carries out an operator's commands."""
 
     def __init__(
         self, frontend: Frontend, settings: EngineSettings, set_serving: Callable[[bool], None]

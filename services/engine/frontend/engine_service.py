@@ -1,4 +1,4 @@
-"""EngineService: a call for one request, and Sessions of many requests."""
+"""EngineService: calls of one request each, and Sessions of many requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,7 +39,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class EngineServicer(EngineServiceServicer):
-    """Streams the events of requests to clients."""
+    """Servicer that streams the events of requests to clients."""
 
     def __init__(self, frontend: Frontend, settings: EngineSettings) -> None:
         self._frontend = frontend
@@ -142,7 +142,7 @@ class _EmbedCall(Sink[GenerateResponse]):
     """The sink of an Embed call, which has one response."""
 
     def __init__(self, counts: Sequence[int]) -> None:
-        """counts: vectors of each prompt."""
+        """counts: number of vectors of each prompt."""
         super().__init__(EventQueue(), GenerateResponse)
         self.response: asyncio.Future[EmbedResponse] = asyncio.get_running_loop().create_future()
         self._counts = counts

@@ -1,4 +1,4 @@
-"""Events that wait to be sent to one client, with the tokens of a sequence merged into deltas."""
+"""Queue of the events for one client; the tokens of a sequence are merged into deltas."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,19 +11,19 @@ from tokenwire.pb.engine.v1.engine_pb2 import GenerateResponse, OutputDelta, Ses
 __all__ = ["EventQueue"]
 
 _PACE_SECONDS = 0.001
-"""Shortest time between messages that only continue sequences, for each sequence in them: tokens of
-short steps are merged, because each message costs CPU time in every service up to the client"""
+"""Shortest time between messages that only continue sequences, times the number of sequences in
+them. Tokens of short steps are merged: each message costs CPU time in every service on its way"""
 _LEAST_PACE_SECONDS = 0.003
-"""Shortest pace of a message: one stream gets the tokens of longer steps one by one"""
+"""Shortest pace of a message: with longer steps, a single stream gets its tokens one by one"""
 _MOST_PACE_SECONDS = 0.024
-"""Longest pace of a message: a frame of a film, which a reader does not notice"""
+"""Longest pace of a message, as long as a frame of a film: a reader does not notice it"""
 
 
 E = TypeVar("E", bound=GenerateResponse | SessionEvent)
 
 
 class EventQueue(Generic[E]):
-    """Events in order; the sequences' credit bounds their number.
+    """Events in order. The credit of the sequences bounds their number.
 
     A token that continues a sequence may wait for the next step's token. Any other event ends the
     wait.
@@ -75,7 +75,7 @@ class EventQueue(Generic[E]):
             self._pace = self._loop.call_later(pace, self._wake.set)
 
     async def take(self, timeout: float) -> list[E]:
-        """Return all events once one is due, or what there is after `timeout` seconds."""
+        """Return all events once one is due, or after `timeout` seconds, even if there are none."""
         self._silent_at = self._loop.time() + timeout
         if self._silence is None:
             self._silence = self._loop.call_later(timeout, self._end_silence)
@@ -124,9 +124,9 @@ class EventQueue(Generic[E]):
             self._silence.cancel()
 
     def begin_send(self) -> None:
-        """Note that a message is handed to the client's stream, which may have no room."""
+        """Record that a message goes to the client's stream, which may have no room."""
         self._sending_since = self._loop.time()
 
     def end_send(self) -> None:
-        """Note that the stream has taken the message."""
+        """Record that the stream has taken the message."""
         self._sending_since = None

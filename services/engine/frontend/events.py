@@ -1,4 +1,4 @@
-"""Outputs of the step loop as the protobuf events and errors that clients get."""
+"""Conversion of the step loop's outputs to protobuf events and errors for clients."""
 
 from collections.abc import Sequence
 

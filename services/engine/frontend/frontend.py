@@ -1,4 +1,4 @@
-"""The engine behind its servicers: requests go in, events come out through sinks.
+"""The engine behind its servicers. It takes requests, and sends events through sinks.
 
 The frontend lives on the event loop and owns the requests' sinks; the step loop owns the sequences.
 """
@@ -70,12 +70,12 @@ _LOG = logging.getLogger("engine")
 
 
 class Frontend:
-    """Hands requests to the loop and routes its outputs to their sinks."""
+    """Frontend that sends requests to the loop, and its outputs to the requests' sinks."""
 
     def __init__(
         self, settings: EngineSettings, loop: Child, on_failure: Callable[[str], None]
     ) -> None:
-        """loop: the loop process; on_failure: called with a message when it has died."""
+        """loop: the loop process. on_failure: called with a message when it has died."""
         self._settings = settings
         self._max_requests = settings.max_running + settings.max_waiting
         self._on_failure = on_failure
@@ -88,7 +88,7 @@ class Frontend:
         self._places = Shares(self._max_requests, reserve=self._max_requests)
         """Shares of the tenants in the number of live requests"""
         self._image_shares = Shares(parse_bytes(settings.held_image_memory))
-        """Bytes of the live requests' encoded images, of which the loop copies each request's"""
+        """Shares of the tenants in the bytes of live requests' images, which the loop copies"""
         self._handles = itertools.count(1)
         self._flushes: deque[asyncio.Future[int]] = deque()
         self._token_rate = request_accounting.TokenRate()
@@ -109,7 +109,7 @@ class Frontend:
     async def start(self) -> None:
         """Load the model. Raises StartupError."""
         settings = self._settings
-        # before the loop, which gives the KV cache what memory is left
+        # before the loop, which gives the remaining memory to the KV cache
         self._images = await ImageClient.start_for(
             settings, lambda works: self._loop.send(SetEncoding(works))
         )
@@ -118,7 +118,7 @@ class Frontend:
             self.model_id,
             model,
             settings.max_logprobs,
-            # the loop could never admit a request of more sequences: refuse it for good
+            # the loop could never admit a request of more sequences, so it is refused as invalid
             min(MAX_SEQUENCES, self._max_requests),
             bool(settings.grammar),
             self._images is not None,
@@ -155,7 +155,7 @@ class Frontend:
     async def stop(self) -> None:
         """Abort all requests and end the loop process."""
         self.drain()
-        # before the channel is closed: closing cancels compilations without an error
+        # before the channel is closed, because closing cancels compilations without an error
         self._preparations.fail(draining_error())
         while self._preparations:
             await self.changed_since(self.version)
@@ -182,7 +182,7 @@ class Frontend:
     def notify(self) -> None:
         """Advance `version`."""
         self.version += 1
-        self._changed.set()  # wakes the present waiters only
+        self._changed.set()  # wakes only the tasks that wait now
         self._changed.clear()
 
     @property
@@ -201,12 +201,12 @@ class Frontend:
 
     @property
     def num_requests(self) -> int:
-        """Requests that run, wait, or prepare their grammar and images."""
+        """Number of requests that run, wait, or prepare their grammar and images."""
         return len(self._live) + len(self._preparations)
 
     @property
     def silent_seconds(self) -> float:
-        """Time since the loop's last output while requests run: a long or hanging step."""
+        """Seconds since the loop's last output, if requests run: the step is slow or hangs."""
         return time.monotonic() - self._last_output if self._live else 0.0
 
     @property
@@ -222,7 +222,7 @@ class Frontend:
         credit: int | None,
         sink: Sink[Any],
     ) -> int:
-        """Check a request, prepare its grammar and images, and hand it to the loop.
+        """Check a request, prepare its grammar and images, and send it to the loop.
 
         Returns its handle.
 
@@ -233,7 +233,7 @@ class Frontend:
         span = RequestSpan(self.model_id, caller.request_id, caller.traceparent)
         try:
             grammar, checked = await self._check(request, caller)
-        except BaseException as error:  # also the cancellation of the call
+        except BaseException as error:  # the cancellation of the call, too
             span.fail(error)
             raise
         try:
@@ -265,7 +265,7 @@ class Frontend:
         return handle
 
     def cancel(self, handle: int, sequences: Sequence[int] = ()) -> None:
-        """End some sequences, or all if none is named. Raises ServiceError for an unknown one."""
+        """End some sequences, or all if none is named. Raises ServiceError for unknown ones."""
         live = self._live.get(handle)
         if live is None:
             return
@@ -317,7 +317,7 @@ class Frontend:
         return adapter
 
     def unload_adapter(self, name: str) -> None:
-        """Take no new requests for an adapter; those that run go on. Raises ServiceError."""
+        """Refuse new requests for an adapter. Running requests go on. Raises ServiceError."""
         self.adapters.unload(name)
         _LOG.info("adapter %s unloaded", name)
         self.notify()
@@ -361,11 +361,11 @@ class Frontend:
         if self.draining:
             raise draining_error()
         if not self._places.has_room(tenant, 1):
-            # the loop would refuse it too, but counting its sequences there costs a step time
+            # the loop would refuse it, too, but counting its sequences there delays a step
             raise queue_full(f"{self.num_requests} requests are here already; try again.")
 
     def _set_retry(self, error: ServiceError, sequences: int) -> None:
-        """Tell a request that found no room when to come again."""
+        """Set the delay of a retry in the error of a request that found no room."""
         if error.reason == "QUEUE_FULL":
             rate = self._token_rate.while_busy
             error.retry_seconds = self._retry_clock.turn(sequences, self.load.waiting, rate)
@@ -383,14 +383,14 @@ class Frontend:
         self._load_metrics.observe(output.load)
         if output.cache:
             self.cache.apply(output.cache)
-        if self._matchers is not None:  # before all else: the loop may have to wait for the masks
+        if self._matchers is not None:  # first, because the loop may wait for the masks
             self._matchers.feed(o for o in output.outputs if isinstance(o, Token | DraftTokens))
         for item in output.outputs:
             if isinstance(item, CacheFlushed):
                 self._on_flushed(item)
             elif isinstance(item, AdapterLoaded):
                 self.adapters.on_loaded(item)
-            elif (live := self._live.get(item.handle)) is not None:  # else its client has left
+            elif (live := self._live.get(item.handle)) is not None:  # otherwise its client has left
                 generated += isinstance(item, Token)
                 self._deliver(item, live, now)
         self._token_rate.add(now, generated)

@@ -1,4 +1,4 @@
-"""Connection to one grammar service: its compilations, and the matchers there."""
+"""Connection to one grammar service: compilations, and matchers."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ GRAMMARS = PeerKind("grammar service", _SERVICE, "grammar_health")
 
 
 class GrammarLink:
-    """One grammar service, by its address."""
+    """One grammar service, as long as its address is known."""
 
     def __init__(
         self, peer: Peer, make_masks: Callable[["GrammarLink"], MaskStream], fingerprint: str
@@ -35,7 +35,7 @@ class GrammarLink:
         return not self.num_matchers
 
     async def ask(self) -> None:
-        """Do nothing: the answer to a compilation names the service's tokenizer."""
+        """Do nothing, because each answer to a compilation names the service's tokenizer."""
 
     async def close(self) -> None:
         """End the stream of masks."""

@@ -1,4 +1,4 @@
-"""The grammar services of an engine: which serve, and which one takes a sequence."""
+"""The grammar services of an engine, and the choice of a service for each sequence."""
 
 import asyncio
 import hashlib
@@ -19,11 +19,11 @@ _LOAD_FACTOR = 1.25
 
 
 class GrammarPool:
-    """All grammar services. With one, the choice is that one; the code is the same.
+    """All grammar services.
 
-    Sequences of one grammar go to one service, by rendezvous hashing, which has then compiled it.
-    The services of other ranks take what exceeds its share (consistent hashing with bounded
-    loads, Mirrokni, Thorup and Zadimoghaddam, 2016).
+    Sequences of one grammar go to one service, which is chosen by rendezvous hashing and has
+    compiled the grammar. Sequences that exceed its share go to the services of the next ranks
+    (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, 2016).
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class GrammarPool:
         open_link: Callable[[Peer], GrammarLink],
         on_leaving: Callable[[GrammarLink], None],
     ) -> None:
-        """The arguments are those of `PeerPool`."""
+        """The parameters are those of `PeerPool`."""
         self._peers = PeerPool(
             targets,
             GRAMMARS,
@@ -55,7 +55,7 @@ class GrammarPool:
     def choose(self, key: bytes, avoided: Collection[GrammarLink] = ()) -> GrammarLink | None:
         """Return the service for one more matcher of a grammar; None if none serves.
 
-        key: the grammar's. avoided: services that are used only if no other serves.
+        key: digest of the grammar. avoided: services that are used only if no other serves.
         """
         serving = self._peers.serving
         links = [link for link in serving if link not in avoided] or serving
@@ -88,5 +88,5 @@ class GrammarPool:
 
 
 def _rank(link: GrammarLink, key: bytes) -> bytes:
-    """Return the weight of a service for a grammar; the highest takes it."""
+    """Return the weight of a service for a grammar. The service with the highest takes it."""
     return hashlib.blake2b(link.peer.target.encode(), key=key, digest_size=8).digest()

@@ -43,15 +43,15 @@ __all__ = ["ClientImage", "ImageClient"]
 
 _LOG = logging.getLogger("engine")
 _MAX_WAITING = 256
-"""Images that wait for the encoder"""
+"""Most images that wait for the encoder"""
 _MAX_WAITING_BYTES = 256 << 20
 _RESTART_SECONDS = 1.0
-"""Pause before a lost encoder starts again"""
+"""Seconds before a lost encoder starts again"""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientImage:
-    """An image of a client, encoded."""
+    """An encoded image of a client."""
 
     digest: bytes
     """Digest of the file, from `image_digest`"""
@@ -68,14 +68,14 @@ class _Waiting:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     requests: int = 0
-    """Requests that wait for the image; at 0 it is not encoded"""
+    """Number of requests that wait for the image; at 0 it is not encoded"""
 
 
 class ImageClient:
-    """Starts the encoder's process and encodes images through it."""
+    """Client of the encoder's process, which it starts, and starts again after a loss."""
 
     def __init__(self, settings: EngineSettings, on_work: Callable[[bool], None]) -> None:
-        """on_work: called with true when the encoder begins to work, with false when it is done."""
+        """on_work: called with True when the encoder begins to work, with False at the end."""
         self._settings = settings
         self._on_work = on_work
         self._process: ChildProcess | None = None
@@ -85,7 +85,7 @@ class ImageClient:
         self._waiting: dict[bytes, _Waiting] = {}
         """Waiting images by tenant and digest"""
         self._order: FairQueue[bytes] = FairQueue()
-        """Keys of waiting images in order, and of images whose requests have left"""
+        """Keys of waiting images in order; some belong to images whose requests have left"""
         self._places = Shares(_MAX_WAITING, reserve=_MAX_WAITING)
         self._bytes = Shares(_MAX_WAITING_BYTES, least=MAX_IMAGE_BYTES)
         self._batch: dict[bytes, _Waiting] = {}
@@ -135,7 +135,7 @@ class ImageClient:
         self._send()
 
     async def stop(self) -> None:
-        """End the process; images that wait fail."""
+        """End the process. Waiting images fail."""
         self._is_stopping = True
         if self._restart is not None:
             self._restart.cancel()
@@ -144,9 +144,9 @@ class ImageClient:
             await self._process.stop()
 
     async def encode(self, files: Sequence[bytes], tenant: str = "") -> list[ClientImage]:
-        """Return a tenant's images in order; equal ones are encoded once. Raises ServiceError.
+        """Return a tenant's images in order. Equal images are encoded once. Raises ServiceError.
 
-        Tenants share no encoded images: the time would tell one what another sent.
+        Tenants share no encoded images, because the time would reveal what another tenant sent.
         """
         digests = await asyncio.to_thread(lambda: [image_digest(file) for file in files])
         salt = tenant_salt(tenant)
@@ -194,13 +194,13 @@ class ImageClient:
             self._count(waiting, -1)
 
     def _count(self, waiting: _Waiting, images: int) -> None:
-        """Count an image that begins to wait, with 1, or that waits no longer, with -1."""
+        """Add to the counts of waiting images: 1 if the image begins to wait, -1 if it stops."""
         self._places.add(waiting.tenant, images)
         self._bytes.add(waiting.tenant, images * len(waiting.file))
         metrics.WAITING_IMAGES.set(len(self._waiting))
 
     def _send(self) -> None:
-        """Give the encoder its next batch, unless it works on one."""
+        """Send the encoder its next batch, unless it works on a batch."""
         if self._process is None or self._batch or not self._waiting:
             return
         while self._waiting and len(self._batch) < self._batch_size:
@@ -236,7 +236,7 @@ class ImageClient:
     async def _start_again(self) -> None:
         while self._process is None:
             await asyncio.sleep(_RESTART_SECONDS)
-            self._on_work(True)  # else the loop would leave it no time to load
+            self._on_work(True)  # otherwise the loop would leave it no time to load
             try:
                 await self.start()
             except (StartupError, OSError) as error:
@@ -258,10 +258,10 @@ class ImageClient:
 
 
 class _EncodedImages:
-    """Encoded images by tenant and digest; a full cache evicts from the tenant with most."""
+    """Cache of encoded images by tenant and digest. A full cache evicts from the largest tenant."""
 
     def __init__(self, limit: int) -> None:
-        """limit: bytes of embeddings."""
+        """limit: most bytes of embeddings."""
         self._limit = limit
         self._images: TenantCache[bytes, EncodedImage] = TenantCache(limit)
 
@@ -284,7 +284,7 @@ def _encoder_lost(message: str) -> ServiceError:
 
 
 def _run(settings: EngineSettings, link: socket.socket) -> None:
-    # imported in the encoder's process only: the gRPC process must stay free of torch
+    # imported only in the encoder's process, because the gRPC process must stay free of torch
     with collector_paused():
         from services.engine.vision.encoder_process import run
 

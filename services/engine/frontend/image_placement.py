@@ -22,8 +22,8 @@ def place_images(
 ) -> dict[int, list[PlacedImage]]:
     """Return each prompt's images, by prompt index.
 
-    images: the encoded ones of `requested`. A prompt's image tokens stand for its images in order.
-    consecutive: the tokens of an image must have no others between them.
+    images: encoded images of `requested`. A prompt's image tokens stand for its images in order.
+    consecutive: whether the tokens of an image must have no other tokens between them.
     Raises ServiceError for unreadable images, and for a wrong number of image tokens.
     """
     placed: dict[int, list[PlacedImage]] = {}

@@ -1,4 +1,4 @@
-"""Client of the loop process: start, commands, outputs and end."""
+"""Client of the loop process, for its start, its commands, its outputs and its end."""
 
 import signal
 import socket
@@ -24,7 +24,7 @@ def spawn_loop() -> Child:
 
 
 class LoopClient:
-    """Lets the loop process load, sends it commands, and hands its outputs to a callback."""
+    """Client that starts the loop process, sends it commands, and passes on its outputs."""
 
     def __init__(
         self,
@@ -53,17 +53,17 @@ class LoopClient:
         self._process.send(command)
 
     async def stop(self) -> None:
-        """End the process, with all requests that still run."""
+        """End the process and all requests that still run."""
         await self._process.stop()
 
     def _on_end(self, why: str) -> None:
-        if self._is_ready:  # else `start` has told why
+        if self._is_ready:  # otherwise `start` has raised the reason
             self._on_death(why)
 
 
 def _run(link: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gRPC process decides when to stop
-    # imported in the loop process only: the gRPC process must stay free of torch
+    # imported only in the loop process, because the gRPC process must stay free of torch
     with collector_paused():
         from services.engine.loop.loop_process import run
 

@@ -1,6 +1,6 @@
 """Client of the grammar service: grammar compilation and one stream of masks.
 
-All of it runs on the event loop. The owner opens a matcher for each constrained sequence, feeds it
+The client runs on the event loop. Its owner opens a matcher for each constrained sequence, feeds it
 the drawn tokens, and gets the next masks of all matchers in one callback per step.
 """
 
@@ -53,13 +53,13 @@ class MaskState:
     terminated: bool = False
     """True if the output must end after `forced`"""
     draft_masks: tuple[bytes | None, ...] = ()
-    """Bitmasks after each requested draft token that follows `forced`"""
+    """Bitmasks behind each requested draft token after `forced`"""
     error: ServiceError | None = None
-    """Reason for which the service closed the matcher; the other fields are then void"""
+    """Error for which the service closed the matcher; the other fields are then unset"""
 
 
 class GrammarClient:
-    """Compiles grammars."""
+    """Client that compiles grammars."""
 
     def __init__(self, channel: grpc.aio.Channel, fingerprint: str = "") -> None:
         """fingerprint: SHA-256 of the tokenizer.json that the service must have; empty = any."""
@@ -182,7 +182,7 @@ class MaskStream:
         except TimeoutError:
             message = f"The grammar service sent no mask for {self._answer_seconds:g} s."
             error = lost_service(message, GRAMMAR_HANGS)
-        except Exception:  # an invalid answer: without a new stream all sequences would wait
+        except Exception:  # the answer is invalid; without a new stream, all sequences would wait
             _LOG.exception("the stream of masks failed")
             error = lost_service("The grammar service sent an unreadable mask.", GRAMMAR_HANGS)
         finally:
@@ -228,7 +228,7 @@ class MaskStream:
         return MaskState(state.matcher, tuple(state.forced), mask, state.terminated, draft_masks)
 
     def _mask(self, state: grammar_pb2.MatcherState, slots: dict[int, bytes]) -> bytes | None:
-        """Return the state's mask, and store it in its slot if it names one."""
+        """Return the state's mask, and store it in a slot if the state names one."""
         mask: bytes | None
         match state.WhichOneof("mask"):
             case "held_slot":
@@ -245,7 +245,7 @@ class MaskStream:
 
 
 class _AnswerClock:
-    """Timeout that runs while a message is unanswered. Answers come in order, one a message."""
+    """Timeout that runs while a message is unanswered. Each message gets one answer, in order."""
 
     def __init__(self, timeout: asyncio.Timeout, seconds: float) -> None:
         self._timeout = timeout

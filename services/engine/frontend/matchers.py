@@ -1,7 +1,7 @@
 """Matchers of all constrained sequences in the grammar services, restored after a loss.
 
-All of it runs on the event loop. A matcher's state follows from its tokens: a lost matcher is
-opened again, there or at another service, with the tokens that its sequence has generated.
+All code here runs on the event loop. A matcher's state follows from its tokens, so a lost matcher
+is opened again, at any service, with the tokens that its sequence has generated.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ __all__ = ["CompiledGrammar", "Matchers"]
 
 _LOG = logging.getLogger("matchers")
 _ANSWER_SECONDS = 10.0
-"""Time limit of an answer; a service that takes longer counts as hanging"""
+"""Seconds for an answer; a service that takes longer counts as hung"""
 _COMPILE_SECONDS = 20.0
-"""Time limit of a compilation that another service can take over"""
+"""Seconds for a compilation that another service can take over"""
 _LATE = "The grammar was not compiled in time: the grammar service is busy or does not answer."
 _RETRY_SECONDS = 0.1
-"""Time between attempts to reach the service"""
+"""Seconds between attempts to reach the service"""
 _TRANSIENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
@@ -54,9 +54,9 @@ class CompiledGrammar:
     """Id of the grammar, the same at all services"""
     spec: GrammarSpec
     tenant: str
-    """Tenant whose cache has it"""
+    """Tenant in whose cache the grammar is"""
     key: bytes
-    """Digest of the grammar, by which its service is chosen"""
+    """Digest of the grammar, for the choice of its service"""
     link: GrammarLink
     """Service that has compiled the grammar"""
 
@@ -73,25 +73,25 @@ class _Matcher:
     grammar: CompiledGrammar
     generated: list[int]
     num_consumed: int
-    """Tokens that the service has been fed or has forced"""
+    """Number of tokens that the service has been fed or has forced"""
     resume_index: int | None
     """Index within the request's `resume`; None = a new sequence"""
     link: GrammarLink | None = None
-    """Service that has the matcher open; None while it waits to be opened"""
+    """Service at which the matcher is open; None = it waits to be opened"""
     asked_at: float | None = field(default_factory=time.monotonic)
-    """time.monotonic() of the command that the service has not answered; None = it has"""
+    """time.monotonic() of the command that the service has not answered; None = it answered all"""
     mask_seconds: float = 0.0
     """Seconds that the service took to answer with masks"""
     num_answers: int = 0
-    """Answers of the services"""
+    """Number of answers of the services"""
     losses: Losses = field(default_factory=Losses)
-    """Losses of services that had a command of this matcher to answer"""
+    """Losses of services that had not answered a command of this matcher"""
     draft: Sequence[int] = ()
     """Draft tokens whose masks the last command requested"""
 
 
 class Matchers:
-    """Opens matchers, feeds them drawn tokens, and hands their masks on.
+    """All matchers: they are opened here, fed with drawn tokens, and their masks passed on.
 
     `on_masks` gets the masks of a step; `on_failed` gets the handle and error of a failed request.
     """
@@ -110,10 +110,10 @@ class Matchers:
         tls: ClientTls | None = None,
         token: TokenFile | None = None,
     ) -> None:
-        """targets: the grammar services, as `parse_targets` returns them.
+        """targets: targets of the grammar services, from `parse_targets`.
 
-        fingerprint: SHA-256 of the tokenizer.json that they must have; empty = any.
-        wait_seconds: time limit of constrained requests that wait for a lost grammar service.
+        fingerprint: SHA-256 of the tokenizer.json that the services must have; empty = any.
+        wait_seconds: seconds that constrained requests wait for a lost grammar service.
         """
         self._wait_seconds = wait_seconds
         self._fingerprint = fingerprint
@@ -123,19 +123,19 @@ class Matchers:
         self._on_failed = on_failed
         self._numbers = itertools.count(1)
         self._matchers: dict[int, _Matcher] = {}
-        """Matchers by their number"""
+        """Matchers by number"""
         self._by_sequence: dict[tuple[int, int], _Matcher] = {}
         """Matchers by handle and sequence"""
         self._restoring: dict[str, asyncio.Task[None]] = {}
-        """Running compilations for matchers that wait, by grammar id"""
+        """Running compilations for waiting matchers, by grammar id"""
         channels = ChannelSettings(lost_seconds, tls, token)
         self._pool = GrammarPool(targets, channels, self._open_link, self._on_leaving)
 
     async def compile(self, spec: GrammarSpec, tenant: str = "") -> CompiledGrammar:
         """Compile a tenant's grammar at the service that should have its sequences.
 
-        Waits until a service serves. Raises ServiceError, also when none compiles the grammar in
-        time.
+        Waits until a service serves. Raises ServiceError for a refused grammar, and if no service
+        compiles the grammar in time.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._wait_seconds
@@ -156,7 +156,7 @@ class Matchers:
                 if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     busy = error
                 elif error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                    if busy is not None:  # the service answers: others' grammars took the time
+                    if busy is not None:  # the service answers, so grammars of others took the time
                         raise busy from None
                     link.peer.suspend()
                     error = lost_service(_LATE)
@@ -312,13 +312,13 @@ class Matchers:
         link.open_matcher(matcher.number, matcher.grammar.grammar_id, matcher.generated)
 
     def _detach(self, matcher: _Matcher) -> None:
-        """Close a matcher where it is open."""
+        """Close a matcher if it is open."""
         link, matcher.link = matcher.link, None
         if link is not None:
             link.close_matcher(matcher.number)
 
     def _restore(self, matchers: Sequence[_Matcher]) -> None:
-        """Compile the grammars of these matchers where they should be, and open them there."""
+        """Compile the grammars of these matchers at their services, and open the matchers there."""
         for matcher in matchers:
             if matcher.link is not None:
                 MOVED_MATCHERS.inc()
@@ -355,7 +355,7 @@ class Matchers:
                 self._on_failed(matcher.handle, failure)
 
     def _waiting(self, grammar_id: str) -> list[_Matcher]:
-        """Return the matchers of a grammar that are open nowhere."""
+        """Return the matchers of a grammar that are open at no service."""
         matchers = self._matchers.values()
         return [
             each for each in matchers if each.link is None and each.grammar.grammar_id == grammar_id
@@ -363,12 +363,12 @@ class Matchers:
 
 
 def _may_continue(matcher: _Matcher) -> bool:
-    """Count a loss. Return whether the matcher may be opened again: it may be the cause."""
+    """Count a loss. Return False for a matcher that may be the cause: it stays closed."""
     return matcher.losses.count(matcher.num_answers)
 
 
 def _name_field(matcher: _Matcher, error: ServiceError) -> None:
-    """Replace the field of a grammar service command by the client's field."""
+    """Replace a field of the grammar service's command by the field of the client's request."""
     if error.field.startswith("commands"):
         refused = error.reason == "TOKEN_REFUSED" and matcher.resume_index is not None
         error.field = f"resume[{matcher.resume_index}].generated.ids" if refused else ""

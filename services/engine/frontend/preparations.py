@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar and images, before the loop gets them."""
+"""Requests whose grammar and images are prepared before the loop gets them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -17,7 +17,7 @@ Prepared = TypeVar("Prepared")
 
 @dataclass(slots=True, eq=False)
 class _Preparation:
-    """The wait of one request."""
+    """Preparation of one request."""
 
     request_id: str
     timeout: asyncio.Timeout
@@ -32,10 +32,10 @@ class _Preparation:
 
 
 class Preparations:
-    """The waits of all requests."""
+    """Preparations of all requests."""
 
     def __init__(self, limit: int, on_change: Callable[[], None]) -> None:
-        """Allow `limit` waits of a tenant at once, and call `on_change` after each."""
+        """limit: most preparations at once. on_change: called after each."""
         self._shares = Shares(limit, reserve=limit)
         self._on_change = on_change
         self._running: set[_Preparation] = set()
@@ -50,7 +50,7 @@ class Preparations:
         timeout_seconds: float | None,
         tenant: str = "",
     ) -> Prepared:
-        """Return what `prepare` returns. Raises ServiceError."""
+        """Return the result of `prepare`. Raises ServiceError."""
         if not self._shares.has_room(tenant, 1):
             raise queue_full(
                 f"{len(self)} requests already wait for grammars or images; try again."
@@ -69,7 +69,7 @@ class Preparations:
             self._on_change()
 
     def fail(self, error: ServiceError, request_ids: Collection[str] | None = None) -> int:
-        """End the waits of these requests, None = all. Returns their number."""
+        """End the preparations of some requests, None = all. Returns their number."""
         preparations = [
             each for each in self._running if request_ids is None or each.request_id in request_ids
         ]
@@ -79,7 +79,7 @@ class Preparations:
 
 
 def queue_full(message: str) -> ServiceError:
-    """Return the error of a request that finds no room; the frontend sets its time of a retry."""
+    """Return the error of a request that finds no room. The frontend sets its retry delay."""
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     return ServiceError(code, "QUEUE_FULL", message, retry_seconds=1)
 

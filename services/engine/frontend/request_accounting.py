@@ -34,7 +34,7 @@ _REASONS = {
 }
 """Finish reason in the metrics, by cause of the end"""
 _RATE_SECONDS = 5.0
-"""Window of the token rate"""
+"""Window of the token rate, in seconds"""
 _LEAST_RATE_SECONDS = 0.1
 
 
@@ -68,13 +68,13 @@ class LoadMetrics:
 
     def observe(self, load: LoadSnapshot) -> None:
         """Publish a load. Loads must arrive in order."""
-        used = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0
+        used_share = 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0
         metrics.RUNNING.set(load.running)
         metrics.WAITING.set(load.waiting)
         metrics.QUEUED_TOKENS.set(load.queued_tokens)
         metrics.KV_BLOCKS.set(load.total_blocks)
         metrics.KV_FREE_BLOCKS.set(load.free_blocks)
-        metrics.KV_USED_RATIO.set(used)
+        metrics.KV_USED_RATIO.set(used_share)
         metrics.PREEMPTIONS.inc(load.preemptions - self._preemptions)
         metrics.STEPS.inc(load.steps - self._steps)
         self._preemptions, self._steps = load.preemptions, load.steps

@@ -25,8 +25,8 @@ class RequestInputs:
     ) -> tuple[CompiledGrammar | None, CheckedRequest]:
         """Return the grammar, None without one, and the request with its images placed.
 
-        consecutive_images: the tokens of an image must have no others between them. Raises
-        ServiceError.
+        consecutive_images: whether the tokens of an image must have no other tokens between them.
+        Raises ServiceError.
         """
         compiling = asyncio.ensure_future(self._compile(matchers))
         encoding = asyncio.ensure_future(self._with_images(images, consecutive_images))

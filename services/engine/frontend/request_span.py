@@ -18,17 +18,17 @@ _SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 
 
 class RequestSpan:
-    """The span, with what is known so far of the request's sequences."""
+    """Span of a request, and the facts about its sequences that it collects."""
 
     __slots__ = ("_finish_reasons", "_span", "mask_seconds")
 
     def __init__(self, model: str, request_id: str, parent: str) -> None:
-        """Start the span below `parent`; the task's calls and log lines then have its context."""
+        """Start the span below `parent`, and make it the context of the task's calls and logs."""
         self._span = tracing.start(f"{_SERVICE}/Generate", parent, request_id)
         self._span.set({"gen_ai.operation.name": "text_completion", "gen_ai.request.model": model})
         self._finish_reasons: list[str] = []
         self.mask_seconds = 0.0
-        """Time that masks took, summed over the sequences"""
+        """Seconds that masks took, summed over the sequences"""
         traceparent.set(self._span.traceparent)
 
     @property
@@ -37,7 +37,7 @@ class RequestSpan:
         return self._span.traceparent
 
     def on_finished(self, finished: engine_pb2.SequenceFinished) -> None:
-        """Note the end of a sequence."""
+        """Record the end of a sequence."""
         name = FinishReason.Name(finished.reason)
         self._finish_reasons.append(name.removeprefix("FINISH_REASON_").lower())
 

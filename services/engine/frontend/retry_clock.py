@@ -1,4 +1,4 @@
-"""Times at which refused requests should come again, so that they then find a place."""
+"""Times at which refused requests should be sent again, so that they find a place."""
 
 import time
 from collections.abc import Callable
@@ -6,38 +6,38 @@ from collections.abc import Callable
 __all__ = ["RetryClock"]
 
 _MEMORY = 32
-"""Sequences over which the mean length is taken"""
+"""Number of sequences over which the mean length is taken"""
 _MARGIN = 1.25
-"""Factor on the time of a sequence, since the engine may get slower meanwhile"""
+"""Factor on the time of a sequence, because the engine may get slower"""
 _LEAST_SECONDS = 1.0
 _MOST_SECONDS = 300.0
-"""Longest delay, in seconds: clients that never come again delay the others no longer"""
+"""Longest delay in seconds, which bounds the effect of clients that do not come again"""
 
 
 class RetryClock:
-    """Gives each refused request a turn after the queue, and after those refused before it.
+    """Clock of turns: a refused request gets one after the queue and all requests refused before.
 
-    If all were told the same time, they would come together and most would be refused again. The
-    clock reserves nothing: a client that stays away leaves its turn to others.
+    With equal delays, the clients would come at the same time, and most would be refused again.
+    The clock reserves nothing: if a client does not come again, others use its turn.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._mean_tokens = 0.0
-        """Tokens of a sequence; 0 before the first one has ended"""
+        """Mean number of tokens of a sequence; 0 before the first sequence has ended"""
         self._next_turn = 0.0
-        """Time at which all who were refused have come again"""
+        """Time of the last turn that was given"""
 
     def on_finished(self, tokens: int) -> None:
-        """Note the length of a sequence that has ended."""
+        """Record the length of a sequence that has ended."""
         if not self._mean_tokens:
             self._mean_tokens = float(max(1, tokens))
         self._mean_tokens += (max(1, tokens) - self._mean_tokens) / _MEMORY
 
     def turn(self, sequences: int, waiting: int, tokens_per_second: float) -> float:
-        """Return the seconds after which a request of so many sequences should come again.
+        """Return the seconds after which a request of `sequences` sequences should come again.
 
-        waiting: sequences in the queue. tokens_per_second: what the engine generates now.
+        waiting: sequences in the queue. tokens_per_second: present rate of generation.
         """
         now = self._now()
         if not (self._mean_tokens and tokens_per_second):

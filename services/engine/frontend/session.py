@@ -1,4 +1,4 @@
-"""One EngineService.Session: commands in, events of all its requests out."""
+"""One EngineService.Session: it reads commands, and sends the events of all its requests."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ __all__ = ["Session"]
 
 _LOG = logging.getLogger("engine")
 _MESSAGE_BYTES = 16 << 20
-"""Bytes of events in one message; a single larger event goes alone. gRPC refuses 64 MiB."""
+"""Most bytes of events in one message, except for one larger event. gRPC refuses 64 MiB."""
 
 
 class Session:
@@ -48,7 +48,7 @@ class Session:
         self._frontend = frontend
         self._who = identity.current.get()
         self._handles: dict[int, int] = {}
-        """Frontend's handles by the client's"""
+        """Handles of the frontend by handles of the client"""
         self._response = SessionResponse()
         """Response that holds the queued events"""
         self._last_handle = -1
@@ -65,7 +65,7 @@ class Session:
                     self._carry_out(command)
                     if time_slice.is_over:
                         await time_slice.renew()
-        except (ServiceError, grpc.aio.AbortError) as error:  # AbortError: a stalled client was cut
+        except (ServiceError, grpc.aio.AbortError) as error:  # AbortError: the client stalled
             self._fail(error)
             return
         except Exception:
@@ -150,7 +150,7 @@ class Session:
         credit = start.credit if start.HasField("credit") else None
         task = asyncio.ensure_future(self._submit(handle, start, credit))
         self._starting[handle] = task
-        # a callback, because a task that is cancelled before its first step never runs
+        # as a callback, because a task that is cancelled before its first step never runs
         task.add_done_callback(lambda task: self._started(handle, task))
 
     def _started(self, handle: int, task: asyncio.Task[None]) -> None:

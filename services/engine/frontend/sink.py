@@ -22,10 +22,10 @@ E = TypeVar("E", bound=GenerateResponse | SessionEvent)
 
 
 class Sink(ABC, Generic[E]):
-    """Puts events into a queue. Called on the event loop; must not block."""
+    """Sink that puts events into a queue. Its methods run on the event loop and must not block."""
 
     def __init__(self, events: EventQueue[E], add: Callable[..., E], handle: int = 0) -> None:
-        """add: makes an event from one of its fields; handle: tells requests apart in the queue."""
+        """add: makes an event from one of its fields. handle: the request in the queue."""
         self.events = events
         self._add = add
         self._handle = handle
@@ -37,7 +37,7 @@ class Sink(ABC, Generic[E]):
         self.events.put(self._add(prompt_scores=scores))
 
     def on_embedded(self, embedded: Embedded) -> None:
-        """Take the vector of a prompt. Only requests for vectors have some."""
+        """Take the vector of a prompt. Only requests for vectors get any."""
         raise NotImplementedError
 
     def on_token(self, token: Token) -> None:

@@ -1,4 +1,4 @@
-"""The engine's metrics under vLLM's names, for dashboards and routers that know those."""
+"""The engine's metrics under vLLM's names, for dashboards and routers that expect them."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ _NAMES: dict[str, MetricWrapperBase] = {
     "request_success": metrics.FINISHED,
 }
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
-"""vLLM's names of the reasons for which a sequence ended"""
+"""vLLM's names of finish reasons"""
 
 
 class VllmMetrics(Collector):

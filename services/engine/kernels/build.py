@@ -1,6 +1,6 @@
 """Build of the kernels: python -m services.engine.kernels.build [OUTPUT].
 
-Without OUTPUT, the library of this checkout is compiled if it is not that of the sources.
+Without OUTPUT, the library of this checkout is compiled unless it is current.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ __all__ = ["LIBRARY", "build", "is_current"]
 _SOURCES = Path(__file__).parent / "src"
 
 LIBRARY = Path(__file__).parent / "libtokenwire_kernels.so"
-"""Path of the compiled library."""
+"""Path of the compiled library"""
 
 # No -ffast-math: loops that may reorder sums say so with "omp simd". -Wno-uninitialized because
 # GCC 12 warns about its own intrinsics.
@@ -155,7 +155,7 @@ def is_current(library: Path) -> bool:
 
 
 def _fingerprint() -> str:
-    """Return the name by which a library says what it is: its machine, flags and sources."""
+    """Return the library's fingerprint, over its machine, flags and sources."""
     machine = (sys.platform, platform.machine())
     digest = hashlib.sha256(repr((machine, _FLAGS, _ANYWHERE, _X86_64_FLAGS, _X86_64)).encode())
     for source in sorted([*_SOURCES.glob("[a-z]*.cpp"), *_SOURCES.glob("[a-z]*.h")]):
@@ -164,7 +164,7 @@ def _fingerprint() -> str:
 
 
 def _identity() -> str:
-    """Return the source of what the library says about itself: its fingerprint and its header."""
+    """Return the source text of the library's fingerprint and header."""
     header = (_SOURCES / "kernels.h").read_text(encoding="utf-8")
     return (
         f'extern "C" const char tw_fingerprint[] = "{_fingerprint()}";\n'

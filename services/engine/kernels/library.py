@@ -101,7 +101,7 @@ class Format(IntEnum):
 
 
 class Arrangement(IntEnum):
-    """Effect of rows on what lies in their place; enum tw_arrangement."""
+    """Effect of rows on the numbers at their target; enum tw_arrangement."""
 
     COPY = 0
     MULTIPLY = 1
@@ -232,7 +232,7 @@ def _missing(*_: object) -> int:
 
 
 native: Native | None = None if loaded is None else Native(loaded)
-"""None if the package was built without a compiler."""
+"""Functions of the library; None if the package was built without a compiler"""
 
 
 def instruction_set() -> InstructionSet | None:
@@ -242,7 +242,7 @@ def instruction_set() -> InstructionSet | None:
 
 @contextmanager
 def limit_instruction_set(highest: InstructionSet) -> Iterator[None]:
-    """Have the kernels use at most `highest` within the context, as on an older machine."""
+    """Limit the kernels to `highest` within the context, as on an older machine."""
     if native is not None:
         native.limit_instruction_set(highest)
     try:

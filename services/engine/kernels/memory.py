@@ -1,4 +1,4 @@
-"""CPU memory: huge pages, which make a pass over the weights 10 to 30 % faster, and its return."""
+"""CPU memory in huge pages, which make a pass over the weights 10 to 30 % faster."""
 
 import contextlib
 import ctypes
@@ -21,9 +21,9 @@ __all__ = ["Arena", "allocate", "give_back_files", "give_back_freed", "populate_
 _SLAB_BYTES = 64 << 20
 _TOUCHED_AT_ONCE = 8
 _POPULATED_AT_ONCE = 8 << 20
-"""Bytes that one call faults in; while it runs, the process can map no further memory"""
+"""Bytes that one call faults in; during the call, the process can't map other memory"""
 _MADV_POPULATE_WRITE = 23
-"""Advice of Linux 5.14, for which Python has no name"""
+"""Number of an advice of Linux 5.14 that Python does not define"""
 _NICENESS = 19
 _ALIGNMENT = 64
 """Bytes of a cache line"""
@@ -55,12 +55,12 @@ def touch(tensors: Iterable[Tensor]) -> None:
 
 
 def populate_behind(tensors: Sequence[Tensor]) -> threading.Thread:
-    """Fault in the pages of CPU tensors while the process goes on, and leave their content.
+    """Fault in the pages of CPU tensors in a thread, and leave their content.
 
-    A KV cache of many gigabytes takes seconds, in which the first steps use its first pages alone.
+    A KV cache of many gigabytes takes seconds, in which the first steps use only its first pages.
     Steps may write to the tensors meanwhile. As with `touch`, a machine that lacks the memory kills
     the process. Systems without such a call fault the pages in before this returns.
-    Returns the thread that does it.
+    Returns the thread.
     """
     pieces = [
         (tensor.data_ptr() + first, min(_POPULATED_AT_ONCE, tensor.nbytes - first))
@@ -77,15 +77,15 @@ def populate_behind(tensors: Sequence[Tensor]) -> threading.Thread:
 
 
 def _populate_all(pieces: Sequence[tuple[int, int]], held: Sequence[Tensor]) -> None:
-    """Fault in pieces, each an address and bytes, of tensors that are held until the end."""
-    if sys.platform.startswith("linux"):  # where each thread has a niceness of its own
+    """Fault in pieces, each an address and a size in bytes. held: tensors to keep meanwhile."""
+    if sys.platform.startswith("linux"):  # where each thread has its own niceness
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
     for address, num_bytes in pieces:
         _populate(address, num_bytes)
 
 
 def _populate(address: int, num_bytes: int) -> bool:
-    """Fault in a piece's pages; return whether the system can."""
+    """Fault in a piece's pages; return False if the system has no such call."""
     if not sys.platform.startswith("linux"):
         return False
     first = address // mmap.PAGESIZE * mmap.PAGESIZE
@@ -100,7 +100,7 @@ def _touch(tensor: Tensor) -> None:
 
 
 def give_back_files(files: Iterable[Path]) -> None:
-    """Give the pages of mapped files back to the system. Views that use them read them again.
+    """Return the pages of mapped files to the system. Views read them again when they use them.
 
     Writes to private mappings of these files are lost.
     """
@@ -116,7 +116,7 @@ def give_back_files(files: Iterable[Path]) -> None:
 
 
 def give_back_freed() -> None:
-    """Give memory that was freed, but that the allocator keeps, back to the system."""
+    """Return freed memory, which the allocator keeps, to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
@@ -129,10 +129,10 @@ class Arena:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
         self.file: PackedFile | None = None
-        """File that keeps packed weights for later starts; None: they are packed at every start"""
+        """File that keeps packed weights for later starts; None = they are packed at every start"""
 
     def packed(self, what: str, pack: Callable[[], Tensor]) -> Tensor:
-        """Return the next packed weight, flat: from the file if it has it there, else by `pack`.
+        """Return the next packed weight, flat: from the file if it is there, or else from `pack`.
 
         what: name of the product and of its form. Weights are packed in the same order at each
         start.

@@ -1,4 +1,4 @@
-"""File of one rank's packed weights, from which later starts read them in place of packing.
+"""File of one rank's packed weights, which later starts read instead of packing them again.
 
 After the header come the weights in the order in which loading packs them, each at a multiple of
 4 KiB, and an index in JSON.
@@ -28,11 +28,11 @@ __all__ = ["PackedFile"]
 
 _LOG = logging.getLogger("loop")
 _HEADER = struct.Struct("<16sQQI")
-"""Magic, place and bytes of the index, and its CRC-32"""
+"""Magic, place and size of the index in bytes, and CRC-32 of the index"""
 _MAGIC = b"tokenwire packed"
 _ALIGNMENT = 4096
 _PIECE_BYTES = 1 << 20
-"""Bytes that a checksum covers; they are still in a core's cache when they are summed"""
+"""Bytes that a checksum covers: few enough to be in a core's cache when they are summed"""
 _WORD = 8
 _MODE = 0o600
 _NICENESS = 19
@@ -48,25 +48,25 @@ class _Entry:
     dtype: str
     num_bytes: int
     place: int
-    """Byte of the file at which it begins"""
+    """Offset of the weight in the file, in bytes"""
     sums: Sequence[int]
-    """Checksums of its pieces"""
+    """Checksums of the weight's pieces"""
 
 
 class _DamagedError(Exception):
-    """The file does not hold what was packed; the message gives the reason."""
+    """The file does not hold the packed weights. The message gives the reason."""
 
 
 class PackedFile:
-    """The packed weights of one model and rank, which are read, or written after they are packed.
+    """The packed weights of one model and rank, which are read, or packed and then written.
 
     Reads stop at the first weight that differs from the expected one: the file is removed, and the
     rest is packed. Failures of the disk are warnings, and cost only the packing.
     """
 
     def __init__(self, directory: Path, name: str, key: str) -> None:
-        """Open the file `name` if there is one for `key`, the fingerprint of all that decides the
-        packed bytes. Raises OSError for a directory that can't be opened."""
+        """Open the file `name` if it was written for `key`, a fingerprint of everything that
+        decides the packed bytes. Raises OSError for a directory that can't be opened."""
         self._name = name
         self._key = key
         self._path = directory / name
@@ -75,7 +75,7 @@ class PackedFile:
         self._packed: list[tuple[str, Tensor]] = []
         self._next = 0
         self._keeps = True
-        """True if what is packed is to be written"""
+        """True if packed weights are written to the file"""
         self._file: int | None = None
         self._entries: Sequence[_Entry] = ()
         try:
@@ -93,7 +93,7 @@ class PackedFile:
         return self._file is not None
 
     def form(self, what: str) -> tuple[int, torch.dtype] | None:
-        """Return the elements and the type of the next weight; None: it has to be packed."""
+        """Return the size and type of the next weight; None if it has to be packed."""
         if self._file is None:
             return None
         entry = self._entries[self._next] if self._next < len(self._entries) else None
@@ -104,8 +104,8 @@ class PackedFile:
         return entry.num_bytes // dtype.itemsize, dtype
 
     def read(self, target: Tensor) -> bool:
-        """Read the next weight, whose `form` is that of the flat `target`, and return whether it is
-        whole."""
+        """Read the next weight into the flat `target`, which has its `form`. Return whether it is
+        complete."""
         assert self._file is not None
         entry = self._entries[self._next]
         data = _bytes(target)
@@ -124,14 +124,14 @@ class PackedFile:
         return True
 
     def add(self, what: str, packed: Tensor) -> None:
-        """Note a weight that was packed. The caller must not change it afterwards."""
+        """Record a packed weight. The caller must not change it afterwards."""
         if self._keeps:
             self._packed.append((what, packed))
 
     def publish(self) -> threading.Thread:
-        """Write what was packed, in a thread, after the last weight. Returns the thread.
+        """Write the packed weights in a thread, after the last weight. Returns the thread.
 
-        The file appears at once when it is whole and on the disk.
+        The file appears under its name only when it is complete and on the disk.
         """
         if self._file is not None and self._next < len(self._entries):
             self._drop("it holds more weights than the model")
@@ -245,7 +245,7 @@ class PackedFile:
 
 
 def _fill(file: int, data: memoryview, place: int) -> bool:
-    """Fill `data` from byte `place` of the file, and return whether it has so many bytes."""
+    """Fill `data` from byte `place` of the file. Return whether the file has enough bytes."""
     done = 0
     with contextlib.suppress(OSError):
         while done < len(data) and (count := os.preadv(file, [data[done:]], place + done)):

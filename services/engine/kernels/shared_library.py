@@ -22,7 +22,7 @@ def _load() -> ctypes.CDLL | None:
 
 
 loaded: ctypes.CDLL | None = _load()
-"""None if the package was built without a compiler."""
+"""The loaded library; None if the package was built without a compiler"""
 
 
 def header() -> str:

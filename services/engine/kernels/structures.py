@@ -62,7 +62,7 @@ _FIELD = re.compile(r"(?:const )?(\w+) (\*?)(\w+(?:, \w+)*)(?:\[(\d+)\])?")
 _bodies: dict[str, str] = dict(_BODY.findall(re.sub(r"//.*", "", header())))
 """Text between the braces of each structure of the header"""
 _mirrors: dict[str, type[ctypes.Structure] | type[ctypes.Union]] = {}
-"""Classes of the structures that were mirrored so far, by their names in the header"""
+"""Classes of the structures that are mirrored, by name in the header"""
 
 
 def mirrors(name: str) -> Callable[[_Mirror], _Mirror]:
@@ -84,7 +84,7 @@ def _parse(declaration: str) -> list[tuple[str, type]]:
     assert match is not None, declaration
     content, is_pointer, names, length = match.groups()
     kind: Any = _mirrors[content] if content in _bodies else _NUMBERS.get(content)
-    if is_pointer:  # to structures, or the address of a tensor
+    if is_pointer:  # a pointer to structures, or the address of a tensor
         kind = ctypes.POINTER(kind) if content in _bodies else ctypes.c_void_p
     elif length:
         kind = kind * int(length)
@@ -103,7 +103,7 @@ class ScoreCall(ctypes.Structure):
 
 @mirrors("tw_low_rank")
 class LowRankCall(ctypes.Structure):
-    """Part of an adapter: what it adds to some neighbouring outputs of a product."""
+    """Part of an adapter, which adds to some neighbouring outputs of a product."""
 
 
 @mirrors("tw_adapt")
@@ -208,7 +208,7 @@ class GateCall(ctypes.Structure):
 
 @mirrors("tw_arrange")
 class ArrangeCall(ctypes.Structure):
-    """Copy of rows to a layout, or product with what lies there."""
+    """Copy of rows to a layout, or their product with the numbers there."""
 
 
 @mirrors("tw_float_product")

@@ -7,14 +7,14 @@ from services.engine.kernels.library import InstructionSet, instruction_set
 __all__ = ["TILE", "from_tiles", "rows_at_once"]
 
 TILE = 32
-"""Rows and columns of a block of activations; also the inputs that a tile product sums over"""
+"""Number of rows and of columns of a block of activations, and of inputs of a tile product"""
 
 _VECTOR_ROWS = 16
-"""Rows that AVX-512 BF16 multiplies in little more time than reading the weights takes"""
+"""Number of rows that AVX-512 BF16 multiplies in about the time of reading the weights"""
 
 
 def rows_at_once() -> int:
-    """Return how many rows a product computes at once: with fewer it takes as long."""
+    """Return the number of rows that a product computes at once; fewer rows take as long."""
     return TILE if instruction_set() == InstructionSet.AMX else _VECTOR_ROWS
 
 

@@ -21,7 +21,7 @@ __all__ = ["BeamDraws"]
 
 
 class BeamDraws:
-    """Advances searches by the logits of their beams."""
+    """Draws of beam searches from the logits of their beams."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class BeamDraws:
         self._sampler = sampler
 
     def advance(self, beams: Sequence[HeldLogits]) -> None:
-        """Give all beams of a search their next tokens, or end it. beams: in their order."""
+        """Give all beams of a search their next tokens, or end the search. beams: all, in order."""
         sequences = [held.sequence for held in beams]
         search, request = sequences[0].search, sequences[0].request
         assert search is not None
@@ -66,7 +66,7 @@ class BeamDraws:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Return the most likely tokens of each beam, best first, with their logprobs.
 
-        A bias or an exclusion changes these, without another normalization. [beams, count]
+        Both are [beams, count]. Biases and exclusions change logprobs after the normalization.
         """
         rows = self._sampler.rows([held.draws[0] for held in beams])
         if rows is None or not any(row.is_adjusted for row in rows):
@@ -91,7 +91,7 @@ def _most_likely(
 def _scores(
     logits: Tensor, chosen: Sequence[Continuation], width: int | None
 ) -> Sequence[Score | None]:
-    """Return the scores of the chosen tokens; width: their candidates, None = no scores."""
+    """Return the scores of the chosen tokens. width: number of candidates; None = no scores."""
     if width is None:
         return [None] * len(chosen)
     rows = logits[[each.beam for each in chosen]]

@@ -1,4 +1,4 @@
-"""Delivery of a beam search's result: its tokens, as far as the client grants credit."""
+"""Delivery of a beam search's result, within the credit that the client grants."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ class Delivery:
     """The result of one sequence of a beam search, and the number of its tokens that were sent."""
 
     credit: int | None
-    """Tokens that may still be sent; None = any number"""
+    """Number of tokens that may still be sent; None = unlimited"""
     is_cancelled: bool = False
     """True if the client wants no result for this sequence"""
     sent: int = 0
@@ -27,7 +27,7 @@ class Delivery:
 
     @property
     def cause(self) -> FinishCause | None:
-        """Why the sequence ended; None while the search goes on."""
+        """Cause of the sequence's end; None while the search goes on."""
         return FinishCause.CANCELLED if self.is_cancelled else self._cause
 
     @property

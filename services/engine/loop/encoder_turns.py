@@ -5,7 +5,7 @@ import time
 __all__ = ["EncoderTurns"]
 
 _MOST_SECONDS = 0.1
-"""Longest turn, in seconds: new requests wait for its end"""
+"""Longest turn in seconds, because new requests wait for its end"""
 
 
 class EncoderTurns:
@@ -16,15 +16,15 @@ class EncoderTurns:
     """
 
     def __init__(self, share: float) -> None:
-        """share: time of a turn, as a multiple of the time of a step without prompts."""
+        """share: length of a turn, as a multiple of the length of a step without prompts."""
         self._share = share
         self._step_seconds = _MOST_SECONDS
-        """Duration of the last step without prompts"""
+        """Length of the last step without prompts, in seconds"""
 
     def give(self, step_seconds: float, *, had_prompts: bool) -> None:
         """Sleep for a turn after a step that took `step_seconds`.
 
-        A step with prompts is longer already: its turn is that of a step without.
+        A step with prompts takes longer, so its turn is as long as that of a step without prompts.
         """
         if not had_prompts:
             self._step_seconds = step_seconds

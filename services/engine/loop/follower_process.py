@@ -27,7 +27,7 @@ _LOG = logging.getLogger("follower")
 def run(settings: EngineSettings) -> NoReturn:
     """Compute the steps of rank 0 until it dissolves the group.
 
-    Exits with 0 then, with 1 if a rank is lost or a step fails, with 2 if the process can't start.
+    Then exit with 0; exit with 1 if a rank is lost or a step fails, with 2 if the start fails.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end without a traceback
     service_logging.configure("engine", "warning")  # rank 0 logs everything else

@@ -1,6 +1,6 @@
 """Process of the step loop: it gets its settings, loads the model, takes commands, sends outputs.
 
-A process of its own, because a busy interpreter thread beside the loop delays every step.
+It is a separate process, because a busy interpreter thread beside the loop delays every step.
 """
 
 import logging
@@ -28,8 +28,8 @@ __all__ = ["run"]
 
 _LOG = logging.getLogger("loop")
 _RECEIVE_SECONDS = 0.005
-"""Time to take commands before each step. The rest of a flood waits for the next step, because
-running streams must not wait for the flood"""
+"""Seconds for taking commands before each step. The rest of a flood waits for the next step,
+because running streams must not wait for the flood"""
 _READING_SECONDS = 0.01
 """Seconds between two checks of adapters that are being read while no step runs"""
 _LEAST_SHARE = 0.1
@@ -42,7 +42,7 @@ def run(link: socket.socket) -> NoReturn:
     try:
         settings = messages.settings()
     except (ConnectionError, EOFError):
-        end_process(0)  # the gRPC process has refused to start, and has said why
+        end_process(0)  # the gRPC process has refused to start, and has reported the reason
     # The gRPC process decides when to stop. It ends a loop process without settings by this signal.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     service_logging.configure("engine", settings.log_level)
@@ -68,7 +68,7 @@ def run(link: socket.socket) -> NoReturn:
 
 
 def _encoder_turns(settings: EngineSettings, loaded: LoadedLoop) -> EncoderTurns | None:
-    """Return the image encoder's turns; None on a GPU, which computes both side by side."""
+    """Return the image encoder's turns; None on a GPU, which runs the encoder beside the steps."""
     if loaded.description.device != "cpu":
         return None
     return EncoderTurns(max(settings.mixed_step_factor - 1, _LEAST_SHARE))
@@ -82,13 +82,13 @@ def _run(loop: StepLoop, messages: "_MessageSocket", turns: EncoderTurns | None)
         while seconds := loop.spare_seconds:
             messages.wait(seconds)
             loop.apply(messages.receive())
-        began = time.monotonic()
+        started = time.monotonic()
         output = loop.step(messages.receive)
         if output.outputs or output.cache or loop.progressed or not loop.is_idle:
             messages.send(output)  # even if empty: without outputs a step counts as hanging
         if turns is not None and loop.encoder_works and loop.progressed:
-            turns.give(time.monotonic() - began, had_prompts=loop.had_prompts)
-        # without progress, all requests wait for credit or masks: wake up to cut starved ones
+            turns.give(time.monotonic() - started, had_prompts=loop.had_prompts)
+        # without progress, all requests wait for credit or masks: wake up to abort starved requests
         timeout = 0.0 if loop.progressed else None if loop.is_idle else 1.0
         if loop.reads_adapters and not loop.progressed:
             timeout = _READING_SECONDS
@@ -118,12 +118,12 @@ class _MessageSocket:
                 return settings
 
     def wait(self, timeout: float | None) -> None:
-        """Return when a command has come, or after `timeout` seconds."""
+        """Wait until a command has come, for at most `timeout` seconds."""
         if timeout != 0 and not self._arrived:
             select.select([self._link], [], [], timeout)
 
     def receive(self) -> Iterator[Command]:
-        """Return the commands that have come, without waiting; the rest of a flood stays.
+        """Return the commands that have come, without waiting. The rest of a flood stays for later.
 
         Raises EOFError when the peer is gone.
         """

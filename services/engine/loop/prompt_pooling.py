@@ -19,11 +19,11 @@ __all__ = ["PendingVectors", "PromptPooling"]
 
 @dataclass(frozen=True, slots=True)
 class PendingVectors:
-    """Vectors of complete prompts, on their way to the host."""
+    """Vectors of complete prompts that are being copied to the host."""
 
     sequences: list[TokenSequence]
     counts: list[int]
-    """Vectors of each sequence: one, or one for each token"""
+    """Number of vectors of each sequence: one, or one for each token"""
     vectors: HostCopy
     """float32 [sum of the counts, width]"""
 
@@ -43,13 +43,13 @@ class _Span:
 
 
 class PromptPooling:
-    """Pools the hidden states of prompts, which may take several steps."""
+    """Pooling of the hidden states of prompts, each of which may take several steps."""
 
     def __init__(self, pooler: Pooler, runner: ModelRunner) -> None:
         self._pooler = pooler
         self._runner = runner
         self._token_vectors: WeakKeyDictionary[TokenSequence, list[Tensor]] = WeakKeyDictionary()
-        """Vectors of the tokens of incomplete prompts that were computed so far"""
+        """Vectors of the computed tokens of incomplete prompts"""
         self._sums: WeakKeyDictionary[TokenSequence, Tensor] = WeakKeyDictionary()
         """Sums of the computed hidden states of incomplete prompts"""
 
@@ -65,7 +65,7 @@ class PromptPooling:
 
     @torch.inference_mode()
     def _kept(self, span: _Span, hidden: Tensor) -> PendingVectors | None:
-        """Return the vectors of a complete prompt's tokens; keep those of an incomplete one."""
+        """Return the vectors of a complete prompt's tokens; keep those of an incomplete prompt."""
         vectors = self._runner.states(hidden, range(span.start, span.end)).clone()
         heads, is_raw = self._pooler.token_heads, span.sequence.is_raw
         if self._pooler.pooling is Pooling.TOKENS:
@@ -110,7 +110,7 @@ class PromptPooling:
         """Return the means of the complete prompts; keep the sums of the others."""
         lengths = [span.end - span.start for span in spans]
         whole = range(spans[0].start, spans[-1].end)
-        follow = sum(lengths) == len(whole)  # no rows of streams between them
+        follow = sum(lengths) == len(whole)  # no rows of streams are between them
         rows = whole if follow else [row for each in spans for row in range(each.start, each.end)]
         states = self._pooler.of_tokens(self._runner.states(hidden, rows))
         owners = torch.arange(len(spans)).repeat_interleave(torch.tensor(lengths))
@@ -148,14 +148,14 @@ class PromptPooling:
         return spans
 
     def _span(self, sequence: TokenSequence, row: int, count: int, end: int) -> _Span:
-        """Return `count` rows from `row` on, whose last one is the token before `end`."""
+        """Return `count` rows from `row` on; the last row is that of the token before `end`."""
         begin = end - count
         skipped = min(count, max(0, self._skipped(sequence) - begin))
         is_last = end == sequence.prompt_length
         return _Span(sequence, row + skipped, row + count, begin == 0, is_last)
 
     def _skipped(self, sequence: TokenSequence) -> int:
-        """Return how many tokens at the beginning of a prompt are not pooled."""
+        """Return the number of tokens at the beginning of a prompt that are not pooled."""
         pooling, length = self._pooler.pooling, sequence.instruction_length
         keeps = sequence.keeps_tokens or not self._pooler.skips_instructions
         if keeps or pooling is Pooling.LAST:

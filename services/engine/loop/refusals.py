@@ -34,7 +34,7 @@ def kv_cache_too_small(handle: int, prompt: int, output: int, capacity: int) -> 
 
 
 def stalled(handle: int, seconds: float) -> Refused:
-    """Abort a request whose client has granted no credit for so long."""
+    """Abort a request whose client has granted no credit for `seconds`."""
     message = f"The client granted no credit for {seconds:g} s."
     return Refused(handle, "RESOURCE_EXHAUSTED", "STALLED", message)
 

@@ -1,4 +1,4 @@
-"""Requests of the step loop: admission, tokens, credit, masks, ends, and their outputs.
+"""Requests of the step loop: their admission, tokens, credit, masks, ends and outputs.
 
 The table owns every request and its sequences; the scheduler decides which of them run.
 """
@@ -50,9 +50,9 @@ class LoopLimits:
 
     eos_token_ids: frozenset[int]
     max_waiting: int
-    """Sequences that may wait"""
+    """Most waiting sequences"""
     starvation_seconds: float = 30.0
-    """Time for which a sequence may hold blocks without credit"""
+    """Seconds for which a sequence may hold blocks without credit"""
 
 
 class RequestTable:
@@ -80,7 +80,7 @@ class RequestTable:
     # Commands.
 
     def carry_out(self, command: Command) -> None:
-        """Carry out a command. An exception aborts the command's request, and no other."""
+        """Carry out a command. An exception aborts only the command's request."""
         try:
             self._carry_out(command)
         except Exception as error:
@@ -186,7 +186,7 @@ class RequestTable:
         """
         scheduler, limit = self._scheduler, self._limits.max_waiting
         waiting, count = len(scheduler.waiting), command.checked.num_sequences
-        places = 0 if waiting else scheduler.free_places  # waiting sequences take them first
+        places = 0 if waiting else scheduler.free_places  # waiting sequences come first
         if waiting + count - places <= limit:
             return False
         mine = scheduler.tenants.waiting_of(command.cache_salt)
@@ -235,9 +235,9 @@ class RequestTable:
             self._append_forced(sequence)
 
     def _append_forced(self, sequence: TokenSequence) -> None:
-        """Append the tokens that the mask forces, which takes no logits.
+        """Append the tokens that the mask forces, which needs no logits.
 
-        Forced tokens are drawn like others where scores need logits, or where the request itself
+        Forced tokens are drawn like others if scores need logits, or if the request itself
         may forbid them.
         """
         checked = sequence.request.command.checked
@@ -314,7 +314,7 @@ class RequestTable:
             self._deliver(sequence)
 
     def _deliver(self, sequence: TokenSequence) -> None:
-        """Queue a result, if there is one, for `take_outputs` to send."""
+        """Queue a result, if there is one, for the next `take_outputs`."""
         has_ended = sequence.state is SequenceState.FINISHED
         if has_ended and self._deliveries[sequence].cause is not None:
             self._delivering[sequence] = None
@@ -425,12 +425,12 @@ class RequestTable:
 
 
 def _end_cause(token: int, stopping: StoppingSettings) -> FinishCause:
-    """Return why a sequence ends with an id that ends it."""
+    """Return the cause of the end of a sequence that ends with an id."""
     return FinishCause.STOP_TOKEN if token in stopping.stop_token_ids else FinishCause.EOS
 
 
 def _completion_tokens(request: Request) -> int:
-    """Return the generated tokens; of a search, those of its results."""
+    """Return the number of generated tokens; for a search, those of its results."""
     if request.searches:
         return request.delivered
     return sum(sequence.position for sequence in request.sequences)

@@ -20,8 +20,9 @@ class StepInFlight:
     """A launched step whose results the host does not have yet."""
 
     plan: StepPlan | None
-    """Plan of the step; None = the step's duration must not be recorded as the plan's"""
-    began: float
+    """Plan of the step; None = the step's duration says nothing about the plan"""
+    started: float
+    """Time of the start, on the loop's clock, in seconds"""
     end: Mark
     """Mark behind the launches of the forward pass"""
     results: PromptResults

@@ -1,4 +1,4 @@
-"""Step loop: takes commands, plans a step, computes it, draws tokens, and reports them."""
+"""Step loop, which takes commands, plans a step, computes it, draws tokens and reports them."""
 
 import itertools
 import logging
@@ -50,17 +50,17 @@ _SPARE_SHARE = 0.9
 class StepLoop:
     """Continuous batching, one step at a time.
 
-    With overlap, the loop launches a step before it takes the tokens of the previous one: the step
-    reads them on the device, and the host sees them a step later. Tokens are drawn as soon as they
-    can be. A draw that depends on its row of logits alone is launched with its step. For the others
-    the logits are held: a draw with penalties or mirostat is launched once the host has the token
-    in front, a constrained one once its mask has come. Both happen while the device computes, so
-    that the sequence still joins the next step. If a mask comes later, its sequence alone misses
-    that step.
+    With overlap, the loop launches a step before it takes the tokens of the previous step: the step
+    reads them on the device, and the host sees them a step later. Tokens are drawn as early as
+    possible. A draw that depends on its row of logits alone is launched with its step. For other
+    draws, the logits are held: a draw with penalties or mirostat is launched once the host has the
+    token in front, and a constrained draw once its mask has come. Both happen while the device
+    computes, so that the sequence still joins the next step. If a mask comes later, only its
+    sequence misses that step.
 
-    A sequence that has ended by then still has a row in the next step, whose result is dropped. Its
-    blocks are free at once nevertheless: a step that reuses them is launched later, and so writes
-    later.
+    A sequence that has ended meanwhile still has a row in the next step, whose result is dropped.
+    Its blocks are free at once nevertheless, because a step that reuses them is launched later, and
+    so writes later.
     """
 
     def __init__(
@@ -74,12 +74,11 @@ class StepLoop:
         isolates: bool = True,
         pooler: Pooler | None = None,
     ) -> None:
-        """overlaps: launch a step before the tokens of the previous one are on the host. Has no
-        effect with speculation, whose draft tokens depend on them.
+        """overlaps: launch a step before the tokens of the previous step are on the host. This has
+        no effect with speculation, because draft tokens depend on those tokens.
 
         isolates: repeat a step that raises sequence by sequence, and fail only the requests that
-        raise again. Impossible with several ranks: the others wait in the middle of the step.
-
+        raise again. This is impossible with several ranks, which wait in the middle of the step.
         pooler: makes vectors of prompts; None = no request asks for them.
         """
         self._scheduler = scheduler
@@ -97,15 +96,15 @@ class StepLoop:
         )
         self._beams = BeamDraws(scheduler, runner, self._requests, self._sampler)
         self._in_flight: StepInFlight | None = None
-        """The present step, if it stays in flight"""
+        """Present step, if it stays in flight"""
         self._previous: StepInFlight | None = None
-        """The step before, until its tokens are taken"""
+        """Previous step, until its tokens are taken"""
         self._last_end = -math.inf
         """Time when the last step was complete"""
         self._launch_seconds = 0.0
-        """Time that the host took to launch the last step"""
+        """Seconds that the host took to launch the last step"""
         self._decode_seconds = 0.0
-        """Duration of the last step without prompts"""
+        """Duration of the last step without prompts, in seconds"""
         self._steps = 0
         self._progressed = False
         """True if the last step computed anything"""
@@ -125,20 +124,21 @@ class StepLoop:
 
     @property
     def reads_adapters(self) -> bool:
-        """True while adapters are read beside the steps."""
+        """True while adapters are read and steps run."""
         return self._runner.reads_adapters
 
     @property
     def spare_seconds(self) -> float:
         """Seconds that the next step may wait for masks without a pause of the device.
 
-        Above 0 only if a mask is missing while a step is in flight. As much time as the last launch
-        took stays for the next one. The share makes the estimate sink after a step that came late.
+        The value is above 0 only if a mask is missing while a step is in flight. It leaves as much
+        time for the next launch as the last one took. A share below 1 lets the estimate sink after
+        a late step.
         """
         step = self._in_flight
         if step is None or not self._sampler.awaits_masks:
             return 0.0
-        end = max(step.began, self._last_end) + _SPARE_SHARE * self._decode_seconds
+        end = max(step.started, self._last_end) + _SPARE_SHARE * self._decode_seconds
         return max(end - self._launch_seconds - self._clock(), 0.0)
 
     def step(self, receive: Callable[[], Iterable[Command]]) -> StepOutput:
@@ -151,20 +151,20 @@ class StepLoop:
         for number in self._runner.ready_adapters():
             self._requests.report(self._insert_adapter(number))
         self._requests.cut_starved()
-        began = self._clock()
+        started = self._clock()
         if self._overlaps:
-            self._launch_held(began)
-        plan = self._scheduler.plan(began)
+            self._launch_held(started)
+        plan = self._scheduler.plan(started)
         self.had_prompts = bool(plan.chunks)
         if plan.is_empty and self._in_flight is not None and not self._in_flight.has_results:
-            self._in_flight.plan = None  # the step waits for masks, which takes longer than this
+            self._in_flight.plan = None  # it waits for masks, so its duration shows no cost
             self._progressed = False
             return self.take_output()
         self._previous, self._in_flight = self._in_flight, None
         self._progressed = not plan.is_empty or self._previous is not None
         if not plan.is_empty:
             self._requests.note_started(chunk.sequence for chunk in plan.chunks)
-            self._run_isolated(plan, began, receive)
+            self._run_isolated(plan, started, receive)
         elif self._previous is not None:
             self._complete(self._previous, [], [])
         if not self._overlaps:
@@ -208,15 +208,17 @@ class StepLoop:
         """Raise AssertionError if a block or a state is lost or shared wrongly. For tests."""
         self._scheduler.caches.check(self._scheduler.running)
 
-    def _run(self, plan: StepPlan, began: float, receive: Callable[[], Iterable[Command]]) -> None:
-        """Compute a plan, and draw its tokens now or leave it in flight."""
+    def _run(
+        self, plan: StepPlan, started: float, receive: Callable[[], Iterable[Command]]
+    ) -> None:
+        """Compute a plan, and draw its tokens now or leave the step in flight."""
         if self._overlaps:
-            self._launch(plan, began, receive)
+            self._launch(plan, started, receive)
             return
         computed = self._compute(plan)
         self.apply(receive())
         self._draw(plan, *computed)
-        self._record_duration(plan, began)
+        self._record_duration(plan, started)
 
     def _compute(self, plan: StepPlan) -> tuple[list[Draw], Tensor | None, Sequence[int] | None]:
         """Compute a plan and score its prompts. Returns its draws with their logits or tokens."""
@@ -227,7 +229,7 @@ class StepLoop:
     def _forward(
         self, plan: StepPlan, drawn: DeviceTokens | None = None
     ) -> tuple[Tensor, list[Draw]]:
-        """Compute a plan. Returns its hidden states and the draws that they make possible."""
+        """Compute a plan. Returns its hidden states, and the draws from them."""
         hidden = self._runner.forward(plan, drawn)
         self._steps += 1
         self._sampler.score_prompts(plan, hidden)
@@ -252,7 +254,7 @@ class StepLoop:
                 self._scheduler.accept(chunk.sequence, chunk.draft)
 
     def _draw_held(self) -> None:
-        """Draw for sequences whose mask or credit came after their step, and for beams."""
+        """Draw tokens of sequences whose mask or credit came after their step, and of beams."""
         self._draw_beams()
         ready = self._sampler.take_ready()
         self._sampler.shrink_held()
@@ -267,7 +269,7 @@ class StepLoop:
         self._accept_drafts(ready)
 
     def _draw_beams(self) -> None:
-        """Advance the searches of which all beams have logits. The host waits for the device."""
+        """Advance the searches all of whose beams have logits. The host waits for the device."""
         searches = self._sampler.take_beams()
         if searches and self._in_flight is not None:
             # the scores of its prompts come before the end of a search
@@ -291,15 +293,15 @@ class StepLoop:
                 self._scheduler.accept(held.sequence, held.draft)
 
     def _report_drafts(self) -> None:
-        """Report draft tokens of constrained sequences, whose masks the next step needs."""
+        """Report draft tokens of constrained sequences, because the next step needs their masks."""
         for sequence, draft in self._scheduler.report_drafts():
             handle = sequence.request.command.handle
             self._requests.report(DraftTokens(handle, sequence.index, list(draft)))
 
-    def _record_duration(self, plan: StepPlan, began: float) -> None:
-        """Report a step's duration to the scheduler, counted from the end of the step before."""
+    def _record_duration(self, plan: StepPlan, started: float) -> None:
+        """Report a step's duration to the scheduler, measured from the end of the previous step."""
         now = self._clock()
-        seconds = now - max(began, self._last_end)
+        seconds = now - max(started, self._last_end)
         self._scheduler.learn(plan, seconds)
         if not plan.chunks:
             self._decode_seconds = seconds
@@ -308,7 +310,7 @@ class StepLoop:
     # Steps in flight.
 
     def _launch(
-        self, plan: StepPlan, began: float, receive: Callable[[], Iterable[Command]]
+        self, plan: StepPlan, started: float, receive: Callable[[], Iterable[Command]]
     ) -> None:
         """Launch a step, take the tokens of the previous one, and leave the step in flight."""
         previous = self._previous
@@ -327,16 +329,16 @@ class StepLoop:
             if ahead:
                 some = [draws[i] for i in ahead]
                 launched.append(self._sampler.launch(some, rows_of(logits, ahead)))
-        self._in_flight = StepInFlight(plan, began, end, self._sampler.take_results(), launched)
+        self._in_flight = StepInFlight(plan, started, end, self._sampler.take_results(), launched)
         self._count_in_flight(launched)
-        self._launch_seconds = self._clock() - began
+        self._launch_seconds = self._clock() - started
         self.apply(receive())
         if previous is not None:
             self._complete(previous, launched, held)
         if held_logits is not None:
             self._sampler.hold(held, held_logits)
 
-    def _launch_held(self, began: float) -> None:
+    def _launch_held(self, started: float) -> None:
         """Launch the draws whose mask, credit or preceding token has come since their step."""
         self._draw_beams()
         ready = self._sampler.take_ready()
@@ -354,7 +356,7 @@ class StepLoop:
         self._count_in_flight(launched)
         if self._in_flight is None:
             end = Mark(self._runner.device)
-            self._in_flight = StepInFlight(None, began, end, PromptResults([], [], []), [])
+            self._in_flight = StepInFlight(None, started, end, PromptResults([], [], []), [])
         self._in_flight.launched += launched
 
     def _count_in_flight(self, launched: Iterable[LaunchedDraws]) -> None:
@@ -379,7 +381,7 @@ class StepLoop:
             elif launched.held.is_valid:
                 self._verify(launched, launched.held)
         if step.plan is not None:
-            self._record_duration(step.plan, step.began)
+            self._record_duration(step.plan, step.started)
 
     def _settle(
         self, launched: LaunchedDraws, next_launched: Sequence[LaunchedDraws], next_held: list[Draw]
@@ -397,7 +399,7 @@ class StepLoop:
             self._scheduler.settle(draw.sequence)
 
     def _verify(self, launched: LaunchedDraws, held: HeldLogits) -> None:
-        """Append tokens for which their sequence has waited, and accept its draft tokens."""
+        """Append tokens that a sequence has waited for, and accept its draft tokens."""
         arrived = launched.tokens.wait()
         self._sampler.append(launched.draws, arrived.final, arrived.scores)
         self._accept_drafts([held])
@@ -409,7 +411,7 @@ class StepLoop:
         next_launched: Sequence[LaunchedDraws],
         next_held: list[Draw],
     ) -> None:
-        """Void the row that was computed from a wrong token: the next step computes it again."""
+        """Discard the row that was computed from a wrong token. The next step computes it again."""
         for draws in (next_held, *(launched.draws for launched in next_launched)):
             for i, draw in enumerate(draws):
                 if draw.sequence is sequence:
@@ -421,14 +423,14 @@ class StepLoop:
     # Failed steps.
 
     def _run_isolated(
-        self, plan: StepPlan, began: float, receive: Callable[[], Iterable[Command]]
+        self, plan: StepPlan, started: float, receive: Callable[[], Iterable[Command]]
     ) -> None:
         """Run a step; if it raises, repeat it sequence by sequence and fail those that raise again.
 
         A sequence that advanced before the step raised stays as it is.
         """
         try:
-            self._run(plan, began, receive)
+            self._run(plan, started, receive)
         except (OSError, EOFError):
             raise  # the gRPC process is gone
         except Exception as error:

@@ -32,11 +32,11 @@ class Draw:
 
     sequence: TokenSequence
     row: int
-    """Row of the step's hidden states, which has a row for each kept token"""
+    """Index of the row in the step's hidden states, which have one row for each kept token"""
     position: int
     """Position of the token to draw, counted from the end of the original prompt"""
     assumed: int | None = None
-    """Token that the row assumes in front of `position`, if it was not certain then"""
+    """Token that the row assumes in front of `position`; None = that token was certain"""
 
     @property
     def runs_ahead(self) -> bool:
@@ -59,7 +59,7 @@ class HeldLogits(NamedTuple):
     logits: Tensor
     """float32 [draws, vocabulary]"""
     hold: LogitsHold
-    """The sequence's claim on the logits"""
+    """Claim of the sequence on the logits"""
 
     @property
     def sequence(self) -> TokenSequence:
@@ -94,14 +94,14 @@ class HeldLogits(NamedTuple):
 
 
 class LaunchedDraws(NamedTuple):
-    """Draws whose tokens are on their way from the device to the host."""
+    """Draws whose tokens are being copied from the device to the host."""
 
     draws: list[Draw]
-    """A draw gets `assumed` if the token in front of it turns out wrong"""
+    """Draws; their `assumed` is set if the token in front of them turns out wrong"""
     tokens: PendingTokens
     held: HeldLogits | None = None
-    """Logits of the tokens, if their sequence does not continue before the host has the tokens.
-    They are void if these logits are no longer valid then"""
+    """Logits of the tokens, if their sequence does not continue before the host has the tokens. The
+    tokens are discarded if these logits are not valid by then"""
 
 
 class PromptResults(NamedTuple):
@@ -124,7 +124,7 @@ class _PromptScores(NamedTuple):
 
 
 class StepSampler:
-    """Scores prompts, draws tokens, and holds the logits of sequences that may not draw yet."""
+    """Sampler that scores prompts, draws tokens, and holds logits of sequences that must wait."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class StepSampler:
         needs_logits: bool,
         pooling: PromptPooling | None = None,
     ) -> None:
-        """needs_logits: compute logits even where the most likely token would do.
+        """needs_logits: compute logits even if the most likely tokens suffice.
 
         pooling: makes the vectors of prompts; None = no request asks for them.
         """
@@ -164,7 +164,7 @@ class StepSampler:
     def _score_chunk(
         self, chunk: Chunk, hidden: Tensor, end_row: int, width: int
     ) -> Iterator[_PromptScores]:
-        """Score the prompt tokens after a chunk's; `end_row` is one past its last kept row."""
+        """Score the prompt tokens that follow a chunk's tokens. end_row: end of its kept rows."""
         sequence = chunk.sequence
         end = min(chunk.end + 1, sequence.prompt_length)
         for start in range(max(sequence.scored, chunk.start + 1), end, SCORED_ROWS):
@@ -182,7 +182,7 @@ class StepSampler:
     def report_results(self, results: PromptResults) -> None:
         """Wait for scores of prompts and report them; end the sequences that only score."""
         for sequence, start, ids, pending in results.scores:
-            known = max(sequence.scored - start, 0)  # above 0: scored again after a preemption
+            known = max(sequence.scored - start, 0)  # above 0 after a preemption
             if sequence.state is SequenceState.FINISHED or known >= len(ids):
                 continue
             scores = pending.wait()
@@ -216,7 +216,7 @@ class StepSampler:
                 self._requests.abort(refusals.not_finite(handle))
 
     def draws(self, plan: StepPlan) -> list[Draw]:
-        """Return the draws that a step makes possible; note the sequences that only score."""
+        """Return the draws from a step's rows; record the sequences that only score a prompt."""
         draws: list[Draw] = []
         for row, sequence in enumerate(plan.decodes):
             if self._generates(sequence):
@@ -236,7 +236,7 @@ class StepSampler:
         return draws
 
     def _generates(self, sequence: TokenSequence) -> bool:
-        """Return whether a computed sequence goes on; note it if it only scores its prompt."""
+        """Return whether a computed sequence generates; record it if it only scores its prompt."""
         if sequence.state is SequenceState.FINISHED:
             return False
         if sequence.max_tokens == 0:
@@ -247,7 +247,7 @@ class StepSampler:
     def compute(
         self, draws: Sequence[Draw], hidden: Tensor
     ) -> tuple[Tensor | None, Sequence[int] | None]:
-        """Return the logits of the draws, or the most likely tokens where they suffice."""
+        """Return the logits of the draws, or the most likely tokens if these suffice."""
         rows = [draw.row for draw in draws]
         if not rows:
             return None, None
@@ -262,13 +262,13 @@ class StepSampler:
         return [self._row(draw) for draw in draws]
 
     def draw(self, draws: Sequence[Draw], logits: Tensor) -> None:
-        """Draw tokens for the sequences that may; hold the logits of the others."""
+        """Draw tokens of the sequences that may draw; hold the logits of the others."""
         ready: list[int] = []
         held: list[int] = []
         for i, draw in enumerate(draws):
             sequence = draw.sequence
             if sequence.state is SequenceState.FINISHED or draw.position < sequence.position:
-                continue  # ended, or advanced by forced tokens, while the step ran
+                continue  # the sequence ended, or advanced by forced tokens, while the step ran
             (ready if sequence.may_draw_at(draw.position) else held).append(i)
         if held:
             self.hold([draws[i] for i in held], copy_rows(logits, held))
@@ -276,7 +276,7 @@ class StepSampler:
             self.advance([draws[i] for i in ready], rows_of(logits, ready))
 
     def hold(self, draws: Sequence[Draw], logits: Tensor) -> None:
-        """Hold logits until `take_ready` returns them. A draft token's need those in front of it.
+        """Hold logits until `take_ready` returns them. Logits of draft tokens need all before them.
 
         logits: float32 [draws, vocabulary], which no later step changes.
         """
@@ -298,7 +298,7 @@ class StepSampler:
         return [each for each in held if each.sequence.may_draw]
 
     def take_beams(self) -> list[list[HeldLogits]]:
-        """Remove and return the held logits of searches that may go on: those of all beams."""
+        """Remove and return the held logits, of all beams, of searches that may go on."""
         groups: dict[int, list[HeldLogits]] = {}
         for held in self._held:
             if held.is_valid and held.sequence.search is not None:
@@ -341,7 +341,7 @@ class StepSampler:
         return launched
 
     def shrink_held(self) -> None:
-        """Copy held logits out of larger tensors, which would stay allocated as long as they."""
+        """Copy held logits out of larger tensors, which would otherwise stay allocated."""
         for i, held in enumerate(self._held):
             if held.is_valid and held.logits.untyped_storage().nbytes() > held.logits.nbytes:
                 self._held[i] = held._replace(logits=held.logits.clone())
@@ -371,7 +371,7 @@ class StepSampler:
     def append(
         self, draws: Sequence[Draw], tokens: Sequence[int], scores: Mapping[int, Score]
     ) -> None:
-        """Append drawn tokens and report them; `scores` is by index of the draw.
+        """Append drawn tokens and report them. scores: by index of the draw.
 
         A negative token aborts the request: its logits are NaN, or its limits allow no id.
         """

@@ -24,11 +24,11 @@ class StreamRouter:
     """Weights of the streams for a row, from which the coefficients of a layer are computed."""
 
     norm: Tensor
-    """[hidden_size], divided by hidden_size"""
+    """[hidden_size], the norm's weight divided by hidden_size"""
     projection: Projection
     """hidden_size → streams"""
     count: int
-    """Streams"""
+    """Number of streams"""
     epsilon: float
     operators: Operators
 
@@ -53,7 +53,7 @@ class Laurel:
     operators: Operators
 
     def add_to(self, normed: Tensor, hidden: Tensor) -> None:
-        """Add to `hidden`; `normed` is in the layout of products."""
+        """Add the product to `hidden`; `normed` is in the layout of products."""
         product, arranged = (self.operators.temporary(len(hidden), self.rank) for _ in range(2))
         self.left.into(normed, product)
         self.operators.arrange(product, arranged)
@@ -117,9 +117,9 @@ class AltUp(Residual):
     input: LayerInput
     operators: Operators
     expansion: Expansion | None
-    """None: this is not the first layer"""
+    """Streams made from the embedding; None: this is not the first layer"""
     merger: Merger | None
-    """None: this is not the last layer"""
+    """Merging of the streams; None: this is not the last layer"""
 
     def begin(self, rows: ResidualRows) -> Tensor:
         streams = _streams(rows)
@@ -157,5 +157,5 @@ def _streams(rows: ResidualRows) -> Tensor:
 
 
 def _length(rows: Tensor, least: float = 0.0) -> Tensor:
-    """Return the root of each row's mean square, at least that of `least`: float32 [n, 1]."""
+    """Return the root of each row's mean square, at least `least` ** 0.5: float32 [n, 1]."""
     return rows.float().square().mean(1, keepdim=True).clamp(min=least).sqrt()

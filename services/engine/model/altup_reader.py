@@ -19,7 +19,7 @@ __all__ = ["read_altup"]
 def read_altup(
     reader: TensorReader, stored: StoredAltUp, spec: AltUpSpec, layer_input: LayerInput
 ) -> AltUp:
-    """Read the streams of a layer, which add `layer_input` at its end."""
+    """Read the streams of a layer, to which `layer_input` is added at its end."""
     expansions, mergers = (
         [_product(reader, each) for each in linears]
         for linears in (stored.expansions, stored.mergers)

@@ -28,9 +28,9 @@ class DecoderWeights(StackWeights):
     output: Projection | None
     """hidden_size → vocab_size; None: the model computes no logits"""
     layer_inputs: LayerInputs | None
-    """None: tokens have nothing for a layer alone"""
+    """Inputs of tokens for single layers; None: there are none"""
     tokens: TokenIds | None
-    """Ids that layers read whose experts depend on them; None: there are no such layers"""
+    """Ids for layers whose experts depend on them; None: there are no such layers"""
 
 
 class Decoder(LayerStack):
@@ -53,7 +53,7 @@ class Decoder(LayerStack):
 
     @property
     def is_capturable(self) -> bool:
-        # Else the host reads the experts that the router chose, which a graph can't.
+        # Other mixtures read the router's choice on the host, which a graph can't.
         groups = self._operators.groups_experts and self.spec.gates_experts
         has_fixed_launches = groups or not self.spec.has_experts
         has_fixed_launches &= all(mixer.is_capturable for mixer in self._shapes)
@@ -124,12 +124,12 @@ class Decoder(LayerStack):
 
     @torch.inference_mode()
     def compute_piece(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
-        """Compute what lies between the mixing of the previous layer and that of `layer`.
+        """Compute the operations between the mixing of the previous layer and that of `layer`.
 
-        All layers' pieces and `mix`, in turn, and then `finish` do the same as `forward`, for a
-        batch without images. A piece reads only the token ids, positions and slots of its batch,
-        which may have more tokens than the step: a CUDA graph of it serves all steps that are
-        padded so.
+        `compute_piece` and `mix` of all layers in turn, and then `finish`, do the same as
+        `forward` for a batch without images. A piece reads only the token ids, positions and slots
+        of its batch, which may have more tokens than the step: a CUDA graph of it serves all steps
+        that are padded to this number.
         """
         buffers = self._buffers(len(batch.token_ids))
         if layer == 0:
@@ -282,7 +282,7 @@ class Decoder(LayerStack):
             self._recording.discard()
 
     def _logits_buffer(self, rows: int) -> Tensor:
-        # Kept from step to step: a new allocation each time would fragment the heap.
+        # This buffer is kept from step to step: an allocation in each would fragment the heap.
         if rows > len(self._logits):
             self._logits = torch.empty((rows, self.spec.vocab_size), device=self.device)
         return self._logits[:rows]

@@ -1,4 +1,4 @@
-"""Tables from which rows are read by number, such as those of the tokens."""
+"""Tables whose rows are read by number, such as the embeddings of tokens."""
 
 from abc import ABC, abstractmethod
 
@@ -11,7 +11,7 @@ __all__ = ["Embedding", "ModalEmbedding", "StoredEmbedding", "TensorEmbedding"]
 
 
 class Embedding(ABC):
-    """A row of the model's width for each token id."""
+    """A table with a row of the model's width for each token id."""
 
     @abstractmethod
     def read(self, ids: Tensor, out: Tensor) -> None:
@@ -22,7 +22,7 @@ class TensorEmbedding(Embedding):
     """A table in memory, or in the mapped file."""
 
     def __init__(self, table: Tensor) -> None:
-        """table: [ids, width] on the device of the model; its rows become of the model's dtype."""
+        """table: [ids, width] on the model's device; rows are converted to the model's dtype."""
         self._table = table
 
     def read(self, ids: Tensor, out: Tensor) -> None:

@@ -26,10 +26,10 @@ class EncoderWeights(StackWeights):
     """[types, hidden_size], added to the embedding; None: the model takes no pairs of texts"""
     embedding_norm: LayerNorm
     norms: tuple[tuple[LayerNorm | None, LayerNorm], ...]
-    """For each layer, the norms of its attention and of its feed-forward layer: after what they add
-    to the residual, or before them if the family norms first; None: the layer has none"""
+    """For each layer, the norms of its attention and of its feed-forward layer: after they have
+    added to the residual, or before them if the family norms first; None: the layer has none"""
     table_deltas: tuple[TableDelta | None, ...]
-    """Deltas of adapters for the tables of tokens and of token types; None: no adapter has one"""
+    """Additions of adapters to the tables of tokens and of token types; None: there are none"""
     last_norm: LayerNorm | None
     pair_scores: PairScores | None
     """Addends to the scores of two tokens; None: there are none"""
@@ -105,7 +105,7 @@ class Encoder(WholeTextStack):
             self._norm_residual(feed_forward_norm, buffers)
 
     def _read_norm(self, norm: LayerNorm | None, buffers: Activations) -> None:
-        """Write what a layer reads: the norm of the residual, which stays."""
+        """Write the norm of the residual, which a layer reads, and leave the residual."""
         if norm is None:
             self._operators.arrange(buffers.hidden, buffers.normed)
         else:

@@ -30,11 +30,11 @@ class StoredMlp:
 
 @dataclass(frozen=True, slots=True)
 class StoredEncoderExperts:
-    """A mixture of experts, each apart or all in two tensors."""
+    """Tensors of a mixture of experts, for each expert or all experts in two."""
 
     router: StoredLinear
     experts: tuple[StoredMlp, ...]
-    """Experts whose tensors are apart; empty: `stacks` has all of them"""
+    """Experts with tensors of their own; empty: `stacks` has all experts"""
     stacks: tuple[StoredTensor, ...]
     """Two tensors [experts * width, hidden_size]: the first products of all experts, and the second
     ones transposed"""
@@ -143,7 +143,7 @@ class _Names:
         )
 
     def distances(self, shape: DisentangledSpec) -> StoredDistances:
-        """Name DeBERTa's embeddings of distances, and what projects them in each layer."""
+        """Name DeBERTa's embeddings of distances, and their projections in each layer."""
         spec = self._spec
         table = self.tensor("encoder.rel_embeddings.weight", 2 * shape.span, spec.hidden_size)
         norm = self.norm("encoder.LayerNorm") if shape.has_norm else None

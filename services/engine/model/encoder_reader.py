@@ -53,7 +53,7 @@ _OTHER_TASKS = (
     "qa_outputs.*",
     "vocab_*",
 )
-"""Tensors of heads, and of buffers, that hidden states don't need"""
+"""Patterns of tensors of heads and buffers, which hidden states don't need"""
 
 
 class EncoderReader:
@@ -70,7 +70,7 @@ class EncoderReader:
         *,
         shows_progress: bool,
     ) -> None:
-        """adapters: those that may change the layers' products; None: no adapter can."""
+        """adapters: adapters that may change the layers' products; None: none can."""
         assert spec.family.encoder is not None
         self._checkpoint = checkpoint
         self._spec = spec

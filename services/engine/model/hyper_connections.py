@@ -17,12 +17,12 @@ from services.engine.model.residual import Residual, ResidualRows
 __all__ = ["HYPER_ROWS", "Connection", "HyperConnections", "StreamMixture"]
 
 HYPER_ROWS = 256
-"""Rows whose streams are in memory as float32 at once"""
+"""Number of rows whose streams are in memory as float32 at once"""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamMixture:
-    """Product that makes factors of a row's streams."""
+    """Product that computes factors from a row's streams."""
 
     weight: Tensor
     """float32 [factors, streams * hidden_size]"""
@@ -45,13 +45,13 @@ class Connection:
     """Streams around one part of a layer."""
 
     reading: StreamMixture
-    """Factors of the streams in what the part reads"""
+    """Factors of the streams in the input of the part"""
     writing: StreamMixture
     """Factors of the part's output in the streams, then those of the old streams in the new ones"""
     spec: HyperSpec
 
     def read(self, streams: Tensor, hidden: Tensor) -> None:
-        """Fill `hidden` [n, hidden_size] with what the part reads."""
+        """Fill `hidden` [n, hidden_size] with the input of the part."""
         for rows in _pieces(len(hidden)):
             hidden[rows] = _collapsed(self.reading, streams[rows].float(), self.spec.epsilon)
 
@@ -86,9 +86,9 @@ class HyperConnections(Residual):
     mixer: Connection
     feed_forward: Connection
     is_first: bool
-    """True if this is the first layer: all streams begin as the embedding"""
+    """True if this is the first layer, in which all streams begin as the embedding"""
     head: StreamMixture | None
-    """Factors of the streams in the output of the last layer; None: this is another layer"""
+    """Factors of the streams in the output of the last layer; None: this is not the last layer"""
 
     def begin(self, rows: ResidualRows) -> Tensor:
         streams = _streams(rows)

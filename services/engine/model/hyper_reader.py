@@ -37,7 +37,7 @@ def _connection(reader: TensorReader, stored: StoredConnection, spec: HyperSpec)
 def _mixtures(
     reader: TensorReader, stored: StoredConnection, parts: Sequence[Sequence[int]]
 ) -> list[StreamMixture]:
-    """Read products that are stored as one. parts: of each product, the factors with one scale."""
+    """Read products stored as one. parts: for each product, counts of factors with one scale."""
     weight, bias, scale = (
         reader.tensor(each).to(reader.device, torch.float32, copy=True)
         for each in (stored.product, stored.base, stored.scale)

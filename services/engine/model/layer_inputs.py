@@ -58,12 +58,12 @@ class LayerInputs:
     epsilon: float
     operators: Operators
     pad_token_id: int | None
-    """Id whose row of the table the tokens of images take; None: that of the image token"""
+    """Id whose row of the table the tokens of images take; None: the id of the image token"""
     num_ids: int
-    """Rows of the table; larger ids read row 0. 0: every id has a row"""
+    """Number of rows of the table, beyond which ids read row 0; 0: every id has a row"""
 
     def allocate(self, tokens: int) -> InputRows:
-        """Allocate the inputs of so many tokens."""
+        """Allocate the inputs of this number of tokens."""
         empty = self.operators.empty
         whole = empty(tokens, self.layers * self.width).view(tokens, self.layers, -1)
         return InputRows(whole, empty(tokens, self.width), whole.unbind(1))
@@ -105,7 +105,7 @@ class LayerInput:
     operators: Operators
 
     def add_to(self, own: LayerRows, rows: Tensor, out: Tensor) -> None:
-        """Add what follows from a token's input and its residual.
+        """Add to `out` the outputs that follow from tokens' inputs and residuals.
 
         rows: [n, hidden_size] in the layout of products, which are overwritten; out:
         [n, hidden_size].

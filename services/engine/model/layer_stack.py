@@ -33,7 +33,7 @@ class LayerWeights:
 
     mixer_norm: Tensor | None
     mixer: MixerWeights | None
-    """None: the layer has no mixer"""
+    """Weights of the mixer; None: the layer has no mixer"""
     mixer_post_norm: OutputNorm | None
     feed_forward_norm: Tensor | None
     feed_forward: FeedForward
@@ -71,7 +71,7 @@ class Activations:
     inputs: InputRows | None
     """Inputs that each token has for each layer alone; None: there are none"""
     streams: Tensor | None
-    """[tokens, streams, hidden_size], as in `ResidualRows`; None: `hidden` is all"""
+    """[tokens, streams, hidden_size], as in `ResidualRows`; None: there is only `hidden`"""
     waiting: Tensor | None
     """[tokens, hidden_size], as in `ResidualRows`"""
 
@@ -81,7 +81,7 @@ class Activations:
         return ResidualRows(self.hidden, self.normed, self.streams, self.waiting)
 
     def inputs_of(self, layer: int) -> LayerRows | None:
-        """Return what each token has for a layer alone."""
+        """Return the inputs that the tokens have for a layer alone."""
         return None if self.inputs is None else self.inputs.of(layer)
 
     @property
@@ -108,7 +108,7 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer, and where its buffers are."""
+    """One layer, and the places of its buffers."""
 
     mixer_norm: Tensor | None
     mixer: Mixer[Any]
@@ -222,7 +222,7 @@ class LayerStack(Model):
 
     @abstractmethod
     def _project(self, index: int, buffers: Activations) -> None:
-        """Compute what a layer's mixer combines from the residual."""
+        """Compute the inputs of a layer's mixer from the residual."""
 
     @abstractmethod
     def _after_mixing(self, index: int, buffers: Activations) -> None:

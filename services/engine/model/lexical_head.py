@@ -12,7 +12,7 @@ from services.engine.model.checkpoint.sentence_modules import LexicalPooling
 __all__ = ["LexicalHead"]
 
 _TOKENS_AT_ONCE = 128
-"""Tokens whose logits are in memory at a time"""
+"""Number of tokens whose logits are in memory at a time"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,11 +65,11 @@ __all__ = [
 _LOG = logging.getLogger("engine")
 _CPU = torch.device("cpu")
 _ADA = (8, 9)
-"""Compute capability that multiplies FP8"""
+"""Least compute capability that multiplies FP8"""
 _AMPERE = (8, 0)
 """Least compute capability that multiplies bfloat16"""
 _GROUPED = (torch.float32, torch.bfloat16)
-"""Types of rows that weights in groups multiply"""
+"""Types of the rows that products with weights in groups accept"""
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -78,7 +78,7 @@ _DTYPES = {
 
 
 def resolve_dtype(name: str, device: torch.device = _CPU) -> torch.dtype:
-    """Return the dtype of a --dtype value on a device: that of activations and sums.
+    """Return the dtype of activations and sums that a --dtype value means on a device.
 
     `auto` is bfloat16 on hardware that multiplies it (CUDA, AMX, AVX-512 BF16) and float32
     elsewhere, because emulated bfloat16 is slower than float32.
@@ -153,14 +153,14 @@ def load_model(
     8 bits), "w8a8" ("int8", with the inputs of these products in int8 too) or "fp8" (rounded, for
     all products but an expert router's and those that compute the logits).
     with_xformers: decode with xformers' kernel on a GPU.
-    kv_dtype: of cached keys and values, as for `resolve_kv_dtype`.
+    kv_dtype: type of cached keys and values, as for `resolve_kv_dtype`.
     ranks: the ranks that hold the model together. Each loads its shard; rank 0 gets a decoder that
     directs the others.
-    packed: the file that keeps packed weights; None = none does. An encoder's are not kept.
+    packed: the file that keeps packed weights, but not an encoder's; None = no file does.
     Raises CheckpointError before loading if a tensor is missing or of another shape.
     Raises StartupError if this machine can't multiply int8, FP8 or mapped weights, the checkpoint
-    has none that can be mapped, the ranks can't share the model, xformers is missing, or the cache
-    can't have `kv_dtype`.
+    has no weights that can be mapped, the ranks can't share the model, xformers is missing, or the
+    cache can't have `kv_dtype`.
     """
     directory = Path(path)
     whole = load_spec(directory)
@@ -174,7 +174,7 @@ def load_model(
     if weights == "mapped" and whole.is_encoder:
         raise StartupError("--weights mapped needs a model that generates. Start without it.")
     if whole.family.encoder is not None:
-        resolve_kv_dtype(kv_dtype, whole, dtype, device)  # which refuses any but the model's
+        resolve_kv_dtype(kv_dtype, whole, dtype, device)  # refuses any type but the model's
         return _load_encoder(directory, whole, dtype, progress, device, weights)
     shard = Shard(ranks.rank.number, ranks.rank.count, ranks.all_reduce)
     spec = shard.of(whole)
@@ -249,7 +249,7 @@ def load_model(
 
 
 def _with_held_names(spec: ModelSpec, checkpoint: TensorFiles) -> ModelSpec:
-    """Return a spec with the names that the files have, where different programs write others."""
+    """Return a spec with the names that the files have, which depend on the writing program."""
     other = spec.family.other_names
     roots = () if other is None else other.roots
     if other is None or not any(checkpoint.holds(f"{r}{other.embedding}.weight") for r in roots):
@@ -258,7 +258,7 @@ def _with_held_names(spec: ModelSpec, checkpoint: TensorFiles) -> ModelSpec:
 
 
 def _with_stored_experts(spec: ModelSpec, root: str, checkpoint: TensorFiles) -> ModelSpec:
-    """Return a spec with the names of experts that the files have, apart or stacked."""
+    """Return a spec with the files' names of experts, which are apart or stacked."""
     names = spec.family.names
     stacked = names.stacked_experts
     if stacked is None:
@@ -272,7 +272,7 @@ def _with_stored_experts(spec: ModelSpec, root: str, checkpoint: TensorFiles) ->
 
 
 def _with_stored_modal_tokens(spec: ModelSpec, checkpoint: TensorFiles) -> ModelSpec:
-    """Return a spec with the tokens whose table the files hold. Files for text alone hold none."""
+    """Return a spec with the modal tokens whose table the files hold; files for text hold none."""
     held = (t for t in spec.modal_tokens if checkpoint.holds(f"{t.module}.embedding.weight"))
     return dataclasses.replace(spec, modal_tokens=tuple(held))
 
@@ -309,7 +309,7 @@ def _load_encoder(
 
 
 def _require_blocks(directory: Path, spec: ModelSpec, checkpoint: TensorFiles) -> None:
-    """Raise StartupError unless a checkpoint has codes that stay in its files."""
+    """Raise StartupError unless a checkpoint has codes that can stay in its files."""
     why = None
     if checkpoint.types_without_codes:
         named = ", ".join(checkpoint.types_without_codes)

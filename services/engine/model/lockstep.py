@@ -28,12 +28,12 @@ from services.engine.ranks.group import RankGroup
 __all__ = ["Announcements", "Follower", "LeadingDecoder"]
 
 _ALIGNMENT = 4
-"""Multiple, in int32, at which each tensor of a batch begins: Triton compiles kernels for pointers
+"""Alignment of a batch's tensors, in int32: Triton compiles kernels for pointers
 to multiples of 16 bytes"""
 
 
 class _Task(IntEnum):
-    """First number of an order; its comment names the others."""
+    """First number of an order; the docstring of each names the numbers that follow."""
 
     PASS = 0
     """Tokens, width of the block tables, number of these, decodes, 1 if there are output rows, 1 if
@@ -51,11 +51,11 @@ class _Task(IntEnum):
     COPY = 5
     """Blocks of the cache to copy: cache group, source and target each"""
     ADAPTER = 6
-    """An AdapterChange and the adapter's number; its directory travels along if it is read"""
+    """An AdapterChange and the adapter's number; with READ, its directory follows"""
 
 
 class Announcements(Model):
-    """Part of a model on rank 0: it has the other ranks compute each call along with it."""
+    """Part of rank 0's model that has the other ranks compute each call along with it."""
 
     def lead(self, ranks: RankGroup) -> None:
         """Announce to these ranks from now on."""
@@ -156,8 +156,8 @@ class LeadingDecoder(Announcements, Decoder):
 class Follower:
     """Computation of a rank other than 0.
 
-    Batches of one shape lie at the same addresses, which CUDA graphs rely on, unless a larger batch
-    comes than was reserved.
+    Batches of one shape lie at the same addresses, which CUDA graphs rely on, unless a batch comes
+    that is larger than reserved.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Follower:
         """Tensors of the present batch"""
 
     def reserve(self, tokens: int, sequences: int, blocks: int) -> None:
-        """Reserve memory for batches of up to this size. blocks: of one sequence."""
+        """Reserve memory for batches of up to this size. blocks: those of one sequence."""
         groups = len(self._cache.groups) or 1
         runs = tokens if self._cache.states else 0
         sizes = _sizes(tokens, sequences, table_width(blocks), groups, tokens, runs)
@@ -288,7 +288,8 @@ def _sizes(
 ) -> list[int]:
     """Return the sizes of a batch's tensors in the order of `_pack`, in int32.
 
-    groups: cache groups; rows: output rows, None without them; runs: between states.
+    groups: number of cache groups; rows: number of output rows, None = the batch has none; runs:
+    number of runs between states.
     """
     sizes = [2 * tokens] * (2 + groups) + [sequences + 1, sequences]
     sizes += [sequences * width] * groups
@@ -314,7 +315,7 @@ def _split(plan: bytearray) -> tuple[list[int], memoryview]:
 
 
 def _rows_within(part: Tensor, whole: Tensor) -> range | None:
-    """Return which rows of `whole` the tensor `part` is; None if it has memory of its own."""
+    """Return the rows of `whole` that `part` is a view of; None if it has its own memory."""
     row_bytes = whole.stride(0) * whole.itemsize
     first, rest = divmod(part.data_ptr() - whole.data_ptr(), row_bytes)
     if rest or not 0 <= first < len(whole) or part.stride() != whole.stride():

@@ -71,7 +71,7 @@ class Manifest:
     layers: tuple[StoredLayer, ...]
     final_norm: StoredNorm
     head: StoredTensor | None
-    """None: the embedding serves as output projection"""
+    """Output projection; None: the embedding serves as such"""
     head_bias: StoredTensor | None
     layer_inputs: StoredLayerInputs | None
     modal_tokens: tuple[StoredModalTokens, ...]

@@ -15,7 +15,7 @@ __all__ = ["with_modal_tokens"]
 def with_modal_tokens(
     reader: TensorReader, stored: StoredModalTokens, tokens: ModalTokens, text: Embedding
 ) -> Embedding:
-    """Return `text`, but with rows of their own for `tokens`."""
+    """Return the embedding `text` with rows of their own for `tokens`."""
     rows = _rows(reader, stored, tokens) / reader.spec.embedding_scale  # the decoder multiplies
     return ModalEmbedding(text, tokens.first, rows.to(reader.device, reader.dtype))
 

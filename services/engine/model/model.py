@@ -41,9 +41,9 @@ class Model(ABC):
         """Upper bound of the weight bytes that a step reads"""
         self.block_size = attention.block_size
         self.rows_at_once = rows_at_once
-        """Rows that a product computes at once: with fewer it takes as long"""
+        """Number of rows up to which a product takes as long as for one row"""
         self.runs_in_pieces = False
-        """True if a pass may run by `compute_piece`, `mix` and `finish`"""
+        """True if a pass may run as calls of `compute_piece`, `mix` and `finish`"""
         self.adapters: Adapters | None = None
         """The adapters that passes may use; None = this model has none"""
         self.state_dtype = torch.float32
@@ -84,12 +84,12 @@ class Model(ABC):
     ) -> KVCache:
         """Allocate a cache for `forward`, in the attention backend's layout.
 
-        num_blocks: of every cache group, or of each; num_states: slots of the recurrent layers'
-        states, if there are such layers.
+        num_blocks: one number for all cache groups, or one for each; num_states: number of slots of
+        the recurrent layers' states, if there are such layers.
         """
 
     def _block_counts(self, num_blocks: int | Sequence[int]) -> dict[int, int]:
-        """Return the blocks of each layer that has pages, from those of every cache group."""
+        """Return the number of blocks of each layer that has pages, from those of cache groups."""
         groups = [group.layers for group in layer_groups(self.spec)]
         blocks = [num_blocks] * len(groups) if isinstance(num_blocks, int) else num_blocks
         return {
@@ -123,13 +123,13 @@ class Model(ABC):
 
     @abstractmethod
     def bytes_to_reserve(self, tokens: int, rows: int) -> int:
-        """Return the memory that `reserve` allocates."""
+        """Return the bytes that `reserve` allocates."""
 
     @abstractmethod
     def pass_bytes(self, tokens: int, rows: int, context: int) -> int:
-        """Return the most memory that a pass on a CPU takes beside what `reserve` allocates.
+        """Return the most bytes that a pass on a CPU takes beside those that `reserve` allocates.
 
-        context: tokens of a sequence, at most.
+        context: most tokens of a sequence.
         """
 
     def forward(self, batch: StepBatch, cache: KVCache) -> Tensor:
@@ -155,7 +155,7 @@ class Model(ABC):
         """
 
     def compute_piece(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
-        """Compute what lies between the mixing of the previous layer and that of `layer`."""
+        """Compute the operations between the mixing of the previous layer and that of `layer`."""
         raise NotImplementedError
 
     def mix(self, layer: int, batch: StepBatch, cache: KVCache) -> None:
@@ -163,7 +163,7 @@ class Model(ABC):
         raise NotImplementedError
 
     def finish(self, batch: StepBatch) -> Tensor:
-        """Compute what follows the last mixing. Return hidden states as `forward` does."""
+        """Compute the operations after the last mixing. Return hidden states as `forward` does."""
         raise NotImplementedError
 
     def announce_adapter(self, change: AdapterChange, number: int, directory: str = "") -> None:  # noqa: B027
@@ -175,7 +175,7 @@ class Model(ABC):
 
     @torch.inference_mode()
     def copy_blocks(self, cache: KVCache, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy blocks: cache group, source and target each, and no target is a source."""
+        """Copy blocks, each given as (cache group, source, target); no target is a source."""
         self.announce_copies(copies)
         cache.copy_blocks(copies)
 
@@ -211,4 +211,4 @@ class Model(ABC):
 
     @abstractmethod
     def states(self, hidden: Tensor) -> Tensor:
-        """Return float32 [rows, hidden_size], the final norms of rows of `forward`'s result."""
+        """Return float32 [rows, hidden_size]: the final norm of rows of `forward`'s result."""

@@ -29,7 +29,7 @@ def read_pair_scores(
     device: torch.device,
     dtype: torch.dtype,
 ) -> PairScores | None:
-    """Return the addends of a model's scores; None: there are none. read: reads a tensor."""
+    """Return the addends of a model's scores; None if it has none. read: reads a tensor."""
     assert spec.family.encoder is not None
     if (attention := spec.attention(0)).alibi_bias:
         return AlibiScores(alibi_slopes(attention.num_heads, attention.alibi_bias).to(device))

@@ -18,11 +18,11 @@ from services.engine.model.mixers.relative_attention import relative_numbers
 __all__ = ["pass_bytes"]
 
 _SUMS = 3
-"""Rows of float32 that a loop over experts holds: a sum, an output times its factor, and both"""
+"""Rows of float32 that a loop over experts holds: a sum, a scaled output, and the new sum"""
 _FLOAT = 4
 """Bytes of a number of float32"""
 _STREAMS = 4
-"""Tensors of a row's streams: old ones, their squares, mixed ones, and these with the output"""
+"""Tensors of a row's streams: old ones, their squares, mixed ones, and the new ones"""
 _TEMPORARIES = 4
 """Rows of the model's dtype that layers around experts hold: normed, scaled, and their sums"""
 
@@ -31,7 +31,7 @@ def pass_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int, cont
     """Return the most memory that a pass takes for experts, streams, shared blocks, and attention
     that is latent, compressed, to chosen blocks, or with addends by distance.
 
-    spec: this rank's part; rows: sequences of the pass, at most; context: tokens of the longest.
+    spec: this rank's part; rows: most sequences of the pass; context: length of the longest.
     """
     latents = (
         latent_numbers(layer, tokens, min(rows, tokens), context) * dtype.itemsize
@@ -60,9 +60,9 @@ def pass_bytes(spec: ModelSpec, dtype: torch.dtype, tokens: int, rows: int, cont
 
 
 def _shared_blocks_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
-    """Return the bytes of shared blocks: gate and up, what they become, input and outputs.
+    """Return the bytes of shared blocks: gate and up, their activation, input and outputs.
 
-    A part as wide is left for attention's temporaries.
+    The same width is added for attention's temporaries.
     """
     inner = [
         layer.feed_forward.width
@@ -87,7 +87,7 @@ def _experts_of(layer: FeedForwardSpec) -> ExpertsSpec | None:
 
 
 def _experts_bytes(experts: ExpertsSpec, tokens: int, hidden_size: int, itemsize: int) -> int:
-    """Return the bytes of all experts' inner rows and outputs, and of the rows that they read.
+    """Return the bytes of all experts' inner rows, outputs, and inputs.
 
     Kernels compute the shared expert with the others. Each thread copies the rows of the expert
     that it computes, which may be all rows.

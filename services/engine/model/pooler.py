@@ -50,7 +50,7 @@ _CLASSIFIER_POOLINGS = {
     "late": Pooling.MEAN,
     "last": Pooling.LAST,
 }
-"""Poolings by `classifier_pooling`; late = of the logits of all tokens"""
+"""Poolings by `classifier_pooling`; "late" poolings are of the logits of all tokens"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class Pooler:
     last: Stage
     """Activation of the labels' logits, or the scaling of vectors to length 1"""
     width: int
-    """Numbers of a text's vector; 0 if only tokens have vectors"""
+    """Width of a text's vector; 0 if only tokens have vectors"""
     token_width: int
-    """Numbers of a token's vector, which is its state if texts have vectors"""
+    """Width of a token's vector, which is its state if texts have vectors"""
     scores: bool
     """True if the vector holds the scores of the checkpoint's labels rather than an embedding"""
     normalizes: bool
@@ -79,7 +79,7 @@ class Pooler:
     """Heads of single tokens beside the vectors of texts; None: there are none"""
 
     def of_tokens(self, states: Tensor) -> Tensor:
-        """Return what is pooled, float32 [tokens, n], for the states of tokens."""
+        """Return the vectors that are pooled, float32 [tokens, n], for the states of tokens."""
         for stage in self.token_stages:
             states = stage(states)
         return states
@@ -104,21 +104,21 @@ class Pooler:
 def load_pooler(
     directory: Path, spec: ModelSpec, device: torch.device, wanted: str = "auto"
 ) -> Pooler | None:
-    """Read what makes vectors of this checkpoint's texts; None: it only generates.
+    """Read the pooler of a checkpoint; None if the checkpoint only generates.
 
     wanted: "auto", or the pooling of a checkpoint that does not name its own. Raises
     CheckpointError.
     """
     if spec.num_labels:
         return _classifier(directory, spec, device)
-    if spec.architecture == JINA_V5:  # whose modules.json names code of its own
+    if spec.architecture == JINA_V5:  # its modules.json names code that the checkpoint brings
         modules: SentenceModules | None = SentenceModules(Pooling.LAST, normalizes=True)
     else:
         modules = SentenceModules.read(directory, None if wanted == "auto" else Pooling(wanted))
     if modules is None and spec.architecture == COLBERT:
         modules = _projected_tokens(directory)
     if modules is None and spec.is_encoder:
-        modules = SentenceModules(Pooling.MEAN)  # as sentence-transformers does
+        modules = SentenceModules(Pooling.MEAN)  # the default of sentence-transformers
     if modules is None:
         return None
     if modules.lexical is not None:
@@ -144,7 +144,7 @@ def load_pooler(
 
 
 def _width(modules: SentenceModules, width: int) -> int:
-    """Return the numbers of a vector behind all linear layers. width: numbers of a hidden state.
+    """Return the width of a vector after all linear layers. width: width of a hidden state.
 
     Raises CheckpointError for a layer that does not fit what comes before it.
     """
@@ -161,7 +161,7 @@ def _width(modules: SentenceModules, width: int) -> int:
 def _lexical(
     directory: Path, spec: ModelSpec, device: torch.device, modules: SentenceModules
 ) -> Pooler:
-    """Read the head of a checkpoint that gives the vocabulary's tokens weights."""
+    """Read the head of a checkpoint that computes weights of the vocabulary's tokens."""
     assert modules.lexical is not None
     config = Config.read(directory / "config.json")
     encoder = spec.family.encoder
@@ -194,7 +194,7 @@ def _lexical(
 def _vocabulary(
     checkpoint: Checkpoint, name: str, spec: ModelSpec, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Read the weights and the bias that make logits; the embedding's weights where none are."""
+    """Read the weights and the bias that make logits; without any, the embedding's weights."""
     names = spec.family.names
     tables = [f"{name}.weight", *(f"{root}{names.embedding}.weight" for root in names.roots)]
     held = next(filter(checkpoint.holds, tables), tables[0])
@@ -236,10 +236,9 @@ def _classifier_pooling(config: Config, spec: ModelSpec) -> tuple[Pooling, bool]
 
 
 def _last_activation(config: Config, num_labels: int) -> Stage:
-    """Return what sentence-transformers applies to the logit of a single label.
-
-    Or what makes those of several labels probabilities, by the loss that transformers trains them
-    with.
+    """Return the activation that sentence-transformers applies to the logit of a single label.
+    For several labels it is the one that makes probabilities, by the loss that transformers trains
+    them with.
     """
     if num_labels > 1:
         kind = config.text("problem_type", "single_label_classification")

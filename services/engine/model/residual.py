@@ -21,7 +21,7 @@ class ResidualRows:
     """[n, hidden_size] in the layout of products, scratch space between the parts of a layer"""
     streams: Tensor | None
     """[n, streams, hidden_size]: the streams of AltUp or hyper-connections, or the residual before
-    a shared block and the embedding; None: `hidden` is all"""
+    a shared block and the embedding; None: there is only `hidden`"""
     waiting: Tensor | None = None
     """[n, hidden_size], output of experts that joins the residual at the end of the next layer;
     None: there are no such experts"""
@@ -32,24 +32,24 @@ class Residual(ABC):
 
     @abstractmethod
     def begin(self, rows: ResidualRows) -> Tensor:
-        """Fill `hidden` with what the layer reads; return the rows of the mixer's norm."""
+        """Fill `hidden` with the layer's input; return the rows that the mixer's norm reads."""
 
     def bypass(self, rows: ResidualRows) -> None:  # noqa: B027
-        """Change `hidden` before the mixer, which reads `normed`, adds to it; most leave it."""
+        """Change `hidden` before the mixer, which reads `normed`, adds to it; most do nothing."""
 
     def turn(self, rows: ResidualRows) -> None:  # noqa: B027
-        """Fill `hidden` with what the feed-forward layer reads, after the mixer has added to it;
-        most leave what is there."""
+        """Fill `hidden` with the feed-forward layer's input, after the mixer has added to it; most
+        do nothing."""
 
     def bypass_again(self, rows: ResidualRows) -> None:  # noqa: B027
-        """Change `hidden` before the feed-forward layer, which reads `normed`, adds to it; most
-        leave it."""
+        """Change `hidden` before the feed-forward layer, which reads `normed`, adds to it; most do
+        nothing."""
 
     @abstractmethod
     def end(self, rows: ResidualRows, inputs: LayerRows | None) -> None:
         """Complete the layer after both of its parts have added to `hidden`.
 
-        inputs: what each token has for this layer alone; None: there is nothing.
+        inputs: inputs that each token has for this layer alone; None: there are none.
         """
 
 
@@ -59,9 +59,9 @@ class OneStream(Residual):
 
     operators: Operators
     input: LayerInput | None = None
-    """Addition of a token's input for this layer alone; None: there is none"""
+    """Addition of a token's input for this layer alone; None: tokens have no such inputs"""
     scalar: float = 1.0
-    """Factor on the residual at the end"""
+    """Factor on the residual at the end of the layer"""
 
     def begin(self, rows: ResidualRows) -> Tensor:
         """Leave `hidden` as the previous layer has left it."""

@@ -1,6 +1,6 @@
 """Zamba's shared block: attention and a feed-forward layer whose weights several depths share.
 
-A block reads the residual and the embedding, and its output joins what the next layer reads, not
+A block reads the residual and the embedding. Its output joins the input of the next layer, but not
 the residual. Sources: https://arxiv.org/abs/2405.16712, https://arxiv.org/abs/2411.15242.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["AfterBlock", "BlockFeedForward", "BlockResidual", "DepthGate", "Dept
 
 
 class BlockResidual(Residual):
-    """Residual of a shared block. What the block adds to it lasts for the next mixer's input."""
+    """Residual of a shared block, whose output reaches only the next mixer's input."""
 
     def begin(self, rows: ResidualRows) -> Tensor:
         """Keep the residual; return it with the embedding: [n, 2 * hidden_size]."""
@@ -37,8 +37,8 @@ class BlockResidual(Residual):
 
 
 class AfterBlock(Residual):
-    """Residual behind a shared block: the mixer reads the block's output, but adds to the residual
-    without it."""
+    """Residual after a shared block: the mixer reads the block's output too, but adds to the
+    residual without it."""
 
     def begin(self, rows: ResidualRows) -> Tensor:
         """Leave `hidden` as the block has left it."""
@@ -53,7 +53,7 @@ class AfterBlock(Residual):
 
 @dataclass(frozen=True, slots=True)
 class BlockFeedForward(FeedForward):
-    """A feed-forward layer, and a product of its depth that takes the residual's place."""
+    """A feed-forward layer followed by a product of its depth, which replaces the residual."""
 
     feed_forward: FeedForward
     output: Projection
@@ -94,7 +94,7 @@ class DepthGate(Gate):
     def __init__(
         self, projection: Projection, activation: Activation, width: int, operators: Operators
     ) -> None:
-        """width: outputs of the gate alone."""
+        """width: number of outputs of the gate alone."""
         self._projection = projection
         self._activation = activation
         self._width = width
@@ -102,7 +102,7 @@ class DepthGate(Gate):
         self.weight_bytes = projection.weight_bytes
 
     def adapt(self, delta: Delta) -> None:
-        """Refuse: the projection has what adapters add to it."""
+        """Raise an error: the gate's projection has adapters' additions already."""
         raise NotImplementedError
 
     def into(self, rows: Tensor, out: Tensor) -> None:

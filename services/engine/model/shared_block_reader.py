@@ -1,4 +1,4 @@
-"""Reading of shared blocks: each once, and what each depth adds to it."""
+"""Reading of shared blocks, each once, and of the products that each depth adds to them."""
 
 import copy
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class SharedBlockReader:
     def __init__(self, reader: TensorReader) -> None:
         self._reader = reader
         self._plain = copy.copy(reader)
-        """Reader of what depths share: an adapter changes it at one depth alone, so none can"""
+        """Reader of shared weights, without adapters: one would change them at one depth alone"""
         self._plain.adapters = None
         self._blocks: dict[StoredLinear, _SharedWeights] = {}
         """Common weights of each block, by the name of its attention's output"""
@@ -112,9 +112,9 @@ class SharedBlockReader:
         widths: Sequence[int],
         shards: Sequence[Shard],
     ) -> Projection:
-        """Return a product with what a depth adds to it.
+        """Return a product with a depth's addition to it.
 
-        widths, shards: of each part of the outputs.
+        widths, shards: width and shard of each part of the outputs.
         """
         if stored is None:
             return shared

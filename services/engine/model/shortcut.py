@@ -1,4 +1,4 @@
-"""Residual of layers whose experts work beside the next layer (LongCat-Flash)."""
+"""Residual of layers whose experts run beside the next layer (LongCat-Flash)."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class ShortcutStart(Residual):
 
 @dataclass(frozen=True, slots=True)
 class ShortcutEnd(Residual):
-    """The residual of the next layer."""
+    """The residual of the layer after one with experts, whose output joins it at the end."""
 
     operators: Operators
 

@@ -28,7 +28,7 @@ class TokenHeads:
     """
 
     width: int
-    """Numbers of a token's vector"""
+    """Width of a token's vector"""
     _vectors: Callable[[Tensor], Tensor]
     _weights: Callable[[Tensor], Tensor]
 
@@ -68,7 +68,7 @@ def _linear(
     if named.keys() != {"weight", "bias"} or tensors.keys() != named.keys():
         raise CheckpointError(f"{file} must hold a weight and a bias alone.")
     weight, bias = tensors["weight"], tensors["bias"]
-    # other tensors, as those that repeat one number, may take more memory than the file's size
+    # other tensors, such as those that repeat one number, may take more memory than the file
     if not all(map(_is_plain, (weight, bias))):
         raise CheckpointError(f"{file}: weight and bias must be dense tensors of real numbers.")
     if (
@@ -86,7 +86,7 @@ def _linear(
 
 
 def _stored(file: Path) -> object:
-    """Return what a file of torch.save holds. Raises CheckpointError.
+    """Return the content of a file written by torch.save. Raises CheckpointError.
 
     The file is a pickle. Its reader takes tensors and plain containers, and runs no code. A file
     that would take more memory than its own size is refused.

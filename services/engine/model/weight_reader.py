@@ -35,7 +35,7 @@ from services.engine.model.shortcut import ShortcutEnd, ShortcutStart
 __all__ = ["WeightReader"]
 
 _ROWS = 4096
-"""Rows of a table that are normed at once"""
+"""Number of a table's rows that are normed at once"""
 
 
 class WeightReader:
@@ -90,8 +90,8 @@ class WeightReader:
 
     def _without_padding(self, head: Weight) -> Weight:
         """Return the rows of the output projection that make logits."""
-        used, rows = self._reader.spec.vocab_size, head.shape[0]
-        return head if rows == used else split(head, [used, rows - used])[0]
+        vocab_size, rows = self._reader.spec.vocab_size, head.shape[0]
+        return head if rows == vocab_size else split(head, [vocab_size, rows - vocab_size])[0]
 
     def _layer(self, stored: StoredLayer, spec: LayerSpec) -> LayerWeights:
         if stored.shared_block is not None:

@@ -1,4 +1,4 @@
-"""Decoder whose tokens see all tokens of their text, as models of vectors have it."""
+"""Decoder whose tokens see all tokens of their text, for models that make vectors."""
 
 import torch
 

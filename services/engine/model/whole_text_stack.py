@@ -75,7 +75,7 @@ def has_one_attention(spec: ModelSpec) -> bool:
 
 
 def _seen(batch: StepBatch, windows: Collection[int]) -> Mapping[int, StepBatch]:
-    """Return by window the batch with the ends of what its tokens see."""
+    """Return the batch with the ends of its tokens' visible ranges, by window."""
     ends = _text_ends(batch)
     return {
         window: replace(batch, visible_ends=_near(ends, batch.positions, window))
@@ -84,12 +84,12 @@ def _seen(batch: StepBatch, windows: Collection[int]) -> Mapping[int, StepBatch]
 
 
 def _near(ends: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Return the ends of what tokens see with a window to both sides; 0: without one."""
+    """Return the ends of visible ranges with a window to both sides; window 0 = no window."""
     return torch.minimum(ends, (positions + window).to(torch.int32)) if window else ends
 
 
 def _text_ends(batch: StepBatch) -> Tensor:
-    """Return for each token the tokens of its text to which it may attend: int32 [tokens]."""
+    """Return for each token the end of its text, up to which it may attend: int32 [tokens]."""
     lengths, ends = torch.diff(batch.query_starts).long(), batch.context_lengths
     if batch.attended_host:
         ends = to_device(torch.tensor(batch.attended_host), ends.device)

@@ -16,15 +16,15 @@ __all__ = ["AllReduce", "SymmetricAllReduce", "choose_all_reduce"]
 
 _LOG = logging.getLogger("ranks")
 _ONE_SHOT_BYTES = 256 << 10
-"""Largest sum that each rank computes whole: above it, every rank computes a part for all"""
+"""Largest sum, in bytes, that each rank computes whole; of larger sums, each computes a part"""
 _MOST_BYTES = 16 << 20
-"""Largest sum in symmetric memory; NCCL is as fast from there on"""
+"""Largest sum in symmetric memory, in bytes; NCCL is as fast for larger sums"""
 _COUNTS = (2, 4, 8)
 """Numbers of ranks for which all kernels of symmetric memory are compiled"""
 _DTYPES = (torch.bfloat16, torch.float32)
-"""Types that its kernels add"""
+"""Types that the kernels of symmetric memory add"""
 _ALIGNMENT = 16
-"""Bytes that a kernel moves at once; with less it would be slower"""
+"""Bytes that a kernel moves at once; smaller pieces would be slower"""
 
 
 class AllReduce:
@@ -38,9 +38,9 @@ class AllReduce:
         return out
 
     def sum(self, operand: Tensor, out: Tensor) -> None:
-        """Write the sum of the ranks' operands to `out`, the same bits on all ranks.
+        """Write the sum of the ranks' operands to `out`, with equal bits on all ranks.
 
-        operand: the return value of `operand(out)`; its content is lost.
+        operand: return value of `operand(out)`, whose content is lost.
         """
         dist.all_reduce(operand)
 
@@ -52,7 +52,7 @@ class SymmetricAllReduce(AllReduce):
     """
 
     def __init__(self, buffer: Tensor, group: str, has_multicast: bool) -> None:
-        """buffer: uint8, of symmetric memory; has_multicast: NVSwitch can add."""
+        """buffer: uint8, symmetric memory. has_multicast: whether NVSwitch can add."""
         self._buffer = buffer
         self._group = group
         self._has_multicast = has_multicast
@@ -111,7 +111,7 @@ def choose_all_reduce(rank: Rank, device: torch.device, agree: Callable[[bool], 
 
 
 def _obstacle(rank: Rank, device: torch.device) -> str | None:
-    """Return why these ranks can't share symmetric memory; None if they might."""
+    """Return the reason why these ranks can't share symmetric memory; None if they may."""
     if rank.local_count != rank.count:
         return "the ranks are on several machines"
     if rank.count not in _COUNTS:

@@ -15,7 +15,7 @@ _BLOCK = 8192
 
 
 class GlooPlans(PlanChannel):
-    """Plans by gloo: one broadcast each, two for a long plan."""
+    """Channel of plans over gloo: one broadcast per plan, two for a long plan."""
 
     def __init__(self, hosts: "dist.ProcessGroup") -> None:
         self._hosts = hosts

@@ -27,13 +27,13 @@ __all__ = ["SINGLE_RANK", "RankGroup"]
 
 _LOG = logging.getLogger("ranks")
 _STEP_TIMEOUT = timedelta(minutes=2)
-"""Time that a rank waits for the others when it joins, and in each collective of a step"""
+"""Longest wait of a rank for the others when it joins, and in each collective of a step"""
 _IDLE_TIMEOUT = timedelta(days=3650)
-"""Time between two steps, practically unlimited: `watch` notices a rank that ends"""
+"""Longest time between two steps, practically unlimited: `watch` notices a rank that ends"""
 _DISSOLVE_SECONDS = 5.0
-"""Time that rank 0 waits for each other rank to end"""
+"""Seconds that rank 0 waits for the end of each other rank"""
 _LOSS_SECONDS = 0.5
-"""Time within which all connections of an ended rank are found closed"""
+"""Seconds within which all connections of an ended rank are found closed"""
 T = TypeVar("T")
 
 
@@ -105,7 +105,7 @@ class RankGroup:
         return sum(self._gather(number))
 
     def first_of(self, text: str) -> str:
-        """Return the first of the ranks' texts that is not empty, or an empty one."""
+        """Return the first of the ranks' texts that is not empty, or "" if all are empty."""
         return next(filter(None, self._gather(text)), "")
 
     def send(self, plan: bytes) -> None:
@@ -143,7 +143,7 @@ class RankGroup:
             watcher.start()
 
     def exit_if_rank_lost(self) -> None:
-        """End this process like `watch` if a lost rank is the reason of a failed step."""
+        """End this process, as `watch` does, if a lost rank is the reason of a failed step."""
         for watcher in self._watchers:
             watcher.join(_LOSS_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Channel by which rank 0 tells the hosts of all other ranks what to compute. Free of torch."""
+"""Channel of step plans from rank 0 to the hosts of all other ranks. Free of torch."""
 
 from abc import ABC, abstractmethod
 
@@ -14,7 +14,7 @@ class PlanChannel(ABC):
 
     @abstractmethod
     def send(self, plan: bytes) -> None:
-        """Send a plan from rank 0. Raises RankLostError if another rank is known to have ended."""
+        """Send a plan from rank 0. Raises RankLostError if a rank is known to have ended."""
 
     @abstractmethod
     def receive(self) -> bytearray:

@@ -47,7 +47,7 @@ class Rank:
         return self.count == 1
 
     def threads(self, wanted: int) -> int:
-        """Return the number of compute threads: `wanted`, else a share of the cores; 0 = torch's.
+        """Return the number of compute threads: `wanted` or a share of the cores; 0 = torch's.
 
         torch's default is wrong with several ranks on a machine: torchrun sets OMP_NUM_THREADS=1.
         """

@@ -1,4 +1,4 @@
-"""Plans through memory that the ranks of one machine share. Free of torch."""
+"""Plans in memory that the ranks of one machine share. Free of torch."""
 
 import os
 import secrets
@@ -14,27 +14,27 @@ from services.engine.ranks.shared_ring import SharedRing
 __all__ = ["SharedPlans"]
 
 _CAPACITY = 1 << 20
-"""Bytes of the ring: hundreds of decode steps, or part of a long plan"""
+"""Bytes of the ring, which hold plans of hundreds of decode steps, or part of a long plan"""
 _SPIN_NS = 50_000
 """Nanoseconds for which a reader polls for a plan before it sleeps: about the time of a wake-up"""
 _ROOM_SECONDS = 0.0002
 """Seconds between two checks of the writer for room in a full ring"""
 _JOIN_SECONDS = 10.0
-"""Time that ranks wait for each other while they open a channel"""
+"""Seconds that ranks wait for each other while they open a channel"""
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of a socket's peer"""
 _LENGTH = struct.Struct("=q")
 
 
 class SharedPlans(PlanChannel):
-    """Plans through memory that the ranks of one machine share.
+    """Channel of plans in memory that the ranks of one machine share.
 
     Every other rank also has a socket to rank 0. After each plan, rank 0 sends a byte there, which
     wakes a rank that sleeps. The socket closes when the process at its other end has ended.
     """
 
     def __init__(self, ring: SharedRing, links: Sequence[socket.socket], reader: int = 0) -> None:
-        """links: to all other ranks, or to rank 0; reader: this rank's number in the ring."""
+        """links: sockets to all other ranks, or to rank 0. reader: this rank in the ring."""
         self._ring = ring
         self._links = links
         self._reader = reader
@@ -95,7 +95,7 @@ def _ring_bell(link: socket.socket) -> None:
     try:
         link.send(b"\0", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     except BlockingIOError:
-        pass  # the reader has not slept for long: older bytes will wake it
+        pass  # the reader has unread bytes, which wake it
     except ConnectionError:
         raise RankLostError("a rank has ended") from None
 
@@ -108,7 +108,7 @@ def _lead(count: int, gather: Callable[[str], Sequence[str]]) -> SharedPlans:
             descriptor = SharedRing.create(count - 1, _CAPACITY)
             stack.callback(os.close, descriptor)
             listener.settimeout(_JOIN_SECONDS)
-            # the leading zero byte: a name that ends with its socket, and no file
+            # a leading zero byte makes a name without a file, which ends with its socket
             listener.bind(f"\0{name}")
             listener.listen(count)
         except OSError:

@@ -1,4 +1,4 @@
-"""Ring buffer in memory that one writer and several readers on a machine share. Free of torch."""
+"""Ring buffer in memory for one writer and several readers on a machine. Free of torch."""
 
 import mmap
 import os
@@ -15,8 +15,8 @@ class SharedRing:
     """One writer's stream of bytes, which every reader reads completely and in order.
 
     The memory begins with the number of bytes written and, for each reader, the number of bytes
-    read, each in a cache line of its own. The ring follows. Nobody waits here: calls return the
-    number of bytes that they could move.
+    read, each in its own cache line. The ring follows. No call waits: it returns the number of
+    bytes that it could move.
     """
 
     def __init__(self, descriptor: int, readers: int) -> None:
@@ -27,7 +27,7 @@ class SharedRing:
         self._counters = self._memory[:first].cast("Q")
         self._ring = self._memory[first:]
         self._places = range(_LINE // 8, first // 8, _LINE // 8)
-        """Index of each reader's counter; the writer's is 0"""
+        """Index of each reader's counter; the counter of the writer has the index 0"""
 
     @staticmethod
     def create(readers: int, capacity: int) -> int:
@@ -55,7 +55,7 @@ class SharedRing:
         return count
 
     def read(self, reader: int, into: memoryview) -> int:
-        """Move bytes to `into`, as many as there are, and return their number."""
+        """Move as many bytes to `into` as there are and fit, and return their number."""
         place = self._places[reader]
         done = self._counters[place]
         count = min(self._counters[0] - done, len(into))
@@ -74,6 +74,6 @@ class SharedRing:
 
 
 def _fence() -> None:
-    """Keep the processor from moving reads and writes across: locks are memory barriers."""
+    """Stop the processor from moving reads and writes across this call; a lock is a barrier."""
     with _fence_lock:
         pass

@@ -16,7 +16,7 @@ __all__ = ["adjust"]
 _LARGEST_LOGIT = 1e30
 """Largest |logit| after a penalty: finite, because two infinities add up to NaN"""
 _CACHED_MASKS = 64
-"""Masks in the cache: most tokens lie inside strings, so few masks differ"""
+"""Number of masks in the cache: most tokens are inside strings, so few masks differ"""
 _MASK_ADDENDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") == 1,
     np.float32(0),
@@ -108,7 +108,7 @@ def _amounts(mask: bytes, vocabulary: int) -> npt.NDArray[np.float32]:
 
 
 def _forbid(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Exclude ids unconditionally: they never cover the whole vocabulary."""
+    """Exclude ids unconditionally. They never are the whole vocabulary."""
     entries = [
         (i, np.array(row.forbidden, dtype=np.int64)) for i, row in enumerate(rows) if row.forbidden
     ]

@@ -1,4 +1,4 @@
-"""Bad words: runs of ids that must not be generated. Masks of ids, and their intersection."""
+"""Bad words, which are runs of ids that must not be generated, and intersection of masks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["mark_nan_ids", "pick", "pick_restricted", "sum_weights"]
 
 _GROUPS = 8
-"""Groups of a program that sums weights"""
+"""Number of groups of a program that sums weights"""
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -70,7 +70,7 @@ def pick_restricted(
 ) -> tuple[Tensor, Tensor]:
     """Apply top-k, top-p and min-p to the likeliest tokens, and draw one of them.
 
-    found, ids: float32 and int64 [rows, candidates], logits and ids by falling logit; sums: the
+    found, ids: float32 and int64 [rows, candidates], logits and ids by descending logit; sums: the
     result of `sum_weights`; columns: temperature, top_p, min_p, top_k and noise, float64 [rows, 1]
     each; no_limit: top_k of a row without one; more: the vocabulary has other tokens, too. Returns
     ids, int64 [rows], and whether the other tokens can't change them, bool [rows].

@@ -11,23 +11,23 @@ from services.engine.checked_request import DrySettings
 __all__ = ["Repetitions"]
 
 _LARGEST_PENALTY = 1e30
-"""Largest penalty: base**n overflows a float, and this outweighs any logit"""
+"""Largest penalty, because base**n overflows a float; it outweighs any logit"""
 
 
 class Repetitions:
     """Lengths of the repetitions at the end of one growing sequence.
 
-    An update costs one pass over the tokens so far, a few operations each.
+    An update is one pass over the tokens so far, with a few operations for each.
     """
 
     def __init__(self, settings: DrySettings) -> None:
         self._settings = settings
         self._runs = np.zeros(0, dtype=np.int32)
-        """[d] = number of last tokens that equal those d places earlier, none of them a breaker"""
+        """Number of last tokens, up to a breaker, that equal those d places earlier, by d"""
         self._length = 0
 
     def update(self, tokens: npt.NDArray[np.int32]) -> None:
-        """Take in the new tokens. tokens: int32 [length], the whole sequence."""
+        """Add the new tokens. tokens: int32 [length], the whole sequence."""
         if len(tokens) >= len(self._runs):
             self._runs = np.resize(self._runs, 2 * len(tokens))
         if self._length == 0:
@@ -55,7 +55,7 @@ class Repetitions:
         return ids, np.minimum(amounts, _LARGEST_PENALTY).astype(np.float32)
 
     def _add(self, tokens: npt.NDArray[np.int32]) -> None:
-        """Take in the next token: it lengthens some runs and ends the others."""
+        """Add the next token, which lengthens some runs and ends the others."""
         length = self._length
         runs, token = self._runs[: length + 1], tokens[length]
         runs[length] = 0
@@ -70,14 +70,14 @@ class Repetitions:
 def _runs(tokens: npt.NDArray[np.int32], breakers: frozenset[int]) -> npt.NDArray[np.int32]:
     """Compute the runs of a sequence from scratch: int32 [length].
 
-    This is the Z algorithm, backwards: it compares each token about twice, whatever repeats.
+    This is the Z algorithm in reverse. It compares each token about twice for any input.
     """
     runs = np.zeros(len(tokens), dtype=np.int32)
     ids = tokens[::-1].tolist()
     limit = next((n for n, token in enumerate(ids) if token in breakers), len(ids))
     if limit == 0:
         return runs
-    begin = end = 0  # of the known matches of ids[0:], the one that ends last
+    begin = end = 0  # bounds of that known match of ids[0:] which ends last
     for place in (np.flatnonzero(tokens[-2::-1] == tokens[-1]) + 1).tolist():
         run = min(int(runs[place - begin]), end - place) if place < end else 0
         while run < limit and place + run < len(ids) and ids[place + run] == ids[run]:

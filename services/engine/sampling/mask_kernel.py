@@ -12,14 +12,14 @@ from services.engine.batch.transfer import staging_buffer, to_device
 __all__ = ["apply_masks"]
 
 _IDS = 1024
-"""Ids of a program: 32 words of a mask"""
+"""Number of ids of a program: 32 words of a mask"""
 
 
 def apply_masks(logits: Tensor, masks: Mapping[int, bytes]) -> None:
     """Set the logits of ids that a mask excludes to -inf, in place.
 
     logits: float32 [rows, vocabulary], contiguous. masks: by row, bit i, least significant first,
-    allows id i; past the end are zeros. One copy moves ceil(vocabulary / 32) + 1 words for each
+    allows id i; missing bits are zeros. One copy moves ceil(vocabulary / 32) + 1 words for each
     masked row to the device; nothing waits for it.
     """
     vocabulary = logits.shape[1]

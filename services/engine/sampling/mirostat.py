@@ -19,7 +19,7 @@ class Mirostat:
     __slots__ = ("_committed", "_settings", "mu")
 
     def __init__(self, settings: MirostatSettings, mu: float | None = None) -> None:
-        """mu: state of the sequence that this one resumes; None = initial, twice the target."""
+        """mu: state of the sequence that this one resumes; None = twice the target."""
         self._settings = settings
         self.mu = _rounded(2 * settings.target_surprise if mu is None else mu)
         self._committed = self.mu
@@ -40,5 +40,5 @@ class Mirostat:
 
 
 def _rounded(mu: float) -> float:
-    """Round to float32, which messages carry: a resumed sequence then has exactly the same mu."""
+    """Round to float32, the type in messages: a resumed sequence has exactly the same mu."""
     return float(np.float32(min(max(mu, -_LARGEST), _LARGEST)))

@@ -18,10 +18,10 @@ class Penalties:
     def __init__(self, settings: SamplingSettings, prompt_length: int) -> None:
         self._settings = settings
         self._counted = prompt_length
-        """Tokens of the sequence that are counted so far"""
+        """Number of the sequence's tokens that are counted so far"""
         self._prompt_ids: npt.NDArray[np.int64] | None = None
         self._slots: dict[int, int] = {}
-        """Index into the two arrays, by generated id"""
+        """Index into `_ids` and `_counts`, by generated id"""
         self._ids = np.zeros(16, dtype=np.int64)
         self._counts = np.zeros(16, dtype=np.float32)
         self.repetition = settings.repetition_penalty
@@ -43,7 +43,7 @@ class Penalties:
 
     @property
     def seen(self) -> npt.NDArray[np.int64]:
-        """Ids of the prompt, then of the output; an id of both occurs twice."""
+        """Ids of the prompt, then of the output; an id that is in both occurs twice."""
         generated = self._ids[: len(self._slots)]
         if self._prompt_ids is None:
             return generated

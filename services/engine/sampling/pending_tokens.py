@@ -1,4 +1,4 @@
-"""Tokens that a device has drawn and that are still on their way to the host."""
+"""Tokens that a device has drawn and that are still being copied to the host."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,25 +18,26 @@ class ArrivedTokens(NamedTuple):
     """Tokens on the host, one per row."""
 
     provisional: list[int]
-    """The device's ids; -1 for a row of NaN"""
+    """Ids that the device drew; -1 for a row of NaN"""
     final: list[int]
-    """The drawn ids; negative where none is valid: the logits are NaN, or the limits allow no id"""
+    """Drawn ids; negative if no id is valid: the logits are NaN, or the limits allow no id"""
     scores: dict[int, Score]
-    """Scores of the final tokens, by row, where they were requested"""
+    """Requested scores of the final tokens, by row"""
 
 
 class PendingTokens:
     """One token per row, usable on the device before it reaches the host.
 
-    A few draws need more candidates than the device looked at. For these rows the device's token is
-    provisional: the host draws again, and what the device computed from a wrong token is void.
+    A few draws need more candidates than the device examines. For these rows, the device's token is
+    provisional: the host draws again, and results that the device computed from a wrong token are
+    discarded.
     """
 
     def __init__(
         self, logits: Tensor, rows: Sequence[Row] | None, widths: Sequence[int | None] = ()
     ) -> None:
-        """logits: float32 [rows, vocabulary], free to change after the call; rows: None = plain
-        greedy; widths: the candidates to score in each row, None = no score, () = no scores."""
+        """logits: float32 [rows, vocabulary], which may change after the call. rows: None = plain
+        greedy. widths: candidates in each row's score, None = no score; () = no scores."""
         self._drawn = try_sample(logits, rows)
         self._exhausted = [i for i, row in enumerate(rows or ()) if row.allows_nothing]
         self._scored = [
@@ -47,7 +48,7 @@ class PendingTokens:
 
     @property
     def on_device(self) -> Tensor:
-        """The device's ids: int64 [rows], valid also in rows of NaN."""
+        """Ids on the device: int64 [rows], valid even in rows of NaN."""
         return self._drawn.ids
 
     def wait(self) -> ArrivedTokens:
@@ -68,7 +69,7 @@ class PendingTokens:
 
 
 class _ScoredRows:
-    """Scores of the rows that ask for the same number of candidates."""
+    """Scores of the rows with the same number of candidates."""
 
     def __init__(self, logits: Tensor, drawn: Drawn, rows: Sequence[int], width: int) -> None:
         part = rows_of(logits, rows)
@@ -76,7 +77,7 @@ class _ScoredRows:
         self._width = width
         self._scores = PendingScores(part, rows_of(drawn.ids, rows), width)
         self._logits = part.clone() if drawn.restricted else None
-        """Logits of the rows, to score the tokens that are drawn again"""
+        """Logits of the rows, for the scores of tokens that are drawn again"""
 
     def wait(self, provisional: Sequence[int], final: Sequence[int]) -> dict[int, Score]:
         """Wait for the device. Return the scores of the valid final tokens, by row."""

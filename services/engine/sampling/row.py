@@ -12,7 +12,7 @@ from services.engine.sampling.penalties import Penalties
 __all__ = ["NOTHING_ALLOWED", "Row", "uniform"]
 
 NOTHING_ALLOWED = -2
-"""Replaces the drawn id of a row whose limits exclude every id"""
+"""Value in place of the drawn id of a row whose limits exclude every id"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Row:
     settings: SamplingSettings
     choice: int
     position: int
-    """Index of the token among the generated ones, from the end of the original prompt"""
+    """Index of the token among the generated tokens, from the end of the original prompt"""
     banned: Sequence[int] = ()
-    """Ids that are drawn only where nothing else is left"""
+    """Ids that are drawn only if no other id is left"""
     mask: bytes | None = None
-    """Bit i, least significant first, allows id i; past the end are zeros. None = every id"""
+    """Mask whose bit i, lowest first, allows id i; missing bits are 0; None = every id"""
     penalties: Penalties | None = None
-    """Penalties from the tokens so far, where the request asks for some"""
+    """Penalties from the tokens so far; None = the request has no penalties"""
     mirostat: Mirostat | None = None
     """Mirostat state that restricts the row; a draw updates it"""
     forbidden: Sequence[int] = ()
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def noise(self) -> float:
-        """The uniform number in [0, 1) that picks the token."""
+        """Uniform number in [0, 1) that picks the token."""
         return uniform(self.settings.seed, self.choice, self.position)
 
 

@@ -25,24 +25,24 @@ from services.engine.sampling.row import Row
 __all__ = ["Drawn", "argmax", "mark_nan", "reject_nan", "sample", "try_sample"]
 
 _CANDIDATES = 256
-"""Likeliest tokens that a restricted draw examines before it sorts the whole row"""
+"""Number of likeliest tokens that a restricted draw examines before it sorts the whole row"""
 _GROUP = 256
-"""Weights per group of the two-level search for the drawn token"""
+"""Number of weights per group of the two-level search for the drawn token"""
 _BLOCK = 1 << 19
-"""Logits that a CPU processes at a time: they fit its caches, and their temporaries reuse memory"""
+"""Number of logits that a CPU processes at a time: they fit its caches, and temporaries do, too"""
 _LOG2_E = math.log2(math.e)
 """Factor from exp to exp2: masks leave -inf, and exp is 100 times slower where it underflows"""
 _LOWEST_TEMPERATURE = 1e-30
-"""Lowest temperature: it already draws only the larger of any two logits that differ"""
+"""Lowest temperature, at which only the largest logits are drawn already"""
 
 _NO_LIMIT = 2**31
-"""top_k of a row without one: more than any vocabulary"""
+"""Value for a row without top_k, above the size of any vocabulary"""
 
 _Draw = Callable[[Tensor, Sequence[Row]], Tensor]
 
 
 def argmax(logits: Tensor) -> list[int]:
-    """Return the most likely id of each row, the lowest of equals.
+    """Return the most likely id of each row, the lowest id of several.
 
     logits: float32 [rows, vocabulary].
     """
@@ -76,7 +76,7 @@ def reject_nan(logits: Tensor, ids: Sequence[int]) -> list[int]:
 
 
 def mark_nan(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return what `reject_nan` does, without waiting for the device. ids: int64 [rows]."""
+    """Return the ids of `reject_nan` without waiting for the device. ids: int64 [rows]."""
     if logits.device.type == "cpu":
         is_nan = logits.gather(1, ids.unsqueeze(1)).squeeze(1).isnan()
         return torch.where(is_nan, -1, ids)
@@ -86,7 +86,7 @@ def mark_nan(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 class RestrictedDraws(NamedTuple):
-    """Draws among the likeliest tokens alone, which more candidates may change."""
+    """Draws among the likeliest tokens alone. More candidates may change their results."""
 
     indices: Sequence[int]
     """Row numbers of these draws in the batch"""
@@ -94,7 +94,7 @@ class RestrictedDraws(NamedTuple):
     logits: Tensor
     """float32 [rows, vocabulary], adjusted"""
     is_settled: HostCopy
-    """bool [rows], False where more candidates must be examined"""
+    """bool [rows], False for rows of which more candidates must be examined"""
 
     def repeat_unsettled(self) -> Iterator[tuple[int, int]]:
         """Wait for the device, draw unsettled rows again, and yield row number and id of each."""
@@ -128,7 +128,7 @@ class Drawn(NamedTuple):
 def try_sample(logits: Tensor, rows: Sequence[Row] | None) -> Drawn:
     """Draw on the device, without waiting for it.
 
-    logits: float32 [rows, vocabulary], free to change after the call; rows: None = plain greedy.
+    logits: float32 [rows, vocabulary], which may change after the call. rows: None = plain greedy.
     """
     if rows is None:
         return Drawn(_draw_greedy(logits))
@@ -158,7 +158,7 @@ def _share_memory(part: Tensor, whole: Tensor) -> bool:
 def _in_order(drawn: Sequence[Tensor], order: Sequence[int]) -> Tensor:
     """Concatenate the groups' ids by row. order: the row of each."""
     if len(drawn) == 1:
-        return drawn[0]  # a group's rows rise
+        return drawn[0]  # the rows of a group are ascending
     places = torch.from_numpy(np.argsort(order))
     return torch.cat(list(drawn))[to_device(places, drawn[0].device)]
 
@@ -166,7 +166,7 @@ def _in_order(drawn: Sequence[Tensor], order: Sequence[int]) -> Tensor:
 def _groups(
     logits: Tensor, rows: Sequence[Row], draw_of: Callable[[Row], _Draw]
 ) -> Iterator[tuple[_Draw, Sequence[int], Tensor, Sequence[Row]]]:
-    """Group rows by how they are drawn. Yields the draw, row indices, adjusted logits and rows."""
+    """Group rows by the kind of draw. Yields the draw, row indices, adjusted logits and rows."""
     groups: dict[tuple[_Draw, bool], list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault((draw_of(row), row.is_adjusted), []).append(i)
@@ -181,7 +181,7 @@ def _groups(
 
 
 def _select(logits: Tensor, indices: Sequence[int], is_modified: bool) -> Tensor:
-    """Select rows, in rising order; a copy where they are modified or not contiguous."""
+    """Select rows in ascending order. They are copied if they are modified or not contiguous."""
     part = rows_of(logits, indices)
     if not is_modified or not _share_memory(part, logits):
         return part
@@ -266,7 +266,7 @@ def _states(rows: Sequence[Row]) -> list[Mirostat]:
 
 
 def _draw_restricted(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Apply top-k, then top-p, then min-p, and draw in the order of falling weight.
+    """Apply top-k, then top-p, then min-p, and draw in descending order of weight.
 
     Equal logits are in the order of ids: the result must not depend on the number of candidates.
     """
@@ -319,7 +319,7 @@ def _draw_candidates(
 
 
 def _candidates(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the likeliest tokens, by falling logit, then by id: float32 and int64 [rows, n]."""
+    """Return the likeliest tokens by descending logit, then by id: float32, int64 [rows, n]."""
     width = min(_CANDIDATES, logits.shape[1])
     ids = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
     found, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
@@ -327,7 +327,7 @@ def _candidates(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sort_falling(logits: Tensor) -> Tensor:
-    """Sort ids by falling logit, then by id: int64 [rows, vocabulary]."""
+    """Sort ids by descending logit, then by id: int64 [rows, vocabulary]."""
     if logits.device.type != "cpu":
         return logits.sort(dim=-1, descending=True, stable=True).indices
     # logit and id in one integer: numpy sorts these six times as fast as torch's stable sort
@@ -341,9 +341,9 @@ def _sort_falling(logits: Tensor) -> Tensor:
 def _pick_restricted(
     values: Tensor, normaliser: Tensor, rows: Sequence[Row], columns: "_Columns", more: bool
 ) -> tuple[Tensor, Tensor]:
-    """Draw an index into each row's candidates; say whether other tokens can't change it.
+    """Draw an index into each row's candidates, and tell whether other tokens can't change it.
 
-    values: float64 [rows, candidates], logits / temperature, falling; normaliser: float64
+    values: float64 [rows, candidates], logits / temperature, descending; normaliser: float64
     [rows, 1], their logsumexp over the vocabulary; more: the vocabulary has other tokens, too.
     Returns int64 [rows, 1] and bool [rows].
     """
@@ -406,10 +406,10 @@ def _weights(logits: Tensor, columns: "_Columns") -> Tensor:
 
 
 def _first_above(cumulated: Tensor, target: Tensor) -> Tensor:
-    """Find the first entry above the target, or, if rounding left none, the last that grew.
+    """Find the first entry above the target or, if rounding left none, the last increase.
 
-    cumulated: float64 [rows, n], never falling; target: float64 [rows, 1]. Returns int64 [rows, 1],
-    below n even in a row of NaN, which must not fail the others.
+    cumulated: float64 [rows, n], ascending; target: float64 [rows, 1]. Returns int64 [rows, 1],
+    below n even in a row of NaN, so that this row does not fail the others.
     """
     index = torch.searchsorted(cumulated, target, right=True)
     last = torch.searchsorted(cumulated, cumulated[:, -1:].contiguous())
@@ -423,7 +423,7 @@ class _Columns(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     top_k: Tensor
-    """`_NO_LIMIT` where it is not set"""
+    """top_k of each row, `_NO_LIMIT` if it is not set"""
     noise: Tensor
     scale: Tensor
     """Factor from differences of logits to exponents of 2, rounded to float32"""

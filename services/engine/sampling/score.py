@@ -15,7 +15,7 @@ __all__ = ["PendingScores", "score"]
 
 
 def score(logits: Tensor, ids: Sequence[int], width: int) -> list[Score]:
-    """Score one id per row, with the row's `width` most likely ids, or the whole vocabulary.
+    """Score one id per row, with the row's `width` most likely ids, at most all.
 
     logits: float32 [rows, vocabulary]. Logprobs are the log-softmax of these logits. On a CPU a
     native kernel computes them.
@@ -31,7 +31,7 @@ class PendingScores:
     """Scores that the device computes, from logits that may change after the launch."""
 
     def __init__(self, logits: Tensor, ids: Tensor, width: int) -> None:
-        """logits: float32 [rows, vocabulary]; ids: int64 [rows]; width: as for `score`."""
+        """logits: float32 [rows, vocabulary]; ids: int64 [rows]; width: parameter of `score`."""
         self._width = min(width, logits.shape[1])
         self._scores: list[Score] | None = None
         if native is not None and logits.device.type == "cpu":

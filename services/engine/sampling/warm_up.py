@@ -1,4 +1,4 @@
-"""First draws, before the first request."""
+"""Warm-up draws before the first request."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ _KINDS = (_PLAIN, replace(_PLAIN, temperature=0.0), replace(_PLAIN, top_p=0.9))
 def warm_up(vocabulary: int, device: torch.device) -> None:
     """Draw in every way that has a kernel, so that all are compiled or loaded.
 
-    A second row of logits may be aligned otherwise than the first, which takes other machine code.
+    A second row of logits may have another alignment than the first, and so need another kernel.
     """
     for logits in torch.zeros((2, 1, vocabulary), device=device):
         for kind in _KINDS:

@@ -20,7 +20,7 @@ __all__ = ["BeamResult", "BeamSearch", "Continuation"]
 
 
 class Continuation(NamedTuple):
-    """A token that may follow a beam."""
+    """A token that may continue a beam."""
 
     beam: int
     token: int
@@ -47,7 +47,7 @@ class BeamResult(NamedTuple):
 
     @property
     def tokens(self) -> list[tuple[int, Score | None]]:
-        """Generated tokens, the one that ended the sequence included."""
+        """Generated tokens, among them the token that ended the sequence."""
         tokens: list[tuple[int, Score | None]] = []
         node: _Node | None = self.newest
         while node is not None:
@@ -61,25 +61,25 @@ class _Beam:
     """A sequence that goes on."""
 
     total: float
-    """Sum of the logprobs; -inf for a beam that no continuation is left for"""
+    """Sum of the logprobs; -inf for a beam without a continuation"""
     newest: _Node | None = None
 
 
 @dataclass(slots=True)
 class BeamSearch:
-    """The search. Its beams are numbered; each step gives all of them one more token."""
+    """A search. Its beams are numbered, and each step gives every beam one more token."""
 
     settings: BeamSettings
     width: int
     """Number of beams, and of results"""
     max_tokens: int
     end_causes: dict[int, FinishCause]
-    """Why a sequence ends, by the ids that end it"""
+    """Cause of the end of a sequence, by the id that ends it"""
     length: int = 0
-    """Generated tokens of each beam so far"""
+    """Number of generated tokens of each beam"""
     is_over: bool = False
     results: list[BeamResult] = field(default_factory=list)
-    """Best first; once the search is over, there are `width`"""
+    """Results, best first; there are `width` of them once the search is over"""
     _beams: list[_Beam] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """Tokens of each beam, the most likely ones, that `choose` needs."""
+        """Number of each beam's most likely tokens that `choose` needs."""
         return self.width + len(self.end_causes)
 
     def choose(
@@ -96,8 +96,9 @@ class BeamSearch:
     ) -> list[Continuation]:
         """Return at most 2 x width continuations, best first.
 
-        These are the best `width` ones of all, and the best `width` ones that don't end their
-        sequence. tokens, logprobs: [width, candidates or all], the most likely ones of each beam.
+        These are the best `width` continuations of all, and the best `width` continuations that
+        don't end their sequence. tokens, logprobs: [width, candidates or all], of each beam's most
+        likely tokens.
         """
         before = np.array([beam.total for beam in self._beams])
         totals = (before[:, None] + logprobs).ravel()
@@ -113,10 +114,10 @@ class BeamSearch:
         ]
 
     def advance(self, chosen: Sequence[Continuation], scores: Sequence[Score | None]) -> list[int]:
-        """Give each beam its next token. Return the number of the beam that each one continues.
+        """Give each beam its next token. Return the number of the beam that each beam continues.
 
         chosen: from `choose`, at least one; scores: of the chosen tokens. A beam that continues
-        another one gets all its tokens; a beam that others continue always continues itself.
+        another beam gets all its tokens; a beam that others continue always continues itself.
         """
         self.length += 1
         going_on: list[tuple[int, _Beam]] = []
@@ -146,7 +147,7 @@ class BeamSearch:
         return node.token
 
     def _end_cause(self, token: int) -> FinishCause | None:
-        """Return why a sequence ends with a token; None = it goes on."""
+        """Return the cause for which a sequence ends with a token; None = it goes on."""
         cause = self.end_causes.get(token)
         if cause is None and self.length == self.max_tokens:
             return FinishCause.LENGTH
@@ -180,7 +181,7 @@ class BeamSearch:
                 moved.append((parent, beam))
             else:
                 parents[parent], self._beams[parent] = parent, beam
-        # where continuations are too few, copies of the best one fill up, with a total of -inf
+        # if there are too few continuations, copies of the best one with a total of -inf fill up
         first, best = going_on[0]
         spare: Iterator[tuple[int, _Beam]] = iter(moved)
         for number, parent in enumerate(parents):
@@ -191,5 +192,5 @@ class BeamSearch:
         return parents
 
     def _fill_results(self) -> None:
-        """Repeat the last result where fewer sequences exist than there are beams."""
+        """Repeat the last result if there are fewer sequences than beams."""
         self.results += [self.results[-1]] * (self.width - len(self.results))

@@ -1,4 +1,4 @@
-"""One group of attention layers with equal pages: its pool, and what sequences need of it."""
+"""One group of attention layers with equal pages: its pool, and the blocks of sequences."""
 
 from services.common.cached_prefix import window_start
 from services.engine.scheduling.block_pool import BlockPool
@@ -11,20 +11,20 @@ __all__ = ["BlockGroup"]
 class BlockGroup:
     """Pool of the blocks of one group.
 
-    A group with a window keeps the blocks that a next token reads, and no others: a sequence gives
-    the blocks behind them back when it grows.
+    A group with a window keeps only the blocks that a next token reads. A sequence that grows
+    releases the blocks before them.
     """
 
     def __init__(self, limits: GroupLimits, caches: CacheLimits) -> None:
         self.pool = BlockPool(limits.num_blocks)
         self.window = limits.window
-        """Last tokens that a token reads, itself included; 0 = all"""
+        """Number of last tokens, itself included, that a token reads; 0 = all"""
         self._size = caches.block_size
         self._most = self._blocks_of_window(caches.chunk_tokens)
         self._least = self._blocks_of_window(caches.whole_tokens)
 
     def blocks_for(self, tokens: int) -> int:
-        """Return the blocks that so many tokens fill, the last one partly."""
+        """Return the number of blocks that `tokens` tokens fill, the last one perhaps partly."""
         return -(-tokens // self._size)
 
     def first_needed(self, start: int) -> int:
@@ -37,10 +37,10 @@ class BlockGroup:
         return (min(needed, self._least) if self.window else needed) <= self.pool.num_blocks
 
     def missing(self, tokens: int, start: int, found: list[int]) -> int:
-        """Return the blocks that a sequence of `tokens` tokens needs beyond the free ones.
+        """Return the number of blocks that a sequence of `tokens` tokens lacks.
 
-        start: tokens of its cached prefix; found: the cached blocks of this prefix that it reads;
-        those without a holder count as free.
+        start: number of tokens of its cached prefix. found: cached blocks of this prefix that it
+        reads; blocks without a holder count as free.
         """
         needed = self.blocks_for(tokens) - self.first_needed(start)
         if self.window:
@@ -66,20 +66,20 @@ class BlockGroup:
         """Release the blocks that no token from `start` on reads."""
         first = min(self.first_needed(start), len(table.blocks))
         if first > table.first:
-            # in rising order: the first block is reused first, because the window moves on
+            # in ascending order: the first block is reused first, because the window moves on
             for block in table.blocks[table.first : first]:
                 self.pool.release((block,))
             table.first = first
 
     def room(self, table: BlockTable) -> int:
-        """Return the tokens up to which the table can grow now."""
+        """Return the number of tokens up to which the table can grow now."""
         return (len(table.blocks) + self.pool.num_free) * self._size
 
     def fork(self, parent: BlockTable, tokens: int) -> tuple[BlockTable, tuple[int, int] | None]:
         """Return the table of a copy of a sequence, of which `tokens` tokens are computed.
 
-        Full blocks are shared. Of a block that is partly full, the second value says which block to
-        copy to which. Raises OutOfBlocksError.
+        Full blocks are shared. If the last block is partly full, the second value is the block to
+        copy and its copy. Raises OutOfBlocksError.
         """
         full, rest = divmod(tokens, self._size)
         own = self.pool.allocate(bool(rest))
@@ -88,5 +88,5 @@ class BlockGroup:
         return table, (parent.blocks[full], own[0]) if rest else None
 
     def _blocks_of_window(self, tokens: int) -> int:
-        """Return the most blocks that the keys of `tokens` tokens and of their windows touch."""
+        """Return the most blocks with keys of `tokens` tokens and of their windows."""
         return self.blocks_for(self.window - 1 + tokens) + 1

@@ -1,8 +1,8 @@
 """Pool of KV blocks: allocation, reference counts, prefix lookup.
 
 A full block is identified by a hash of its parent's hash, its own ids and their images. Equal
-prefixes, the n choices of a prompt and a preempted sequence all find their blocks by it. A block
-without a holder keeps its contents until it is allocated again, the oldest first.
+prefixes, the n choices of a prompt and a preempted sequence find their blocks by this hash. A block
+without a holder keeps its contents until it is allocated again; the oldest is allocated first.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
         self._changes: dict[bytes, bool] | None = None
-        """Hashes that changed since the last `take_change`: true = cached, false = uncached"""
+        """Hashes that changed since the last `take_change`: True = cached, False = uncached"""
         # blocks without a holder in the order of reuse; uncached ones come first
         self._free: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))
 
@@ -62,7 +62,7 @@ class BlockPool:
         return sum(self._holders[block] == 0 for block in blocks)
 
     def count_unshared(self, blocks: Iterable[int]) -> int:
-        """Count the blocks that have one holder: a sequence that releases them frees these."""
+        """Count the blocks with one holder, which become free if their sequence releases them."""
         return sum(self._holders[block] == 1 for block in blocks)
 
     def cache(self, block: int, block_hash: bytes) -> None:
@@ -74,7 +74,7 @@ class BlockPool:
                 self._changes[block_hash] = True
 
     def follow(self) -> None:
-        """Note what is cached and uncached from now on, after all that is cached already."""
+        """Record all cached hashes now, and every change from now on."""
         if self._changes is None:
             self._changes = dict.fromkeys(self._cached, True)
 
@@ -89,15 +89,15 @@ class BlockPool:
         )
 
     def invalidate(self, blocks: Iterable[int]) -> None:
-        """Remove held blocks from the cache: their contents were not written."""
+        """Remove held blocks from the cache, because their contents were not written."""
         for block in blocks:
             self._uncache(block)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove a holder from each of a sequence's blocks, given in the order of the sequence.
 
-        The last blocks are reused first: a prefix is useful without its end, an end without its
-        prefix is not.
+        The last blocks are reused first, because a prefix is useful without its end, and an end
+        without its prefix is not.
         """
         for block in reversed(blocks):
             self._holders[block] -= 1

@@ -39,7 +39,7 @@ class CachePools:
 
     def __init__(self, limits: CacheLimits) -> None:
         self.block_size = limits.block_size
-        """Tokens of a block"""
+        """Number of tokens of a block"""
         self.groups = [BlockGroup(group, limits) for group in limits.groups]
         self._states = StatePool(limits) if limits.state_slots else None
         self.has_states = self._states is not None
@@ -54,7 +54,7 @@ class CachePools:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the first group, as the unit in which the load is stated."""
+        """Number of blocks of the first group, the unit of the load."""
         return self._pools[0].num_blocks
 
     @property
@@ -65,7 +65,7 @@ class CachePools:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the longest sequence for which the groups without a window have blocks."""
+        """Length of the longest sequence for which the groups without a window have blocks."""
         counts = [each.pool.num_blocks for each in self.groups if not each.window]
         return min(counts or [self.num_blocks]) * self.block_size
 
@@ -74,10 +74,9 @@ class CachePools:
         return all(group.fits(tokens) for group in self.groups)
 
     def missing(self, sequence: TokenSequence, prefix: Prefix, running: int) -> list[int]:
-        """Return by pool how many blocks a waiting sequence needs beyond the free ones.
+        """Return by pool the number of blocks that a waiting sequence lacks.
 
-        A block for each running sequence stays in reserve: without it the newcomer would soon be
-        preempted.
+        A block for each running sequence stays in reserve, or the newcomer would soon be preempted.
         """
         missing = [
             group.missing(sequence.length, prefix.tokens, found) + running
@@ -88,7 +87,7 @@ class CachePools:
         return missing
 
     def freed_by(self, sequence: TokenSequence) -> list[int]:
-        """Return by pool the blocks that become free if a sequence is preempted.
+        """Return by pool the number of blocks that become free if a sequence is preempted.
 
         The block that is reserved for its growth is one of them.
         """
@@ -116,7 +115,7 @@ class CachePools:
     def pending_hashes(self, sequence: TokenSequence) -> Iterator[bytes]:
         """Yield the hashes that a running sequence is about to add to the cache.
 
-        Another sequence that has one of them continues from there if it waits.
+        Another sequence with one of these hashes can continue from there if it waits.
         """
         if self._states is not None:
             yield from self._states.pending_hashes(sequence)
@@ -160,15 +159,15 @@ class CachePools:
     def step_start(self, sequence: TokenSequence) -> int:
         """Return the first token of a sequence's next step.
 
-        It comes before uncomputed tokens where a draft was rejected: the state behind the accepted
-        ones was not written.
+        After a rejected draft it comes before the uncomputed tokens, because the state behind the
+        accepted tokens was not written.
         """
         return sequence.num_computed if sequence.states is None else sequence.states.source_end
 
     def grow(self, sequence: TokenSequence, end: int) -> bool:
-        """Make room for a step that computes tokens up to `end`. Return False if there is none.
+        """Make room for a step that computes tokens up to `end`. Return False if it has no room.
 
-        Releases what the step does not read.
+        Releases the blocks that the step does not read.
         """
         if self._states is not None and not self._states.advance(sequence):
             return False
@@ -210,9 +209,9 @@ class CachePools:
                 pool.cache(table.blocks[index], block_hash)
 
     def fork(self, beam: TokenSequence, parent: TokenSequence) -> list[BlockCopy] | None:
-        """Give a beam, which holds nothing, what its parent holds. Return the blocks to copy.
+        """Give a beam without blocks those of its parent. Return the blocks to copy.
 
-        None = too few blocks are free, and the beam holds nothing.
+        None = too few blocks are free, and the beam gets none.
         """
         own = int(parent.length % self.block_size > 0)
         if any(group.pool.num_free < own for group in self.groups):
@@ -231,7 +230,7 @@ class CachePools:
         return copies
 
     def release(self, sequence: TokenSequence) -> None:
-        """Release all that a sequence holds. What is cached of it stays until room is needed."""
+        """Release the blocks and slots of a sequence. Cached ones stay until room is needed."""
         for group, table in zip(self.groups, sequence.tables, strict=False):
             group.pool.release(table.held)
         if self._states is not None:
@@ -282,21 +281,21 @@ class CachePools:
         return groups
 
     def flush(self) -> int:
-        """Remove what no sequence holds from the cache. Return the number of blocks and states."""
+        """Uncache all blocks and states that no sequence holds. Return their number."""
         return sum(pool.flush() for pool in self._pools)
 
     def follow(self) -> None:
-        """Note what is cached and uncached from now on, after all that is cached already."""
+        """Record all cached hashes now, and every change from now on."""
         for pool in self._pools:
             pool.follow()
 
     def take_changes(self) -> Sequence[CacheChange | None]:
-        """Return by pool the change of the cache since the last call; empty without one."""
+        """Return by pool the change of the cache since the last call; empty without a change."""
         changes = [pool.take_change() for pool in self._pools]
         return changes if any(changes) else ()
 
     def check(self, running: Iterable[TokenSequence]) -> None:
-        """Raise AssertionError unless the pools agree with what all running sequences hold."""
+        """Raise AssertionError unless the pools agree with all running sequences."""
         sequences = [*running]
         for number, group in enumerate(self.groups):
             group.pool.check([each.tables[number].held for each in sequences])

@@ -1,4 +1,4 @@
-"""Drafter: chooses the draft tokens that a step computes behind the newest tokens."""
+"""Drafter, which chooses the draft tokens that a step computes behind the newest tokens."""
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -11,20 +11,20 @@ __all__ = ["Drafter"]
 _MAX_ALONE = 15
 """Most draft tokens of a stream that runs alone"""
 _MAX_FORCED = 16
-"""Most forced tokens of one stream that a step computes: each of them takes a row of logits"""
+"""Most forced tokens of one stream in a step, because each of them takes a row of logits"""
 
 
 class Drafter:
     """Draft tokens of the running sequences: proposed by n-grams, or forced by a grammar."""
 
     def __init__(self, running: Sequence[TokenSequence], limits: SchedulerLimits) -> None:
-        """Propose for the scheduler's list of running sequences."""
+        """running: the scheduler's list of running sequences."""
         self._running = running
         self._limits = limits
 
     @property
     def width(self) -> int:
-        """Tokens to propose per stream: few enough that the step takes hardly longer.
+        """Number of tokens to propose per stream, so few that the step takes little longer.
 
         A step over half of the rows of a tile takes little longer than over one row: 5 % with AMX.
         A single stream may propose more: its draft length adapts to recent acceptance.
@@ -51,7 +51,7 @@ class Drafter:
         return _propose(sequence, width)
 
     def report(self) -> Iterator[tuple[TokenSequence, Sequence[int]]]:
-        """Propose tokens for constrained sequences, whose masks must be requested first."""
+        """Propose tokens for constrained sequences, which need masks before they are computed."""
         width = self.width
         for sequence in self._running if width else ():
             is_new = sequence.speculation.reported[0] != sequence.position
@@ -63,7 +63,7 @@ class Drafter:
                     yield sequence, draft
 
     def count_accepted(self, sequence: TokenSequence, draft: Sequence[int]) -> int:
-        """Return how many draft tokens were drawn and computed: never the newest token."""
+        """Return how many draft tokens were drawn and computed. The newest token never counts."""
         drawn = sequence.tokens[sequence.num_computed : -1].tolist()
         pairs = zip(draft, drawn, strict=False)
         accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

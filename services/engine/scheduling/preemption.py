@@ -13,9 +13,9 @@ __all__ = ["Preemption"]
 K = TypeVar("K", bound=Hashable)
 
 _PAUSE_SECONDS = 1.0
-"""Time without credit after which a sequence may be preempted; a shorter one is a round trip"""
+"""Seconds without credit after which a sequence may be preempted; less may be a round trip"""
 _GUARANTEED_SHARE = 8
-"""A waiting tenant gets one in this many places, however many another tenant holds"""
+"""Number of places of which a waiting tenant gets one, even if another tenant holds all"""
 
 
 class Preemption:
@@ -24,13 +24,13 @@ class Preemption:
     def __init__(
         self, running: Sequence[TokenSequence], caches: CachePools, limits: SchedulerLimits
     ) -> None:
-        """Choose from the scheduler's list of running sequences, in order of scheduling."""
+        """running: the scheduler's list of running sequences, in order of scheduling."""
         self._running = running
         self._caches = caches
         self._guaranteed = max(1, limits.max_running // _GUARANTEED_SHARE)
 
     def victim_for_growth(self) -> TokenSequence:
-        """Return the sequence that frees blocks for a running one: a paused one, or the last."""
+        """Return the sequence to preempt so that another can grow: a paused or the last one."""
         # paused sequences are in no plan, and the last one comes after those already planned
         paused = (s for s in reversed(self._running) if s.is_paused and s.uncomputed <= 1)
         return next(paused, self._running[-1])
@@ -77,7 +77,7 @@ class Preemption:
     ) -> Iterator[TokenSequence]:
         """Yield sequences of the tenants that hold most, then of the newcomer's own tenant.
 
-        Of its own tenant, a request without a place takes places of the requests that hold most.
+        Within its own tenant, a request without a place takes places of the largest requests.
         """
         tenant = newcomer.tenant
         held = Counter(s.tenant.name for s in peers)

@@ -1,4 +1,4 @@
-"""Budget of prompt tokens per step, a balance between running streams and waiting prompts."""
+"""Budget of prompt tokens per step: a balance between running streams and waiting prompts."""
 
 import math
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from services.engine.scheduling.step_plan import SchedulerLimits
 __all__ = ["Allowance", "Backlog", "PromptBudget"]
 
 _SHARED_STEP_SECONDS = 0.9
-"""Longest step that several prompts share. A longer one makes all of them wait for the last; many
-short ones complete them far apart, and small batches decode later"""
+"""Longest step, in seconds, that several prompts share. In a longer step, all of them wait for the
+last; with many short steps they complete far apart, and small batches decode later"""
 _SHARED_STEP_MIN_TOKENS = 256
-"""Fewest prompt tokens of a step that prompts share: smaller steps read the weights too often"""
+"""Fewest prompt tokens of a step that prompts share; smaller steps read the weights too often"""
 _STREAMS_PER_PROMPT = 3
-"""Short prompts precede streams if there are at most this many streams per prompt"""
+"""Most streams per prompt with which short prompts precede streams"""
 _SHORT_PROMPT_DECODE_STEPS = 16
-"""A prompt is short if it takes at most as long as this many steps without prompts"""
+"""Longest time of a short prompt, in steps without prompts"""
 _SHORT_PROMPT_WEIGHT, _LONG_PROMPT_WEIGHT = 24, 4
-"""Streams that each prompt beyond the first few outweighs in a mixed step"""
+"""Number of streams that each prompt beyond the first few outweighs in a mixed step"""
 _MOST_LONG_PROMPTS = 8
-"""Long prompts up to this number leave the step within `mixed_step_factor`"""
+"""Most long prompts with which a step stays within `mixed_step_factor`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Backlog:
 
     count: int
     tokens: int
-    """Uncomputed tokens of all these prompts"""
+    """Number of uncomputed tokens of all these prompts"""
     pooled: int = 0
-    """Prompts among `count` that only make vectors: no stream gains if they come first"""
+    """Number of these prompts that only make vectors: no stream gains if they come first"""
 
     @property
     def joining(self) -> int:
-        """Prompts that will decode beside the streams."""
+        """Number of prompts that will decode with the streams."""
         return max(self.count - self.pooled, 0)
 
 
@@ -45,7 +45,7 @@ class Allowance:
 
     tokens: int
     slack: int = 0
-    """Further tokens that the step may compute if they complete a prompt"""
+    """Number of further tokens that the step may compute if they complete a prompt"""
 
 
 class PromptBudget:
@@ -79,7 +79,7 @@ class PromptBudget:
         return Allowance(tokens, min(tokens // 4, self._most - tokens))
 
     def _precedes_streams(self, backlog: Backlog, streams: int, decode_tokens: int) -> bool:
-        """Return whether a few streams wait for many short prompts, to decode together sooner."""
+        """Return whether few streams wait for many short prompts, to decode with them sooner."""
         is_few = 1 < backlog.joining >= streams / _STREAMS_PER_PROMPT
         return is_few and self._is_short(backlog, decode_tokens)
 
@@ -98,7 +98,7 @@ class PromptBudget:
             weight = _LONG_PROMPT_WEIGHT * max(0, backlog.joining - _MOST_LONG_PROMPTS)
         factor = self._factor * max(1.0, weight / streams)
         budget = self._cost.prompt_tokens(decode_tokens, factor) or 0
-        # Round down to full tiles, but leave prompts at least one: none waits forever.
+        # Round down to full tiles, but at least to one tile, so that no prompt waits forever.
         rows = (decode_tokens + budget) // self._rows * self._rows
         least = (-(-decode_tokens // self._rows) + 1) * self._rows
         return min(max(rows, least) - decode_tokens, self._most)

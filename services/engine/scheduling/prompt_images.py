@@ -19,11 +19,11 @@ class ImageRun:
     first: int
     """Index of the first part within the image"""
     indices: npt.NDArray[np.int64]
-    """int64 [parts], indices of their ids in the prompt, rising"""
+    """int64 [parts], indices of the parts' ids in the prompt, ascending"""
 
 
 class PromptImages:
-    """The images of one prompt, shared by all its choices."""
+    """Images of one prompt, which all its choices share."""
 
     def __init__(self, images: Sequence[PlacedImage], prompt_length: int) -> None:
         self._images = images
@@ -54,7 +54,7 @@ class PromptImages:
     def rotary_positions(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """Return time, row and column of the ids from `start` to `end`: int64 [3, ids].
 
-        An image's ids share its time; text after it goes on behind its largest row or column.
+        All ids of an image have one time. Text after it goes on behind its largest row or column.
         Indices beyond the prompt are generated text.
         """
         length = self._positions.shape[1] - 1
@@ -65,7 +65,7 @@ class PromptImages:
 
 
 def _grid_positions(images: Sequence[PlacedImage], length: int) -> npt.NDArray[np.int64]:
-    """Return time, row and column of the ids, and of the one after them: int64 [3, length + 1]."""
+    """Return time, row and column of the ids and of the next id: int64 [3, length + 1]."""
     positions = np.empty((3, length + 1), dtype=np.int64)
     done = following = 0
 

@@ -1,7 +1,7 @@
-"""Scheduler: chooses what each step computes. Pure policy, without tensors, clock or I/O.
+"""Scheduler, which chooses the tokens of each step. Pure policy, without tensors, clock or I/O.
 
 A step is one flat batch. Decoding sequences come first. Chunks of prompts follow, limited so that
-they hardly delay the streams. When blocks or places run out, sequences are preempted and computed
+they delay the streams little. When blocks or places run out, sequences are preempted and computed
 again later: paused sequences, sequences of lower priority, then sequences of the tenant or request
 that holds most.
 """
@@ -25,14 +25,14 @@ from services.engine.scheduling.waiting_queue import PrefillCandidates, PromptOr
 __all__ = ["Scheduler"]
 
 _LONG_PROMPT_RATIO = 4
-"""A prompt this many times as long as the mean of the others leaves them half of each step"""
+"""Multiple of the others' mean length from which on a prompt leaves them half of each step"""
 _MOST_NEWCOMERS = 4
-"""Waiting sequences at the head of the queue for which others may be preempted"""
+"""Number of sequences at the head of the queue for which others may be preempted"""
 _MEASURABLE_TOKENS = 32
-"""Prompt tokens whose time can be measured, on a machine whose tiles are larger than this"""
+"""Fewest prompt tokens whose time can be measured, even on a machine with larger tiles"""
 _SECONDS_PER_CHOICE = 0.25
-"""Queueing delay of each choice after the one before it: requests of few choices pass the later
-choices of large requests"""
+"""Seconds of queueing delay of each choice behind the choice before it, so that requests of few
+choices pass the later choices of large requests"""
 
 
 class Scheduler:
@@ -46,11 +46,11 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.tenants = Tenants()
         self.queued_tokens = 0
-        """Uncached tokens of the waiting sequences"""
+        """Number of uncached tokens of the waiting sequences"""
         self._queued_pooled = 0
-        """Waiting sequences that only make vectors"""
+        """Number of waiting sequences that only make vectors"""
         self.preemptions = 0
-        """Preemptions since the start"""
+        """Number of preemptions since the start"""
         self._cost = StepCost(
             min(limits.rows_at_once, _MEASURABLE_TOKENS), limits.prompts_have_fixed_cost
         )
@@ -58,12 +58,12 @@ class Scheduler:
         self._preemption = Preemption(self.running, caches, limits)
         self._drafter = Drafter(self.running, limits)
         self._searching: dict[tuple[int, int], int] = {}
-        """Beams of the searches under way, by `search_key`"""
+        """Beams of the running searches, by `search_key`"""
         self._failed: dict[TokenSequence, int] = {}
-        """Sequences of the newest step that failed, and their first tokens in it"""
+        """Sequences of the newest failed step, and the index of each one's first token in it"""
 
     def add(self, sequence: TokenSequence) -> int:
-        """Queue a sequence. Return how many of its tokens the prefix cache holds now."""
+        """Queue a sequence. Return the number of its tokens that the prefix cache holds now."""
         found = self.caches.find(sequence.reusable_hashes()).tokens
         command, queued = sequence.request.command, sequence.queued
         queued.tokens = sequence.length - found
@@ -92,7 +92,7 @@ class Scheduler:
 
     @property
     def free_places(self) -> int:
-        """Sequences that may start, if there are blocks for them."""
+        """Number of sequences that may start if there are blocks for them."""
         return self.limits.max_running - len(self.running)
 
     def fits(self, tokens: int) -> bool:
@@ -139,23 +139,23 @@ class Scheduler:
     def accept(self, sequence: TokenSequence, draft: Sequence[int]) -> None:
         """Count accepted draft tokens as computed, but never the newest token.
 
-        The KV of rejected ones is overwritten when the tokens in their places are computed.
+        The KV of rejected tokens is overwritten when the tokens in their places are computed.
         """
         accepted = self._drafter.count_accepted(sequence, draft)
         if sequence.state is SequenceState.RUNNING:
             self._compute(sequence, accepted)
 
     def report_drafts(self) -> Iterator[tuple[TokenSequence, Sequence[int]]]:
-        """Propose draft tokens for constrained sequences, whose masks must be requested first."""
+        """Propose draft tokens for constrained sequences, which need masks before a step."""
         return self._drafter.report()
 
     def fork(self, beams: Sequence[TokenSequence], parents: Sequence[int]) -> list[BlockCopy]:
-        """Let beams continue others: each one whose parent is not itself gets the parent's tokens.
+        """Let beams continue others: a beam whose parent is another beam gets the parent's tokens.
 
-        beams: the sequences of a search, all of whose tokens are computed; parents: by beam, the
-        index of the beam that it continues; that beam continues itself. Full blocks are shared.
-        Returns the blocks to copy before the next step. A beam without room waits, and computes its
-        tokens again.
+        beams: sequences of a search, all of whose tokens are computed. parents: index of the beam
+        that each beam continues; a parent always continues itself. Full blocks are shared. Returns
+        the blocks to copy before the next step. A beam without room waits, and computes its tokens
+        again.
         """
         moved = [
             (beam, beams[p]) for beam, p in zip(beams, parents, strict=True) if beam is not beams[p]
@@ -184,15 +184,15 @@ class Scheduler:
             self._cache_blocks(sequence, full - 1)
 
     def withdraw(self, sequence: TokenSequence) -> None:
-        """Count the newest token as not computed: the device computed a wrong one in its place."""
+        """Count the newest token as uncomputed: the device computed a wrong token instead."""
         if sequence.state is SequenceState.RUNNING:
             sequence.num_computed -= 1
 
     def uncache(self, plan: StepPlan) -> None:
         """Remove all that a failed step should have written from the cache.
 
-        Its sequences may run again, each alone, and those that hold prefixes which others of them
-        were to write run after these.
+        Its sequences may run again, each alone. A sequence that holds a prefix which another one
+        was to write runs after that one.
         """
         starts = {sequence: sequence.num_computed - 1 for sequence in plan.decodes}
         self._failed = starts | {chunk.sequence: chunk.start for chunk in plan.chunks}
@@ -212,8 +212,8 @@ class Scheduler:
     def _plan_decodes(self) -> tuple[list[TokenSequence], list[Chunk], list[TokenSequence]]:
         """Plan the newest tokens and draft tokens of the running sequences.
 
-        Returns the sequences without draft tokens, the chunks of those with some, and the sequences
-        whose prompts or forced tokens are not computed.
+        Returns the sequences without draft tokens, the chunks of sequences with draft tokens, and
+        the sequences whose prompts or forced tokens are not computed.
         """
         decodes: list[TokenSequence] = []
         drafts: list[Chunk] = []
@@ -266,10 +266,10 @@ class Scheduler:
     def _plan_prefills(
         self, candidates: PrefillCandidates, allowance: Allowance, backlog: Backlog
     ) -> Iterator[Chunk]:
-        """Continue prompts and start waiting sequences, while allowance, places and blocks last.
+        """Continue prompts and start waiting sequences as far as allowance, places and blocks go.
 
-        A sequence whose next block another one is about to compute waits for it, so a prefix that
-        arrives many times at once is computed once.
+        A sequence waits for its next block if another sequence is about to compute it. So a prefix
+        that arrives many times at once is computed once.
         """
         left = allowance.tokens
         # whole prompts are not cached, so that waiting for another prompt gains nothing
@@ -319,7 +319,7 @@ class Scheduler:
         return Chunk(sequence, start, end - start, num_outputs=end - start if is_scored else 1)
 
     def _backlog(self, prompts: Sequence[TokenSequence]) -> Backlog:
-        """Return the started prompts, and as many waiting ones as there are places."""
+        """Return the backlog: the started prompts, and as many waiting ones as there are places."""
         places = min(len(self.waiting), max(self.free_places, 0))
         tokens = sum(sequence.uncomputed for sequence in prompts)
         if places:
@@ -334,7 +334,7 @@ class Scheduler:
         return PromptOrder(now, max(priorities, default=0))
 
     def _preempt_for_newcomer(self, now: float) -> None:
-        """Start one of the first waiting sequences by preempting others, if these should yield."""
+        """Start one of the first waiting sequences if others should be preempted for it."""
         order = self._order(now, ())
         waiting = (
             each
@@ -354,10 +354,10 @@ class Scheduler:
                 return
 
     def _preempt_held_beams(self, *, every: bool) -> bool:
-        """Preempt beams that wait for others of their search, if these need blocks or places.
+        """Preempt beams that wait for other beams of their search, if these need blocks or places.
 
-        They keep their logits, so every search goes on, however few beams run at once. every: all
-        beams that wait for others. Return whether there were any.
+        Preempted beams keep their logits, so every search goes on even if few beams run at once.
+        every: whether all beams that wait for others are preempted. Return whether there were any.
         """
         held = [sequence for sequence in self.running if sequence.awaits_beams]
         if not every:
@@ -378,9 +378,9 @@ class Scheduler:
         return False
 
     def _may_search(self, sequence: TokenSequence) -> bool:
-        """Return whether a sequence is no beam, or its search may run.
+        """Return True for a sequence that is not a beam, and for a beam whose search may run.
 
-        The beams of all searches under way must fit into the places: each may hold logits.
+        The beams of all running searches must fit into the places, because each may hold logits.
         """
         if sequence.search is None or sequence.search_key in self._searching:
             return True
@@ -388,14 +388,14 @@ class Scheduler:
         return not self._searching or beams <= self.limits.max_running
 
     def _find_prefix(self, sequence: TokenSequence, pending: set[bytes]) -> Prefix:
-        """Find a waiting sequence's cached prefix, and note the hash that it should wait for."""
+        """Find a waiting sequence's cached prefix, and record the hash that it should wait for."""
         hashes = sequence.reusable_hashes()
         found = self.caches.find(hashes)
         sequence.queued.awaited_hash = self.caches.awaited_hash(hashes, found, pending)
         return found
 
     def _lacks_blocks(self, sequence: TokenSequence, found: Prefix) -> bool:
-        """Return whether a waiting sequence has too few blocks to start beside the others."""
+        """Return whether a waiting sequence has too few blocks to start while others run."""
         return max(self.caches.missing(sequence, found, len(self.running))) > 0
 
     def _start(self, sequence: TokenSequence, found: Prefix) -> bool:
@@ -468,7 +468,7 @@ class Scheduler:
 
 
 def _share(wanted: int, left: int, slack: int, backlog: Backlog) -> int:
-    """Return the tokens that a prompt gets of those left in a step. wanted: its own tokens."""
+    """Return the tokens that a prompt gets of the `left` ones of a step. wanted: its tokens."""
     others = backlog.count - 1
     if others and wanted > _LONG_PROMPT_RATIO * (backlog.tokens - wanted) / others:
         left -= min(left // 2, max(backlog.tokens - wanted, 0))
@@ -476,10 +476,10 @@ def _share(wanted: int, left: int, slack: int, backlog: Backlog) -> int:
 
 
 def _whole_images(images: PromptImages, start: int, count: int) -> int:
-    """Return `count`, changed so that the tokens from `start` on end within no image.
+    """Return `count`, changed so that the tokens from `start` on do not end within an image.
 
-    The count is lowered to the image's first token. If nothing is left then, the whole image is
-    taken, which may exceed a step's limit by less than the image.
+    The count is lowered to end before the image. If no token is left, the whole image is taken,
+    which exceeds a step's limit by less than the image.
     """
     span = images.span_around(start + count)
     if span is None or span[0] == start + count:

@@ -1,4 +1,4 @@
-"""Sequences and the requests they belong to. The step loop's thread alone uses them."""
+"""Sequences and their requests. Only the step loop's thread uses them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class SequenceState(Enum):
 class LogitsHold:
     """Claim of a sequence on the logits of its next position, which the step loop holds.
 
-    The step loop drops logits once their sequence has another claim or none.
+    The step loop drops logits once their sequence has another claim or no claim.
     """
 
 
@@ -46,9 +46,9 @@ class QueueEntry:
     """Sort key within a tenant and priority, in time.monotonic(): the arrival, plus the seconds
     that the prompt takes, plus a delay for each earlier choice of the request"""
     tokens: int = 0
-    """Tokens that the prefix cache lacked when the sequence was queued"""
+    """Number of tokens that the prefix cache lacked when the sequence was queued"""
     awaited_hash: bytes | None = None
-    """Hash that another sequence is about to add to the cache, from which this one continues"""
+    """Hash that another sequence is about to add to the cache, so that this one continues there"""
 
 
 class TokenSequence:
@@ -80,20 +80,20 @@ class TokenSequence:
 
         self.state = SequenceState.WAITING
         self.tenant = Tenant(command.cache_salt)
-        """Replaced by the scheduler's tenant when the sequence is queued"""
+        """Tenant of the sequence, which the scheduler sets when it queues the sequence"""
         self.queued = QueueEntry(command.arrival)
         self.tables: Sequence[BlockTable] = ()
         """Block tables by group of attention layers; empty while the sequence waits"""
         self.states: SequenceStates | None = None
         """Slots of recurrent states; None while the sequence waits, or if the model has none"""
         self.capacity = 0
-        """Tokens for which all tables have blocks"""
+        """Number of tokens for which all tables have blocks"""
         self.num_computed = 0
-        """Tokens whose KV is written, by the current step at the latest"""
+        """Number of tokens whose KV is written, by the current step at the latest"""
         self.in_flight = 0
-        """Tokens that a running step has drawn and that have not reached the host"""
+        """Number of tokens that a running step has drawn and that are not on the host yet"""
         self.cached_tokens: int | None = None
-        """Prompt tokens found in the prefix cache at the first start; None = never started"""
+        """Number of prompt tokens in the prefix cache at the first start; None = never started"""
         self.pooled = checked.pooled
         """Tokens that make the prompt's vector; None = the sequence generates"""
         self.is_raw = checked.is_raw
@@ -103,11 +103,11 @@ class TokenSequence:
         self.weighs_tokens = checked.weighs_tokens
         """True if each token of the prompt gets a weight instead of a vector"""
         self.second_text = checked.second_texts.get(self.prompt_index)
-        """Start of the second text of a pair; None = the prompt is no pair"""
+        """Index of the first token of a pair's second text; None = the prompt is not a pair"""
         self.instruction_length = checked.instructions.get(self.prompt_index, 0)
-        """Tokens at the beginning of the prompt that pooling may leave out"""
+        """Number of tokens at the beginning of the prompt that pooling may leave out"""
         self.unattended_length = checked.unattended.get(self.prompt_index, 0)
-        """Tokens at the end of the prompt to which no token attends"""
+        """Number of tokens at the end of the prompt to which no token attends"""
         is_scored = checked.prompt_logprobs is not None and index % checked.n == 0
         needs_all = is_scored or checked.pooled is Pooled.ALL
         self.scored = 1 if needs_all else self.prompt_length
@@ -115,11 +115,11 @@ class TokenSequence:
         A prompt of which all tokens are pooled counts as not scored"""
 
         self.credit = command.credit if not request.searches else None
-        """Tokens that may be drawn; None = any number. A search delivers its results by credit"""
+        """Tokens that may be drawn; None = unlimited. A search delivers its results by credit"""
         self.starved_since: float | None = None
-        """Time when credit ran out, in time.monotonic()"""
+        """time.monotonic() when the credit ran out"""
         self.mask: Mask | None = None
-        """The newest mask of a constrained sequence; None while it is awaited"""
+        """Newest mask of a constrained sequence; None while it is awaited"""
         self.logits_hold: LogitsHold | None = None
         """Claim on logits that are held until a draw is allowed; None = no logits are held"""
 
@@ -141,7 +141,7 @@ class TokenSequence:
 
     @property
     def search(self) -> BeamSearch | None:
-        """The search of which the sequence is a beam; None = its tokens are drawn."""
+        """Search of which the sequence is a beam; None = its tokens are drawn."""
         searches = self.request.searches
         return searches[self.prompt_index] if searches else None
 
@@ -157,7 +157,7 @@ class TokenSequence:
 
     @property
     def forced(self) -> Sequence[int]:
-        """The next tokens, where the mask allows one id only."""
+        """Next tokens, as far as the mask allows only one id."""
         if self.mask is None:
             return ()
         return self.mask.forced[self.position - self.mask.position :]
@@ -179,11 +179,11 @@ class TokenSequence:
 
     @property
     def may_draw(self) -> bool:
-        """True if credit and mask for the next token are here."""
+        """True if the sequence has credit and a mask for the next token."""
         return self.may_draw_at(self.position)
 
     def may_draw_at(self, position: int) -> bool:
-        """Return whether credit and mask for the token at `position` are here.
+        """Return whether the sequence has credit and a mask for the token at `position`.
 
         A beam never draws: its search chooses the tokens of all beams together.
         """
@@ -211,7 +211,7 @@ class TokenSequence:
 
     @property
     def uncomputed(self) -> int:
-        """Tokens without KV; 0 while the sequence waits for a mask or for credit.
+        """Number of tokens without KV; 0 while the sequence waits for a mask or for credit.
 
         A token in flight counts, unless it is the last one of the sequence.
         """
@@ -222,14 +222,14 @@ class TokenSequence:
 
     @property
     def room(self) -> int:
-        """Tokens that may follow the next one, by `max_tokens` and credit."""
+        """Number of tokens that may follow the next one, by `max_tokens` and credit."""
         room = self.max_tokens - self.position - 1
         if self.credit is not None:
             room = min(room, self.credit - 1)
         return max(room, 0)
 
     def append(self, token: int) -> None:
-        """Append a generated token. Logits and mask of its position are used up."""
+        """Append a generated token, which ends the use of the logits and mask of its position."""
         self.logits_hold = None
         if self.mask is not None and not self.mask.holds_after(self.position, token):
             self.mask = None
@@ -239,7 +239,7 @@ class TokenSequence:
         self.newest = token
 
     def continue_from(self, other: "TokenSequence") -> None:
-        """Replace the tokens by those of another beam. Leaves blocks and states as they are."""
+        """Replace the tokens by those of another beam. Blocks and states do not change."""
         self._ids = other._ids.fork()
         self.length, self.position, self.newest = other.length, other.position, other.newest
 
@@ -254,8 +254,8 @@ class TokenSequence:
     def reusable_hashes(self) -> list[bytes]:
         """Return the hashes of the full blocks that the prefix cache may serve.
 
-        At least the last token is always computed, for its logits. So is every token whose
-        successor is still to be scored.
+        At least the last token is always computed, for its logits. Every token whose successor is
+        still to be scored is computed, too.
         """
         last = self.length - 1
         if self.scored < self.prompt_length:
@@ -269,32 +269,32 @@ class Request:
 
     command: AddRequest
     last_ids: frozenset[int] = frozenset()
-    """Ids that end a sequence"""
+    """Ids that end a sequence of the request"""
     sequences: list[TokenSequence] = field(default_factory=list)
     searches: list[BeamSearch] = field(default_factory=list)
     """Beam search of each prompt; empty = tokens are drawn"""
     delivered: int = 0
-    """Tokens of beam search results that were sent to the client"""
+    """Number of tokens of beam search results that were sent to the client"""
     unfinished: int = 0
-    """Sequences that have not finished"""
+    """Number of sequences that have not finished"""
     running: int = 0
-    """Sequences of the request that run"""
+    """Number of running sequences"""
     started: float | None = None
     """time.monotonic() of the first step that computed a token of the request"""
     first_token: float | None = None
     """time.monotonic() of the first generated token"""
     bad_words: BadWords | None = field(init=False)
     draws_independently: bool = field(init=False)
-    """True if a draw depends on its row of logits alone, not on the token before. Penalties,
-    mirostat, bad words of several tokens and beams depend on it. So does a mask, but the grammar
-    service sends the masks that follow reported draft tokens"""
+    """True if a draw depends on its row of logits alone, and not on the token before. Penalties,
+    mirostat, bad words of several tokens and beams depend on that token. Masks do, too, but the
+    grammar service sends the masks behind reported draft tokens"""
     is_plainly_greedy: bool = field(init=False)
     """True if each token is the most likely one, without adjustments"""
     needs_no_logits: bool = field(init=False)
     """True if the most likely token is all that a step must return"""
     runs_ahead: bool = field(init=False)
-    """True if a draw needs nothing that follows from the token before: the device may then draw a
-    token before the host has the previous one"""
+    """True if a draw does not depend on the token before, so that the device may draw a token
+    before the host has the previous one"""
 
     def __post_init__(self) -> None:
         checked, sampling = self.command.checked, self.command.checked.sampling

@@ -13,7 +13,7 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     """Blocks by token index // block size. The list only grows; a sequence that starts again gets
-    a new one. Entries before `first` are stale: no token reads them any more"""
+    a new list. Entries before `first` are stale, because no token reads them any more"""
     first: int = 0
     """Index of the first block that the sequence holds"""
 
@@ -36,7 +36,7 @@ class PlannedState:
     """A state that the newest step writes."""
 
     end: int
-    """Tokens that the state stands for"""
+    """Number of tokens that the state stands for"""
     slot: int
     snapshot: Snapshot | None
     """Reason to cache the state once its tokens are certain; None = it is not cached"""
@@ -55,14 +55,14 @@ class StateRun(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SequenceStates:
-    """Slots of one sequence. No step changes a state in place, so each step can be undone."""
+    """State slots of one sequence. No step changes a state in place, so steps can be undone."""
 
     prompt_end: int = 0
-    """Tokens of the sequence when it started, whose snapshots are those of a prompt"""
+    """Number of tokens of the sequence when it started; snapshots of these count as a prompt's"""
     source: int = -1
     """Slot of the state that the newest step begins with; -1 = zeros"""
     source_end: int = 0
-    """Tokens that the state in `source` stands for"""
+    """Number of tokens that the state in `source` stands for"""
     planned: list[PlannedState] = field(default_factory=list)
     """States that the newest step writes, in order"""
     reserved: int | None = None
@@ -91,7 +91,7 @@ class SequenceStates:
         return slots
 
     def slot_at(self, tokens: int) -> int:
-        """Return the slot of the state behind so many tokens, which the sequence must hold."""
+        """Return the slot of the state behind `tokens` tokens, which the sequence must hold."""
         if self.source_end == tokens:
             return self.source
         return next(state.slot for state in self.planned if state.end == tokens)

@@ -1,4 +1,4 @@
-"""Speculation by prompt lookup: draft tokens are those that followed the same n-gram before.
+"""Speculation by prompt lookup: draft tokens are the tokens that followed the same n-gram before.
 
 A step over a few more tokens costs little more than one over one token, because it reads the same
 weights. So draft tokens are computed with the newest token, and accepted if they are the tokens
@@ -15,13 +15,13 @@ import numpy.typing as npt
 __all__ = ["NgramIndex", "Speculation"]
 
 _LONGEST, _SHORTEST = 4, 2
-"""Tokens of an n-gram; the longest that occurred before decides"""
+"""Most and fewest tokens of an n-gram; the longest that occurred before decides"""
 _FIRST_LENGTH, _MAX_LENGTH = 4, 15
-"""Number of draft tokens at first, and the largest number"""
+"""Number of draft tokens at first, and largest number"""
 _PATIENCE = 4
-"""Rejected drafts in a row before a pause; the last of them are short and cost little"""
+"""Number of rejected drafts in a row before a pause; the last of them are short"""
 _PAUSE_STEPS = 16
-"""Steps without a draft after too many rejected drafts in a row"""
+"""Number of steps without a draft after too many rejected drafts in a row"""
 
 
 class NgramIndex:
@@ -57,7 +57,7 @@ class Speculation:
 
     def __init__(self) -> None:
         self.reported: tuple[int, Sequence[int]] = (-1, ())
-        """Draft whose masks were requested: its position and tokens"""
+        """Position and tokens of the draft whose masks were requested"""
         self._index = NgramIndex()
         self._length = _FIRST_LENGTH
         self._failures = 0

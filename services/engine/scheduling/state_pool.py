@@ -1,10 +1,10 @@
 """Slots of recurrent states: those of running sequences, and snapshots in the prefix cache.
 
-A step reads a sequence's state from one slot and writes the next one to another slot. So a step
-that fails, a token that is withdrawn and a draft that is rejected need no copy: the slot of the
-state before is still there. A snapshot is a slot that was cached under the hash of the block that
-ends at its state. It is cached once the step that writes it is complete for planning: the runs of
-a step must not read what other sequences write in the same step.
+A step reads a sequence's state from one slot and writes the next state to another slot. So a failed
+step, a withdrawn token and a rejected draft need no copy: the slot of the previous state is still
+there. A snapshot is a slot that was cached under the hash of the block that ends at its state. It
+is cached when the next step is planned, because the runs of a step must not read states that other
+sequences write in the same step.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from services.engine.scheduling.sequence_cache import PlannedState, SequenceStat
 __all__ = ["SLOTS_OF_A_SEQUENCE", "StatePool"]
 
 SLOTS_OF_A_SEQUENCE = 2
-"""Slots that a running sequence holds: the state before a step, and the one behind it"""
+"""Number of slots of a running sequence, for the states before and behind a step"""
 
 
 class StatePool:
@@ -27,18 +27,18 @@ class StatePool:
         self.pool = BlockPool(limits.state_slots)
         self._size = limits.block_size
         self.interval = limits.snapshot_interval
-        """Tokens between two snapshots of a prompt"""
+        """Number of tokens between two snapshots of a prompt"""
         self._holders = 0
         """Sequences that hold slots"""
         self._unpublished: dict[TokenSequence, None] = {}
         """Sequences whose newest step writes snapshots"""
 
     def missing(self, found: int) -> int:
-        """Return the slots that a newcomer needs beyond the free ones.
+        """Return the number of slots that a newcomer lacks.
 
         found: slot of its snapshot, -1 = none.
 
-        The running sequences that hold fewer slots than they will need have a claim to the rest.
+        Running sequences that hold fewer slots than they will need have a claim to the rest.
         """
         unheld = self.pool.count_unheld((found,)) if found >= 0 else 0
         return SLOTS_OF_A_SEQUENCE + unheld - self._spare
@@ -57,7 +57,7 @@ class StatePool:
     def advance(self, sequence: TokenSequence) -> bool:
         """Take over the state behind the last computed token, and reserve a slot for the next.
 
-        Where the newest step wrote no state there, the one before stays. Returns False if no slot
+        If the newest step wrote no state there, the previous state stays. Returns False if no slot
         is free.
         """
         states = _states(sequence)
@@ -77,7 +77,7 @@ class StatePool:
     def plan(self, sequence: TokenSequence, end: int) -> None:
         """Plan the recurrent states that a step up to the token before `end` writes.
 
-        `advance` must have returned True. A snapshot within the step takes a slot that is spare.
+        `advance` must have returned True. A snapshot within the step takes a spare slot.
         """
         states = _states(sequence)
         assert states.reserved is not None
@@ -94,12 +94,12 @@ class StatePool:
             self._unpublished[sequence] = None
 
     def publish(self) -> None:
-        """Cache the snapshots of the newest step: the next one may read them."""
+        """Cache the snapshots of the newest step, which the next step may read."""
         for sequence in [*self._unpublished]:
             self._publish(sequence)
 
     def drop_snapshots(self, sequence: TokenSequence) -> None:
-        """Cache no states of a sequence's newest step: it failed."""
+        """Drop the snapshots of a sequence's newest step, because the step failed."""
         self._unpublished.pop(sequence, None)
         for state in sequence.states.planned if sequence.states is not None else ():
             state.snapshot = None
@@ -131,7 +131,7 @@ class StatePool:
 
     @property
     def _spare(self) -> int:
-        """Free slots that no running sequence has a claim to."""
+        """Number of free slots to which no running sequence has a claim."""
         held = self.pool.num_blocks - self.pool.num_free
         return self.pool.num_free - max(0, SLOTS_OF_A_SEQUENCE * self._holders - held)
 
@@ -142,7 +142,7 @@ class StatePool:
         states.source, states.source_end = reached.slot, reached.end
 
     def _snapshots(self, states: SequenceStates, length: int, end: int) -> dict[int, Snapshot]:
-        """Return the ends of the states to keep of a step, in a sequence of `length` tokens."""
+        """Return the snapshots to keep of a step by their ends. length: tokens of the sequence."""
         start, border = states.source_end, end // self._size * self._size
         kept: dict[int, Snapshot] = {}
         if end >= length and border > start:  # the next prompt of a conversation continues from it
@@ -162,7 +162,7 @@ class StatePool:
             yield last
 
     def _publish(self, sequence: TokenSequence) -> None:
-        """Cache those of a sequence's snapshots whose tokens are computed and certain."""
+        """Cache the snapshots of a sequence whose tokens are computed and certain."""
         if sequence not in self._unpublished:
             return
         del self._unpublished[sequence]

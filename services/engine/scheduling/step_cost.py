@@ -1,4 +1,4 @@
-"""Cost model of steps, learned from the steps that have run.
+"""Cost model of steps, which is fitted to the steps that have run.
 
 A running stream notices another request's prompt only by longer steps. So a step with decodes
 takes as many prompt tokens as keep it within a multiple of a step without prompts. Both costs are
@@ -15,18 +15,18 @@ _SMOOTHING = 0.3
 _FRESH_STEPS = 16
 """Steps after which the cost of decoding is measured again: contexts grow"""
 _LEAST_SPREAD = 0.2
-"""Standard deviation of the prompt tokens of steps, as a share of their mean, from which on their
-times show which part of the cost is fixed"""
+"""Least standard deviation of the prompt tokens of steps, as a share of their mean, with which the
+times of steps show the fixed part of the cost"""
 _LEAST_SHARE = 0.1
-"""Share of the time of prompt tokens that is not fixed, at least"""
+"""Least share of the time of prompt tokens that is not fixed"""
 
 
 class StepCost:
     """Estimated seconds of a decode step, by batch size, and of its prompt tokens."""
 
     def __init__(self, measurable_tokens: int, prompts_have_fixed_cost: bool = False) -> None:
-        """measurable_tokens: fewest prompt tokens of a step whose time shows the cost of one; the
-        cost of fewer is lost in noise. prompts_have_fixed_cost: as in SchedulerLimits."""
+        """measurable_tokens: fewest prompt tokens of a step whose time shows the cost of a token;
+        the cost of fewer is lost in noise. prompts_have_fixed_cost: see SchedulerLimits."""
         self._measurable_tokens = measurable_tokens
         self._steps = 0
         self._last_decode_step = 0
@@ -37,7 +37,7 @@ class StepCost:
         """Seconds that prompt tokens add to a step"""
 
     def learn(self, decodes: int, prompt_tokens: int, seconds: float) -> None:
-        """Update the estimates with a step. decodes: its tokens of running streams."""
+        """Update the estimates with a step. decodes: number of its tokens of running streams."""
         self._steps += 1
         if prompt_tokens == 0:
             size = _size_class(decodes)
@@ -52,7 +52,7 @@ class StepCost:
     def prompt_tokens(self, decodes: int, factor: float) -> int | None:
         """Return the prompt tokens that make a step of `decodes` take `factor` times as long.
 
-        None asks for a step without prompts first, once in a few steps, to measure its time.
+        None, once in a few steps, asks for a step without prompts first, to measure its time.
         """
         if not self._decode or self._steps - self._last_decode_step >= _FRESH_STEPS:
             return None
@@ -95,7 +95,7 @@ class _PromptCost(ABC):
 
 
 class _LinearCost(_PromptCost):
-    """Seconds per token: a CPU begins a step with prompts like any other."""
+    """Seconds per token, without a fixed part: a CPU starts a step with prompts like any other."""
 
     def __init__(self) -> None:
         self._token = 0.0
@@ -115,8 +115,9 @@ class _LinearCost(_PromptCost):
 class _AffineCost(_PromptCost):
     """Fixed seconds, and seconds per token: a line through the latest steps by least squares.
 
-    A GPU launches a step with prompts kernel by kernel, which takes as long for few tokens as for
-    some hundred. Charged to the tokens, this time would make chunks smaller, and so more numerous.
+    A GPU launches a step with prompts kernel by kernel, which takes as long for few tokens as for a
+    few hundred. If this time counted as a cost of the tokens, chunks would be smaller and more
+    numerous.
     """
 
     def __init__(self) -> None:
@@ -141,7 +142,7 @@ class _AffineCost(_PromptCost):
     def tokens_within(self, seconds: float) -> int:
         """Return the tokens that take the rest of `seconds`, or at least as long as the fixed part.
 
-        Fewer would spend more time on the beginning of steps than on prompts.
+        With fewer tokens, the start of steps would take more time than the prompts.
         """
         return int(max(seconds - self._fixed, self._fixed) / self._each)
 

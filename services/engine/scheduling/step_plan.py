@@ -1,4 +1,4 @@
-"""Plan of one step, and the limits that it keeps."""
+"""Plan of one step, and its limits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ class SchedulerLimits:
     """Limits of a step."""
 
     max_running: int
-    """Sequences that hold blocks at once"""
+    """Most sequences that hold blocks at once"""
     max_step_tokens: int
-    """Prompt tokens of a step"""
+    """Most prompt tokens of a step"""
     mixed_step_factor: float
-    """Time of a step with decodes and prompts, as a multiple of its time without prompts"""
+    """Longest time of a step with decodes and prompts, as a multiple of its time without prompts"""
     rows_at_once: int
-    """Rows of a full tile: a product of fewer takes as long, so steps are filled to a multiple"""
+    """Number of rows of a full tile; fewer rows take as long, so steps are filled to a multiple"""
     speculate: bool = False
     """True if draft tokens are proposed"""
     keeps_images_whole: bool = False
@@ -27,7 +27,7 @@ class SchedulerLimits:
     keeps_prompts_whole: bool = False
     """True if a step computes all tokens of a prompt, because they see each other"""
     max_logit_rows: int = 256
-    """Rows of logits that a step has memory for"""
+    """Most rows of logits of a step, by the memory for them"""
     prompts_have_fixed_cost: bool = False
     """True if prompts add a fixed time to a step besides the time of their tokens, as on a GPU,
     where only steps without prompts are graphs"""
@@ -42,9 +42,9 @@ class Chunk:
     """Index of the first token"""
     count: int
     draft: Sequence[int] = ()
-    """Draft tokens, the last of `count`; they are not part of the sequence yet"""
+    """Draft tokens, the last tokens of the chunk, which are not part of the sequence yet"""
     num_outputs: int = 1
-    """Last tokens of the chunk whose hidden states the step returns"""
+    """Number of the chunk's last tokens whose hidden states the step returns"""
 
     @property
     def end(self) -> int:

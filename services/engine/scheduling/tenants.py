@@ -1,7 +1,7 @@
 """Fair service of tenants by the virtual token counter of Sheng et al. (OSDI 2024).
 
-The tenant with the least service is next. A tenant that returns is raised to the least service of
-the present tenants: service that it did not use while absent gives it no claim.
+The tenant with the least service is next. The service of a tenant that returns is raised to the
+least service of the present tenants: an absent tenant saves up no claim.
 """
 
 from collections import OrderedDict
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 __all__ = ["GENERATED_WEIGHT", "Tenant", "Tenants"]
 
 GENERATED_WEIGHT = 2
-"""Service of a generated token, in prompt tokens, as in the paper"""
+"""Service of a generated token in prompt tokens, as in the paper"""
 _MAX_ABSENT = 4096
-"""Absent tenants whose counters are kept: otherwise a short absence would clear a debt"""
+"""Number of absent tenants whose counters are kept, so that a short absence clears no debt"""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,9 +24,9 @@ class Tenant:
     served: float = 0.0
     """Service received, in weighted tokens"""
     waiting: int = 0
-    """Waiting sequences"""
+    """Number of waiting sequences"""
     running: int = 0
-    """Running sequences"""
+    """Number of running sequences"""
 
 
 class Tenants:

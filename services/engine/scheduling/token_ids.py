@@ -12,7 +12,7 @@ __all__ = ["Prompt", "TokenIds"]
 
 
 class Prompt:
-    """Ids and block hashes of a prompt, shared by all its choices."""
+    """Ids and block hashes of a prompt, which all its choices share."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Prompt:
         self.cache_salt = cache_salt
         self.block_size = block_size
         self.num_blocks = len(ids) // block_size
-        """Blocks that the prompt fills"""
+        """Number of blocks that the prompt fills"""
         self._hashes: list[bytes] = []
 
     def block_hashes(self, count: int) -> list[bytes]:
@@ -80,7 +80,7 @@ class TokenIds:
         self._length += 1
 
     def fork(self) -> "TokenIds":
-        """Return a copy that grows by itself. The prompt stays shared."""
+        """Return a copy that grows independently. The prompt stays shared."""
         copy = TokenIds(self._prompt)
         copy._ids, copy._length = self.array.copy(), self._length
         copy._hashes = self._hashes.copy()

@@ -14,7 +14,7 @@ from services.engine.scheduling.sequence import TokenSequence
 __all__ = ["PrefillCandidates", "PromptOrder", "WaitingQueue"]
 
 _SECONDS_PER_PRIORITY = 10.0
-"""Waiting time that raises a sequence's priority by one"""
+"""Seconds of waiting that raise a sequence's priority by one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class PromptOrder:
     now: float
     """Seconds, on the clock of arrivals"""
     highest: int
-    """Highest priority of all prompts, the limit for raised ones. Waiting thus gives no advantage
-    among equal priorities, and tenants share evenly"""
+    """Highest priority of all prompts, which limits raised priorities. So waiting gives no
+    advantage among equal priorities, and tenants share evenly"""
 
     def key(self, sequence: TokenSequence) -> tuple[float, ...]:
-        """Return a sort key: the least is next."""
+        """Return a sort key. The sequence with the least key is next."""
         command = sequence.request.command
         raised = int(max(self.now - command.arrival, 0.0) / _SECONDS_PER_PRIORITY)
         level = min(command.priority + raised, self.highest)
@@ -36,9 +36,9 @@ class PromptOrder:
 
 
 class WaitingQueue:
-    """Waiting sequences: a sorted list for each tenant and priority.
+    """Waiting sequences in a sorted list for each tenant and priority.
 
-    The order between the lists changes with each step, the order within them does not.
+    The order of the lists changes with each step, and the order within a list does not.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class WaitingQueue:
     def in_order(self, order: PromptOrder) -> Iterator[TokenSequence]:
         """Yield the sequences that are not paused, the next one first.
 
-        The caller may remove a sequence, and charge its tenant, before it asks for another one.
+        The caller may remove a sequence, and charge its tenant, before it takes the next one.
         """
         places = dict.fromkeys(self._queues, 0)
         while places:

@@ -1,4 +1,4 @@
-"""Image encoder: from image files to the embeddings that the decoder reads in their place."""
+"""Image encoder: embeddings of image files, which the decoder reads in place of the images."""
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,19 +20,19 @@ __all__ = ["ImageEncoder", "ImageFeatures"]
 
 _LOG = logging.getLogger("encoder")
 _BATCH_ELEMENTS = 3 << 22
-"""Elements of the pixels that the tower computes at once: 4 million pixels, or one image"""
+"""Most elements that the tower computes at once: those of 4 million pixels, or of one image"""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """Features of an image, as the decoder reads them."""
+    """Features of an image for the decoder."""
 
     embeddings: Tensor
     """[layers, tokens, hidden size] on the CPU, in the decoder's dtype. The first layer replaces
     the embeddings of the image's tokens; the others (Qwen3-VL's deepstack) are added to the outputs
     of the first decoder layers"""
     grid: tuple[int, int] | None
-    """Rows and columns of the tokens, for multimodal RoPE; None = they lie in a line"""
+    """Rows and columns of the tokens for multimodal RoPE; None = the tokens lie in a line"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def encode(self, files: Sequence[bytes]) -> list[ImageFeatures | ImageError]:
-        """Return each image's features, or why it can't be read."""
+        """Return each image's features, or the error if it can't be read."""
         results: dict[int, ImageFeatures | ImageError] = {}
         readable: list[_Pixels] = []
         for index, file in enumerate(files):
@@ -87,13 +87,13 @@ class ImageEncoder:
         return [results[index] for index in range(len(files))]
 
     def _encoded(self, images: Sequence[dict[str, Tensor]]) -> list[ImageFeatures | ImageError]:
-        """Return each image's features, or an error for one on which the tower fails."""
+        """Return each image's features, or an error if the tower fails on it."""
         # transformers' Mistral 3 fails on a lone token, so such an image is computed twice
         copies = 2 if self._is_one_token(images) else 1
         try:
             return [*islice(self._features([*images] * copies), len(images))]
         except torch.AcceleratorError:
-            raise  # the device is lost, which no image has caused
+            raise  # the device is lost, and no image is the cause
         except Exception as error:
             if is_full := isinstance(error, torch.OutOfMemoryError):
                 torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Process of the image encoder: it loads the vision tower, then encodes batch after batch.
 
-A process of its own with a low priority, because decode steps must not wait for an image.
+It is a separate process with a low priority, because decode steps must not wait for an image.
 """
 
 import logging
@@ -34,7 +34,7 @@ __all__ = ["encoded", "run"]
 
 _LOG = logging.getLogger("encoder")
 _NICENESS = 19
-"""Nice value on a CPU: the encoder computes while the loop pauses for it, hardly during steps"""
+"""Niceness on a CPU: the encoder computes while the loop pauses for it, and little during steps"""
 
 
 def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
@@ -61,7 +61,7 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
 
 
 def _batch_size(encoder: ImageEncoder) -> int:
-    """Return 8 on a GPU. On a CPU, where a batch is no faster, no image waits for another's end."""
+    """Return 8 on a GPU, and 1 on a CPU, where a batch is not faster than its images one by one."""
     return 8 if encoder.device.type == "cuda" else 1
 
 

@@ -1,4 +1,4 @@
-"""Image processor of a checkpoint: from a picture to what the vision tower reads."""
+"""Image processor of a checkpoint, which makes the inputs of the vision tower from images."""
 
 from pathlib import Path
 from typing import Any, Self
@@ -33,13 +33,13 @@ class ImageProcessor:
     def load(cls, directory: Path, config: PreTrainedConfig) -> Self:
         """Load the processor of a checkpoint whose config.json is `config`.
 
-        Raises CheckpointError, also for settings with which it can't process an image.
+        Raises CheckpointError, among others for settings with which it can't process an image.
         """
         try:
             processor = AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
                 directory, backend="pil", local_files_only=True, trust_remote_code=False
             )
-            processor.do_pan_and_scan = False  # as `Gemma3Processor`, whatever the file says
+            processor.do_pan_and_scan = False  # like `Gemma3Processor`, for any file
             loaded = cls(processor, _token_edge(config))
             loaded.pixels(_SAMPLE)
         except Exception as error:  # transformers raises errors of many types
@@ -49,10 +49,10 @@ class ImageProcessor:
         return loaded
 
     def pixels(self, image: Image.Image) -> dict[str, Tensor]:
-        """Return what the tower reads of an RGB image. Raises ImageError."""
+        """Return the inputs of the tower for an RGB image. Raises ImageError."""
         try:
             output = self._processor(images=[image], return_tensors="pt", **self._options)
-        except ValueError as error:  # such as an aspect ratio beyond Qwen's 200
+        except ValueError as error:  # for example, an aspect ratio above Qwen's 200
             reason = str(error).rstrip(".")
             raise ImageError(f"The model can't take the image: {reason}.") from None
         return {key: torch.as_tensor(output[key]) for key in _TENSORS if key in output}

@@ -20,7 +20,7 @@ class EncoderReady:
     image_token_id: int
     """Id that stands for one part of an image in prompts"""
     batch_size: int
-    """Images to encode together, at most"""
+    """Most images to encode together"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class EncodedImage:
     embeddings: bytearray
     """[layers, num_tokens, hidden size] in the decoder's dtype"""
     num_tokens: int
-    """Image tokens that the image needs in its prompt"""
+    """Number of image tokens that the image needs in its prompt"""
     grid: tuple[int, int] | None
-    """Rows and columns of the tokens, for multimodal RoPE; None = they lie in a line"""
+    """Rows and columns of the tokens for multimodal RoPE; None = the tokens lie in a line"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,6 @@ class UnreadableImage:
 
 @dataclass(frozen=True, slots=True)
 class ImagesEncoded:
-    """The answer to EncodeImages, in its order."""
+    """Answer to EncodeImages, with the images in the same order."""
 
     images: Sequence[EncodedImage | UnreadableImage]

@@ -14,7 +14,7 @@ __all__ = ["MobileNetV5"]
 
 _STEM = 64
 _WIDTHS = (128, 256, 640, 1280)
-"""Channels of the stages"""
+"""Number of channels of each stage"""
 _EPSILON = 1e-6
 
 
@@ -24,7 +24,7 @@ class MobileNetV5(nn.Module):
     def __init__(self, out_width: int, out_edge: int, multiplier: float = 1.0) -> None:
         """Make a tower without weights.
 
-        out_width: channels of the features; out_edge: their rows and their columns.
+        out_width: number of channels of the features. out_edge: number of their rows and columns.
         multiplier: factor of the channels inside, at most 1.
         """
         super().__init__()
@@ -172,7 +172,7 @@ class _InvertedResidual(nn.Module):
         middle: int = 0,
         is_scaled: bool = True,
     ) -> None:
-        """start, middle: edges of the depthwise convolutions; 0: there is none."""
+        """start, middle: edges of the depthwise convolutions; 0 = no such convolution."""
         super().__init__()
         inner = _rounded(inputs * expansion)
         self.dw_start: nn.Module = nn.Identity()

@@ -1,4 +1,4 @@
-"""Vision towers of checkpoints: whether there is one, and the id of the image token."""
+"""Vision towers of checkpoints: detection of a tower, and the id of the image token."""
 
 import json
 import struct
@@ -20,7 +20,7 @@ _MOST_HEADER_BYTES = 100_000_000
 def has_vision(directory: Path) -> bool:
     """Return whether the checkpoint holds a vision tower and the settings of its images.
 
-    False also for a checkpoint that can't be read: the loop says why.
+    Return False for a checkpoint that can't be read, too: the loop reports the reason.
     """
     return _holds_tower(directory) and _has_settings(directory)
 
@@ -33,7 +33,7 @@ def lacks_image_settings(directory: Path) -> bool:
 def unserved_vision(directory: Path) -> str | None:
     """Return the architecture of a checkpoint that holds a vision tower that is not served.
 
-    None if the checkpoint holds no tower, or a tower that `has_vision` finds.
+    Return None if the checkpoint holds no tower, or a tower that `has_vision` finds.
     """
     family, names = _read(directory)
     if family is None or not _holds(names, family.unserved_vision):

@@ -1,4 +1,4 @@
-"""Vision tower and projector of a checkpoint, as transformers computes them."""
+"""Vision tower and projector of a checkpoint, which transformers' modules compute."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,12 +49,12 @@ def load_tower(directory: Path, dtype: torch.dtype, device: torch.device) -> Pre
 
 
 def reason_of(error: Exception) -> str:
-    """Return what transformers raised, in one line for a message."""
+    """Return an error of transformers in one line, for a message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _without_weights(directory: Path, architecture: str) -> PreTrainedModel:
-    """Return the part that encodes images of the model that config.json describes."""
+    """Return the image-encoding part of the model that config.json describes."""
     try:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -104,7 +104,7 @@ def _stored_name(checkpoint: Checkpoint, name: str) -> str:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Give parameters of new modules no memory. Buffers, which files lack, keep their values."""
+    """Create parameters of new modules without memory. Buffers, which files lack, keep theirs."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: Any) -> None:

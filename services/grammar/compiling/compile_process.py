@@ -5,8 +5,8 @@ cancels it. So each grammar is first compiled in a fork of this process, under l
 and memory that the kernel enforces. The service compiles only the survivors again. This process
 does not import grpc and has one thread: forks are safe and cheap, and share the tokenizer.
 
-Jobs arrive on stdin: a header (job, CPU seconds, length in bytes) and a GrammarSpec. Verdicts leave
-on stdout, one JSON line each, shorter than PIPE_BUF: lines of different forks don't mix.
+Jobs arrive on stdin: a header (job, CPU seconds, length in bytes) and a GrammarSpec. Verdicts go to
+stdout, one JSON line each, shorter than PIPE_BUF, so that lines of different forks don't mix.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ HEADER = struct.Struct("<QdI")
 TIMED_OUT = signal.SIGPROF
 """The signal that ends a job at its limit of CPU time"""
 READY = 0
-"""The job of the first verdict, which reports that the process takes jobs"""
+"""Number of the job in the first verdict, which reports that the process takes jobs"""
 _STDIN, _STDOUT = 0, 1
 _MEMORY = 1 << 30  # bytes that a compilation may allocate
 _STACK = 4 << 20  # bytes; half of the serving threads' stack, so a survivor never overflows that
 _MAX_MASK_SECONDS = 0.25  # CPU seconds; an engine's step waits for its slowest mask
-_WALK = 8  # tokens
-_MAX_REASON = 600  # characters, which JSON escapes with 6 bytes each: less than PIPE_BUF
+_WALK = 8  # tokens that a trial follows
+_MAX_REASON = 600  # characters; JSON takes at most 6 bytes for each, less than PIPE_BUF in all
 _PAGE = resource.getpagesize()
 
 
@@ -53,13 +53,13 @@ class Verdict:
 
     job: int
     error: str = ""
-    """The reason of a refusal; empty: the grammar compiles."""
+    """Reason of a refusal; empty = the grammar compiles"""
     size: int = 0
     """Approximate memory of the compiled grammar, in bytes"""
     killed: int = 0
-    """The signal that ended the fork; 0: none."""
+    """Number of the signal that ended the fork; 0 = none"""
     seconds: float = 0.0
-    """CPU seconds"""
+    """CPU seconds that the job took"""
 
 
 def serve(directory: Path) -> None:
@@ -103,10 +103,10 @@ def _child_signals() -> socket.socket:
 
 def _reap(jobs: dict[int, int]) -> None:
     while jobs:
-        child, status, used = os.wait4(-1, os.WNOHANG)
+        child, status, usage = os.wait4(-1, os.WNOHANG)
         if child == 0:
             return
-        job, seconds = jobs.pop(child), used.ru_utime + used.ru_stime
+        job, seconds = jobs.pop(child), usage.ru_utime + usage.ru_stime
         if os.WIFSIGNALED(status):
             _report(Verdict(job, killed=os.WTERMSIG(status), seconds=seconds))
         elif os.WEXITSTATUS(status) != 0:
@@ -151,9 +151,9 @@ def _judge(job: int, content: bytes, tokenizer: LLTokenizer, before: int) -> Ver
 
 
 def _compile(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
-    translated = specification.translate(spec)
+    grammar = specification.translate(spec)
     try:
-        return compile_prototype(tokenizer, translated)
+        return compile_prototype(tokenizer, grammar)
     except GrammarError as error:
         raise GrammarError(specification.locate(spec, str(error))) from None
 
@@ -161,10 +161,10 @@ def _compile(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
 def _walk(matcher: LLMatcher) -> None:
     """Follow one text for a few tokens; raise GrammarError if a step fails or takes too long."""
     for _ in range(_WALK):
-        began = time.thread_time()
+        started = time.thread_time()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         matcher.compute_ff_tokens()
-        if time.thread_time() - began > _MAX_MASK_SECONDS:
+        if time.thread_time() - started > _MAX_MASK_SECONDS:
             raise GrammarError("The grammar is too expensive to match; make it shorter.")
         if matcher.is_stopped() and not matcher.is_error():
             return
@@ -184,7 +184,7 @@ def _report(verdict: Verdict) -> None:
 
 
 def _shortened(reason: str) -> str:
-    """Leave out the middle of a long reason: its start has the place, its end the fault."""
+    """Leave out the middle of a long reason: its start names the place, its end the fault."""
     half = _MAX_REASON // 2
     return reason if len(reason) <= _MAX_REASON else f"{reason[:half]} … {reason[-half:]}"
 

@@ -19,18 +19,18 @@ class CompileSlots:
     """
 
     def __init__(self, count: int, patience: float) -> None:
-        """`patience`: CPU seconds per slot that others may take before a waiter is refused."""
+        """patience: CPU seconds per slot that others may take before a waiter is refused."""
         self._turns = FairTurns(count)
         self._patience = patience
         self._limit = count * patience
         self._spent = 0.0  # CPU seconds of all ended compilations
         self._arrivals: dict[asyncio.Future[None], float] = {}
-        """`_spent` when each waiter arrived"""
+        """Value of `_spent` at the arrival of each waiter"""
 
     async def take(self, cost: float = 1.0) -> None:
         """Wait for a slot. Raises ServiceError, RESOURCE_EXHAUSTED, when others take too long.
 
-        cost: about the time of the compilation, in any unit.
+        cost: approximate time of the compilation, in a unit that all callers share.
         """
         turn = self._turns.request(current_tenant.get(), cost)
         self._arrivals[turn] = self._spent

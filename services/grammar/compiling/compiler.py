@@ -61,7 +61,7 @@ class Compiler:
         self._reader = asyncio.ensure_future(self._read(self._process, self._process.stdout))
 
     async def stop(self) -> None:
-        """Kill the process with its jobs, for good."""
+        """Kill the process and its jobs. It does not start again."""
         self._stopped = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
@@ -103,7 +103,7 @@ class Compiler:
             await self.start()
         except StartupError:
             raise _lost() from None
-        if self._stopped:  # during the start
+        if self._stopped:  # `stop` was called while the process started
             raise _lost()
         assert self._process is not None
         assert self._process.stdin is not None
@@ -122,7 +122,7 @@ class Compiler:
                 waiting = self._waiting.get(verdict.job)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(verdict)
-        except Exception:  # its next line can't be trusted either
+        except Exception:  # the line can't be read, and no later one can be trusted
             _LOG.exception("the process that compiles grammars wrote an unreadable line")
             if process.returncode is None:
                 process.kill()

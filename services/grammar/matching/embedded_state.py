@@ -64,7 +64,11 @@ class EmbeddedState:
         return replace(self, outline=outline, value=value)
 
     def narrowed(self, mask: int, grammar: LLMatcher) -> int:
-        """Return a mask without what the current value, or one that a token begins, excludes."""
+        """Return a mask without the tokens that JSON's rules exclude here.
+
+        These are the tokens that the current value excludes and, between values, the tokens that
+        begin a value and break a rule in it.
+        """
         if self.outline is None:
             return mask
         if self.value is not None:

@@ -21,7 +21,10 @@ class JsonExtent:
     """True in a number or a literal that is the whole value"""
 
     def after(self, text: bytes) -> tuple["JsonExtent | None", int]:
-        """Return the state after a text, None behind the value, and the value's bytes in it."""
+        """Return the state after a text, and the number of its bytes that belong to the value.
+
+        The state is None once the value has ended.
+        """
         state = self
         for place, byte in enumerate(text):
             if state.in_scalar and byte not in _SCALAR:

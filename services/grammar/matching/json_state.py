@@ -34,7 +34,7 @@ class JsonState:
         return JsonState(self.index, uniqueness, separators)
 
     def narrowed(self, mask: int, grammar: LLMatcher) -> int:
-        """Return a mask without the tokens that this text must not, or should not, go on with."""
+        """Return a mask without the tokens that must not, or should not, continue this text."""
         if self.uniqueness is not None:
             mask &= ~self.uniqueness.forbidden(mask)
         return mask if self.separators is None else self.separators.narrowed(mask, grammar)

@@ -39,7 +39,7 @@ class MaskFiller:
         size = self._row * len(matchers)
         if ctypes.sizeof(self._buffer) < size:
             self._buffer = (ctypes.c_uint32 * (size // 4))()
-        began = time.perf_counter()
+        started = time.perf_counter()
         if self._measured_steps:
             self._measured_steps -= 1
             self._compute_each(matchers)
@@ -50,7 +50,7 @@ class MaskFiller:
                 self._row,
                 len(matchers),
             )
-        if time.perf_counter() - began > _SLOW:
+        if time.perf_counter() - started > _SLOW:
             self._measured_steps = _MEASURED_STEPS
         rows = memoryview(self._buffer).cast("B")
         return [
@@ -61,10 +61,10 @@ class MaskFiller:
     def _compute_each(self, matchers: Sequence[Matcher]) -> None:
         """Compute the masks one by one, and charge each matcher with its CPU time."""
         for row, matcher in enumerate(matchers):
-            began = time.thread_time()
+            started = time.thread_time()
             address = ctypes.addressof(self._buffer) + row * self._row
             matcher.inner.unsafe_compute_mask_ptr(address, self._row)
-            matcher.charge(time.thread_time() - began)
+            matcher.charge(time.thread_time() - started)
 
     def _finish(self, matcher: Matcher, row: memoryview) -> int:
         ends = _bits(matcher.end_ids, self._width)

@@ -15,7 +15,10 @@ class MaskSlots:
         self._held: OrderedDict[bytes, int] = OrderedDict()  # digest of the mask -> slot
 
     def place(self, mask: bytes) -> tuple[int | None, bool]:
-        """Return the slot of a mask, None without slots, and whether the engine has the mask."""
+        """Return the slot of a mask, and whether the engine has the mask there already.
+
+        The slot is None if the engine has no slots.
+        """
         if self._free == 0 and not self._held:
             return None, False
         digest = hashlib.blake2b(mask, digest_size=16).digest()

@@ -11,7 +11,7 @@ from services.grammar.matching.prototype import reason_of
 __all__ = ["Matcher", "RefusedTokenError"]
 
 _MAX_FORCED = 64  # ids at once; a grammar can force an endless sequence
-_MAX_COMPUTED = 16_384  # forced ids; the library computes all that follow, for each one anew
+_MAX_COMPUTED = 16_384  # ids; after each forced id, the library computes all that follow anew
 _ALLOWANCE, _ALLOWANCE_PER_MASK = 0.25, 0.005  # CPU seconds
 
 
@@ -43,7 +43,7 @@ class Matcher:
         json: OutputState | None = None,
         cost: _Cost | None = None,
     ) -> None:
-        """`json`: the state before the first token, None where the grammar alone is enough."""
+        """json: state before the first token; None = the grammar alone is enough."""
         self.inner = inner
         self.end_ids = end_ids
         self._json = json
@@ -101,7 +101,7 @@ class Matcher:
         return copy
 
     def walk(self, ids: Sequence[int], vocabulary_size: int) -> list["Matcher"]:
-        """Return matchers in the states after each guessed id, up to the first misfit."""
+        """Return matchers in the states after each guessed id, until one does not fit."""
         states: list[Matcher] = []
         state = self
         for token in self._split(ids)[0]:
@@ -122,9 +122,9 @@ class Matcher:
         forced: list[int] = []
         computed = 0
         while len(forced) < _MAX_FORCED and computed < _MAX_COMPUTED and not self.terminated:
-            began = time.thread_time()
+            started = time.thread_time()
             following = self.inner.compute_ff_tokens()
-            if (seconds := time.thread_time() - began) > _ALLOWANCE_PER_MASK:
+            if (seconds := time.thread_time() - started) > _ALLOWANCE_PER_MASK:
                 self.charge(seconds)
             if not following:
                 break

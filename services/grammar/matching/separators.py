@@ -23,7 +23,7 @@ class SeparatorState:
         self._index = index
         self._in_string = False
         self._is_escaped = False
-        self._is_spaced = False  # white space outside a string is last
+        self._is_spaced = False  # True if the text ends with white space outside a string
 
     def after(self, text: bytes) -> "SeparatorState":
         """Return the state after a text."""

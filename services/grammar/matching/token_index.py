@@ -47,12 +47,13 @@ class TokenIndex:
         self.repeating_keys = 0
         """Tokens, as bits, that contain a string twice"""
         self.spaces = self.separators = self.closers = 0
-        """Tokens, as bits, that start with white space, with a comma or a colon, with a bracket"""
+        """Tokens, as bits, that start with white space; with a comma or a colon; with a closing
+        bracket"""
         self.separators_apart = 0
         """Tokens, as bits, that have white space before a comma or a colon, outside a string"""
         self.string_ends_apart = self.string_ends_spaced = 0
-        """Tokens, as bits, that end a string, with white space behind it: with a comma or a colon
-        behind that, and with nothing more"""
+        """Tokens, as bits, that end a string and have white space behind it: those that go on with
+        a comma or a colon, and those that end there"""
         for token, text in enumerate(self.spellings):
             strings = _STRING.findall(text)
             for content in set(strings):

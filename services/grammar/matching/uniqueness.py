@@ -48,10 +48,10 @@ class _Container:
     count: int = 0
     start: int = 0
     """Offset of the current item in the state's text, if the array is unique"""
-    used: frozenset[str] = frozenset()
+    seen: frozenset[str] = frozenset()
     """Keys of the object so far, or canonical forms of the array's items so far"""
     words: frozenset[bytes] = frozenset()
-    """The items as written, without white space between tokens"""
+    """Items of the array so far as written, without white space between tokens"""
     exhausted: frozenset[bytes] = frozenset()
     """Prefixes of items or of quoted keys, all completions of which are used"""
     key: bytes = b""
@@ -70,8 +70,8 @@ class UniquenessState:
         self._container: _Container | None = None
         self._mode = _Mode.VALUE
         self._is_escaped = False
-        self._key = b""  # the part so far of the current key
-        self._text = b""  # since the start of the outermost unique array
+        self._key = b""  # beginning of the current key
+        self._text = b""  # text since the start of the outermost unique array
 
     def after(self, token: int) -> "UniquenessState | None":
         """Return the state after a token, or None if the token repeats a key or an item."""
@@ -110,11 +110,11 @@ class UniquenessState:
         index, container = self._index, self._container
         yield index.repeating_keys
         if self._mode is _Mode.IN_KEY and container is not None:
-            words = frozenset(b'"%s"' % key.encode() for key in container.used)
+            words = frozenset(b'"%s"' % key.encode() for key in container.seen)
             yield from self._completing(b'"' + self._key, words | container.exhausted)
         while container is not None:
             if container.is_object:
-                for key in container.used:
+                for key in container.seen:
                     yield index.containing_string(key.encode())
                 if container.exhausted:
                     yield index.ending_items  # no comma may follow the last possible key
@@ -192,13 +192,13 @@ class UniquenessState:
         container = self._container
         assert container is not None
         name = self._key.decode(errors="surrogateescape")
-        if name in container.used:
+        if name in container.seen:
             raise _RepeatError
-        used, exhausted = container.used | {name}, container.exhausted
+        seen, exhausted = container.seen | {name}, container.exhausted
         if (keys := self._positions.keys_of(container.position)) is not None:
-            quoted = {f'"{key}"' for key in used}
+            quoted = {f'"{key}"' for key in seen}
             exhausted = keys.exhausted(exhausted, quoted, b'"%s"' % self._key)
-        self._container = replace(container, used=used, exhausted=exhausted, key=self._key)
+        self._container = replace(container, seen=seen, exhausted=exhausted, key=self._key)
         self._mode = _Mode.COLON
 
     def _end_value(self, last: bytes) -> None:
@@ -209,15 +209,15 @@ class UniquenessState:
             return
         word = self._text[container.start :] + last
         value = canonical(word)
-        if value in container.used:
+        if value in container.seen:
             raise _RepeatError
-        used, exhausted = container.used | {value}, container.exhausted
+        seen, exhausted = container.seen | {value}, container.exhausted
         if (items := self._positions.items_of(container.position)) is not None:
-            exhausted = items.exhausted(exhausted, used, word)
+            exhausted = items.exhausted(exhausted, seen, word)
             if value == _ZERO:
-                exhausted = items.exhausted(exhausted, used, b"-0" if word == b"0" else b"0")
+                exhausted = items.exhausted(exhausted, seen, b"-0" if word == b"0" else b"0")
         words = container.words | {word}
-        self._container = replace(container, used=used, exhausted=exhausted, words=words)
+        self._container = replace(container, seen=seen, exhausted=exhausted, words=words)
 
     def _next(self) -> None:
         container = self._container

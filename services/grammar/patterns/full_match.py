@@ -56,11 +56,12 @@ _Language: TypeAlias = Mapping[_Anchors, _Piece]
 
 
 def full_match_expressions(pattern: str) -> list[str] | None:
-    """Return expressions in llguidance's syntax, `^(?:…)$`, equivalent to a pattern if all match.
+    """Return expressions in llguidance's syntax that together are equivalent to a pattern.
 
-    There are several only if the pattern begins with lookaheads. They consider SPELLABLE texts
-    only; the result is None if no such text matches. Raises GrammarError as `parse` does, and for
-    anchors and lookaheads that can't be moved to the ends.
+    Each has the form `^(?:…)$`, and a text must match all of them. There are several only if the
+    pattern begins with lookaheads. They consider SPELLABLE texts only; the result is None if no
+    such text matches. Raises GrammarError as `parse` does, and for anchors and lookaheads that
+    can't be moved to the ends.
     """
     wholes: list[str] = []
     for node in _conjunction(parse(pattern)):

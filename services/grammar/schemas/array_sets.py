@@ -18,11 +18,11 @@ class Contained:
 
     item: Conjunction
     fails: tuple[Conjunction, ...]
-    """The alternatives in which an item does not satisfy it"""
+    """Alternatives in which an item does not satisfy `item`"""
     start: int = 0
     fewest: int = 1
     most: int | None = None
-    """Most such items; None = unbounded"""
+    """Most items that satisfy `item`; None = unbounded"""
 
 
 @dataclass(frozen=True, slots=True)

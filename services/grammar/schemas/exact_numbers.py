@@ -17,7 +17,7 @@ from services.grammar.schemas.number_sets import number_of
 __all__ = ["InexactNumber", "check_exact", "narrow_bounds", "parse_number"]
 
 _EXACT = 2**53
-"""Up to this size, each integer is a double"""
+"""Size up to which each integer is a double"""
 _TOP = 2**63 - 1024
 """The largest integer that llguidance bounds integers by"""
 _BOUNDS = ("maximum", "minimum", "exclusiveMaximum", "exclusiveMinimum")
@@ -52,7 +52,8 @@ def check_exact(schema: Mapping[str, Json], path: str) -> None:
 def narrow_bounds(schema: Json) -> Json:
     """Return a lowered schema with bounds that llguidance enforces exactly.
 
-    It is the same object if all are. Raises GrammarError where no number remains.
+    It is the same object if all bounds are already exact. Raises GrammarError where no number
+    remains.
     """
     if isinstance(schema, list):
         parts = [narrow_bounds(part) for part in schema]

@@ -13,7 +13,7 @@ from services.grammar.schemas.word_sets import WordSet
 __all__ = ["UNIQUE", "JsonPositions", "Position", "allows_repeats"]
 
 UNIQUE = "x-tokenwire-unique"
-"""Stands for uniqueItems in lowered schemas; llguidance ignores it."""
+"""Keyword in place of uniqueItems in lowered schemas; llguidance ignores it"""
 
 Position: TypeAlias = frozenset[int]
 """Numbers of the subschemas that may apply"""
@@ -30,7 +30,7 @@ class JsonPositions:
     """
 
     def __init__(self, schema: _Schema, options: _Schema) -> None:
-        """`options`: members of a schema that tell llguidance how to write JSON."""
+        """options: members of a schema that tell llguidance how to write JSON."""
         self._root = schema
         self._options = options
         self._schemas: list[_Schema] = []

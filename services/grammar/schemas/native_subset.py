@@ -29,7 +29,7 @@ _COUNTS = frozenset({
 
 
 def non_native(root: Json, references: References) -> set[int]:
-    """Return the `id`s of the subschemas outside the subset, or from which one is reachable."""
+    """Return the `id`s of the subschemas that are outside the subset, or that lead to one."""
     users: dict[int, list[int]] = {}
     found: set[int] = set()
     combined: set[int] = set()

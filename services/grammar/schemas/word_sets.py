@@ -28,24 +28,24 @@ class WordSet:
         return None if prototype.is_error() else cls(prototype)
 
     def exhausted(
-        self, exhausted: frozenset[bytes], used: Iterable[str], word: bytes
+        self, exhausted: frozenset[bytes], seen: Iterable[str], word: bytes
     ) -> frozenset[bytes]:
-        """Return `exhausted` with the prefixes of `word` that only used words complete.
+        """Return `exhausted` with the prefixes of `word` all of whose completions are used.
 
-        `used` has the canonical forms of all used words, including `word`. The empty prefix is
-        exhausted when all words are used.
+        seen: canonical forms of all used words, including `word`. The empty prefix is exhausted
+        when all words are used.
         """
-        return self._cached(exhausted, frozenset(used), word)
+        return self._cached(exhausted, frozenset(seen), word)
 
     def _exhausted(
-        self, exhausted: frozenset[bytes], used: frozenset[str], word: bytes
+        self, exhausted: frozenset[bytes], seen: frozenset[str], word: bytes
     ) -> frozenset[bytes]:
         matcher = self._prototype.deep_copy()
         if matcher.try_consume_tokens(list(word)) < len(word):
             return exhausted
         prefix, found = word, set(exhausted)
         for _ in range(_MAX_STEPS):
-            if matcher.is_accepting() and canonical(prefix) not in used:
+            if matcher.is_accepting() and canonical(prefix) not in seen:
                 break
             live = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << _BYTES) - 1)
             if matcher.is_error() or not _all_in(found, prefix, live):

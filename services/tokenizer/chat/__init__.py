@@ -1,1 +1,1 @@
-"""Chats: a conversation becomes a prompt, generated text becomes a message."""
+"""Chats: prompts from conversations, and messages from generated text."""

@@ -28,7 +28,7 @@ class AnswerFormat:
     calls: ToolFormat
     reasoning: ReasoningFormat | None
     token_ids: Mapping[str, int]
-    """Ids of the marks of both that are control tokens, which no text can spell"""
+    """Ids of the marks of calls and reasoning that are control tokens, which no text can spell"""
 
     @property
     def has_channels(self) -> bool:
@@ -38,18 +38,18 @@ class AnswerFormat:
 
 @dataclass(frozen=True, slots=True)
 class AnswerGrammar:
-    """A grammar, and the fields of the request that it was built from."""
+    """A grammar, and the fields of the request from which it was built."""
 
     spec: types_pb2.GrammarSpec
     places: Mapping[str, str]
     """Fields of the request, by places in the grammar"""
     field: str
-    """The field for errors whose place is unknown"""
+    """Field for errors whose place in the grammar is unknown"""
     ignored: Sequence[str]
     """Paths of schema keywords that are not enforced"""
 
     def remap_error(self, error: ServiceError) -> None:
-        """Make an error of the grammar service name the request's field."""
+        """Set the field of a grammar service's error to the field of the request."""
         if error.field == "grammar.json_whitespace":
             return
         error.field = self.field

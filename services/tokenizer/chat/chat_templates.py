@@ -44,7 +44,7 @@ __all__ = ["ChatPrompt", "ChatTemplates", "RenderedChat"]
 
 _LOG = logging.getLogger("chat")
 _PROBE_SECONDS = 60.0
-"""Time for which a chat waits for the probe of the templates"""
+"""Seconds for which a chat waits for the probe of the templates"""
 _INLINE_SIZE = 4_096  # bytes or characters; larger inputs are processed in a thread
 _MAX_SIZE = 8 * 1024 * 1024  # bytes of a conversation, like the limit of rendered text
 _ARGUMENTS = "conversation.template_arguments_json"
@@ -71,7 +71,7 @@ class ChatPrompt:
     template: str
     arguments_json: str
     add_generation_prompt: bool | None
-    """None: true unless the last message is continued"""
+    """True if the prompt ends with an answer's header; None = unless a message is continued"""
     continue_last_message: bool
     reasoning_effort: str = ""
     """Effort of reasoning; empty = the template's default"""
@@ -140,7 +140,7 @@ class ChatTemplates:
         tool_format: str = "auto",
         reasoning_format: str = "auto",
     ) -> None:
-        """`tool_format` and `reasoning_format` are names of `tool_formats`, or "auto"."""
+        """tool_format, reasoning_format: names of known formats, or "auto"."""
         self._vocabulary = vocabulary
         self._model = model
         self._image_mark = images.mark if images is not None else ""
@@ -156,7 +156,7 @@ class ChatTemplates:
         self._marks: frozenset[str] = frozenset()
         """Control tokens of calls and reasoning"""
         self.table = vocabulary.table
-        """Texts of generated tokens, those of the marks included"""
+        """Texts of generated tokens, among them the marks of calls and reasoning"""
         self._derives_calls = tool_format == "auto"
         self._reasoning = reasoning_formats_of(reasoning_format, templates)
         """Formats of reasoning that the templates may have"""
@@ -172,7 +172,7 @@ class ChatTemplates:
         return bool(self._vocabulary.chat_templates)
 
     def _take_formats(self, calls: ToolFormat, reasoning: ReasoningFormat | None) -> None:
-        """Read answers in these forms from now on."""
+        """Read answers in these forms from now on, and update the ids that depend on them."""
         vocabulary = self._vocabulary
         texts = "\n".join([*calls.texts, *(reasoning.texts if reasoning else ())])
         marks = frozenset(token for token in vocabulary.control_tokens if token in texts)
@@ -194,7 +194,7 @@ class ChatTemplates:
         await self._renderer.stop()
 
     def check(self, prompt: ChatPrompt) -> None:
-        """Validate a prompt, which takes long for a large one.
+        """Validate a prompt. This takes long for a large prompt.
 
         Raises FAILED_PRECONDITION if the model has no template, INVALID_ARGUMENT for wrong fields.
         """
@@ -234,8 +234,9 @@ class ChatTemplates:
     ) -> RenderedChat:
         """Return the text and ids of a valid prompt.
 
-        check_text: called with the text before it is encoded. images: those of the messages, None
-        without any. Raises as `check_text`, `Renderer.render` and `ImageExpander.place_in_chat`.
+        check_text: called with the text before it is encoded. images: images of the messages; None
+        if there are none. Raises the errors of `check_text`, `Renderer.render` and
+        `ImageExpander.place_in_chat`.
         """
         assert self._probing is not None, "start was not called"
         await self._until_probed(self._probing)
@@ -262,7 +263,7 @@ class ChatTemplates:
         return await asyncio.to_thread(encode) if is_long else encode()
 
     def reasoning_state(self, prompt: str, *, behind: str | None = None) -> ReasoningState:
-        """Return the state at the end of a prompt; a continued message is `behind` this text."""
+        """Return the state at the end of a prompt. behind: text before a continued message."""
         form = self.answers.reasoning
         if form is None:
             return ReasoningState.NONE
@@ -279,7 +280,7 @@ class ChatTemplates:
     def parser(
         self, state: ReasoningState, tools: Parameters, *, is_forced: bool = False
     ) -> MessageParser:
-        """Return the parser of an answer; `is_forced`: a grammar forces calls of `tools`."""
+        """Return the parser of an answer. is_forced: whether a grammar forces calls of `tools`."""
         form = self.answers.reasoning
         if self.answers.has_channels:
             within = None if form is None else _WITHIN[state]
@@ -319,7 +320,7 @@ class ChatTemplates:
                 facts = await probe_template(self._renderer, name, names[name], self._image_mark)
             except ServiceError as error:
                 if error.code is grpc.StatusCode.UNAVAILABLE:
-                    raise  # the template is not at fault
+                    raise  # the cause is not the template
                 _LOG.warning("the chat template %s refuses messages: %s", name, error.message)
                 facts = TemplateFacts()
             facts = await with_thinking(self._renderer, name, facts)
@@ -330,9 +331,9 @@ class ChatTemplates:
         self.turn_end_ids = self.turn_end_ids.union(*map(self._turn_ends, ends))
 
     def _derive_formats(self, seen: Sequence[Renderings], facts: TemplateFacts) -> None:
-        """Read answers as the templates write them, as far as they show it.
+        """Derive the forms of answers from the templates' renderings, as far as these show them.
 
-        facts: those of the template that renders tools, whose renderings are the first.
+        facts: facts of the template that renders tools, to which the first item of `seen` belongs.
         """
         reasoning = self.answers.reasoning
         if self._derives_reasoning:
@@ -340,16 +341,16 @@ class ChatTemplates:
             reasoning = derive_reasoning(shown, self._reasoning)
         calls = self.answers.calls
         if self._derives_calls and not (facts.shows_tools or facts.shows_calls):
-            calls = tool_format_of("hermes", (), ())  # which the description of the tools asks for
+            calls = tool_format_of("hermes", (), ())  # the description of the tools asks for it
         elif self._derives_calls:
             found = (choose_calls(calls, each, reasoning) for each in seen)
             calls = next(filter(None, found), calls)
         self._take_formats(calls, reasoning)
 
     def _turn_ends(self, end: str) -> frozenset[int]:
-        """Return the id of the special token that ends a turn, as a rendered turn ends with `end`.
+        """Return the ids that end a turn, from the text `end` behind a rendered turn.
 
-        Tokens of calls and reasoning end a part: others follow.
+        Tokens of calls and reasoning do not count, because they end only a part of a turn.
         """
         reasoning = self.answers.reasoning
         known = [*self.answers.calls.texts, *(reasoning.texts if reasoning is not None else ())]
@@ -402,7 +403,7 @@ class ChatTemplates:
 class _PreparedChat:
     job: RenderJob
     marks: Mapping[str, str]
-    """Characters of the conversation that stand for these texts"""
+    """Text for which each placeholder character in the conversation stands"""
     moved: Sequence[int]
 
     def place(self, parts: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
@@ -417,8 +418,8 @@ class _PreparedChat:
 
 def _unused_characters(value: Json) -> Iterator[str]:
     """Yield characters for private use that no text of the value contains."""
-    used = frozenset().union(*_texts(value))
-    return (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+    present = frozenset().union(*_texts(value))
+    return (chr(code) for code in _PRIVATE_USE if chr(code) not in present)
 
 
 def _texts(value: Json) -> Iterator[str]:

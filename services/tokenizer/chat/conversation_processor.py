@@ -1,4 +1,4 @@
-"""Processor of a request with a conversation: its template makes the prompt, parts the answer."""
+"""Processor of a request with a conversation: a template makes the prompt, a parser the answer."""
 
 import asyncio
 from collections.abc import Container, Sequence
@@ -65,7 +65,7 @@ class ConversationProcessor(RequestProcessor):
         super().__init__(request, vocabulary, reader)
         self._templates = templates
         self._messages: list[ChatMessage] = []
-        """Answers by index of the choice; empty until `plan`"""
+        """Writers of the answers by index of the choice; empty before `plan`"""
 
     async def plan(self, limits: ModelLimits) -> CompletionPlan:
         """Return the plan.
@@ -121,7 +121,7 @@ class ConversationProcessor(RequestProcessor):
         found: tuple[completion_pb2.GenerateRequest, RenderedChat, ImageExpander | None] | None = (
             None
         )
-        while low <= high:  # the whole first, then by halves
+        while low <= high:  # try the whole conversation, then search by bisection
             self._request, shown = _shortened(whole, images, ways[place])
             try:
                 rendered = await self._render_within(context, shown)
@@ -227,7 +227,7 @@ class ConversationProcessor(RequestProcessor):
         hidden: Container[int],
         pieces: Sequence[bytes],
     ) -> list[ChatMessage]:
-        """Return the writer of each choice; a resumed one has had its echo.
+        """Return the writer of each choice. A resumed choice has no echo, which the client has.
 
         hidden: ids without text. pieces: bytes of the tokens, as far as the text has them.
         """
@@ -265,7 +265,7 @@ class ConversationProcessor(RequestProcessor):
         )
 
     def _kept_tokens(self, context: int) -> int | None:
-        """Return the number of prompt tokens that truncate_prompt_tokens keeps; None for all."""
+        """Return the number of prompt tokens that truncate_prompt_tokens keeps; None = all."""
         request = self._request
         if not request.HasField("truncate_prompt_tokens"):
             return None

@@ -16,11 +16,11 @@ class KeptMessages:
     """Messages that are kept, by index: the instructions, one question, and the last messages."""
 
     instructions: int
-    """Messages of instructions at the start"""
+    """Number of messages with instructions at the start"""
     question: int | None
-    """The user's message before the last ones; None if they hold it"""
+    """Index of the kept question of the user; None = the last messages contain it"""
     start: int
-    """First of the last messages"""
+    """Index of the first of the last messages"""
 
     def indices(self, count: int) -> Iterator[int]:
         """Yield the indices of kept messages out of `count`."""

@@ -1,4 +1,4 @@
-"""One choice: generated ids in, text and token columns out."""
+"""One choice of a completion: text and token columns from generated ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,13 +47,13 @@ class SkippedOutput:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOutput:
-    """Output of one choice since the last: an echo, then new tokens, then the end."""
+    """Output of one choice since the last output: an echo, then new tokens, then the end."""
 
     index: int
     skipped: "SkippedOutput"
     echo: Echo | None
     position: int
-    """Tokens of the choice before those of `columns`"""
+    """Number of the choice's tokens before those of `columns`"""
     text: str
     columns: Columns
     suffix: str
@@ -67,7 +67,7 @@ class ChoiceOutput:
 
     @property
     def is_large(self) -> bool:
-        """True if a response may take megabytes: a prompt, or many scored tokens."""
+        """True if a response may take megabytes: it has a prompt, or many scored tokens."""
         return self.echo is not None or (
             bool(self.columns.scores) and len(self.columns.ids) > _LARGE_COLUMNS
         )
@@ -82,24 +82,24 @@ class _HeldToken:
     score: Score | None
     candidate_texts: Sequence[str]
     name: str | None
-    """Text of a special token that the choice's text leaves out; else None"""
+    """Text of a special token that the choice's text leaves out; None = any other token"""
     text: str = ""
 
 
 class Choice:
-    """Decodes ids, matches stop strings, and gathers output until `take`."""
+    """State of one choice, which decodes ids, matches stop strings, and gathers output."""
 
     def __init__(
         self, index: int, plan: ChoicePlan, detokenizer: Detokenizer, echo_length: int | None
     ) -> None:
-        """`echo_length` is the length of the prompt's text in code points, None without an echo.
+        """echo_length: length of the prompt's text in code points; None = no echo.
 
         With an echo, there is no output before `put_echo`.
         """
         self.index = index
         self.outcome: Outcome | None = None
         self.received: list[int] = []
-        """Ids so far, through the one that completed a stop string"""
+        """Generated ids, up to the id that completed a stop string"""
         self.sent = 0
         """Number of tokens that were taken, or received before the choice was resumed"""
         self._plan = plan
@@ -109,16 +109,16 @@ class Choice:
         self._echo: Echo | None = None
         self._awaits_echo = self._has_echo = echo_length is not None
         self._base = echo_length or 0  # code points before the generated text
-        self._ends_prompt = False  # no token completes the prompt's last character
-        self._logprobs: list[float] = []  # of all received tokens, for best_of
-        self._text = ""  # ready to be taken, as are the columns
+        self._ends_prompt = False  # True if no token completes the prompt's last character
+        self._logprobs: list[float] = []  # logprobs of all received tokens, for best_of
+        self._text = ""  # text that is ready to be taken
         self._columns = Columns()
         self._skip: Sequence[int] = ()  # tokens at the start that the client has received
         self._skipped_text = ""
         self._skipped_columns = Columns()
-        # held back, if tokens are tracked; offsets in code points of the generated text
+        # tokens that are held back; their offsets are in code points of the generated text
         self._held: list[_HeldToken] = []
-        self._released = 0  # tokens that are held no longer
+        self._released = 0  # number of tokens that were held and released
         self._unsettled = 0  # tokens at the end of _held that may still get text
         self._decoded = 0
         self._is_end_taken = False
@@ -149,7 +149,7 @@ class Choice:
 
     @property
     def kept_logprobs(self) -> Sequence[float]:
-        """Logprobs of the tokens before any cut, once the choice ended; for best_of only."""
+        """Logprobs of the tokens that a stop string has not cut, once the choice has ended."""
         return self._logprobs[: self.sent + len(self._columns.ids)]
 
     def put_echo(self, echo: Echo) -> None:
@@ -159,7 +159,7 @@ class Choice:
             self._awaits_echo = False
 
     def skip(self, ids: Sequence[int]) -> None:
-        """Put the echo and these first tokens into the `skipped` part of the output.
+        """Put the echo and the first tokens, `ids`, into the `skipped` part of the output.
 
         The client has received them before its stream was lost. Call it before any token is added.
         """
@@ -175,7 +175,7 @@ class Choice:
         self._is_end_taken = True
 
     def replay(self) -> None:
-        """Add the skipped tokens, for the state that they leave; they have no scores."""
+        """Add the skipped tokens without scores, to restore the state behind them."""
         self._feed(self._skip, None)
 
     def add(self, position: int, tokens: types_pb2.TokenColumns) -> None:
@@ -292,15 +292,15 @@ class Choice:
         if not rest:
             return False
         is_silent = self._detokenizer.is_silent
-        began, *others = dropwhile(lambda held: is_silent(held.token), unsettled)
+        first, *others = dropwhile(lambda held: is_silent(held.token), unsettled)
         for held in others:
             held.start += len(rest)
-        return self._grow(began, rest)
+        return self._grow(first, rest)
 
     def _rest(self) -> str:
-        """Return the text that an unfinished character adds at the end of the generated text.
+        """Return the text that an unfinished character at the end adds to the generated text.
 
-        If all its bytes are the prompt's, it belongs to the echo, or to nothing without one.
+        If all its bytes come from the prompt, it belongs to the echo, if there is an echo.
         """
         is_prompts = self._detokenizer.is_inherited
         rest = self._detokenizer.flush()
@@ -331,7 +331,7 @@ class Choice:
         """
         cut = match.end if self._plan.include_stop else match.start
         is_silent = self._detokenizer.is_silent
-        # end at the first token that goes: a later one without bytes would leave a gap
+        # end at the first token that is cut: a later token without bytes would leave a gap
         self._held = list(
             takewhile(
                 lambda held: held.start < cut or (held.start == cut and is_silent(held.token)),

@@ -25,7 +25,7 @@ class ChoiceSet:
                 choice = Choice(len(self._choices), plan.choice, detokenizer, echo_length)
                 self._choices.append(choice)
         self._ready: dict[int, Choice] = {}
-        """Choices with output by index, unless they are delivered whole"""
+        """Choices that have output, by index; empty if choices are delivered whole"""
         self._whole_taken = 0
         self._winners: list[Choice] = []
         """Choices that best_of selected, in the order of the answer"""
@@ -37,7 +37,7 @@ class ChoiceSet:
         return iter(self._choices)
 
     def resume(self, resumed: Iterable[completion_pb2.ResumedChoice], *, replays: bool) -> None:
-        """Skip what the client has received before its stream was lost.
+        """Skip the output that the client received before its stream was lost.
 
         replays: whether the engine continues behind the received ids, instead of generating them
         again.
@@ -111,7 +111,7 @@ class ChoiceSet:
         while candidates := self.of_prompt(len(self._winners) // n):
             if any(choice.outcome is None for choice in candidates):
                 break
-            order: Sequence[int] = range(len(candidates))  # of beams: they come best first
+            order: Sequence[int] = range(len(candidates))  # beams come best first
             if self._plan.choice.ranked:
                 order = rank([choice.kept_logprobs for choice in candidates])
             for place in order[:n]:

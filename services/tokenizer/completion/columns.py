@@ -22,7 +22,7 @@ class Score:
     top_logprobs: Sequence[float]
 
     def candidate_texts(self, detokenizer: Detokenizer) -> list[str]:
-        """Return the text that each candidate would add; `detokenizer` has not read the token."""
+        """Return the text that each candidate would add. `detokenizer` has not read the token."""
         return [detokenizer.peek(candidate) for candidate in self.top_ids]
 
     def first(self, width: int) -> "Score":
@@ -33,7 +33,7 @@ class Score:
 
     @classmethod
     def none(cls, width: int) -> "Score":
-        """Return the row of a token without a score, such as the first of a prompt."""
+        """Return the row of a token without a score, such as the first token of a prompt."""
         return cls(_NAN, 0, [0] * width, [_NAN] * width)
 
 
@@ -64,7 +64,7 @@ def write_scores(scores: Sequence[Score], tokens: types_pb2.TokenColumns) -> Non
 
 
 class Columns:
-    """Tokens that are ready to be sent, in columns. Only `ids` is filled where none is scored."""
+    """Columns of tokens that are ready to be sent. Only `ids` is filled if none is scored."""
 
     __slots__ = ("_top_texts", "ids", "offsets", "scores", "texts")
 
@@ -79,7 +79,7 @@ class Columns:
     def append(
         self, token: int, text: str, offset: int, score: Score, candidate_texts: Sequence[str]
     ) -> None:
-        """Add a scored token. If it is among its own candidates, it has `text` there too."""
+        """Add a scored token. If it is one of its own candidates, it has `text` there, too."""
         self.ids.append(token)
         self.texts.append(text)
         self.offsets.append(offset)

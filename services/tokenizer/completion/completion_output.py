@@ -1,4 +1,4 @@
-"""Output of one completion: events of the engine in, responses out."""
+"""Output of one completion: responses from events of the engine."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +21,10 @@ class CompletionOutput:
     The methods that take an event return whether `write` has something to write for it.
     """
 
-    def __init__(self, plan: CompletionPlan, began: float) -> None:
-        """`began` is the arrival of the request on the monotonic clock, in seconds."""
+    def __init__(self, plan: CompletionPlan, started: float) -> None:
+        """started: time of the request's arrival on the monotonic clock, in seconds."""
         self.plan = plan
-        self.encode_seconds = time.monotonic() - began
+        self.encode_seconds = time.monotonic() - started
         """Seconds from the request's arrival to its plan"""
         self.first_token_seconds: float | None = None
         """Seconds from the request's arrival to its first token; None before that token"""
@@ -36,8 +36,8 @@ class CompletionOutput:
         self._admission: engine_pb2.Accepted | None = None
         self._usage: types_pb2.Usage | None = None
         self._mirostat_mu: dict[int, float] = {}
-        """State of Mirostat by sequence, which ids do not restore"""
-        self._began = began
+        """State of Mirostat by sequence, which can't be restored from ids"""
+        self._started = started
         self._last_token_at: dict[int, float] = {}
         if plan.resume is not None:
             self.choices.resume(plan.resume.choices, replays=not plan.generates_again)
@@ -58,16 +58,16 @@ class CompletionOutput:
         return self.choices.received + self._prompt_scores.received
 
     def computed(self) -> Iterator[tuple[Sequence[int], Iterator[Sequence[int]]]]:
-        """Yield the ids of each prompt, and those of its choices that an engine computed.
+        """Yield the ids of each prompt, and the ids that an engine has computed for its choices.
 
-        The last id that was drawn is computed with the next one only.
+        The last id of a choice is computed only with the next one.
         """
         for index, prompt in enumerate(self.plan.prompts):
             choices = self.choices.of_prompt(index)
             yield prompt.ids, (choice.received[:-1] for choice in choices)
 
     def accept(self, admission: engine_pb2.Accepted) -> bool:
-        """Take the engine's admission. Later ones, after a resubmission, change nothing."""
+        """Take the engine's admission. An admission after a resubmission changes nothing."""
         if self._admission is not None:
             return False
         self._admission = admission
@@ -114,7 +114,7 @@ class CompletionOutput:
         add: AddResponse,
         is_full: Callable[[], bool],
     ) -> bool:
-        """Write what is ready, as responses from `add`. Returns whether output is left."""
+        """Write ready output as responses from `add`. Returns whether output is left."""
         if self._admission is not None and not self.is_admission_written:
             self._write_admission(add().accepted, self._admission)
         for run in self._prompt_scores.take_runs():
@@ -169,7 +169,7 @@ class CompletionOutput:
         if last is not None:
             metrics.INTER_TOKEN_SECONDS.observe((now - last) / max(1, tokens))
         elif not self._last_token_at:
-            self.first_token_seconds = now - self._began
+            self.first_token_seconds = now - self._started
             metrics.FIRST_TOKEN_SECONDS.observe(self.first_token_seconds)
             metrics.RECENT_FIRST_TOKENS.add(now, self.first_token_seconds)
         self._last_token_at[sequence] = now

@@ -45,7 +45,7 @@ def end_span(span: Span, output: CompletionOutput | None, outcome: str, **why: s
     """End the span of a request.
 
     output: None = the request was never planned.
-    outcome: that of the metrics.
+    outcome: outcome in the metrics.
     why: reason and message of the failure, as `failure` returns them.
     """
     if span.is_recording:

@@ -59,7 +59,7 @@ def _too_many_losses(error: ServiceError) -> ServiceError:
 
 
 class CompletionStream:
-    """Listens to the engine, and gathers output until the client takes it."""
+    """A running completion, which gathers the engine's output until the client takes it."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class CompletionStream:
         credit: int | None,
         is_windowed: bool,
     ) -> None:
-        """`credit` and `is_windowed` are those of `EngineRequest`; `on_end` is called once."""
+        """credit, is_windowed: parameters of `EngineRequest`. on_end: called once, at the end."""
         self.error: ServiceError | None = None
         """The failure, which the client gets after the last `write`"""
         self.processor: RequestProcessor = processor
@@ -82,7 +82,7 @@ class CompletionStream:
         self._on_end = on_end
         self._engine = EngineRequest(pool, self, context, credit=credit, is_windowed=is_windowed)
         self._losses = Losses()
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         self._task: asyncio.Task[None] | None = None
         self._output: CompletionOutput | None = None
         """Output of the engine; None until the request is planned"""
@@ -120,12 +120,12 @@ class CompletionStream:
             self.fail_unexpectedly()
 
     def credit(self, tokens: int) -> None:
-        """Grant the engine so many more tokens of each choice."""
+        """Grant the engine `tokens` more tokens of each choice."""
         if not self._is_ended:
             self._engine.add_credit(tokens)
 
     def extend_window(self) -> None:
-        """Let the engine continue in place of what the client has taken."""
+        """Grant the engine as many tokens as the client has taken."""
         if self._output is not None and not self._is_ended:
             self._engine.extend_window(self._output.choices.running)
 
@@ -187,7 +187,7 @@ class CompletionStream:
         if remap_error is not None and error.field.startswith("grammar"):
             remap_error(error)
         elif error.field.startswith("resume["):
-            error.field = "resume.choices"  # the engine numbers those that run
+            error.field = "resume.choices"  # the engine numbers the running choices alone
         may_retry = self._leave_for(error)
         if output is None or not may_retry:
             self._fail(error)
@@ -198,7 +198,7 @@ class CompletionStream:
             self._run_as_task(self._resubmit(output, error))
 
     def _leave_for(self, error: ServiceError) -> bool:
-        """Leave the engine that ended the request. Return whether another one may take it."""
+        """Leave the engine that ended the request. Return whether another engine may take it."""
         if error.reason == "QUEUE_FULL":
             return self._engine.on_full()
         if error.reason in _RETRY_REASONS:
@@ -231,7 +231,7 @@ class CompletionStream:
         if choice.outcome is not None:
             return False
         has_output = output.add_tokens(delta)
-        if choice.outcome is not None:  # a stop string ended it, which the engine can't see
+        if choice.outcome is not None:  # a stop string, unknown to the engine, has ended the choice
             self._engine.cancel([delta.sequence])
         return has_output
 
@@ -266,7 +266,7 @@ class CompletionStream:
         self._submit(await plan)
 
     def _submit(self, plan: CompletionPlan) -> None:
-        self._output = CompletionOutput(plan, self._began)
+        self._output = CompletionOutput(plan, self._started)
         metrics.ENCODE_SECONDS.observe(self._output.encode_seconds)
         try:
             self._engine.submit(self._output)
@@ -299,7 +299,7 @@ class CompletionStream:
         await self._pool.wait_until_serving(self._context.deadline, why, is_new=is_new)
 
     def _run_as_task(self, work: Coroutine[None, None, None]) -> None:
-        """Run a coroutine whose failure is the request's."""
+        """Run a coroutine whose failure ends the request."""
 
         async def watched() -> None:
             try:
@@ -347,7 +347,7 @@ class CompletionStream:
                 **self._key_field(),
                 "prompt_tokens": output.plan.prompt_tokens if output is not None else 0,
                 "completion_tokens": output.choices.received if output is not None else 0,
-                "milliseconds": round((time.monotonic() - self._began) * 1e3, 2),
+                "milliseconds": round((time.monotonic() - self._started) * 1e3, 2),
             },
         )
 

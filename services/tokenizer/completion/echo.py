@@ -21,7 +21,7 @@ class Echo:
 
 
 def make_echo(prompt: EncodedPrompt, scores: Sequence[Score] | None) -> Echo:
-    """Return the echo of a prompt; `scores` are one per token, empty for the first, or None."""
+    """Return the echo of a prompt. scores: one per token, empty for the first; None = no scores."""
     ended = None
     if prompt.ended_texts != prompt.texts:
         ended = _echo(prompt, prompt.ended_texts, scores)
@@ -38,7 +38,7 @@ def _echo(prompt: EncodedPrompt, texts: Sequence[str], scores: Sequence[Score] |
     offset = 0
     for place, (token, text, score) in enumerate(zip(prompt.ids, texts, scores, strict=True)):
         candidates = score.candidate_texts(detokenizer) if place else [""] * len(score.top_ids)
-        shown = text or prompt.table.hidden.get(token, "")  # such as a BOS that was added
+        shown = text or prompt.table.hidden.get(token, "")  # for example, a BOS that was added
         columns.append(token, shown, offset, score, candidates)
         detokenizer.feed(token)
         offset += len(text)

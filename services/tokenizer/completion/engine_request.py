@@ -21,14 +21,14 @@ from tokenwire.session import Listener
 
 __all__ = ["CallContext", "EngineRequest"]
 
-_MARGIN_SECONDS = 0.1  # by which the engine's deadline precedes the caller's
+_MARGIN_SECONDS = 0.1  # time from the engine's deadline to the caller's
 _WINDOW = 1_024  # tokens per choice that the engine may be ahead of the reader of a call
 _MAX_CREDIT = 2**32 - 1  # tokens that one message can grant; no choice can have more
 
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """Origin of a request."""
+    """Origin of a request: its caller, tenant, deadline and limits."""
 
     request_id: str
     span: Span
@@ -50,7 +50,7 @@ class CallContext:
 
 
 class EngineRequest:
-    """The engine's side of one completion. It is closed before `submit`, and after the end."""
+    """The engine's side of one completion. It is open from `submit` to the end of the request."""
 
     def __init__(
         self,
@@ -61,7 +61,10 @@ class EngineRequest:
         credit: int | None,
         is_windowed: bool,
     ) -> None:
-        """Control the flow by the client's `credit`, by a window over its reads, or not at all."""
+        """credit: tokens per choice that the client grants; None = the client grants none.
+
+        is_windowed: whether the client's reads limit how far the engine may be ahead.
+        """
         self._pool = pool
         self._listener = listener
         self._context = context
@@ -69,7 +72,7 @@ class EngineRequest:
         """Tokens per choice granted so far; None without flow control."""
         self._is_windowed = is_windowed
         self._need: Need | None = None
-        """Need of the request that was opened last"""
+        """Need of the last opened request"""
         self._placement: Placement | None = None
         self._handle = 0
         """Handle of the request on the Session of the placement's engine"""
@@ -117,7 +120,7 @@ class EngineRequest:
         """Grant tokens in place of those that the reader of a call has taken."""
         if self._granted is None or not self._is_windowed:
             return
-        # the choice that is furthest counts: others may wait for those before them to end
+        # the furthest choice counts, because the others may wait until those before them end
         taken = max((choice.sent for choice in running), default=0)
         more = taken + _WINDOW - self._granted
         if more >= _WINDOW // 2:
@@ -136,7 +139,7 @@ class EngineRequest:
             self.on_closed()
 
     def on_admitted(self, cached_tokens: Sequence[int]) -> None:
-        """Note the tokens of each prompt that the engine had."""
+        """Note the number of each prompt's tokens that the engine had cached."""
         if self._placement is not None:
             self._placement.on_admitted(cached_tokens)
 
@@ -173,7 +176,7 @@ class EngineRequest:
         """Open a request whose running choices have received at least `taken` tokens each."""
         command = engine_pb2.SessionCommand()
         start = command.start
-        start.request.CopyFrom(request)  # once: its images may be large
+        start.request.CopyFrom(request)  # the only copy, because images may be large
         start.request_id = self._context.request_id
         start.traceparent = self._context.span.traceparent
         start.tenant = self._context.tenant

@@ -74,7 +74,7 @@ class CompletionPlan:
     """Choices per prompt that the client gets out of the `engine_request.n` generated ones"""
     choice: ChoicePlan
     remap_error: Callable[[ServiceError], None] | None
-    """Makes a grammar's error name the request's field; None if the grammar is the request's."""
+    """Function that sets the request's field in a grammar's error; None = the field is right"""
     ignored: Sequence[str]
     """Paths of schema keywords that are not enforced"""
     echo: bool
@@ -88,7 +88,7 @@ class CompletionPlan:
     full_table: TokenTable
     """Texts of all tokens, special ones included"""
     begins_text: bool
-    """True if each output begins a text, instead of continuing its prompt's"""
+    """True if each output begins a text, instead of continuing the text of its prompt"""
     resume: completion_pb2.Resumption | None = None
     """Output that the client has received before; None for a new request"""
     generates_again: bool = False
@@ -122,7 +122,7 @@ class Constraint:
     ignored: Sequence[str]
     """Paths of schema keywords that are not enforced"""
     remap_error: Callable[[ServiceError], None] | None
-    """Makes a grammar's error name the request's field; None if the grammar is the request's"""
+    """Function that sets the request's field in a grammar's error; None = the field is right"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +131,14 @@ class EncodedInput:
 
     prompts: Sequence[EncodedPrompt]
     max_tokens: int
-    """Most tokens of a choice: the request's, or the default of its input"""
+    """Most tokens of a choice: the request's limit, or the default of prompts or conversations"""
     constraint: Constraint | None = None
     stop_ids: Collection[int] = ()
-    """Ids that end a choice besides the request's and the EOS, unless it ignores these"""
+    """Ids that end a choice beside those of the request and EOS; ignore_eos disables them"""
     suffix: str = ""
     """Text to append when the choice ends"""
     echo: bool = False
-    """True if the tokens of the prompt come before each choice, with scores if those have some"""
+    """True if the prompt's tokens come before each choice, with scores if the choice has scores"""
     images: Sequence[engine_pb2.PromptImage] = ()
     image_places: Sequence[Sequence[ImagePlaces]] = ()
     """Images of each prompt; empty without any"""
@@ -153,8 +153,8 @@ def plan_prompts(
 ) -> CompletionPlan:
     """Encode the prompts of a valid request with its images, and resolve its defaults.
 
-    Takes long for long texts. Raises as `encode_prompt` and `ImageExpander.place`, and
-    INVALID_ARGUMENT for bad words.
+    Takes long for long texts. Raises the errors of `encode_prompt` and `ImageExpander.place`, and
+    INVALID_ARGUMENT for wrong bad_words.
     """
     given = request.prompts
     policy = _prompt_policy(request, infill, limits)
@@ -185,7 +185,7 @@ def plan_request(
     vocabulary: Vocabulary,
     limits: ModelLimits,
 ) -> CompletionPlan:
-    """Return the plan of a valid request. Raises INVALID_ARGUMENT for bad words."""
+    """Return the plan of a valid request. Raises INVALID_ARGUMENT for wrong bad_words."""
     stop_ids = {*request.stopping.stop_token_ids}
     if not request.stopping.ignore_eos:
         stop_ids.update(encoded.stop_ids)
@@ -235,7 +235,7 @@ def grammar_constraint(request: completion_pb2.GenerateRequest) -> Constraint | 
 
 
 def _constraint(request: completion_pb2.GenerateRequest) -> Constraint | None:
-    """Return the constraint of prompts: the request's grammar, or that of a call."""
+    """Return the constraint of prompts: the request's grammar, or the grammar of a tool call."""
     calls = tool_call_grammar(request.tools, request.tool_choice)
     if request.HasField("grammar") or calls is None:
         return grammar_constraint(request)
@@ -329,7 +329,7 @@ def context_length(stopping: types_pb2.StoppingParams, limits: ModelLimits) -> i
 def _sampling(
     request: completion_pb2.GenerateRequest, vocabulary: Vocabulary
 ) -> types_pb2.SamplingParams:
-    """Return the engine's parameters: always with a seed, never with a neutral penalty."""
+    """Return the engine's parameters. They have a seed, and no penalty with a neutral value."""
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(request.sampling)
     if not sampling.HasField("seed"):

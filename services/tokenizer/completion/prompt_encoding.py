@@ -1,4 +1,4 @@
-"""Encoding of prompts: text or ids in, the engine's ids and the echoed texts out."""
+"""Encoding of prompts: ids for the engine, and texts for an echo, from text or ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt as the engine gets it."""
+    """A prompt in ids."""
 
     ids: Sequence[int]
     texts: Sequence[str]
     """Text that each id adds to the echo; empty without echo."""
     ended_texts: Sequence[str]
-    """Texts of the echo if nothing is generated: an unfinished character at the end is U+FFFD"""
+    """Texts of the echo if no token is generated: an unfinished character at the end is U+FFFD"""
     table: TokenTable
     """Texts of the echoed ids"""
     is_infill: bool
@@ -172,7 +172,7 @@ def _of_ids(vocabulary: Vocabulary, ids: Sequence[int], policy: PromptPolicy) ->
     table = vocabulary.full_table
     texts = vocabulary.decode(ids, skip_special_tokens=False) if policy.echo else []
     ended = texts
-    if policy.echo and table.texts[ids[-1]] is None:  # it may end inside a character
+    if policy.echo and table.texts[ids[-1]] is None:  # the prompt may end inside a character
         texts = vocabulary.decode(ids, skip_special_tokens=False, flush=False)
     return EncodedPrompt(ids, texts, ended, table, is_infill=False)
 
@@ -257,7 +257,7 @@ def _check_length(length: int, field: str, policy: PromptPolicy) -> int:
 
 
 def _check_room(length: int, field: str, policy: PromptPolicy) -> None:
-    """Raise OUT_OF_RANGE if max_tokens do not fit behind a prompt, and must."""
+    """Raise OUT_OF_RANGE if max_tokens must fit behind a prompt, but do not."""
     if policy.refuse_overflow and length + policy.max_tokens > policy.context_length:
         raise _too_long(
             field,

@@ -1,4 +1,4 @@
-"""Processor of a request with prompts: their text goes on."""
+"""Processor of a request with prompts, whose text the model continues."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -35,7 +35,7 @@ class PromptProcessor(RequestProcessor):
         self._infill = infill
 
     def plan(self, limits: ModelLimits) -> CompletionPlan | Coroutine[None, None, CompletionPlan]:
-        """Return the plan. Raises as `plan_prompts` and `ImageReader.read`, and as `check`."""
+        """Return the plan. Raises the errors of `plan_prompts`, `ImageReader.read` and `check`."""
         prompts = self._request.prompts
         if prompts.images:
             return self._plan_with_images(limits)

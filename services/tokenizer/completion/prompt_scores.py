@@ -20,7 +20,7 @@ class PromptScores:
         self._scores: list[list[Score]] = [[] for _ in plan.prompts]
         self._runs: deque[completion_pb2.PromptLogprobs] = deque()
         self._sent = [0] * len(plan.prompts)
-        """Scores that the client received before the request was resumed"""
+        """Number of each prompt's scores that the client received before it resumed the request"""
         if plan.resume is not None:
             for index, count in enumerate(plan.resume.scored_prompt_tokens):
                 self._sent[index] = count
@@ -58,7 +58,7 @@ class PromptScores:
         return bool(fresh)
 
     def take_runs(self) -> Iterator[completion_pb2.PromptLogprobs]:
-        """Yield new runs for the client. A run that the caller does not reach stays for later."""
+        """Yield new runs for the client. Runs that the caller does not reach stay for later."""
         while self._runs:
             yield self._runs.popleft()
 
@@ -88,7 +88,7 @@ class PromptScores:
         return run
 
     def _text(self, token: int) -> str:
-        """Return the text of a token on its own; bytes of no whole character become U+FFFD."""
+        """Return the text of a token on its own. Bytes of incomplete characters become U+FFFD."""
         table = self._plan.full_table
         text = table.texts[token]
         return table.pieces[token].decode(errors="replace") if text is None else text

@@ -1,4 +1,4 @@
-"""Request processors: validation, plan and output of one request, by its input."""
+"""Base class of request processors: validation, plan and output of one request."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
@@ -16,10 +16,10 @@ from tokenwire.pb.completion.v1 import completion_pb2
 __all__ = ["AddResponse", "RequestProcessor"]
 
 _LARGE_BYTES = 16_384
-_LARGE_PARTS = _LARGE_BYTES // 2  # each takes two bytes at least
+_LARGE_PARTS = _LARGE_BYTES // 2  # each part takes at least two bytes
 
 AddResponse: TypeAlias = Callable[[], completion_pb2.GenerateResponse]
-"""Adds a response to those that go to the client, and returns it"""
+"""Function that adds a response to those that go to the client, and returns it"""
 
 
 class RequestProcessor(ABC):
@@ -29,11 +29,11 @@ class RequestProcessor(ABC):
         self, request: completion_pb2.GenerateRequest, vocabulary: Vocabulary, reader: ImageReader
     ) -> None:
         self._request = request
-        """The request, without the bytes of its images after `_take_images`"""
+        """The request; `_take_images` takes the images out of it"""
         self._vocabulary = vocabulary
         self._reader = reader
         self._held = NO_IMAGES
-        """Bytes of the request's images that `reader.held` counts"""
+        """Bytes of the request's images, which `reader.held` counts"""
 
     @property
     def model(self) -> str:
@@ -59,7 +59,7 @@ class RequestProcessor(ABC):
         return 0
 
     def close(self) -> None:
-        """Give back what the request holds, at its end."""
+        """Release the memory of the request's images, at its end."""
         self._reader.held.release(self._held)
         self._held = NO_IMAGES
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 __all__ = ["StopAutomaton", "StopMatcher", "StopStringMatch", "compile_stops"]
 
-_MAX_CACHED_LENGTH = 256  # characters of all strings; each takes a state of some 400 bytes
+_MAX_CACHED_LENGTH = 256  # characters of all strings; each needs a state of about 400 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class StopAutomaton:
 
 
 class StopMatcher:
-    """Searches one text, piece by piece."""
+    """Search for stop strings in one text, piece by piece."""
 
     __slots__ = ("_automaton", "_position", "_state")
 
@@ -50,7 +50,7 @@ class StopMatcher:
         return self._automaton.held[self._state]
 
     def feed(self, text: str, armed: bool) -> StopStringMatch | None:
-        """Return the first match that ends within `text`; None unless `armed`, or without any."""
+        """Return the first match that ends within `text`; None without one, or if not `armed`."""
         children, fail = self._automaton.children, self._automaton.fail
         matched = self._automaton.matched
         state = self._state

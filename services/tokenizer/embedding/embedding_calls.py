@@ -1,4 +1,4 @@
-"""Calls of Embed, Score and Classify: texts to the engines, vectors and scores back."""
+"""Calls of Embed, Score and Classify: vectors and scores of texts, from the engines."""
 
 import asyncio
 import logging
@@ -98,7 +98,7 @@ class EmbeddingCalls:
         return await self._answered(context, partial(self._classify, request))
 
     def labels_of(self, limits: ModelLimits) -> Sequence[str]:
-        """Return the names of the labels that a model sorts texts into; none: it has no head."""
+        """Return the names of the labels that a model sorts texts into; empty if it has no head."""
         return self._labels.first(limits.vector_width if limits.vectors_are_scores else 0)
 
     async def _embed(
@@ -131,9 +131,9 @@ class EmbeddingCalls:
         )
 
     def _limits_of_task(self, task: str, given: ModelLimits) -> ModelLimits:
-        """Return the limits of the adapter of a task. given: those of the request's model.
+        """Return the limits of the adapter of a task. given: limits of the request's model.
 
-        Raises INVALID_ARGUMENT if there is no such adapter, or if the model is another one.
+        Raises INVALID_ARGUMENT if there is no such adapter, or if the request names another model.
         """
         if given.adapter and given.model != task:
             message = f"model names the adapter {given.model}. Leave out task, or name the model."
@@ -144,7 +144,7 @@ class EmbeddingCalls:
         return limits
 
     def _prompt(self, request: completion_pb2.EmbedRequest) -> SentencePrompt | None:
-        """Return what goes before the texts. Raises INVALID_ARGUMENT for unknown names."""
+        """Return the prompt before the texts. Raises INVALID_ARGUMENT for unknown names."""
         task = request.task or (request.model if request.model in self._tasks else "")
         instruction = self._tasks.named(task) if task else None
         if instruction is not None and not request.HasField("prompt_name"):
@@ -159,8 +159,7 @@ class EmbeddingCalls:
         prompts: Sequence[engine_pb2.EmbeddedPrompt],
         role: TextRole | None,
     ) -> completion_pb2.EmbedResponse:
-        """Return vectors or weights of tokens: those of a text without the ones that scores leave
-        out."""
+        """Return vectors or weights of the texts' tokens, without tokens that scores leave out."""
         tokens, weighs = sum(len(each.ids) for each in prompts), request.token_weights
         check_token_states(tokens, 1 if weighs else limits.token_width, "inputs")
         vectors = await engines.vectors(
@@ -207,7 +206,7 @@ class EmbeddingCalls:
         prompt: SentencePrompt | None = None,
         role: TextRole = PLAIN,
     ) -> Sequence[engine_pb2.EmbeddedPrompt]:
-        """Encode a request's inputs, each text behind `prompt`, or as its role asks."""
+        """Encode a request's inputs. A text stands behind `prompt`, or is encoded by its role."""
         encoder = TextEncoder(self._vocabulary, limits, truncation(request), prompt, role)
         added = len(role.prefix) if prompt is None else len(prompt.text)
         size = _size([each.text for each in request.inputs], added)
@@ -277,9 +276,9 @@ class EmbeddingCalls:
     async def _answered(
         self, context: CallContext, answer: Callable[[VectorRequest], Awaitable[Answer]]
     ) -> Answer:
-        """Return a call's answer; count what it used, and log its end."""
+        """Return a call's answer; count the tokens that it used, and log its end."""
         engines = VectorRequest(self._pool, context)
-        began, outcome = time.monotonic(), "cancelled"
+        started, outcome = time.monotonic(), "cancelled"
         why: dict[str, str] = {}
         self._running += 1
         self._idle.clear()
@@ -294,17 +293,17 @@ class EmbeddingCalls:
             self._running -= 1
             if not self._running:
                 self._idle.set()
-            used = engines.usage.prompt_tokens
+            used_tokens = engines.usage.prompt_tokens
             metrics.RUNNING.dec()
             metrics.REQUESTS.labels(outcome).inc()
-            metrics.PROMPT_TOKENS.inc(used)
+            metrics.PROMPT_TOKENS.inc(used_tokens)
             if context.meter is not None:
-                context.meter.end(used)
+                context.meter.end(used_tokens)
             if why:
                 context.span.fail(**why)
             context.span.end()
-            milliseconds = round((time.monotonic() - began) * 1e3, 2)
-            fields = {**context.log_fields, **why, "prompt_tokens": used}
+            milliseconds = round((time.monotonic() - started) * 1e3, 2)
+            fields = {**context.log_fields, **why, "prompt_tokens": used_tokens}
             _LOG.info("embedding %s", outcome, extra={**fields, "milliseconds": milliseconds})
         return answered
 
@@ -314,7 +313,7 @@ def _prompt_name(request: completion_pb2.EmbedRequest) -> str | None:
 
 
 def _shortened(vectors: Vectors, dimensions: int, *, normalizes: bool) -> Vectors:
-    """Return the first numbers of each vector, of length 1 if `normalizes`."""
+    """Return the first `dimensions` numbers of each vector, with length 1 if `normalizes`."""
     from services.tokenizer.embedding.vector_math import shortened
 
     data = shortened(vectors.data, vectors.width, dimensions, normalizes=normalizes)
@@ -322,9 +321,9 @@ def _shortened(vectors: Vectors, dimensions: int, *, normalizes: bool) -> Vector
 
 
 def _within(ids: Sequence[int], first: int | None, ends: Collection[int]) -> list[bool]:
-    """Return for each id whether it neither begins a text as `first` nor ends it as one of `ends`.
+    """Return for each id whether it belongs to the text: it is neither `first` nor one of `ends`.
 
-    FlagEmbedding leaves these out, too, and the weights of unknown and padding tokens.
+    FlagEmbedding, too, leaves these out, and the weights of unknown and padding tokens.
     """
     kept = [True] * len(ids)
     kept[0] = ids[0] != first
@@ -347,10 +346,10 @@ def _fields_of_second(texts: Sequence[str]) -> list[str]:
 
 
 def _size(texts: Sequence[str], added: int = 0) -> int:
-    """Return the characters that take as long to encode as texts behind `added` characters."""
+    """Return the cost of encoding texts behind `added` characters each, in characters."""
     return sum(map(len, texts)) + len(texts) * (_TEXT_CHARACTERS + added)
 
 
 async def _run(encode: Callable[[], Answer], size: int) -> Answer:
-    """Encode texts, in a thread if it takes long. size: as `_size` counts them."""
+    """Encode texts, in a thread if it takes long. size: cost in characters, from `_size`."""
     return encode() if size <= _INLINE_CHARACTERS else await asyncio.to_thread(encode)

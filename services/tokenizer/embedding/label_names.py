@@ -12,7 +12,7 @@ _FILE = "config.json"
 
 
 class LabelNames:
-    """The names in a checkpoint's config.json."""
+    """Names of the labels in a checkpoint's config.json."""
 
     def __init__(self, directory: Path) -> None:
         """Read `id2label`; a checkpoint without it names no label. Raises StartupError."""
@@ -22,5 +22,5 @@ class LabelNames:
         self._names: Mapping[str, str] = {index: str(name) for index, name in listed.items()}
 
     def first(self, count: int) -> Sequence[str]:
-        """Return the names of `count` labels: LABEL_0, LABEL_1, ... where the file has none."""
+        """Return the names of `count` labels: LABEL_0, LABEL_1, ... for labels without one."""
         return [self._names.get(str(index), f"LABEL_{index}") for index in range(count)]

@@ -29,16 +29,16 @@ _PYLATE_KEYS = (
     "skiplist_words",
 )
 _USUAL_LENGTH = 32
-"""Tokens of an expanded query where the checkpoint does not say"""
+"""Tokens of an expanded query if the checkpoint does not state a number"""
 _STRATEGIES = ("fixed", "min")
-"""Values of query_expansion.strategy: the length is that of all queries, or of the shortest ones"""
+"""Values of query_expansion.strategy: all queries have the length, or at least the length"""
 
 
 class LateInteraction:
     """The roles of texts in the files of sentence-transformers, PyLate or colbert-ir."""
 
     def __init__(self, directory: Path, vocabulary: Vocabulary) -> None:
-        """Read a checkpoint; one without these files has plain roles. Raises StartupError."""
+        """Read a checkpoint. Without these files, roles are plain. Raises StartupError."""
         self._vocabulary = vocabulary
         modules = _modules(directory)
         self._directory = directory
@@ -86,7 +86,7 @@ class LateInteraction:
         return self._roles[_DOCUMENT]
 
     def role(self, prompt_name: str | None) -> TextRole | None:
-        """Return the role that a prompt's name chooses; None = it chooses none."""
+        """Return the role that a prompt's name chooses; None if it is not the name of a role."""
         return None if prompt_name is None else self._roles.get(prompt_name)
 
     def check(self, limits: ModelLimits) -> None:
@@ -102,10 +102,10 @@ class LateInteraction:
             )
 
     def _prefix(self, role: str) -> tuple[str, int | None]:
-        """Return the text before a role's texts, and the id before that.
+        """Return the text before a role's texts, and the id before that text.
 
-        A prefix of PyLate or colbert-ir is one token if the vocabulary has it, with its space or
-        without.
+        A prefix of PyLate or colbert-ir is one token if the vocabulary has it as a token, with or
+        without its space.
         """
         prompt = self._config.section("prompts").text(role, "")
         prefix = self._config.text(f"{role}_prefix", "")
@@ -128,7 +128,7 @@ class LateInteraction:
         for settings in (self._transformer, self._config):
             if settings.has("query_expansion"):
                 return self._named_expansion(settings.section("query_expansion"))
-            if "query_expansion" in settings.values:  # null: queries are not expanded
+            if "query_expansion" in settings.values:  # null means that queries are not expanded
                 return self._length(_QUERY), None
         config = self._config
         if not self._is_pylate or not config.flag("do_query_expansion", True):
@@ -138,7 +138,7 @@ class LateInteraction:
         return length, Expansion(self._expanding(config, ""), length, attended)
 
     def _named_expansion(self, settings: Section) -> tuple[int | None, Expansion]:
-        """Return what `_query_length` does, from the object of sentence-transformers."""
+        """Return the results of `_query_length`, from the object of sentence-transformers."""
         strategy = settings.text("strategy", "")
         if strategy not in _STRATEGIES:
             raise settings.error("strategy", f"must be one of {', '.join(_STRATEGIES)}")
@@ -153,7 +153,7 @@ class LateInteraction:
         return None if most is None else max(most, length), expansion
 
     def _expanding(self, settings: Section, token: str) -> int:
-        """Return the id that expands queries: without `token` the mask, or the end of sequence."""
+        """Return the id that expands queries: `token`, or else the mask or the end of sequence."""
         if token:
             known = self._vocabulary.ids.get(token)
         elif self._vocabulary.mask_id is not None:
@@ -204,7 +204,7 @@ def _modules(directory: Path) -> Mapping[str, str]:
 
 
 def _of_metadata(metadata: Section) -> dict[str, Any]:
-    """Return what colbert-ir's artifact.metadata says, under PyLate's names."""
+    """Return the settings of colbert-ir's artifact.metadata under PyLate's names."""
     masks = metadata.flag("mask_punctuation", True)
     return {
         "query_prefix": f"{metadata.text('query_token_id', '[unused0]')} ",

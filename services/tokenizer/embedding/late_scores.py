@@ -19,7 +19,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class LateScores:
-    """Scores of one request, a part of the documents at a time: their vectors need much memory."""
+    """Scores of one request, computed for a part of the documents at a time to bound memory."""
 
     engines: VectorRequest
     limits: ModelLimits
@@ -33,7 +33,7 @@ class LateScores:
         queries: Sequence[engine_pb2.EmbeddedPrompt],
         documents: Sequence[engine_pb2.EmbeddedPrompt],
     ) -> list[float]:
-        """Return the score of each document and its own query, or the only one.
+        """Return the score of each document and its query. A single query belongs to all documents.
 
         Raises ServiceError.
         """
@@ -60,7 +60,7 @@ class LateScores:
         queries: Sequence[engine_pb2.EmbeddedPrompt],
         documents: Sequence[engine_pb2.EmbeddedPrompt],
     ) -> Iterator[slice]:
-        """Yield slices of pairs: one answer of an engine holds the vectors of either side."""
+        """Yield slices of pairs; the vectors of each side fit into one answer of an engine."""
         lengths = [len(each.ids) for each in documents]
         if len(queries) > 1:
             own = [len(each.ids) for each in queries]

@@ -22,13 +22,13 @@ class PairTemplate:
 
     @staticmethod
     def among(templates: Mapping[str, str]) -> "PairTemplate | None":
-        """Return the template among those of a checkpoint; None: it has none for pairs."""
+        """Return the template for pairs of a checkpoint; None if it has none."""
         before, first, rest = templates.get(_NAME, "").partition(_FIRST)
         between, second, after = rest.partition(_SECOND)
         return PairTemplate(before, between, after) if first and second else None
 
     def encode(self, vocabulary: Vocabulary, first: str, second: str, most: int) -> Sequence[int]:
-        """Return the ids of a pair. Of a longer one than `most`, the second text loses its end."""
+        """Return the ids of a pair, at most `most`: the end of the second text is cut."""
         text = f"{self.before}{first}{self.between}{second}{self.after}"
         ids = vocabulary.encode(text, add_special_tokens=False)
         if len(ids) <= most:

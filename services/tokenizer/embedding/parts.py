@@ -8,7 +8,7 @@ __all__ = ["parts"]
 def parts(sizes: Sequence[int], most: int, most_texts: int | None = None) -> Iterator[slice]:
     """Yield slices of texts of these sizes, in order, whose sums are at most `most`.
 
-    A text that exceeds it has a slice of its own. most_texts: texts of a slice; None = no limit.
+    A larger text has a slice of its own. most_texts: most texts of a slice; None = no limit.
     """
     start = total = 0
     for place, size in enumerate(sizes):

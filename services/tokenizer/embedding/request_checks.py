@@ -1,4 +1,4 @@
-"""Checks of requests for vectors, scores and classes against what the model makes."""
+"""Checks of requests for vectors, scores and classes against the model's abilities."""
 
 from typing import TypeAlias
 
@@ -85,5 +85,5 @@ def _check_kept(request: Request, limits: ModelLimits) -> None:
 
 
 def truncation(request: Request) -> int | None:
-    """Return the tokens to keep of each text; None = longer ones are refused."""
+    """Return the number of tokens to keep of each text; None = longer texts are refused."""
     return request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None

@@ -33,7 +33,7 @@ class SentencePrompts:
     """The prompts of a checkpoint, by name."""
 
     def __init__(self, directory: Path, vocabulary: Vocabulary) -> None:
-        """Read them; a checkpoint without the file has empty ones. Raises StartupError."""
+        """Read the prompts. Without the file, they are empty. Raises StartupError."""
         config = read_json(directory / _FILE)
         listed = config.get("prompts") or {}
         default = config.get("default_prompt_name")
@@ -66,7 +66,7 @@ class SentencePrompts:
 
 
 def _length(text: str, vocabulary: Vocabulary) -> int:
-    """Return the number of tokens, without a special one at the end.
+    """Return the number of tokens, without a special token at the end.
 
     sentence-transformers counts them in the same way.
     """

@@ -17,8 +17,8 @@ from tokenwire.pb.engine.v1 import engine_pb2
 
 __all__ = ["TextEncoder"]
 
-_MOST_CHARACTERS = 1 << 25  # of all pairs of a request
-_BATCH_CHARACTERS = 1 << 19  # of texts that are encoded at a time
+_MOST_CHARACTERS = 1 << 25  # characters of all pairs of a request
+_BATCH_CHARACTERS = 1 << 19  # characters of texts that are encoded at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class TextEncoder:
     truncate: int | None
     """Tokens to keep of each text; None = longer texts than the context are refused"""
     prompt: SentencePrompt | None = None
-    """Prompt that goes before each text that is no pair; None = no prompt"""
+    """Prompt before each single text, but not before pairs; None = no prompt"""
     role: TextRole = PLAIN
-    """Encoding of each text that is no pair"""
+    """Encoding of each single text"""
     pair_template: PairTemplate | None = None
     """Template around pairs; None = the tokenizer's special tokens stand around them"""
 
@@ -127,7 +127,7 @@ class TextEncoder:
             yield from self.vocabulary.encode_framed(texts[part])
 
     def _prompted(self, text: str, field: str) -> str:
-        """Return a text behind its prompt. Raises ServiceError as `_bounded`."""
+        """Return a text behind its prompt. Raises the errors of `_bounded`."""
         before = self.role.prefix if self.prompt is None else self.prompt.text
         whole = before + text if text else ""
         return self._bounded(whole, field, self._most_of_text, cuts=self._cuts_texts)

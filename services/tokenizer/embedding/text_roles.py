@@ -1,4 +1,4 @@
-"""Encoding of queries and documents for models that make vectors of tokens (late interaction)."""
+"""Encoding of queries and documents for models with vectors of tokens (late interaction)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class TextRole:
     def arranged(
         self, framed: FramedText, ids: Sequence[int], context_length: int
     ) -> engine_pb2.EmbeddedPrompt:
-        """Return the prompt of a text, whose ids have been cut already."""
+        """Return the prompt of a text. ids: its ids, which have been cut already."""
         arranged = list(ids)
         if self.marker is not None:
             begin = next((at for at, part in enumerate(framed.parts) if part is not None), 0)

@@ -9,13 +9,13 @@ __all__ = ["cosines", "maxsims", "products", "selected", "shortened"]
 
 _TINY = 1e-12
 _ROWS = 512
-"""Tokens of a query that are multiplied at a time: the products need memory"""
+"""Tokens of a query that are multiplied at a time, which bounds the memory of the products"""
 
 _Vectors: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 def shortened(vectors: bytes, width: int, dimensions: int, *, normalizes: bool) -> bytes:
-    """Return the first numbers of each vector (float32), of length 1 if `normalizes`."""
+    """Return the first `dimensions` numbers of each vector (float32), scaled if `normalizes`."""
     kept = _rows(vectors, width)[:, :dimensions]
     if normalizes:
         kept = kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), _TINY)
@@ -23,7 +23,7 @@ def shortened(vectors: bytes, width: int, dimensions: int, *, normalizes: bool) 
 
 
 def cosines(firsts: bytes, seconds: bytes, width: int) -> list[float]:
-    """Return the cosine of each second vector (float32) and its own first one, or the only one."""
+    """Return the cosines of pairs of vectors (float32). A single first vector pairs with each."""
     first, second = _rows(firsts, width), _rows(seconds, width)
     lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     ratios = _products(first, second) / np.maximum(lengths, _TINY)
@@ -50,11 +50,12 @@ def maxsims(
     documents: bytes,
     kept_documents: Sequence[Sequence[bool]],
 ) -> list[float]:
-    """Return the MaxSim of each document and its own query, or the only one.
+    """Return the MaxSim of each document and its query. A single query belongs to all documents.
 
-    It sums up the highest product of each token of the query with a token of the document. queries,
-    documents: float32 vectors of all their tokens; kept_…: for each text, which of them count. A
-    document without any has the score 0. Source: Khattab and Zaharia, "ColBERT", 2020.
+    MaxSim adds up the highest product of each token of the query with a token of the document.
+    queries, documents: float32 vectors of all tokens of all texts. kept_queries, kept_documents:
+    for each text, which tokens count. A document without such tokens has the score 0. Source:
+    Khattab and Zaharia, "ColBERT", 2020.
     """
     first, second = (
         [
@@ -73,7 +74,7 @@ def _maxsim(query: _Vectors, document: _Vectors) -> float:
 
 
 def _products(first: _Vectors, second: _Vectors) -> _Vectors:
-    """Return the products of rows [n, width] and as many rows, or one: [n]."""
+    """Return the dot products of two matrices' rows, [n, width] each; the first may have one."""
     return (second[:, None] @ first[:, :, None])[:, 0, 0]
 
 

@@ -19,16 +19,16 @@ from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = ["VectorRequest", "Vectors"]
 
-_AT_ONCE = 2  # parts of one request that engines have: one that runs, and the next one
+_AT_ONCE = 2  # parts of one request on the engines: one that runs, and the next one
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The vectors of prompts, one after the other."""
+    """Vectors of prompts, one after the other."""
 
     width: int
     data: bytes
-    """float32, little endian"""
+    """Numbers of all vectors, float32, little endian"""
 
 
 class VectorRequest:
@@ -52,8 +52,8 @@ class VectorRequest:
     ) -> Vectors:
         """Return the vectors of prompts, which go to the engines in parts. Raises ServiceError.
 
-        is_raw: without the last stage of the model. keeps_tokens: the states of all tokens instead.
-        weighs_tokens: the weights of all tokens instead.
+        is_raw: leave out the last stage of the model. keeps_tokens: return the states of all
+        tokens. weighs_tokens: return the weights of all tokens.
         """
         self._limits, most = limits, limits.max_sequences
         self._is_raw, self._keeps_tokens, self._weighs_tokens = is_raw, keeps_tokens, weighs_tokens
@@ -77,7 +77,7 @@ class VectorRequest:
         return response
 
     async def _ask(self, prompts: Sequence[engine_pb2.EmbeddedPrompt]) -> engine_pb2.EmbedResponse:
-        """Ask the engine that costs least; ask others if it was lost, stops or is full."""
+        """Ask the cheapest engine, and others if an engine was lost, stops or is full."""
         model = self._limits.model if self._limits.adapter else ""
         request = engine_pb2.EmbedRequest(
             model=model,
@@ -107,7 +107,7 @@ class VectorRequest:
             await self._pool.wait_until_serving(self.context.deadline, why, is_new=True)
 
     def _need(self, request: engine_pb2.EmbedRequest) -> Need:
-        """Describe the request for the choice of an engine, as one that computes its prompts."""
+        """Describe the request for the choice of an engine: the engine computes whole prompts."""
         prompts = [types_pb2.TokenIds(ids=prompt.ids) for prompt in request.prompts]
         generation = engine_pb2.GenerateRequest(
             model=request.model, prompts=prompts, prompt_logprobs=0

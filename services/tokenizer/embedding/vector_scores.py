@@ -17,7 +17,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class VectorScores:
-    """Scores of one request, a part of the pairs at a time: wide vectors need much memory."""
+    """Scores of one request, computed for a part of the pairs at a time to bound memory."""
 
     engines: VectorRequest
     limits: ModelLimits
@@ -29,7 +29,7 @@ class VectorScores:
         firsts: Sequence[engine_pb2.EmbeddedPrompt],
         seconds: Sequence[engine_pb2.EmbeddedPrompt],
     ) -> list[float]:
-        """Return the score of each second text and its own first one, or the only one.
+        """Return the scores of pairs of texts. A single first text pairs with each second text.
 
         Raises ServiceError.
         """

@@ -1,4 +1,4 @@
-"""KV blocks that one engine holds, as far as this process knows."""
+"""KV blocks of one engine's cache, as far as this process knows them."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
@@ -39,24 +39,24 @@ class _Either:
 
 
 class CachedBlocks:
-    """Hashes of the blocks that an engine has reported, and of those that it computes for us."""
+    """Hashes of the blocks that an engine has reported, or computes for this process."""
 
     def __init__(
         self,
         on_changed: Callable[[int, Collection[bytes], Collection[bytes]], None] = lambda *_: None,
     ) -> None:
-        """on_changed: called with the number of a group of layers, and the hashes that were stored
-        and removed, after a change."""
+        """on_changed: called after a change with the number of a group of layers, and the hashes
+        that were stored and removed."""
         self._on_changed = on_changed
         self._layout: CacheLayout = CacheLayout(1, (engine_pb2.CacheGroup(),))
         self._reported: list[set[bytes]] = [set()]
         """Reported hashes by group of layers"""
         self._expected: Counter[bytes] = Counter()
-        """Blocks of open prompts, which the engine holds or will compute first"""
+        """Blocks of running requests' prompts, with the number of requests that have each"""
         self._number = 0
         """Number of the last response of WatchCache"""
         self.trust = 1.0
-        """Share of reported tokens that the engine really had, weighted towards recent requests"""
+        """Share of reported tokens that the engine really had; recent requests weigh more"""
 
     def forget(self) -> None:
         """Drop all reported hashes: the engine was lost, or will report all of them again."""
@@ -67,31 +67,31 @@ class CachedBlocks:
             self._on_changed(number, (), removed)
 
     def describe(self, model: engine_pb2.GetModelResponse) -> None:
-        """Take the sizes of the engine's cache. What was reported with others is dropped."""
+        """Set the sizes of the engine's cache. If they differ, drop all reported blocks."""
         layout = CacheLayout(model.block_size, tuple(model.cache_groups))
         if layout != self._layout and layout.groups:
             if self.num_reported:
                 self.forget()
-            # else a stream that has reported an empty cache goes on
+            # with equal sizes, a stream that has reported an empty cache goes on
             self._layout = layout
             self._reported = [set() for _ in layout.groups]
 
     @property
     def num_reported(self) -> int:
-        """Blocks that the engine says it has, over all groups of layers."""
+        """Number of blocks that the engine has reported, over all groups of layers."""
         return sum(map(len, self._reported))
 
     @property
     def groups(self) -> Sequence[engine_pb2.CacheGroup]:
-        """Groups of layers that see the same tokens."""
+        """Groups of layers; the layers of a group see the same tokens."""
         return self._layout.groups
 
     def has_reported(self, group: int, block_hash: bytes) -> bool:
-        """Return whether the engine says that a group of layers has the block."""
+        """Return whether the engine has reported the block for a group of layers."""
         return group < len(self._reported) and block_hash in self._reported[group]
 
     def apply(self, update: engine_pb2.WatchCacheResponse) -> None:
-        """Take a response of WatchCache. Raises CacheEventError; `forget` then, and watch again."""
+        """Apply a response of WatchCache. After CacheEventError, call `forget` and watch again."""
         if update.number != self._number + 1:
             raise CacheEventError(f"response {update.number} follows response {self._number}")
         self._number += 1
@@ -128,7 +128,7 @@ class CachedBlocks:
     def prefix(self, hashes: Sequence[bytes]) -> int:
         """Return the number of blocks of the longest prefix that the engine has or will have.
 
-        It is that of all groups, from which the engine continues.
+        The prefix must be there for all groups, so that the engine can continue from it.
         """
         return self._longest(hashes, [_Either(each, self._expected) for each in self._reported])
 
@@ -144,7 +144,7 @@ class CachedBlocks:
         return longest_prefix(hashes, groups, self._layout.block_size)
 
     def on_admitted(self, promised: int, found: int) -> None:
-        """Note how many tokens of a prompt the engine had, of those that it had reported."""
+        """Record how many of the `promised` tokens of a prompt the engine had: `found`."""
         if promised:
             kept = min(1.0, found / promised)
             self.trust += _TRUST_WEIGHT * (kept - self.trust)

@@ -28,7 +28,7 @@ _LOG = logging.getLogger("engine_link")
 _SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 ENGINES = PeerKind("engine", _SERVICE, "engine_health")
 _CALL_SECONDS = 10.0
-_ADAPTER_SECONDS = 600.0  # that the weights of an adapter may take
+_ADAPTER_SECONDS = 600.0  # for loading the weights of an adapter
 _STATUS_SECONDS = 1.0  # a status page asks again soon, and shows an engine without answer as away
 _WATCH_SECONDS = 0.1  # between two reports of load
 _LEAST_TRUST = 0.5
@@ -44,11 +44,11 @@ class LinkOwner(Protocol):
     def on_cache_changed(
         self, link: "EngineLink", group: int, stored: Collection[bytes], removed: Collection[bytes]
     ) -> None:
-        """Note the hashes of blocks that an engine now holds, and of those it holds no longer."""
+        """Record the hashes of the blocks that an engine has stored and removed."""
 
 
 class EngineLink:
-    """One engine, from the first mention of its address to the last."""
+    """One engine, as long as its address is known."""
 
     def __init__(self, peer: Peer, owner: LinkOwner) -> None:
         self.peer = peer
@@ -91,7 +91,7 @@ class EngineLink:
         """End the Session; the engine aborts its requests."""
         for task in [*self._tasks]:
             task.cancel()
-        metrics.PLACED.remove(self.target)  # a series for each former address would remain
+        metrics.PLACED.remove(self.target)  # or each former address keeps a series
         await self.session.close()
 
     @property
@@ -142,7 +142,7 @@ class EngineLink:
     def lacking_tokens(self, tokens: float) -> float:
         """Return how many of these tokens have no free block."""
         if not self._load.total_blocks:
-            return 0  # not reported yet
+            return 0  # the engine has not reported its blocks yet
         return max(0.0, tokens - self._load.free_blocks * self.block_size)
 
     def hashes_of(self, need: Need) -> Sequence[Sequence[bytes]]:
@@ -150,13 +150,13 @@ class EngineLink:
         return need.hashes(self.block_size) if self._is_followed and self.model else ()
 
     def enter(self, placement: Placement) -> None:
-        """Count a request as the engine's."""
+        """Add a request to the engine's load."""
         self.num_requests += 1
         self._sequences.add(placement.sequences)
         self._tokens.add(placement.waiting_tokens)
 
     def on_admitted(self, promised: int, found: int) -> None:
-        """Note the prompt tokens that the engine had, of those that it had reported."""
+        """Record how many of the `promised` tokens of a prompt the engine had: `found`."""
         trust = self.cached.trust
         self.cached.on_admitted(promised, found)
         metrics.LACKING_TOKENS.inc(max(0, promised - found))
@@ -171,18 +171,18 @@ class EngineLink:
         self._tokens.add(-tokens)
 
     def leave(self, placement: Placement) -> None:
-        """Count one request less."""
+        """Subtract a request from the engine's load."""
         self.num_requests -= 1
         self._sequences.add(-placement.sequences)
 
     async def status(self) -> models_pb2.EngineStatus:
-        """Return the engine and its load, or why it is away."""
+        """Return the engine and its load, or the reason why it is away."""
         status = models_pb2.EngineStatus(target=self.target)
         if self.peer.state is PeerState.REFUSED:
             status.state, status.reason = models_pb2.ENGINE_STATE_REFUSED, self.peer.refusal
             return status
         status.state = models_pb2.ENGINE_STATE_AWAY
-        if self.model is None or not self.peer.is_serving:  # another one may be at its address
+        if self.model is None or not self.peer.is_serving:  # another engine may be at the address
             return status
         try:
             answer = await self._control.GetLoad(
@@ -226,7 +226,7 @@ class EngineLink:
             raise ServiceError.from_rpc_error(error) from None
         return answer.freed_blocks
 
-    # what the engine is
+    # the engine's model
 
     async def ask(self) -> None:
         """Read the engine's model. Raises PeerRefusedError if it can't be used."""
@@ -244,7 +244,7 @@ class EngineLink:
         self.adapters = _fingerprints(model.adapters)
 
     async def is_loading(self, seconds: float) -> bool:
-        """Return whether the engine says within some seconds that it loads its model."""
+        """Return whether the engine reports within `seconds` that it loads its model."""
         request = engine_pb2.GetModelRequest()
         try:
             await self._control.GetModel(request, timeout=min(seconds, _CALL_SECONDS))
@@ -263,7 +263,7 @@ class EngineLink:
         self.adapters = {**self.adapters, adapter.name: adapter.fingerprint}
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; its requests go on. Raises ServiceError."""
+        """Unload an adapter. Requests that use it go on. Raises ServiceError."""
         request = engine_pb2.UnloadAdapterRequest(name=name)
         await self._ask(self._control.UnloadAdapter(request, timeout=_CALL_SECONDS))
         self.adapters = {each: of for each, of in self.adapters.items() if each != name}
@@ -277,7 +277,7 @@ class EngineLink:
     # the engine's load, cache and adapters
 
     async def _repeat(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Watch again whenever the stream ends, unless the engine does not know the rpc."""
+        """Open a stream again whenever it ends, unless the engine does not have the rpc."""
         while True:
             try:
                 await self.peer.reach()

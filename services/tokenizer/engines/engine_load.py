@@ -10,13 +10,13 @@ class EngineLoad:
     """Work of an engine now, and its capacity."""
 
     running: int
-    """Sequences that run"""
+    """Number of running sequences"""
     waiting: int
-    """Sequences that wait"""
+    """Number of waiting sequences"""
     queued_tokens: int
-    """Tokens of their prompts that are not in the prefix cache"""
+    """Prompt tokens of waiting sequences that are not in the prefix cache"""
     places: int
-    """Sequences that may run at once"""
+    """Most sequences that run at once"""
     used_blocks: int
     """KV blocks that sequences hold"""
     total_blocks: int
@@ -33,7 +33,7 @@ class EngineLoad:
 
     @property
     def utilization(self) -> float:
-        """The larger share of places or blocks in use, plus waiting sequences per place."""
+        """Larger share of places or of blocks in use, plus waiting sequences per place."""
         if not self.places:
             return self.block_share
         return max(self.running / self.places, self.block_share) + self.waiting / self.places

@@ -1,4 +1,4 @@
-"""The engines of one model: which serve, what they agree on, and which one takes a request."""
+"""The engines of one model: their state, their common limits, and the choice of an engine."""
 
 import asyncio
 import hashlib
@@ -62,18 +62,18 @@ class PoolSettings:
     tls: ClientTls | None = None
     """Certificates for the calls of engines; None = plaintext"""
     token: TokenFile | None = None
-    """Token that engines are shown; None = none"""
+    """Token to show to engines; None = no token"""
     knows_blocks: bool = False
-    """True to keep the token ids of the engines' KV blocks, for subscribers"""
+    """True if the pool keeps the token ids of the engines' KV blocks for subscribers"""
 
 
 class EnginePool:
-    """All engines of the model. With one, the choice is that one; the code is the same."""
+    """All engines of the model."""
 
     def __init__(
         self, settings: PoolSettings, vocabulary: Vocabulary, on_serving: Callable[[bool], None]
     ) -> None:
-        """`on_serving` is called when the first engine starts, or the last one stops to serve."""
+        """on_serving: called when the first engine begins to serve, and when the last one stops."""
         self._settings = settings
         self._vocabulary = vocabulary
         self._on_serving = on_serving
@@ -91,9 +91,9 @@ class EnginePool:
             gauge=metrics.ENGINES,
         )
         self._last_wait: asyncio.Task[bool] | None = None
-        """Wait for an engine that all requests share"""
+        """Task that waits for an engine; all requests share it"""
         self.blocks = KnownBlocks(self._is_cached) if settings.knows_blocks else None
-        """Blocks with known token ids; None = they have no watchers"""
+        """Blocks with known token ids; None = no subscriber can watch them"""
         self._waiting_room = WaitingRoom(settings.max_waiting, "the engine")
         self._follows_load = False
 
@@ -112,7 +112,7 @@ class EnginePool:
     def limits_of(self, model: str) -> ModelLimits:
         """Return the limits of requests that name this model, which may be an adapter's name.
 
-        Those of a name that is not known are the model's own. Raises as `limits`.
+        The limits of an unknown name are those of the model. Raises the errors of `limits`.
         """
         limits, adapter = self.limits, self.adapters.get(model)
         return limits if adapter is None else replace(limits, model=model, adapter=adapter)
@@ -156,7 +156,7 @@ class EnginePool:
 
     @property
     def context_length(self) -> int:
-        """Tokens: the engines' context length, or the checkpoint's while it is unknown."""
+        """Context length of the engines, in tokens; that of the checkpoint while it is unknown."""
         return self._limits.context_length if self._limits else self._vocabulary.context_length
 
     async def start(self, on_leaving: Callable[[EngineLink], None]) -> None:
@@ -194,7 +194,7 @@ class EnginePool:
         return await asyncio.gather(*(link.status() for link in self._peers.links))
 
     def follow_load(self) -> None:
-        """Follow the load of all engines, even of a single one, for `loads`."""
+        """Follow the load of all engines, for `loads`. A single engine is followed only then."""
         self._follows_load = True
         for link in self._peers.links:
             link.follow_load()
@@ -206,9 +206,9 @@ class EnginePool:
     # the choice
 
     def place(self, need: Need, avoided: Collection[EngineLink]) -> Placement:
-        """Place a request on the engine that costs least, if it can be on one that is not avoided.
+        """Place a request on the cheapest engine that is not avoided.
 
-        Raises UNAVAILABLE (NO_ENGINE) if none is left, and NOT_FOUND if none has the adapter.
+        Raises UNAVAILABLE (NO_ENGINE) if there is none, and NOT_FOUND if none has the adapter.
         """
         able = [link for link in self._require_serving() if need.suits(link)]
         serving = [link for link in able if link not in avoided] or able
@@ -225,7 +225,7 @@ class EnginePool:
     def learn(
         self, tenant: str, prompt: Sequence[int], outputs: Iterable[Sequence[int]] = ()
     ) -> None:
-        """Take the token ids of a prompt and its outputs, for watchers of the blocks.
+        """Record the token ids of a prompt and its outputs, for watchers of the blocks.
 
         Watchers never get the ids of a tenant.
         """
@@ -241,12 +241,12 @@ class EnginePool:
         link.peer.suspend()
 
     async def wait_until_serving(self, deadline: float | None, why: str, *, is_new: bool) -> None:
-        """Wait for an engine if none serves: they stop, were lost, or have not been reached.
+        """Wait for an engine if none serves, because they stop, were lost, or were never reached.
 
         deadline: loop time; None without a deadline. why: the reason that none serves.
         is_new: whether the request was never admitted. Only new requests are limited in number.
-        Raises RESOURCE_EXHAUSTED if too many wait, DEADLINE_EXCEEDED, and UNAVAILABLE if no engine
-        serves within `wait_seconds`; the time in which one loads its model does not count.
+        Raises RESOURCE_EXHAUSTED if too many requests wait, DEADLINE_EXCEEDED, and UNAVAILABLE if
+        no engine serves within `wait_seconds`. The time in which an engine loads does not count.
         """
         if self.is_serving:
             return
@@ -288,7 +288,7 @@ class EnginePool:
                 end = loop.time() + seconds
             await asyncio.sleep(min(RETRY_SECONDS, max(0.0, end - loop.time())))
 
-    # the engines, as their owner
+    # callbacks of the links
 
     def admit(self, link: EngineLink, model: engine_pb2.GetModelResponse) -> None:
         """Accept an engine that serves the same model as the others, with its limits."""
@@ -308,7 +308,7 @@ class EnginePool:
     def on_cache_changed(
         self, link: EngineLink, group: int, stored: Collection[bytes], removed: Collection[bytes]
     ) -> None:
-        """Pass on a change of what an engine has cached for a group of layers."""
+        """Pass on a change of an engine's cache for a group of layers."""
         if self.blocks is not None:
             self.blocks.on_changed(group, link.cached.groups[group], stored, removed)
 
@@ -332,7 +332,7 @@ class EnginePool:
             self._on_serving(is_serving)
 
     def _make_limits(self, models: Sequence[engine_pb2.GetModelResponse]) -> ModelLimits:
-        """Return the limits that all of these engines keep, and the capabilities that all have."""
+        """Return the lowest limits of these engines, and the capabilities that all have."""
         model = models[0]
         identity = "\n".join(
             (
@@ -371,28 +371,28 @@ class EnginePool:
 
 
 async def _all_or_first_error(calls: Iterable[Awaitable[None]]) -> None:
-    """Wait for all calls; raise the first one's error that failed."""
+    """Wait for all calls; raise the error of the first call that failed."""
     for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, BaseException):
             raise answer
 
 
 def _cheapest(links: Sequence[EngineLink], need: Need) -> EngineLink:
-    """Return the engine that delays this request and its others least; any one of equals."""
+    """Return the engine with the lowest cost; one of them at random if several are equal."""
     costs = {link: _cost(link, need) for link in links}
     least = min(costs.values())
     return random.choice([link for link, cost in costs.items() if cost <= least])
 
 
 def _cost(link: EngineLink, need: Need) -> float:
-    """Return the prompt tokens to compute before the request's first token, or their like."""
+    """Return the engine's work before the request's first token, in prompt tokens."""
     missing = link.missing_tokens(need)
     lacking = link.lacking_tokens(missing)
     return missing + lacking + link.waiting_tokens + _SEQUENCE_TOKENS * link.sequences
 
 
 def _difference(model: engine_pb2.GetModelResponse, other: engine_pb2.GetModelResponse) -> str:
-    """Return in what an engine's model differs from another engine's; empty if they agree."""
+    """Return the difference between two engines' models as a phrase; empty if they agree."""
     for name in _AGREED:
         mine, theirs = getattr(model, name), getattr(other, name)
         if mine != theirs:

@@ -17,13 +17,13 @@ from tokenwire.pb.engine.v1 import engine_pb2
 __all__ = ["BlockKey", "BlockUpdate", "BlockWatch", "KnownBlock", "KnownBlocks"]
 
 _MOST_IDLE = 65_536
-"""Blocks to keep that no engine holds: those of prompts on their way, and of evicted ones"""
+"""Most blocks to keep that no engine holds, because they are not computed yet or were evicted"""
 _MOST_WATCHERS = 64
 _SALT = tenant_salt("")
 
 
 class BlockKey(NamedTuple):
-    """Name of a block in one group of layers. Groups hold and evict blocks by themselves."""
+    """Identity of a block in one group of layers. Each group holds and evicts blocks by itself."""
 
     group: int
     hash: bytes
@@ -49,28 +49,28 @@ class KnownBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlockUpdate:
-    """Changes that a watcher has not seen; with `is_whole`, `stored` is all that is held."""
+    """Changes that a watcher has not seen; if `is_whole`, `stored` has all held blocks."""
 
     is_whole: bool
     stored: Sequence[tuple[BlockKey, KnownBlock]]
-    """Parents before their children"""
+    """Stored blocks, parents before their children"""
     removed: Sequence[BlockKey]
 
 
 class BlockWatch:
-    """Changes for one watcher. It gets all blocks instead if these are fewer than its changes."""
+    """Changes for one watcher, who gets all blocks instead if these are fewer than the changes."""
 
     def __init__(self, held: dict[BlockKey, KnownBlock], wake: asyncio.Event) -> None:
         self._held = held
         self._changes: dict[BlockKey, KnownBlock | None] | None = None
-        """Changes in order, a removed block as None; None in all = the watcher needs all blocks"""
+        """Changes in order, with None for a removed block; None = the watcher needs all blocks"""
         self._wake = wake
         self._wake.set()
 
     def note(self, key: BlockKey, block: KnownBlock | None) -> None:
-        """Take a change: the block that is held now, or None if it is held no longer."""
+        """Record a change. block: the block that is now held; None = it was removed."""
         if self._changes is not None:
-            self._changes.pop(key, None)  # behind its parent again
+            self._changes.pop(key, None)  # to come behind its parent again
             self._changes[key] = block
             if len(self._changes) > max(len(self._held), _MOST_IDLE):
                 self._changes = None
@@ -93,19 +93,19 @@ class BlockWatch:
 class KnownBlocks:
     """Blocks of prompts and outputs without a tenant.
 
-    An engine names its blocks by hashes. Watchers are told of a block in a group of layers while at
-    least one engine holds it there, if its ids are known because its prompt was placed here. In a
-    group that sees all tokens, engines must hold all blocks before it, too. In one with a window
-    they need not, nor where a hash names the state behind its block.
+    An engine names its blocks by hashes. A block is published for a group of layers while at least
+    one engine holds it there, if its ids are known because this process placed its prompt. In a
+    group that sees all tokens, an engine must hold all blocks before it, too. This does not apply
+    to a group with a window, or to a group whose hashes name the state behind a block.
     """
 
     def __init__(self, is_reported: Callable[[int, bytes], bool]) -> None:
-        """is_reported: whether an engine says that it holds the block of a hash, in a group."""
+        """is_reported: returns whether an engine has reported the block of a hash in a group."""
         self._is_reported = is_reported
         self.groups: dict[int, engine_pb2.CacheGroup] = {}
         """Groups of layers for which engines have reported blocks, by number"""
         self._idle: OrderedDict[bytes, KnownBlock] = OrderedDict()
-        """Blocks that were not published to watchers, oldest first; their number is bounded"""
+        """Blocks that are not published to watchers, oldest first; their number is bounded"""
         self._published: dict[bytes, KnownBlock] = {}
         """Blocks that were published to watchers in some group"""
         self._held: dict[BlockKey, KnownBlock] = {}
@@ -115,7 +115,7 @@ class KnownBlocks:
     def learn(
         self, prompt: Sequence[int], block_size: int, outputs: Iterable[Sequence[int]] = ()
     ) -> None:
-        """Take the token ids of a prompt, and of the outputs that follow it."""
+        """Record the token ids of a prompt, and of the outputs that follow it."""
         full = len(prompt) // block_size * block_size
         last = self._learn_run(_SALT, prompt[:full], block_size)
         for output in outputs:
@@ -129,7 +129,7 @@ class KnownBlocks:
         stored: Collection[bytes],
         removed: Collection[bytes],
     ) -> None:
-        """Take a change of one engine's cache, in the group of layers of this number."""
+        """Apply a change of one engine's cache. number: number of the group of layers."""
         self.groups[number] = group
         for block_hash in removed:
             key = BlockKey(number, block_hash)
@@ -143,7 +143,7 @@ class KnownBlocks:
     def watch(self, wake: asyncio.Event) -> Iterator[BlockWatch]:
         """Watch the blocks; `wake` is set when there is a change.
 
-        Raises RESOURCE_EXHAUSTED if too many do.
+        Raises RESOURCE_EXHAUSTED if there are too many watchers.
         """
         if len(self._watches) >= _MOST_WATCHERS:
             message = f"{_MOST_WATCHERS} clients watch the cache already."
@@ -161,7 +161,7 @@ class KnownBlocks:
         return len(self._held)
 
     def _learn_run(self, parent: bytes, ids: Sequence[int], block_size: int) -> bytes:
-        """Take ids that follow the block `parent`. Return the hash of their last full block."""
+        """Record ids that follow the block `parent`. Return the hash of their last full block."""
         for place, block_hash in enumerate(prefix_hashes(ids, parent, block_size)):
             if block_hash in self._idle:
                 self._idle.move_to_end(block_hash)
@@ -186,7 +186,7 @@ class KnownBlocks:
         return self._published.get(block_hash) or self._idle.get(block_hash)
 
     def _needs_parents(self, number: int) -> bool:
-        """Return whether a group's blocks are only of use behind all blocks before them."""
+        """Return whether a block of a group is useless without all blocks before it."""
         return not self.groups[number].window and not self.groups[number].snapshot_interval
 
     def _hold(self, key: BlockKey) -> None:
@@ -209,7 +209,7 @@ class KnownBlocks:
             self._publish(BlockKey(number, each), found)
 
     def _drop(self, key: BlockKey) -> None:
-        """Publish the removal of a block, and of the blocks that are of no use without it."""
+        """Publish the removal of a block, and of the blocks that are useless without it."""
         number, needs_parents = key.group, self._needs_parents(key.group)
         waiting = [key.hash]
         while waiting:

@@ -1,4 +1,4 @@
-"""One request on one engine: what it needs there, and what it adds to the engine's load."""
+"""One request on one engine: its needs, and its share of the engine's load."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ __all__ = ["Need", "Placement"]
 
 
 _REPORT_SECONDS = 1.0
-"""Time after the end of a request in which the engine reports its last blocks"""
+"""Seconds after the end of a request in which the engine reports its last blocks"""
 
 
 class Need:
@@ -27,7 +27,7 @@ class Need:
         images: Sequence[Sequence[ImagePlaces]] = (),
         adapter: str = "",
     ) -> None:
-        """images: those of each prompt; empty without any. adapter: its fingerprint, if any."""
+        """images: images of each prompt, if there are any. adapter: fingerprint; empty = none."""
         self.model = request.model
         self._adapter = adapter
         self.tokens = sum(len(prompt.ids) for prompt in request.prompts)
@@ -44,7 +44,7 @@ class Need:
 
     @property
     def text_prompts(self) -> Sequence[Sequence[int]]:
-        """Ids of the prompts; none with images or an adapter: ids alone do not name the blocks."""
+        """Ids of the prompts; empty if ids do not name the blocks: with images or an adapter."""
         request = self._request
         return () if request.images or self._adapter else [prompt.ids for prompt in request.prompts]
 
@@ -80,17 +80,17 @@ class Placement:
         link.enter(self)
 
     def on_admitted(self, cached_tokens: Sequence[int]) -> None:
-        """Take the engine's own count of what it found."""
+        """Correct the load by the engine's own count of cached tokens."""
         self.link.on_admitted(self._promised, sum(cached_tokens))
 
     def on_output(self) -> None:
-        """Note the first output: the prompt is computed."""
+        """Record the first output, before which the prompt was computed."""
         if self.waiting_tokens:
             self.link.on_computed(self.waiting_tokens)
             self.waiting_tokens = 0
 
     def leave(self) -> None:
-        """Take the request from the engine's load."""
+        """Remove the request from the engine's load."""
         self.on_output()
         if self._hashes:
             later = asyncio.get_running_loop().call_later

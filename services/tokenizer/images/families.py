@@ -59,8 +59,8 @@ def image_tokens(settings: ProcessorSettings) -> frozenset[str]:
 def read_image_family(settings: ProcessorSettings, vocabulary: Vocabulary) -> ImageFamily | None:
     """Return the form of images in a checkpoint; None if it takes text alone.
 
-    A vision-language checkpoint whose files do not say how it writes images is logged, and serves
-    text.
+    If the files of a vision-language checkpoint do not say how it writes images, this is logged and
+    the checkpoint serves text.
     """
     reader = _READERS.get(settings.architecture)
     if reader is None:

@@ -29,7 +29,7 @@ def read_gemma3n(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFamil
 def _read(
     settings: ProcessorSettings, tokens: ImageTokens, begin: str, mark: str, run_key: str
 ) -> ImageFamily:
-    """Return a family. run_key: the number of an image's tokens in config.json."""
+    """Return a family. run_key: key of config.json with the number of an image's tokens."""
     soft = _soft(tokens)
     end = tokens.text("<end_of_image>", "eoi_token_id", "eoi_token_index")
     run = settings.processor.count("image_seq_length") or settings.model.count(run_key)

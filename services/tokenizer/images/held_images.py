@@ -1,4 +1,4 @@
-"""Memory of images that requests hold until they end, so that a lost engine gets them again."""
+"""Memory of images, which requests hold until they end: another engine may need them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

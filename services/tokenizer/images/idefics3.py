@@ -19,7 +19,7 @@ _RUN = 169
 _TILE: Mapping[str, Json] = {"longest_edge": 364}
 _SIZE: Mapping[str, Json] = {"longest_edge": 4 * 364}
 _MOST = 4096
-"""Longest edge of any resized image, whatever the settings are"""
+"""Longest edge of any resized image in pixels, whatever the settings are"""
 _WHOLE = "<global-img>"
 
 
@@ -31,7 +31,7 @@ class _Tiling:
     is_resized: bool
     tile: int
     longest: int | None
-    """Longest edge of a resized image; None if it gets `fixed`"""
+    """Longest edge of a resized image in pixels; None = images get the size `fixed`"""
     fixed: ImageSize | None
 
     def rows_and_columns(self, size: ImageSize) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def read_idefics3(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFami
 
 
 def _run(settings: ProcessorSettings) -> int:
-    """Return the tokens of a tile by config.json; transformers' default if it does not say."""
+    """Return the tokens of a tile from config.json, or else transformers' default."""
     edge, patch = settings.vision.count("image_size"), settings.vision.count("patch_size")
     scale = settings.model.count("scale_factor")
     if edge is None or patch is None or scale is None:
@@ -100,7 +100,7 @@ def _read_tiling(settings: ProcessorSettings) -> _Tiling:
 
 
 def _with_longest_edge(size: ImageSize, longest: int) -> ImageSize:
-    """Return the size with this longest edge, and an even other one.
+    """Return the size scaled to this longest edge; the other edge becomes even.
 
     Source: `_resize_output_size_rescale_to_max_len`, which enlarges small images too.
     """
@@ -126,7 +126,7 @@ def _at_most(size: ImageSize, longest: int) -> ImageSize:
 
 
 def _to_whole_tiles(size: ImageSize, tile: int) -> ImageSize:
-    """Return the size with edges raised to multiples of the tile's.
+    """Return the size with edges raised to multiples of the tile's edge.
 
     Source: `resize_for_vision_encoder`.
     """

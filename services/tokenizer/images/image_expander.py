@@ -23,31 +23,31 @@ class ImagePrompt:
     """A prompt with the tokens of its images in place of their marks."""
 
     count: int
-    """Images of the prompt"""
+    """Number of images in the prompt"""
     field: str
     """Field of the request for errors"""
     placeholder: str
     placeholder_id: int
     lead: int
-    """Ids of an image before its first placeholder"""
+    """Number of an image's ids before its first placeholder"""
     text: str = ""
     """Text of a text prompt. Each of its placeholders stands for a run."""
     runs: Sequence[int] = ()
-    """Placeholders of each run"""
+    """Number of placeholders in each run"""
     ids: Sequence[int] = ()
     """Ids of a prompt of ids, with whole runs"""
 
     @property
     def added(self) -> int:
-        """Ids that the runs have beyond the placeholders of `text`."""
+        """Number of placeholders in the runs less the placeholders of `text`."""
         return sum(self.runs) - len(self.runs)
 
     def lengthen(
         self, ids: Sequence[int], texts: Sequence[str] = ()
     ) -> tuple[list[int], list[str]]:
-        """Return the ids of `text`, and the texts that they add, with whole runs.
+        """Return ids and texts of `text` with each placeholder lengthened to its run.
 
-        Raises INVALID_ARGUMENT if the prompt has placeholders beside those of its images.
+        Raises INVALID_ARGUMENT if the prompt has other placeholders than those of its images.
         """
         if ids.count(self.placeholder_id) != len(self.runs):
             raise _stray(self.field, self.placeholder)
@@ -63,12 +63,12 @@ class ImagePrompt:
         return [*longer, *ids[done:]], [*longer_texts, *texts[done:]]
 
     def first_image(self, ids: Sequence[int]) -> int:
-        """Return the index of the first id of an image in whole ids; their number without one."""
+        """Return the index of an image's first id in whole ids; their number without an image."""
         return ids.index(self.placeholder_id) - self.lead if self.count else len(ids)
 
 
 class ImageExpander:
-    """The images of one request, of which each mark takes the next."""
+    """The images of one request. Each mark in the prompts takes the next image."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class ImageExpander:
         images: Sequence[RequestImage],
         expansions: Sequence[Expansion],
     ) -> None:
-        """`expansions` are those of the images."""
+        """expansions: one for each image."""
         self._family = family
         self._vocabulary = vocabulary
         self._images = images
         self._expansions = expansions
         self._marks = 0
-        """Marks that were found so far"""
+        """Number of marks that were found so far"""
 
     def of(self, places: Sequence[int]) -> "ImageExpander":
         """Return the expander of some of the images alone."""
@@ -143,7 +143,7 @@ class ImageExpander:
         return placed
 
     def messages(self, placed: Iterable[ImagePrompt]) -> list[engine_pb2.PromptImage]:
-        """Return the images for the engine, which `place` put into these prompts."""
+        """Return the engine's messages of the images that `place` put into these prompts."""
         images = iter(self._images)
         return [
             engine_pb2.PromptImage(prompt=index, data=next(images).data)
@@ -154,7 +154,7 @@ class ImageExpander:
     def places(
         self, placed: Sequence[ImagePrompt], prompts: Sequence[Sequence[int]]
     ) -> list[list[ImagePlaces]]:
-        """Return the images of each prompt, which `place` put there, with their place in its ids.
+        """Return, for each prompt, the images that `place` put there, with their places in its ids.
 
         Takes long for long prompts.
         """
@@ -178,7 +178,7 @@ class ImageExpander:
     def _in_parts(
         self, parts: Sequence[tuple[str, bool]], field: str, *, takes_generic: bool
     ) -> tuple[list[tuple[str, bool]], ImagePrompt]:
-        """Expand the marks of the parts that are no user's control tokens."""
+        """Expand the marks in all parts except control tokens of users."""
         family = self._family
         marks = {family.mark: family.mark} | ({_GENERIC: family.generic} if takes_generic else {})
         pattern = re.compile("|".join(map(re.escape, marks)))
@@ -199,7 +199,7 @@ class ImageExpander:
         return expanded, self._prompt(before, field, text=text, runs=runs)
 
     def _in_ids(self, ids: list[int]) -> ImagePrompt:
-        """Expand the marks of ids. Runs that are as long as their image needs stay."""
+        """Expand the marks of ids. Runs that already have the length for their image stay."""
         mark_id = self._vocabulary.ids[self._family.mark]
         find = _finder(ids, mark_id, self._family.placeholder_id)
         placed: list[int] = []
@@ -241,7 +241,7 @@ class ImageExpander:
         return ImagePrompt(count, field, placeholder, token, lead, text, runs, ids)
 
     def _offset(self, core: Sequence[int], mark_id: int) -> int:
-        """Return the place in a core's ids that a search for marks finds."""
+        """Return the place of the token in a core's ids that the search for marks finds."""
         return next(
             place
             for place, token in enumerate(core)
@@ -264,7 +264,7 @@ class ImageExpander:
 
 
 def _finder(ids: list[int], *tokens: int) -> Callable[[int], int]:
-    """Return a function that returns the first place of any token from a place on."""
+    """Return a function that finds the first place of one of the tokens from a place on."""
     known = dict.fromkeys(tokens, -1)
 
     def find(begin: int) -> int:

@@ -19,11 +19,11 @@ class Expansion:
     """Text that takes the place of one image's mark. Each of its placeholders stands for a run."""
 
     core: str
-    """Begins and ends with control tokens, so that its ids do not depend on the text around it"""
+    """Text between control tokens, so that its ids do not depend on the text around it"""
     run: int
-    """Placeholders of each run, at least 1"""
+    """Number of placeholders in each run, at least 1"""
     before: str = ""
-    """Text in front of the core, which the tokenizer may join to the prompt's"""
+    """Text in front of the core, which the tokenizer may join to the prompt's text"""
     after: str = ""
 
     @property
@@ -46,4 +46,4 @@ class ImageFamily:
     control_tokens: Sequence[str]
     """Texts of the tokens that only the expansion of an image may hold"""
     expand: Callable[[ImageSize], Expansion]
-    """Returns the expansion for an image. Raises ImageError for a size that the model refuses."""
+    """Function that returns the expansion for an image, or raises ImageError for its size"""

@@ -30,19 +30,19 @@ class ImageReader:
     """Images of one checkpoint's requests."""
 
     def __init__(self, family: ImageFamily | None, vocabulary: Vocabulary, model: str) -> None:
-        """`family` is None if the checkpoint takes text alone."""
+        """family: None = the checkpoint takes text alone."""
         self._family = family
         self._vocabulary = vocabulary
         self._model = model
         self._threads = FairExecutor(_THREADS, "image")
         self.held = HeldImages()
         self._waiting = Shares(_MAX_WAITING, reserve=_MAX_WAITING)
-        """Requests whose images are decoded, or wait for it"""
+        """Number of requests whose images are decoded or wait for it"""
 
     def require(self, field: str, limits: ModelLimits | None = None) -> None:
         """Raise INVALID_ARGUMENT for `field` if the checkpoint, or the engine, takes text alone.
 
-        limits: those of the engine; None if it is not needed.
+        limits: limits of the engine; None if no engine is needed.
         """
         if self._family is None or not (limits is None or _takes_images(limits)):
             raise invalid(field, f"{self._model} takes text alone: leave out images.")
@@ -94,7 +94,7 @@ class ImageReader:
         return ImageExpander(self._family, self._vocabulary, hashed, expansions)
 
     def close(self) -> None:
-        """End the threads after what they do now."""
+        """End the threads after their current work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

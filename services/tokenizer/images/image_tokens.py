@@ -11,13 +11,13 @@ class ImageTokens:
     """Finder of tokens by the ids of config.json, or by their usual texts."""
 
     def __init__(self, config: Section, ids: Mapping[str, int]) -> None:
-        """`ids` are the vocabulary's, by text."""
+        """ids: ids of the vocabulary by text."""
         self._config = config
         self._ids = ids
         self._texts = {index: text for text, index in ids.items()}
 
     def text(self, usual: str, *keys: str) -> str:
-        """Return the text of the token that one of config.json's keys names, else `usual`.
+        """Return the text of the token that the first of config.json's keys names, or else `usual`.
 
         Raises SettingsError if the vocabulary does not have it.
         """

@@ -41,7 +41,7 @@ def read_llava(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFamily:
 
 
 def _others(settings: ProcessorSettings) -> int:
-    """Return the vision tower's outputs that are no patches, less the one that is left out."""
+    """Return the number of the vision tower's outputs that are not patches and not left out."""
     others = settings.processor.count("num_additional_image_tokens", least=0)
     if others is None:  # CLIP's class token
         others = int(settings.vision.text("model_type", _CLIP) == _CLIP)

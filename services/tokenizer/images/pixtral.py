@@ -25,7 +25,7 @@ def read_pixtral(settings: ProcessorSettings, tokens: ImageTokens) -> ImageFamil
     image = tokens.text("[IMG]", "image_token_id", "image_token_index")
     row_end = tokens.text(processor.text("image_break_token", "[IMG_BREAK]"))
     end = tokens.text(processor.text("image_end_token", "[IMG_END]"))
-    # first what the vision tower computes by: converted checkpoints may have an older processor
+    # the vision tower's value first: converted checkpoints may have an older processor
     patch = settings.vision.count("patch_size") or processor.count("patch_size") or _PATCH
     merged = settings.model.count("spatial_merge_size") or processor.count("spatial_merge_size")
     edge = patch * (merged or 1)

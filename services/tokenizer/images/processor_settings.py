@@ -20,9 +20,9 @@ class ProcessorSettings:
     """Everything that decides the tokens of an image."""
 
     model: Section
-    """config.json"""
+    """Content of config.json"""
     processor: Section
-    """processor_config.json"""
+    """Content of processor_config.json"""
     images: Section
     """Settings of the image processor"""
 

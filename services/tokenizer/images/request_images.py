@@ -35,7 +35,7 @@ def has_images(request: completion_pb2.GenerateRequest, most_parts: int) -> bool
 def take_images(
     request: completion_pb2.GenerateRequest,
 ) -> tuple[completion_pb2.GenerateRequest, Sequence[RequestImage]]:
-    """Return the request without its images, and these. The given request loses them.
+    """Return the request without its images, and the images. The given request loses them, too.
 
     The request's fields are within their bounds. Raises INVALID_ARGUMENT for too many images or
     bytes in all.
@@ -46,7 +46,7 @@ def take_images(
         images = _take_prompt_images(request.prompts)
     if not images:
         return request, images
-    small = completion_pb2.GenerateRequest()  # the given one keeps its memory
+    small = completion_pb2.GenerateRequest()  # the given request keeps its memory
     small.CopyFrom(request)
     return small, images
 
@@ -54,7 +54,7 @@ def take_images(
 def take_message_images(messages: Sequence[completion_pb2.Message]) -> Sequence[RequestImage]:
     """Empty the image parts of messages, which stay in place; return the images.
 
-    Raises as `take_images`. Takes long for many messages.
+    Raises the errors of `take_images`. Takes long for many messages.
     """
     images: list[RequestImage] = []
     for place, message in enumerate(messages):

@@ -11,12 +11,12 @@ from tokenizers import pre_tokenizers
 
 __all__ = ["bytes_per_token"]
 
-_MAX_CHARACTER_BYTES = 4  # of UTF-8
+_MAX_CHARACTER_BYTES = 4  # bytes of a character in UTF-8
 _UNBOUNDED_FACTOR = 8
-_SHRINKING: Mapping[str, int] = {  # factor by which a normalizer shortens a text, at most
+_SHRINKING: Mapping[str, int] = {  # largest factor by which a normalizer shortens a text
     "ByteLevel": 1, "Lowercase": 3, "NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Prepend": 1,
 }  # fmt: skip
-_KEEPING = frozenset({  # pre-tokenizers that drop nothing, except as configured
+_KEEPING = frozenset({  # pre-tokenizers that drop text only if they are configured to
     "ByteLevel", "Digits", "Metaspace", "Punctuation", "Split", "UnicodeScripts",
 })  # fmt: skip
 _ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
@@ -24,7 +24,7 @@ _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def bytes_per_token(definition: Mapping[str, Any], normalize: Callable[[str], str]) -> int:
-    """Return the bytes of UTF-8 that a token stands for at most.
+    """Return the most bytes of UTF-8 that a token stands for.
 
     A token stands for the text of its vocabulary entry, times the factor by which normalizers
     shorten. There is no bound if whitespace is stripped, characters are dropped, or a run of
@@ -89,7 +89,7 @@ def _keeps_all(step: Mapping[str, Any]) -> bool:
 
 
 def _shrinking(step: Mapping[str, Any]) -> int:
-    """Return the factor by which a normalizer shortens a text, at most; 0 without bound."""
+    """Return the largest factor by which a normalizer shortens a text; 0 = unbounded."""
     if step["type"] == "Replace":
         pattern, content = step["pattern"].get("String", ""), step["content"]
         if not pattern or not content:

@@ -39,7 +39,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates (Jinja) by name. As in transformers, files override `config`.
 
-    Processors of vision-language models saved theirs as chat_template.json, an object.
+    Processors of vision-language models saved their template as chat_template.json, an object.
     """
     templates: dict[str, str] = {}
     processor = read_json(directory / "chat_template.json")

@@ -1,4 +1,4 @@
-"""Incremental decoding: token ids in, text out as soon as it is certain.
+"""Incremental decoding of token ids to text, as soon as the text is certain.
 
 Every token adds fixed bytes to the decoded stream. So the state is a table of bytes by id, from the
 checkpoint's decoder, and at most three pending bytes.
@@ -14,9 +14,9 @@ __all__ = ["Detokenizer", "TokenTable", "UnsupportedDecoderError", "token_table"
 
 _REPLACEMENT = "\ufffd"
 _PER_BYTE = "tokenwire.replace_each_byte"
-_MAX_CHARACTER_BYTES = 4  # of UTF-8
+_MAX_CHARACTER_BYTES = 4  # bytes of a character in UTF-8
 _JOINED = (".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re")
-"""Tokens that WordPiece decoders join to the one before"""
+"""Tokens that WordPiece decoders join to the token before"""
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -62,7 +62,7 @@ class Detokenizer:
     def __init__(
         self, table: TokenTable, prompt: Sequence[int] = (), *, begins_text: bool = True
     ) -> None:
-        """Continue `prompt`. If it adds no text and `begins_text` is true, the ids begin a text."""
+        """prompt: ids before the text. begins_text: whether ids begin a text if it adds no text."""
         self._table = table
         self._texts = table.texts
         self._pending = b""
@@ -73,7 +73,7 @@ class Detokenizer:
         )
         tail = b""
         for token in reversed(prompt):
-            if token in table.hidden:  # an echo contains its text, which ends the character
+            if token in table.hidden:  # an echo contains the token's text, which ends the character
                 break
             tail = table.pieces[token] + tail
             if len(tail) >= _MAX_CHARACTER_BYTES:
@@ -90,7 +90,7 @@ class Detokenizer:
 
     @property
     def is_inherited(self) -> bool:
-        """True if all held bytes are the prompt's."""
+        """True if all held bytes come from the prompt."""
         return self._inherited
 
     def leaves_out(self, token: int) -> bool:
@@ -110,8 +110,8 @@ class Detokenizer:
         if piece:
             self._inherited = False
         data = self._pending + piece
-        text, used = codecs.utf_8_decode(data, self._table.errors, False)
-        self._pending = data[used:]
+        text, consumed = codecs.utf_8_decode(data, self._table.errors, False)
+        self._pending = data[consumed:]
         self._direct = not self._pending and not self._at_start
         return text
 
@@ -212,7 +212,7 @@ def _piece(token: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _word_piece(token: str, step: Mapping[str, Any]) -> str:
-    """Return what a token of BERT adds behind another one."""
+    """Return the text that a token of BERT adds behind another token."""
     prefix = str(step.get("prefix", "##"))
     text = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
     for joined in _JOINED if step.get("cleanup", True) else ():

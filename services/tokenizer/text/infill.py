@@ -49,11 +49,11 @@ class InfillTemplate:
 
     @property
     def control_count(self) -> int:
-        """Control tokens in a prompt."""
+        """Number of control tokens in a prompt."""
         return 2 + (self.middle_id is not None) + (self.bos_id is not None)
 
 
-# from the model cards; detection tries them in this order
+# tokens from the model cards; detection tries the families in this order
 INFILL_FAMILIES: Sequence[InfillFamily] = (
     InfillFamily(
         "qwen",  # and CodeGemma, and the embedded model

@@ -12,7 +12,7 @@ __all__ = ["Section", "SettingsError"]
 
 
 class SettingsError(StartupError):
-    """A value of a checkpoint's settings that can't be used. The message is one sentence."""
+    """A value of a checkpoint's settings can't be used. The message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Section:
     file: str
     values: Mapping[str, Json]
     prefix: str = ""
-    """Key of the object in its file, with a dot behind it; empty: the whole file"""
+    """Key of the object in its file, with a dot behind it; empty = the whole file"""
 
     @classmethod
     def of_file(cls, path: Path) -> "Section":
-        """Read a file; one that does not exist is empty. Raises StartupError."""
+        """Read a file; the section is empty if it does not exist. Raises StartupError."""
         return cls(str(path), read_json(path))
 
     def has(self, key: str) -> bool:
@@ -34,7 +34,7 @@ class Section:
         return self.values.get(key) is not None
 
     def section(self, key: str) -> "Section":
-        """Return the object at `key`, empty if it is absent. Raises SettingsError for others."""
+        """Return the object at `key`, empty if absent. Raises SettingsError for other values."""
         value = self.values.get(key)
         if value is None:
             value = {}
@@ -43,7 +43,7 @@ class Section:
         return Section(self.file, value, f"{self.prefix}{key}.")
 
     def count(self, key: str, least: int = 1) -> int | None:
-        """Return the integer at `key`, None if it is absent. Raises SettingsError for others."""
+        """Return the integer at `key`, None if absent. Raises SettingsError for other values."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -54,7 +54,7 @@ class Section:
         return value
 
     def text(self, key: str, default: str) -> str:
-        """Return the string at `key`. Raises SettingsError for others."""
+        """Return the string at `key`. Raises SettingsError for other values."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -63,7 +63,7 @@ class Section:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return the boolean at `key`. Raises SettingsError for others."""
+        """Return the boolean at `key`. Raises SettingsError for other values."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -74,8 +74,8 @@ class Section:
     def size(self, key: str, *, number_means: str, default: Mapping[str, Json]) -> "Section":
         """Return the size at `key`: an object with "height" and "width", "shortest_edge", ...
 
-        A list is height and width; a number is both if `number_means` is "square", else the key
-        that it names.
+        A list is height and width. A number is both if `number_means` is "square"; otherwise
+        `number_means` is the key that the number belongs to.
         """
         value = self.values.get(key)
         if value is None:
@@ -90,7 +90,7 @@ class Section:
         return Section(self.file, value, f"{self.prefix}{key}.")
 
     def texts(self, key: str, default: Sequence[str]) -> Sequence[str]:
-        """Return the list of strings at `key`. Raises SettingsError for others."""
+        """Return the list of strings at `key`. Raises SettingsError for other values."""
         value = self.values.get(key)
         if value is None:
             return default

@@ -43,7 +43,7 @@ _SPECIAL_ROLES = (
     "cls_token",
     "mask_token",
 )
-_IMAGE_PLACEHOLDERS = {"<image_soft_token>"}  # in Gemma 3's text-only models too
+_IMAGE_PLACEHOLDERS = {"<image_soft_token>"}  # Gemma 3's text-only models have it, too
 _NEVER = -1e9  # Unigram score of a token that no segmentation contains
 _LINE = re.compile(r"\n(?=[^\W\d_])")
 _MARGIN = 16_384  # characters
@@ -75,23 +75,23 @@ class FramedText:
 
     @property
     def least(self) -> int:
-        """Number of special tokens: no cut leaves fewer."""
+        """Number of special tokens, which `cut` never removes."""
         return sum(part is None for part in self.parts)
 
     def cut(self, most: int) -> Sequence[int]:
-        """Return at most `most` ids, without the ends of the texts, the longest first."""
+        """Return at most `most` ids. The texts lose their ends, the longer text first."""
         if len(self.ids) <= most:
             return self.ids
         return [token for token, kept in zip(self.ids, self._kept(most), strict=True) if kept]
 
     def second_text(self, most: int) -> int | None:
-        """Return where tokens of type 1 begin in `cut`; None without any."""
+        """Return the index in `cut(most)` of the first token of type 1; None if there is none."""
         kept = self._kept(most)
         types = [kind for kind, stays in zip(self.types, kept, strict=True) if stays]
         return types.index(1) if 1 in types[1:] else None
 
     def _kept(self, most: int) -> Sequence[bool]:
-        """Return which ids `cut` keeps."""
+        """Return for each id whether `cut` keeps it."""
         if len(self.ids) <= most:
             return [True] * len(self.ids)
         counts = [sum(part == number for part in self.parts) for number in (0, 1)]
@@ -136,7 +136,7 @@ class Vocabulary:
         self._check_embedding_size(path)
         self.size = max(max(self.ids.values()) + 1, self.model_vocabulary_size)
         self.context_length = _text_setting(model_config, "max_position_embeddings")
-        """Tokens; 0 if the checkpoint does not say."""
+        """Context length in tokens; 0 if the checkpoint does not state it"""
 
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_tokens: Mapping[int, str] = {
@@ -161,14 +161,14 @@ class Vocabulary:
                 raise StartupError(f"The chat template {chat_template} is missing or empty.")
             self.chat_templates = {**self.chat_templates, DEFAULT_TEMPLATE: text}
         self.control_tokens = self._control_tokens(added.values(), answer_marks)
-        """Texts of tokens that steer the model, instead of spelling text"""
+        """Texts of tokens that control the model, instead of spelling text"""
         self._plain = _without_control_tokens(definition, self.control_tokens)
         self._adds_space = self.encode_plain("a") != self._after_marker("a")
         normalizer = self._tokenizer.normalizer
         self.bytes_per_token = bytes_per_token(
             definition, normalizer.normalize_str if normalizer is not None else str
         )
-        """Bytes of text that a token stands for at most; see the function on its certainty."""
+        """Most bytes of text that a token stands for; the function says how certain this is"""
 
         self._decoder = definition.get("decoder")
         try:
@@ -189,14 +189,14 @@ class Vocabulary:
         return self.chat_templates.get(DEFAULT_TEMPLATE, "")
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text with special tokens parsed, and the tokenizer's own added."""
+        """Return the ids of a text. Special tokens in it are parsed; the tokenizer adds its own."""
         ids: list[int] = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )[0].ids
         return ids
 
     def encode_with_offsets(self, text: str, *, add_special_tokens: bool = True) -> TextEncoding:
-        """Return what `encode` does, with offsets."""
+        """Return the ids of `encode` with their offsets in the text."""
         # `Tokenizer.encode` would hold the interpreter lock
         [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         offsets: list[tuple[int, int]] = encoding.offsets
@@ -224,7 +224,7 @@ class Vocabulary:
         return ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Return what `encode_plain` does, without the space that some tokenizers prepend."""
+        """Return the ids of `encode_plain` without the space that some tokenizers prepend."""
         return self._after_marker(text) if text and self._adds_space else self.encode_plain(text)
 
     def least_tokens(self, text: str, enough: int) -> int:
@@ -240,13 +240,13 @@ class Vocabulary:
         return enough + 1 if reach < len(text) else least
 
     def beginning(self, text: str, count: int) -> str:
-        """Return a beginning whose first `count` tokens are those of the whole text; see `end`."""
+        """Return a beginning of the text that has the text's first `count` tokens; see `end`."""
         least = self._reach(text, count, range(0, len(text), _CHUNK)) + _MARGIN
         line = _LINE.search(text, least, least + _MARGIN)
         return text[: line.end() + 1 if line is not None else least + _MARGIN]
 
     def end(self, text: str, count: int) -> str:
-        """Return an end whose last `count` tokens are those of the whole text.
+        """Return an end of the text that has the text's last `count` tokens.
 
         The cut is before a line that begins with a letter: tokenizers neither join a line break to
         a letter nor look back across it. Without such a line, the tokens become the same again
@@ -260,7 +260,7 @@ class Vocabulary:
         return text[max((line.start() for line in lines), default=first) :]
 
     def _reach(self, text: str, count: int, begins: Iterable[int]) -> int:
-        """Return the characters of chunks from these places that hold at least `count` tokens."""
+        """Return the number of characters of the chunks that hold at least `count` tokens."""
         reach = min(len(text), count * self.bytes_per_token)
         if reach <= count * _SPARSE + _CHUNK:
             return reach
@@ -268,7 +268,7 @@ class Vocabulary:
         for begin in begins:
             chunk = text[begin : begin + _CHUNK]
             read += len(chunk)
-            # the halves of a token that the cut tore have at most a token per byte
+            # the halves of a token that the cut divided have at most a token per byte
             tokens += len(self.encode(chunk, add_special_tokens=False)) - self.bytes_per_token
             if tokens >= count:
                 return min(read, reach)
@@ -283,7 +283,7 @@ class Vocabulary:
         return [self.full_table.pieces[token] for token in ids]
 
     def encode_parts(self, parts: Iterable[tuple[str, bool]]) -> list[int]:
-        """Return the ids of a text in parts; control tokens are parsed in the parts of no user."""
+        """Return the ids of a text in parts. Control tokens in users' parts are not parsed."""
         ids: list[int] = []
         for text, is_users in parts:
             if is_users:
@@ -305,7 +305,7 @@ class Vocabulary:
         return self.encode(text, add_special_tokens=False)
 
     def _encode_inside(self, text: str) -> list[int]:
-        """Return what `_encode_bare` does, without the space that the tokenizer prepends."""
+        """Return the ids of `_encode_bare` without the space that the tokenizer prepends."""
         return self._encode_bare(_MARKER + text)[len(self._encode_bare(_MARKER)) :]
 
     def table_with(self, kept: Collection[str]) -> TokenTable:
@@ -318,18 +318,18 @@ class Vocabulary:
     def decode(
         self, ids: Sequence[int], *, skip_special_tokens: bool = True, flush: bool = True
     ) -> list[str]:
-        """Return the text that each id adds; `flush` makes an unfinished end U+FFFD."""
+        """Return the text that each id adds. flush: whether an unfinished end becomes U+FFFD."""
         detokenizer = Detokenizer(self.table if skip_special_tokens else self.full_table)
         texts: list[str] = []
-        began, is_held = 0, False
+        begin, is_held = 0, False
         for place, token in enumerate(ids):
             text = detokenizer.feed(token)
             if detokenizer.holds_back and (text or not is_held):
-                began = place
+                begin = place
             is_held = detokenizer.holds_back
             texts.append(text)
         if flush and (rest := detokenizer.flush()):
-            texts[began] += rest
+            texts[begin] += rest
         return texts
 
     # the process has one vocabulary

@@ -1,1 +1,1 @@
-"""Façade for gateways that speak vLLM's gRPC: token ids in, token ids out."""
+"""Façade for gateways that use vLLM's gRPC services: prompts and answers are token ids."""

@@ -38,9 +38,9 @@ class VllmEngine(VllmEngineServicer):
         self._calls = calls
         self._pool = pool
         self._model = model
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         self._last_request_at = 0.0
-        """Unix time"""
+        """Unix time of the last request"""
         self._bundle: asyncio.Future[TokenizerBundle] | None = None
 
     async def Generate(
@@ -76,7 +76,7 @@ class VllmEngine(VllmEngineServicer):
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Empty the prefix caches if no sequence runs, or as soon as none does."""
+        """Empty the prefix caches as soon as no sequence runs."""
         if not 0 <= request.timeout_s <= _MOST_FLUSH_SECONDS:  # NaN is in no range
             message = f"timeout_s must be between 0 and {_MOST_FLUSH_SECONDS}."
             raise invalid("timeout_s", message)
@@ -117,7 +117,7 @@ class VllmEngine(VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        """Return the state of the service, and what its engines have in common."""
+        """Return the state of the service, and the common properties of its engines."""
         limits = self._pool.limits
         sees = takes_images(limits.capabilities)
         models = [link.model for link in self._pool.serving if link.model is not None]
@@ -125,7 +125,7 @@ class VllmEngine(VllmEngineServicer):
             active_requests=self._calls.count,
             is_paused=not self._pool.is_serving,
             last_receive_timestamp=self._last_request_at,
-            uptime_seconds=time.monotonic() - self._began,
+            uptime_seconds=time.monotonic() - self._started,
             server_type="vllm-grpc",  # the protocol's name
             data_parallel_size=1,
             kv_cache_dtype="auto",

@@ -1,4 +1,4 @@
-"""The gRPC services that gateways call, and what they share."""
+"""The gRPC services that gateways call."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +41,7 @@ class VllmFacade:
         directory: Path,
         settings: StreamSettings,
     ) -> None:
-        """`pool` keeps the ids of its engines' blocks; `directory` is the checkpoint's."""
+        """pool: pool that keeps the ids of its engines' blocks. directory: the checkpoint's."""
         calls = GenerateCalls(registry, processors, model, settings)
         info = ModelInfo(model, directory, processors.vocabulary)
         self._engine = VllmEngine(calls, pool, info)

@@ -29,12 +29,12 @@ class GenerateAnswer:
         self._scored: set[int] = set()
         """Choices whose message has had the prompt's scores"""
         self._whole: dict[int, completion_pb2.ChoiceDelta] = {}
-        """Tokens of choices that are delivered at their end"""
+        """Tokens of the choices that are delivered when they end"""
 
     def responses(
         self, response: completion_pb2.GenerateResponse
     ) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """Yield what the client gets for one response of the completion."""
+        """Yield the messages to the client for one response of the completion."""
         match response.WhichOneof("event"):
             case "accepted":
                 self._prompt = response.accepted.prompts[0].ids
@@ -64,7 +64,7 @@ class GenerateAnswer:
     def _complete(
         self, finished: completion_pb2.ChoiceFinished
     ) -> vllm_engine_pb2.GenerateComplete:
-        """Return the end of a choice. After chunks it holds no tokens a second time."""
+        """Return the end of a choice. It does not repeat tokens that were sent in chunks."""
         delta = self._whole.pop(finished.index, completion_pb2.ChoiceDelta())
         complete = vllm_engine_pb2.GenerateComplete(
             output_ids=delta.token_ids,

@@ -1,4 +1,4 @@
-"""Running calls of gateways, by the ids that they gave them."""
+"""Running calls of gateways by the gateways' request ids."""
 
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable
@@ -28,7 +28,7 @@ __all__ = ["GenerateCalls"]
 
 
 class GenerateCalls:
-    """Runs translated requests as completions."""
+    """Calls of gateways, which run translated requests as completions."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class GenerateCalls:
         model: str,
         settings: StreamSettings,
     ) -> None:
-        """model: canonical id of the model, which API keys may use or not."""
+        """model: canonical id of the model, for the permissions of API keys."""
         self._registry = registry
         self._model = model
         self._processors = processors
@@ -63,10 +63,10 @@ class GenerateCalls:
     ) -> AsyncGenerator[completion_pb2.GenerateResponse, None]:
         """Yield the responses of a completion.
 
-        identity: the client's id of the request; empty = the call's.
+        identity: the client's id of the request; empty = the id of the call.
         name_field: returns the client's name of a field of `request`, for errors.
         salt: the client's own salt of the prefix cache, beside the tenant.
-        priority: 0 = the metadata's.
+        priority: priority of the request; 0 = the priority in the metadata.
         """
         factory = self._processors
         processor = GenerateProcessor(request, factory.vocabulary, factory.infill, factory.images)
@@ -100,7 +100,7 @@ class GenerateCalls:
             raise draining_error()
 
     def abort(self, identities: Iterable[str]) -> None:
-        """Cancel requests; their clients get what was generated. Unknown ids have no effect."""
+        """Cancel requests. Their clients get the generated tokens. Unknown ids have no effect."""
         for identity in identities:
             for stream in tuple(self._streams.get(identity, ())):
                 stream.cancel()

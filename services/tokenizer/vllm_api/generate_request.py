@@ -13,7 +13,7 @@ from tokenwire.pb.types.v1 import types_pb2
 __all__ = ["name_field", "to_request"]
 
 _MANY_TOKENS = 2**31 - 1
-"""max_tokens without a limit but the context"""
+"""Value of max_tokens that leaves only the limit of the context"""
 _SAMPLING = "sampling_params"
 _UNSUPPORTED = {
     "kv_transfer_params": "KV blocks can't be moved between engines",
@@ -27,7 +27,7 @@ _PLACES = (
     ("prompts.items", "input"),
     ("prompts.images", "media_refs.items"),
 )
-"""Paths of our GenerateRequest, and what they are called in vLLM's"""
+"""Paths of our GenerateRequest, and their names in vLLM's"""
 
 
 def to_request(
@@ -64,7 +64,7 @@ def to_request(
 
 
 def name_field(path: str, request: vllm_engine_pb2.GenerateRequest) -> str:
-    """Return what a field of our request is called in the client's request."""
+    """Return the name in the client's request of a field of our request."""
     for prefix, name in _PLACES:
         if path.startswith(prefix):
             return name + path.removeprefix(prefix)

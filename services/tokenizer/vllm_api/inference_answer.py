@@ -21,15 +21,14 @@ class InferenceAnswer:
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self._options = request.response
         self._info: inference_pb2.PromptInfo | None = None
-        """Description of the prompt until the first response, before which its scores are
-        complete"""
+        """Description of the prompt for the first response, with its scores; None after that"""
         self._sent: dict[int, int] = {}
-        """Tokens of each choice that were sent"""
+        """Number of sent tokens of each choice"""
 
     def responses(
         self, response: completion_pb2.GenerateResponse
     ) -> Iterator[inference_pb2.GenerateResponse]:
-        """Yield what the client gets for one response of the completion."""
+        """Yield the messages to the client for one response of the completion."""
         match response.WhichOneof("event"):
             case "accepted":
                 self._info = self._prompt_info(response.accepted.prompts[0].ids)

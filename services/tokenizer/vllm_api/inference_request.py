@@ -15,7 +15,7 @@ from tokenwire.pb.vllm import inference_pb2
 __all__ = ["inference_field", "request_of"]
 
 _MANY_TOKENS = 2**31 - 1
-"""max_tokens without a limit but the context"""
+"""Value of max_tokens that leaves only the limit of the context"""
 _PLACES = {
     "prompts.items[0].token_ids": "token_ids",
     "prompts.items[0].text": "text",
@@ -35,7 +35,7 @@ _PLACES = {
     "logprobs": "response.output_candidates",
     "prompt_logprobs": "response.prompt_candidates",
 }
-"""Paths of our GenerateRequest, and what they are called in vLLM's"""
+"""Paths of our GenerateRequest, and their names in vLLM's"""
 
 
 def request_of(
@@ -78,7 +78,7 @@ def request_of(
 
 
 def inference_field(path: str, request: inference_pb2.GenerateRequest) -> str:
-    """Return what a field of our request is called in the client's request."""
+    """Return the name in the client's request of a field of our request."""
     head, _, rest = path.partition(".")
     if head == "grammar":
         _, _, inner = rest.partition(".")
@@ -125,7 +125,7 @@ def _prompt(request: inference_pb2.GenerateRequest) -> completion_pb2.Prompt:
 def _sampling(request: inference_pb2.GenerateRequest) -> types_pb2.SamplingParams:
     drawing, decoding = request.sampling, request.decoding
     sampling = types_pb2.SamplingParams(
-        temperature=request.temperature,  # absent: greedy
+        temperature=request.temperature,  # an absent temperature is 0, which means greedy
         top_k=drawing.top_k,
         min_p=drawing.min_p,
         frequency_penalty=decoding.frequency_penalty,

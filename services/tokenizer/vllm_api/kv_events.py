@@ -33,15 +33,16 @@ _BLOCKS = 512
 async def kv_event_batches(
     pool: EnginePool, blocks: KnownBlocks, first: int
 ) -> AsyncGenerator[common_pb2.KvEventBatch, None]:
-    """Yield all known blocks that are held, as a snapshot, and then their changes.
+    """Yield all known blocks that engines hold, as a snapshot, and then their changes.
 
-    Each event names its group of layers, and a stored one what the group's blocks hold.
+    Each event names its group of layers. An event of stored blocks names the kind of the group.
 
     A subscriber that reads too slowly gets another snapshot instead of the changes. The load comes
     with each batch, and in batches of its own when it changes, or once a second.
 
-    first: sequence number to begin with. Each stream has its own numbers, from 1, and none is sent
-    twice. Raises OUT_OF_RANGE if it is not 0, RESOURCE_EXHAUSTED for too many subscribers.
+    first: sequence number to begin with. Each stream has its own numbers from 1, and no batch is
+    sent twice. Raises OUT_OF_RANGE unless `first` is 0, and RESOURCE_EXHAUSTED for too many
+    subscribers.
     """
     if first:
         raise ServiceError(
@@ -68,7 +69,7 @@ async def kv_event_batches(
 
 
 class _Batches:
-    """Makes the batches of one stream."""
+    """Writer of the batches of one stream."""
 
     def __init__(self, pool: EnginePool, groups: Mapping[int, engine_pb2.CacheGroup]) -> None:
         self._pool = pool
@@ -127,7 +128,7 @@ class _Batches:
     def _runs(
         self, stored: Sequence[tuple[BlockKey, KnownBlock]]
     ) -> Iterator[common_pb2.KvBlocksStored]:
-        """Yield the blocks of each group, in runs of which each block follows the one before it."""
+        """Yield the blocks of each group in runs; in a run, each block follows the one before."""
         by_group = sorted(stored, key=lambda item: item[0].group)  # stable: parents stay first
         for number, items in groupby(by_group, lambda item: item[0].group):
             run, last = self._run(number), b""
@@ -143,7 +144,7 @@ class _Batches:
             yield run
 
     def _run(self, number: int) -> common_pb2.KvBlocksStored:
-        """Return an empty run of a group, with vLLM's name for what its blocks hold."""
+        """Return an empty run of a group, with vLLM's name for the group's kind of cache."""
         group = self._groups[number]
         run = common_pb2.KvBlocksStored(group_idx=number, kv_cache_spec_kind="full_attention")
         if group.snapshot_interval:

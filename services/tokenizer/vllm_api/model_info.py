@@ -1,4 +1,4 @@
-"""Description of the model, as gateways read it."""
+"""Description of the model for gateways."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ __all__ = ["PoolLoad", "load_of"]
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """Sums over the engines that serve, as they last reported."""
+    """Sums of the last reports of the engines that serve."""
 
     running: int
     waiting: int
@@ -30,7 +30,7 @@ class PoolLoad:
         return self.used_tokens / max(1, self.total_tokens)
 
     def to_scheduler_load(self) -> vllm_engine_pb2.SchedulerLoad:
-        """Return the load as GetLoads answers it."""
+        """Return the load as a message of GetLoads."""
         return vllm_engine_pb2.SchedulerLoad(
             num_running_reqs=self.running,
             num_waiting_reqs=self.waiting,
@@ -45,9 +45,9 @@ class PoolLoad:
         )
 
     def to_engine_load(self, sample: int, *, is_alone: bool) -> common_pb2.EngineLoad:
-        """Return the load as a stream of cache events carries it.
+        """Return the load as a message of a stream of cache events.
 
-        sample: number within the stream. is_alone: whether no events come with it.
+        sample: number within the stream. is_alone: whether the batch has no events.
         """
         return common_pb2.EngineLoad(
             running_requests=self.running,

@@ -42,12 +42,12 @@ class TokenizerBundle:
 
 
 def pack_tokenizer(directory: Path) -> TokenizerBundle:
-    """Return the tokenizer of a checkpoint: equal files give equal bytes."""
+    """Return the archive of a checkpoint's tokenizer. Equal files give equal bytes."""
     archive = io.BytesIO()
     paths = [directory / name for name in _FILES]
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
         for path in filter(Path.is_file, [*paths, *sorted(directory.glob(_TEMPLATES))]):
-            entry = zipfile.ZipInfo(path.name)  # dated 1980: the hash is the content's
+            entry = zipfile.ZipInfo(path.name)  # dated 1980, so equal content has an equal hash
             bundle.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     data = archive.getvalue()
     return TokenizerBundle(data, hashlib.sha256(data).hexdigest())

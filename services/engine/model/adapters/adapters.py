@@ -1,4 +1,4 @@
-"""The adapters of a decoder, and which rows of a pass have one."""
+"""The adapters of a decoder, and the rows of a pass that use them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,27 +32,27 @@ class SiteModule:
     """Name of the layer, without the prefix of the checkpoint's names"""
     outputs: int
     alias: str = ""
-    """Other name of the layer in adapters; empty: it has none"""
+    """Other name of the layer in adapters; empty if it has none"""
     factors: Tensor | None = None
-    """[outputs], factors by which the weight was multiplied; None = it was not"""
+    """[outputs], factors by which the weight was multiplied; None = no factors"""
 
 
 @dataclass(frozen=True, slots=True)
 class StackedPart:
-    """One expert's part of a parameter that stacks all experts, as adapters have it."""
+    """One expert's part of a parameter that stacks all experts, as adapters store it."""
 
     name: str
     """Name of the parameter, without the prefix of the checkpoint's names"""
     outputs: int
     expert: int
     count: int
-    """Experts in the parameter"""
+    """Number of experts in the parameter"""
 
     def of(self, pair: LowRankPair) -> LowRankPair:
         """Return the expert's part of an adapter of the parameter.
 
-        Rows of `down` are by expert and rank, columns of `up` by rank and expert, as in PEFT's
-        ParamWrapper. Raises CheckpointError if they do not divide into the experts.
+        Rows of `down` are ordered by expert, then rank, columns of `up` by rank, then expert, as in
+        PEFT's ParamWrapper. Raises CheckpointError if they do not divide into the experts.
         """
         rank, rest = divmod(len(pair.down), self.count)
         if rest:
@@ -66,26 +66,26 @@ class StackedPart:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A product that adapters may change, and what the weight reader has folded into its weight."""
+    """A product that adapters may change, with the changes that loading made to its weight."""
 
     modules: tuple[SiteModule, ...]
-    """Linear layers in the order of the stored outputs; empty: the checkpoint has a stack alone"""
+    """Linear layers in the order of the stored outputs; empty: the checkpoint has only a stack"""
     inputs: int
     order: Tensor | None = None
-    """int64 [outputs], the stored output at each place of the product; None = all as stored. Those
-    of a module follow one another, and a rank has a part of each"""
+    """int64 [outputs], the stored output at each place of the product; None = all as stored. The
+    outputs of one module are neighbours, and a rank has a part of each module"""
     columns: slice | None = None
     """Inputs that this rank has; None = all"""
     norm_bias: Tensor | None = None
     """[inputs], a bias of the inputs that the product's own bias contains; None = none"""
     fold: Callable[[Tensor], Tensor] | None = None
-    """Change of the weight [outputs, inputs] when it was read; None = there was none"""
+    """Change that loading made to the weight [outputs, inputs]; None = no change"""
     stacked: StackedPart | None = None
-    """Expert's part of a stack, if the product is an expert's"""
+    """Expert's part of a stack; None = the product is no expert's"""
 
     @property
     def names(self) -> Iterator[str]:
-        """All names of its layers in adapters."""
+        """All names of the product's layers in adapters."""
         for module in self.modules:
             yield from filter(None, (module.name, module.alias))
         if self.stacked is not None:
@@ -191,14 +191,14 @@ class Adapters:
             delta.remove(number)
 
     def begin(self, batch: StepBatch) -> None:
-        """Take the adapters of the pass that follows."""
+        """Prepare the adapters of the pass that follows."""
         numbers = batch.adapters_host
         self.rows = self._groups(numbers, batch.query_lengths_host)
         outputs = batch.output_rows
         self._kept = self.rows if outputs is None else self._groups(numbers, outputs.lengths_host)
 
     def narrow(self) -> None:
-        """Go on with the pass's output rows."""
+        """Continue the pass with its output rows alone."""
         self.rows = self._kept
 
     def end(self) -> None:
@@ -207,7 +207,7 @@ class Adapters:
 
     @contextmanager
     def routed(self, index: Tensor) -> Iterator[None]:
-        """Go on with some of the present rows, int64 [n], until the context ends."""
+        """Continue with the present rows `index`, int64 [n], until the context ends."""
         rows = self.rows
         assert rows is not None
         self.rows = self._grouped(rows.owners[index.cpu()])
@@ -222,10 +222,10 @@ class Adapters:
 
     def _grouped(self, owners: Tensor) -> RowGroups:
         numbers = set(owners.tolist())
-        used = sorted(numbers - {0})
-        if len(used) == 1 and 0 not in numbers:
-            return RowGroups((RowGroup(used[0], None),), owners)
-        places = ((number, torch.where(owners == number)[0]) for number in used)
+        used_numbers = sorted(numbers - {0})
+        if len(used_numbers) == 1 and 0 not in numbers:
+            return RowGroups((RowGroup(used_numbers[0], None),), owners)
+        places = ((number, torch.where(owners == number)[0]) for number in used_numbers)
         groups = (RowGroup(number, to_device(place, self._device)) for number, place in places)
         return RowGroups(tuple(groups), owners)
 
@@ -252,7 +252,7 @@ class Adapters:
         first: int,
         factors: Tensor | None = None,
     ) -> LowRank:
-        """Convert an adapter of `wanted` outputs from `first` on. factors: of these outputs."""
+        """Convert an adapter of `wanted` outputs from `first` on, which have these factors."""
         inputs, outputs = pair.down.shape[1], pair.up.shape[0]
         if (inputs, outputs) != (site.inputs, wanted):
             raise CheckpointError(
@@ -274,7 +274,7 @@ class Adapters:
         return LowRank(self._own(down), bias, self._own(up.float().T), first)
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor, always: a view of the mapped file would change with the file."""
+        """Copy a tensor in any case: a view of the mapped file would change with the file."""
         layout = torch.contiguous_format
         return tensor.to(self._device, self._dtype, copy=True, memory_format=layout)
 
@@ -289,15 +289,15 @@ class _SiteDelta(Delta, SequenceDelta, TableDelta):
         self._parts: dict[int, Sequence[LowRank]] = {}
         """Parts by number of the adapter; adapters that do not change this product are missing"""
         self._product: LowRankProduct | None = None
-        """Product with the present parts; None = no pass has needed it"""
+        """Product with the present parts; None = no pass has needed it yet"""
 
     def add(self, number: int, parts: Sequence[LowRank]) -> None:
-        """Take an adapter's parts."""
+        """Store an adapter's parts."""
         self._parts[number] = parts
         self._product = None
 
     def remove(self, number: int) -> None:
-        """Drop an adapter's parts, if it has any."""
+        """Drop an adapter's parts, if it has any here."""
         if self._parts.pop(number, None) is not None:
             self._product = None
 

@@ -18,7 +18,7 @@ _TENSORS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _WRAPPED = ".base_layer"
-"""Suffix of a module's name, once for each further parameter of it that has an adapter"""
+"""Suffix of a module's name, repeated for each further parameter of it that has an adapter"""
 _EXPERTS = ".experts"
 _STACKS = ("gate_up_proj", "down_proj")
 """Parameters that stack the weights of all experts, in the order in which PEFT wraps them"""
@@ -57,7 +57,7 @@ class PeftAdapter:
 
     @property
     def num_elements(self) -> int:
-        """Numbers in all of its tensors."""
+        """Number of elements of all its tensors."""
         return sum(pair.down.numel() + pair.up.numel() for pair in self.pairs.values())
 
     @staticmethod
@@ -98,9 +98,9 @@ class _Names:
         self._targets = config.texts("target_parameters") if has_targets else ()
 
     def of(self, tensor: str) -> tuple[str, str]:
-        """Return the name of the layer, or of a stack, and that which patterns are matched with.
+        """Return the name of the layer or stack, and the name that patterns are matched with.
 
-        Raises CheckpointError if the parameter is no stack that is known.
+        Raises CheckpointError if the parameter is not a known stack.
         """
         layer = tensor.removesuffix(_DOWN)
         module = re.sub(rf"({re.escape(_WRAPPED)})+$", "", layer)
@@ -149,7 +149,7 @@ def _scale(config: Config, name: str) -> float:
 
 
 def _of_pattern(config: Config, key: str, name: str, default: float) -> float:
-    """Return the layer's own number: a key is a regular expression for the end of its name."""
+    """Return the layer's own number under `key`, an object of patterns for the ends of names."""
     patterns = config.values.get(key) or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{config.file}: {key} must be an object.")

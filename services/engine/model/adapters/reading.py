@@ -1,4 +1,4 @@
-"""Reading of adapters beside the steps."""
+"""Reading of adapters while steps go on."""
 
 import logging
 from collections.abc import Callable
@@ -18,14 +18,14 @@ class AdapterReading:
     """Reads and converts adapters in a thread, one after the other, while steps go on."""
 
     def __init__(self, read: Callable[[Path], ConvertedAdapter]) -> None:
-        """read: runs in the thread."""
+        """read: reads and converts an adapter; it runs in the thread."""
         self._read = read
         self._thread = ThreadPoolExecutor(1, "adapters")
         self._reads: dict[int, Future[ConvertedAdapter]] = {}
-        """Reads by number of the adapter, in the order in which they end"""
+        """Reads by number of the adapter; they run, and end, in this order"""
 
     def __bool__(self) -> bool:
-        """Return whether an adapter has not been taken."""
+        """Return whether an adapter is being read, or waits to be taken."""
         return bool(self._reads)
 
     def start(self, number: int, directory: Path) -> None:
@@ -33,11 +33,11 @@ class AdapterReading:
         self._reads[number] = self._thread.submit(self._read, directory)
 
     def ready(self) -> list[int]:
-        """Return the numbers of adapters that were read, or that could not be."""
+        """Return the numbers of the adapters whose read has succeeded or failed."""
         return [number for number, read in self._reads.items() if read.done()]
 
     def take(self, number: int) -> tuple[ConvertedAdapter | None, str]:
-        """Return an adapter, or why there is none; wait for it if it is not ready."""
+        """Return an adapter, or None and the reason; wait for it if it is not ready."""
         try:
             return self._reads.pop(number).result(), ""
         except (CheckpointError, StartupError) as error:

@@ -21,13 +21,13 @@ _STACK = 3  # dimensions
 
 
 class TaskTensors(Checkpoint):
-    """Files in which torch's parametrizations name the weights, as `.weight` is expected."""
+    """Files whose weights have the names of torch's parametrizations, read under `….weight`."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._adapters: dict[str, FoundTensor] = {}
         self._own: dict[str, str] = {}
-        """Names in the files of the weights that have another one"""
+        """Name in the files of each weight that is stored under another name"""
 
     def __enter__(self) -> Self:
         opened = super().__enter__()
@@ -51,7 +51,7 @@ class TaskTensors(Checkpoint):
     def adapter(self, config: Config, number: int) -> PeftAdapter:
         """Return the adapter of a task by its number in lora_adaptations. Raises CheckpointError.
 
-        The pair of an embedding is that of a linear layer that reads one-hot rows.
+        An embedding's pair is returned like that of a linear layer that reads one-hot rows.
         """
         scale = config.number("lora_alpha") / config.positive("lora_rank")
         pairs = {}

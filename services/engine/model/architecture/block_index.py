@@ -7,7 +7,7 @@ __all__ = ["BlockIndex"]
 
 @dataclass(frozen=True, slots=True)
 class BlockIndex:
-    """Small attention without values, whose scores choose the blocks that a layer attends to.
+    """Indexer: small attention without values, whose scores choose the blocks a layer attends to.
 
     Each key head of the layer has one head of queries. All of them share one key of each token. A
     block's score is the highest one of its tokens.
@@ -16,8 +16,8 @@ class BlockIndex:
     width: int
     """Width of a query and of the key; the first numbers rotate, as many as in the layer's heads"""
     block_tokens: int
-    """Tokens of a block. Blocks begin at multiples of it"""
+    """Number of tokens of a block; blocks begin at multiples of it"""
     chosen_blocks: int
-    """Blocks that a key head's queries attend to at most"""
+    """Most blocks that a key head's queries attend to"""
     last_blocks: int
-    """Blocks that are always chosen: the query's own and those before it"""
+    """Number of blocks that are always chosen: the query's own and those right before it"""

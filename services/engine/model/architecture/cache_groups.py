@@ -17,14 +17,14 @@ class LayerGroup:
     window: int
     """Tokens that a token sees, itself included; 0 = all"""
     layers: Sequence[int]
-    """Numbers of the layers, rising; empty: no layer of the model has pages"""
+    """Numbers of the layers, ascending; empty: no layer of the model has pages"""
     token_width: int
-    """Numbers that all these layers keep of one token"""
+    """Count of numbers that all these layers together keep of one token"""
     entries: Sequence[CompressedSpec] = ()
-    """Layers that keep entries of these tokens; their tokens are in another group"""
+    """Layers whose compressed entries are in this group; their tokens are in another one"""
 
     def block_width(self, size: int) -> int:
-        """Return the numbers that all layers keep of a block of `size` tokens."""
+        """Return how many numbers all layers keep of a block of `size` tokens."""
         entries = sum(layer.entries_in(size) * layer.entry_width for layer in self.entries)
         return self.token_width * size + entries
 

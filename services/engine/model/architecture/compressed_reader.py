@@ -21,9 +21,9 @@ _KINDS = {0: _SLIDING, 4: _SPARSE, 128: _HEAVY}
 _RATE_KEYS = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
 _BY_TOKEN, _BY_SCORE = "hash_moe", "moe"
 _USUAL_BY_TOKEN = 3
-"""First layers whose experts depend on token ids where config.json doesn't say"""
+"""Number of first layers whose experts depend on token ids, if config.json doesn't say"""
 _USUAL_ROTATING = 64 / 512
-"""Share of a head that rotates"""
+"""Share of a head that rotates, if config.json doesn't say"""
 
 
 def read_compressed_layers(

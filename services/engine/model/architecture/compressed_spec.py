@@ -15,20 +15,20 @@ class CompressionSpec:
 
     rate: int
     overlaps: bool
-    """True if an entry is made of the tokens before its own, too: of twice `rate` tokens"""
+    """True if an entry is made of the `rate` tokens before its own, too"""
     index: IndexSpec | None
-    """Indexer that chooses the attended entries; None: all are attended to"""
+    """Indexer that chooses the attended entries; None = all are attended"""
     attended_entries: int = 0
-    """Entries that an indexer chooses at most"""
+    """Most entries that an indexer chooses"""
 
     @property
     def series(self) -> int:
-        """Vectors that each token has: one for its own entry, one for the next if they overlap."""
+        """Number of vectors of a token: one for its own entry, one for the next if they overlap."""
         return 2 if self.overlaps else 1
 
     @property
     def tokens(self) -> int:
-        """Tokens that an entry is made of."""
+        """Number of tokens that an entry is made of."""
         return self.series * self.rate
 
 
@@ -45,41 +45,41 @@ class CompressedSpec:
     query_width: int
     """Width of the vector that queries are made of"""
     window: int
-    """Tokens that a token sees, itself included"""
+    """Number of tokens that a token sees, itself included"""
     kept_tokens: int
-    """Last tokens whose pages are kept: all layers keep equally many, so that they share blocks"""
+    """Number of last tokens whose pages are kept, equal in all layers so that they share blocks"""
     scale: float
     """Factor on query-key products"""
     rotary: RotarySpec
     rotary_width: int
     groups: int
-    """Groups of heads, whose outputs are multiplied apart first"""
+    """Number of groups of heads; the outputs of each are first multiplied apart"""
     group_width: int
     """Width of the product of a group's outputs"""
     norm_epsilon: float
     compression: CompressionSpec | None
-    """None: there are no entries"""
+    """Compression of earlier tokens; None = there are no entries"""
 
     @property
     def compressed_width(self) -> int:
-        """Numbers of a token that entries' vectors are made of: vectors, then their scores."""
+        """Count of a token's numbers that entries' vectors are made of: vectors, then scores."""
         return 0 if self.compression is None else 2 * self.compression.series * self.head_dim
 
     @property
     def index_width(self) -> int:
-        """Numbers of a token that entries' index keys are made of: keys, then their scores."""
+        """Count of a token's numbers that entries' index keys are made of: keys, then scores."""
         if self.compression is None or self.compression.index is None:
             return 0
         return 2 * self.compression.series * self.compression.index.width
 
     @property
     def page_width(self) -> int:
-        """Numbers that the cache holds of a token."""
+        """Count of numbers that the cache holds of a token."""
         return self.head_dim + self.compressed_width + self.index_width
 
     @property
     def entry_width(self) -> int:
-        """Numbers that the cache holds of an entry: an index key comes last."""
+        """Count of numbers that the cache holds of an entry: an index key comes last."""
         if self.compression is None:
             return 0
         index = self.compression.index

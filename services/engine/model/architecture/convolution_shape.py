@@ -8,7 +8,7 @@ __all__ = ["ConvolutionShape"]
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionShape:
-    """Sizes of a gated short convolution. With tensor parallelism, those of one rank."""
+    """Sizes of a gated short convolution; with tensor parallelism, those of one rank."""
 
     channels: int
     conv_width: int

@@ -80,7 +80,7 @@ def _channel_shape(config: Config, *, has_pairs: bool) -> DeltaShape:
 
 
 def _least_decay(config: Config) -> float:
-    """Return the bound of decays' logarithms; 0: there is none."""
+    """Return the lower bound of the decays' logarithms; 0: there is none."""
     if not config.flag("kda_safe_gate", False):
         return 0.0
     bound = config.number("kda_lower_bound")

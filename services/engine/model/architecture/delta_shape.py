@@ -8,7 +8,7 @@ __all__ = ["DeltaShape", "OutputGate"]
 
 
 class OutputGate(Enum):
-    """Function of the gate that multiplies the normed output."""
+    """Function applied to the gate that multiplies the normed output."""
 
     SILU = 0
     SIGMOID = 1
@@ -22,9 +22,9 @@ class DeltaShape:
     value_heads: int
     """A multiple of `key_heads`: neighbouring value heads share a query and a key"""
     key_dim: int
-    """Elements of a head's query and of its key"""
+    """Width of a head's query and of its key"""
     value_dim: int
-    """Elements of a head's value"""
+    """Width of a head's value"""
     conv_width: int
     """Tokens that the convolution reads for one of its outputs; at least 2"""
     norm_epsilon: float
@@ -35,7 +35,7 @@ class DeltaShape:
     """True if beta is in (0, 2) instead of (0, 1): the state's eigenvalues may be negative"""
 
     least_decay: float = 0.0
-    """Bound of the decays' logarithms, below 0; 0: there is none"""
+    """Lower bound of the decays' logarithms, below 0; 0: there is none"""
     rank: int = 0
     """Width between the two products that make the output gate, and between those that make the
     decay; 0: each is one product"""
@@ -56,7 +56,7 @@ class DeltaShape:
 
     @property
     def decays(self) -> int:
-        """Decays of a token."""
+        """Number of decays of a token."""
         return self.value_heads * (self.key_dim if self.decays_channels else 1)
 
     @property

@@ -14,15 +14,15 @@ _KINDS = ("c2p", "p2c")
 
 @dataclass(frozen=True, slots=True)
 class DisentangledSpec:
-    """The scores of two tokens beyond the product of query and key.
+    """Terms of two tokens' score beside the product of query and key.
 
     Source: He et al., "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", 2021.
     """
 
     span: int
-    """Embeddings of distances in each direction"""
+    """Number of embeddings of distances in each direction"""
     buckets: int
-    """Number of buckets in which far distances share by logarithm; 0: each has its own"""
+    """Number of buckets, which far distances share by logarithm; 0: each distance has its own"""
     farthest: int
     """Distance of the last bucket"""
     reads_keys: bool
@@ -36,7 +36,7 @@ class DisentangledSpec:
 
     @property
     def num_products(self) -> int:
-        """Products that a score adds up."""
+        """Number of products that a score adds up."""
         return 1 + self.reads_keys + self.reads_queries
 
     @staticmethod
@@ -75,13 +75,13 @@ class DisentangledSpec:
     def rows(self, distances: Tensor) -> Tensor:
         """Return the row of each distance in the table of 2 * span embeddings.
 
-        distances: int64, place of the query less that of the key.
+        distances: int64, place of the query minus that of the key.
         """
         near = distances if not self.buckets else self._bucketed(distances)
         return (near + self.span).clamp(0, 2 * self.span - 1)
 
     def _bucketed(self, distances: Tensor) -> Tensor:
-        """Return distances of which far ones share numbers."""
+        """Return the distances' buckets, which far ones share."""
         middle = self.buckets // 2
         apart = distances.abs().clamp(min=middle - 1 or 1)
         steps = torch.log(apart / middle) / torch.log(torch.tensor((self.farthest - 1) / middle))
@@ -90,7 +90,7 @@ class DisentangledSpec:
 
 
 def _kinds(config: Config) -> tuple[str, ...]:
-    """Return pos_att_type, a list or names between bars."""
+    """Return the names in pos_att_type, a list or a text with bars between them."""
     listed = config.values.get("pos_att_type")
     if isinstance(listed, str):
         kinds = tuple(part.strip() for part in listed.lower().split("|"))

@@ -8,16 +8,16 @@ from torch import Tensor
 __all__ = ["NUM_BUCKETS", "alibi_slopes", "distance_buckets"]
 
 NUM_BUCKETS = 32
-"""Half for keys up to the query, half for keys after it"""
+"""Number of buckets: half for keys up to the query, half for keys after it"""
 _FARTHEST = 128
-"""Distance from which on all are in the last bucket"""
+"""Least distance of the last bucket"""
 
 
 def distance_buckets(distances: Tensor) -> Tensor:
     """Return the bucket of each distance: near ones have their own, far ones share by logarithm.
 
-    distances: int64, place of the key less that of the query. Source: Raffel et al., "Exploring the
-    Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
+    distances: int64, place of the key minus that of the query. Source: Raffel et al., "Exploring
+    the Limits of Transfer Learning with a Unified Text-to-Text Transformer", 2020.
     """
     half = NUM_BUCKETS // 2
     exact = half // 2

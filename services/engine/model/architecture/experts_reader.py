@@ -10,7 +10,7 @@ from services.engine.model.checkpoint.family import Family
 __all__ = ["averages_shared_expert", "expert_layers", "num_experts", "read_experts"]
 
 _SPARSE_MIXER = 2
-"""Experts of a token that SparseMixer chooses"""
+"""Number of experts that SparseMixer chooses for a token"""
 
 
 def expert_layers(config: Config, family: Family, num_layers: int) -> set[int]:
@@ -52,7 +52,7 @@ def expert_layers(config: Config, family: Family, num_layers: int) -> set[int]:
 
 
 def num_experts(config: Config) -> int:
-    """Return the experts of a layer; 0: there are none, as in the dense models of Granite 4."""
+    """Return the number of experts of a layer; 0 in dense models, such as those of Granite 4."""
     # transformers 5 writes num_local_experts for every family, older releases Qwen's num_experts.
     key = "num_experts" if config.has("num_experts") else "num_local_experts"
     count = config.integer(key)
@@ -66,7 +66,7 @@ def num_experts(config: Config) -> int:
 def read_experts(
     config: Config, family: Family, dense: DenseSpec, per_token: int, *, has_mxfp4: bool
 ) -> ExpertsSpec:
-    """Read the experts of a layer. dense: what the layer would be without them.
+    """Read the experts of a layer. dense: the layer's shape if it had no experts.
 
     per_token: experts of a token; has_mxfp4: they are stored as MXFP4. Raises CheckpointError for
     values that contradict one another.
@@ -95,7 +95,7 @@ def read_experts(
 
 
 def _identities(config: Config) -> int:
-    """Return the experts without weights. Raises CheckpointError unless they return their rows."""
+    """Count the experts without weights. Raises CheckpointError unless they return their rows."""
     count, kind = config.integer("zero_expert_num", 0), config.text("zero_expert_type", "identity")
     if count < 0:
         raise CheckpointError(f"{config.file}: zero_expert_num must not be negative, got {count}.")
@@ -164,7 +164,7 @@ def _scoring(config: Config, family: Family) -> Scoring:
 
 
 def _expert_groups(config: Config, family: Family, count: int, per_token: int) -> tuple[int, int]:
-    """Return the groups of experts, and those of them among which a token's are chosen."""
+    """Return the numbers of groups of experts, and of groups that a token's are chosen from."""
     if family.names.latent is None and not family.scores_by_sigmoid:
         return 1, 1
     # dots.llm1 calls its sigmoids by the method of DeepSeek V3
@@ -201,7 +201,7 @@ def _expert_groups(config: Config, family: Family, count: int, per_token: int) -
 def _shared_expert(
     config: Config, family: Family, dense: DenseSpec, width: int
 ) -> DenseSpec | None:
-    """Return the expert that every token has, which may be as wide as several others together."""
+    """Return the shared expert, which may be as wide as several others together."""
     assert family.names.experts is not None
     if not family.names.experts.shared_gate:
         return None

@@ -8,11 +8,11 @@ __all__ = ["GatedUnitShape"]
 
 @dataclass(frozen=True, slots=True)
 class GatedUnitShape:
-    """Sizes of a gated unit behind a short convolution. With tensor parallelism, of one rank."""
+    """Sizes of a gated unit behind a short convolution; with tensor parallelism, of one rank."""
 
     heads: int
     head_width: int
-    """Channels of a head, whose gates read these channels alone"""
+    """Number of channels of a head, whose gates read these channels alone"""
     conv_width: int
     """Tokens that the convolution reads for one of its outputs; at least 2"""
 

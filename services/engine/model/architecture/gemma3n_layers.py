@@ -1,4 +1,4 @@
-"""Layers of Gemma 3n: streams, shared keys, and activations of which few are not zero."""
+"""Layers of Gemma 3n, with streams, shared keys, and mostly zero activations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from services.engine.model.checkpoint.config import CheckpointError, Config
 __all__ = ["gemma3n_layers"]
 
 _SPARSE_LAYERS = 10
-"""Sparse layers of a model with more layers than these, if config.json does not say"""
+"""Number of sparse layers if config.json does not say and the model has more layers"""
 
 
 def gemma3n_layers(config: Config, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Return Gemma 3n's layers. layers: the same without what only Gemma 3n has.
+    """Return Gemma 3n's layers. layers: the same without the parts that only Gemma 3n has.
 
     Raises CheckpointError for a missing or mistyped value, and for values that contradict one
     another.

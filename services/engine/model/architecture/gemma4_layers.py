@@ -21,7 +21,7 @@ __all__ = ["gemma4_layers"]
 def gemma4_layers(
     config: Config, layers: Sequence[LayerSpec], context_length: int
 ) -> tuple[LayerSpec, ...]:
-    """Return Gemma 4's layers. layers: the same with the heads of those that have a window.
+    """Return Gemma 4's layers. layers: the same, all with the heads of layers with a window.
 
     Raises CheckpointError for a missing or mistyped value, and for values that contradict one
     another.

@@ -20,7 +20,7 @@ _ACTIVATION = "gelu_pytorch_tanh"
 def with_griffin_keys(config: Config) -> Config:
     """Return a config with the keys that other families have. Raises CheckpointError.
 
-    The factor of embeddings is a number of bfloat16 in every dtype, as transformers has it.
+    The factor of embeddings is rounded to bfloat16 whatever the dtype, as in transformers.
     """
     hidden_size, heads = config.positive("hidden_size"), config.positive("num_attention_heads")
     kinds = config.texts("block_types")
@@ -51,7 +51,7 @@ def with_griffin_keys(config: Config) -> Config:
 def read_gated_units(
     config: Config, hidden_size: int, num_layers: int
 ) -> Mapping[int, GatedUnitShape]:
-    """Read the layers that are gated units, by number. config: from `with_griffin_keys`."""
+    """Read the layers that are gated units, by number. config: result of `with_griffin_keys`."""
     heads, channels = (
         config.positive("num_attention_heads"),
         config.positive("lru_width", hidden_size),

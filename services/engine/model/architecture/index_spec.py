@@ -7,7 +7,7 @@ __all__ = ["IndexSpec"]
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """Small attention without values, whose scores choose the tokens that a layer attends to.
+    """Indexer: small attention without values, whose scores choose the tokens a layer attends to.
 
     All its heads share one key of each token, which the cache holds beside the latent.
     """

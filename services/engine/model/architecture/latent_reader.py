@@ -52,7 +52,7 @@ def _read_index(config: Config, latent: LatentSpec) -> IndexSpec:
 
 
 def _layers_with_indexers(config: Config, num_layers: int) -> list[bool]:
-    """Return for each layer whether it chooses tokens, or takes those of the last that did."""
+    """Return for each layer whether it chooses tokens; others use the choice of the last."""
     if config.has("indexer_types"):
         kinds = config.kind_per_layer("indexer_types", num_layers, ("full", "shared"))
         chooses = [kind == "full" for kind in kinds]

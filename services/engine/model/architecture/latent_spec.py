@@ -38,7 +38,7 @@ class LatentSpec:
     norm_epsilon: float
     """Epsilon of the norms of query vectors and latents"""
     attended_tokens: int = 0
-    """Tokens that a query attends to at most; 0: all"""
+    """Most tokens that a query attends to; 0 = all"""
     query_factor: float = 1.0
     """Factor on normed query vectors"""
     latent_factor: float = 1.0
@@ -50,12 +50,12 @@ class LatentSpec:
 
     @property
     def page_width(self) -> int:
-        """Numbers that the cache holds of a token, for all heads: an index key comes last."""
+        """Count of a token's cached numbers, which serve all heads; an index key comes last."""
         return self.absorbed_width + (0 if self.index is None else self.index.width)
 
     @property
     def absorbed_width(self) -> int:
-        """Numbers of a token's page that queries are multiplied with."""
+        """Count of a token's cached numbers that queries are multiplied with."""
         return self.latent_width + self.shared_width
 
     @property
@@ -72,8 +72,8 @@ class LatentSpec:
         """Return whether so many queries of a sequence cost less with the keys of each head.
 
         Products of queries with latents are wider than those with keys, but keys and values must
-        be computed of the latents first. Counted are multiplications for each head and cached
-        token; values are padded to the width of keys, and latents serve as values.
+        be computed from the latents first. The comparison counts multiplications for each head and
+        cached token; values are padded to the width of keys, and latents serve as values.
         """
         expansion = self.latent_width * (self.key_width + self.value_width)
         return queries * 2 * self.absorbed_width > queries * 2 * self.head_width + expansion

@@ -44,12 +44,12 @@ from services.engine.model.checkpoint.family import Family, QkNorm, WindowRule
 __all__ = ["read_layers"]
 
 _CHUNK_STEP = 32
-"""Number that divides a chunk of attention: blocks of the cache must not belong to two"""
+"""Divisor of attention's chunk sizes, so that no block of the cache belongs to two chunks"""
 _GATINGS = ("per-head", "per-element")
 _ALIBI_BIAS = 8.0
 """Exponent of ALiBi's smallest slope in its paper"""
 _MOST_WIDTH = 1 << 24
-"""Bound of a layer's intermediate size"""
+"""Upper bound of a layer's intermediate size"""
 
 
 def read_layers(
@@ -238,7 +238,7 @@ def _feed_forward_layers(
     config: Config, family: Family, hidden_size: int, num_layers: int, has_mxfp4: bool
 ) -> list[FeedForwardSpec]:
     inner = None if family.inner_factor is None else family.inner_factor * hidden_size
-    # Qwen 3.5's mixtures have no dense layer, so their file has no width of one
+    # Qwen 3.5's mixtures have no dense layer, so their file states no width of one
     if inner is None and config.has("moe_intermediate_size"):
         inner = config.positive("moe_intermediate_size")
     activation = _activation(config, family)
@@ -265,7 +265,7 @@ def _feed_forward_layers(
 
 
 def _adjusted_width(config: Config, width: int) -> int:
-    """Return the width that LFM2 makes of the one in its file."""
+    """Return the width that LFM2 derives from the one in its file."""
     width = 2 * width // 3
     if config.has("block_ffn_dim_multiplier"):
         multiple = config.positive("block_multiple_of")
@@ -312,7 +312,7 @@ def _activation(config: Config, family: Family) -> Activation:
 
 
 def _xielus(config: Config, activation: Activation, num_layers: int) -> list[Activation]:
-    """Return each layer's activation, of constants in config.json, where GGUF files have them."""
+    """Return each layer's activation, with the constants that GGUF files keep in their config."""
     constants = [config.numbers(f"xielu_{name}") for name in ("alpha_p", "alpha_n", "beta", "eps")]
     if any(len(each) < num_layers for each in constants):
         raise CheckpointError(f"{config.file}: xIELU needs 4 constants for each layer.")

@@ -59,8 +59,8 @@ class AttentionSpec:
     cap: float
     """Soft cap on scaled query-key products: cap * tanh(product / cap); 0: none"""
     window: int
-    """Tokens that a token sees, itself included; 0: all. Tokens of encoders see as many after
-    them"""
+    """Number of tokens that a token sees, itself included; 0: all. Tokens of encoders see as many
+    after them"""
     rotary: RotarySpec | None
     """RoPE of queries and keys; None: there is none"""
     qkv_bias: bool
@@ -73,9 +73,9 @@ class AttentionSpec:
     norms_values: bool = False
     """True if values have an RMSNorm over each head, without a weight"""
     keys_are_values: bool = False
-    """True if values are the product that keys are made of"""
+    """True if values are made of the same product as keys"""
     is_chunked: bool = False
-    """True if tokens see those of their own chunk of `window` tokens, not the last `window`"""
+    """True if tokens see their own chunk of `window` tokens, not the last `window`"""
     reads_layer: int | None = None
     """Layer whose keys and values this one reads; None: it has its own"""
     input_width: int = 0
@@ -93,8 +93,7 @@ class AttentionSpec:
 
     @property
     def page_width(self) -> int:
-        """Numbers that the cache holds of a token: keys, values, and an index key if there is an
-        indexer."""
+        """Count of a token's cached numbers: keys, values, and an index key for an indexer."""
         return self.cached_width + (self.index.width if self.index else 0)
 
     @property
@@ -104,19 +103,19 @@ class AttentionSpec:
 
     @property
     def cached_width(self) -> int:
-        """Numbers of a token's keys and values."""
+        """Count of the numbers in a token's keys and values."""
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
     @property
     def num_gates(self) -> int:
-        """Gates of a token."""
+        """Number of gates of a token."""
         if self.gate is None:
             return 0
         return self.num_heads if self.gate.is_of_heads else self.num_heads * self.value_dim
 
     @property
     def gate_heads(self) -> int:
-        """Heads of `head_dim` numbers each that hold the gates, with padding behind these."""
+        """Number of heads of width `head_dim` that hold the gates and their padding."""
         return -(-self.num_gates // self.head_dim)
 
     @property
@@ -215,7 +214,7 @@ class ExpertsSpec:
     """A mixture of experts: feed-forward layers among which a router chooses for each token."""
 
     count: int
-    """Experts with weights"""
+    """Number of experts with weights"""
     routing: Routing
     width: int
     """Intermediate size of an expert"""
@@ -224,16 +223,16 @@ class ExpertsSpec:
     is_mxfp4: bool
     """True if the experts are stored as MXFP4"""
     shared: DenseSpec | None
-    """The expert that every token has; None: there is none"""
+    """The shared expert, which every token has; None: there is none"""
     identities: int = 0
-    """Experts without weights, numbered behind the others, which return what they read"""
+    """Number of experts without weights, which return what they read; their numbers come last"""
     weighed_shared: int = 0
-    """Experts that every token has, the last ones of `count`. The router weighs them together with
-    those that it chooses"""
+    """Number of experts that every token has, the last ones of `count`. The router weighs them
+    together with those that it chooses"""
 
     @property
     def num_choices(self) -> int:
-        """Experts among which the router chooses."""
+        """Number of experts among which the router chooses."""
         return self.count + self.identities
 
     @property
@@ -284,7 +283,7 @@ class ConvolvedFeedForward:
 
     content: DenseSpec | ExpertsSpec
     conv_width: int
-    """Tokens that the convolution reads"""
+    """Number of tokens that the convolution reads"""
 
     @property
     def widths(self) -> Set[int]:
@@ -348,11 +347,11 @@ class SharedBlockSpec:
     number: int
     """Number of the depth among those with a block"""
     depth: int
-    """Stored layer that has the product of the block's output"""
+    """Number of the stored layer that has the product of the block's output"""
     attention_rank: int
-    """Rank of what the depth adds to queries, to keys and to values; 0: nothing"""
+    """Rank of the products that the depth adds to queries, keys and values; 0: none"""
     gate_rank: int
-    """Rank of what the depth adds to the feed-forward layer's first product; 0: nothing"""
+    """Rank of the product that the depth adds to the feed-forward layer's first one; 0: none"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,28 +361,26 @@ class LayerSpec:
     mixer: MixerSpec
     feed_forward: FeedForwardSpec
     input_width: int = 0
-    """Width of what a token has for this layer alone, added behind the others; 0: there is none"""
+    """Width of the input that each token has for this layer alone, added at its end; 0: none"""
     has_scalar: bool = False
-    """True if the residual is multiplied by a number at the end"""
+    """True if the residual is multiplied by a number at the layer's end"""
     altup: AltUpSpec | None = None
-    """None: there are no streams of this kind"""
+    """Streams of AltUp; None: there are none"""
     hyper: HyperSpec | None = None
-    """None: there are no streams of this kind"""
+    """Streams of hyper-connections; None: there are none"""
     normed_factors: tuple[float, float] | None = None
     """Factors of the inputs of the mixer and the feed-forward layer, whose products take the
     residual's place in the sums; None: the parts add to the residual"""
     place: str = ""
-    """Place of its tensors below the stored layers; empty: its number"""
+    """Name of the stored layer with the tensors; empty: the layer's number"""
     shared_block: SharedBlockSpec | None = None
-    """None: the layer is no shared block"""
+    """Shared block that the layer is; None: it is none"""
     sublayer: int | None = None
-    """Number of the layer among those that share their place, and modules there; None: it is the
-    only one"""
+    """Number of the layer among those that share `place`; None: it is the only one"""
     follows_block: bool = False
     """True if the layer reads the output of a shared block beside the residual"""
     follows_shortcut: bool = False
-    """True if the layer ends with the addition of what the experts of the layer before have
-    returned"""
+    """True if the output of the previous layer's experts joins the residual at this layer's end"""
 
     @property
     def content(self) -> FeedForwardSpec:

@@ -34,7 +34,7 @@ def read_lightning_layers(
 
 
 def with_normed_residual(config: Config, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Return layers whose norms' outputs, times a factor, are the residual that parts add to.
+    """Return layers whose parts add to the norms' outputs times a factor, as the residual.
 
     Raises CheckpointError for a factor that is not positive.
     """

@@ -12,11 +12,11 @@ class LightningShape:
 
     heads: int
     head_dim: int
-    """Elements of a head's query, of its key and of its value"""
+    """Width of a head's query, of its key and of its value"""
     norm_width: int
-    """Outputs of all ranks, which are normed together"""
+    """Number of outputs of all ranks, which are normed together"""
     slope: float
-    """Factor of this layer on the heads' rates of decay"""
+    """Factor that this layer puts on the heads' rates of decay"""
 
     @property
     def outputs(self) -> int:

@@ -22,7 +22,7 @@ def read_mamba_layers(
 
 
 def mamba_layers(config: Config, num_layers: int) -> list[int]:
-    """Return the numbers of the layers that are no attention. Raises CheckpointError."""
+    """Return the numbers of the layers other than attention. Raises CheckpointError."""
     if config.has("layer_types"):
         kinds = config.kind_per_layer("layer_types", num_layers, (*_MAMBA, *_ATTENTION))
         return [layer for layer, kind in enumerate(kinds) if kind in _MAMBA]
@@ -84,7 +84,7 @@ def require_silu(config: Config) -> None:
 
 
 def _head_dim(config: Config, hidden_size: int, heads: int) -> int:
-    """Return the width of a head, which the width of all heads may state too."""
+    """Return the width of a head, stated as such or by the width of all heads."""
     if config.has("mamba_d_ssm"):
         key, width = config.file_key("mamba_d_ssm"), config.positive("mamba_d_ssm")
     elif config.has("mamba_expand"):

@@ -13,9 +13,9 @@ class MambaShape:
     heads: int
     head_dim: int
     groups: int
-    """Groups of neighbouring heads that share their inputs' and outputs' factors (B and C)"""
+    """Number of groups of neighbouring heads that share the factors of inputs and outputs (B, C)"""
     state_width: int
-    """Factors of a group; the state of a head is [state_width, head_dim]"""
+    """Number of factors of a group; the state of a head is [state_width, head_dim]"""
     conv_width: int
     """Tokens that the convolution reads for one of its outputs; at least 2"""
     has_conv_bias: bool
@@ -23,13 +23,13 @@ class MambaShape:
     """True if the product that reads the residual has a bias"""
     has_output_bias: bool
     norm_width: int
-    """Outputs that are normed together, those of other ranks included; 0: there is no norm"""
+    """Number of outputs normed together, those of other ranks included; 0: there is no norm"""
     norms_first: bool
-    """True if the gate multiplies the normed outputs; False: the norm is that of gated outputs"""
+    """True if the gate multiplies the normed outputs; False: gated outputs are normed"""
     norm_epsilon: float
     least_step: float
     most_step: float
-    """Bounds of the time steps"""
+    """Upper bound of the time steps, of which `least_step` is the lower one"""
 
     @property
     def outputs(self) -> int:

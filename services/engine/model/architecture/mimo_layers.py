@@ -50,7 +50,7 @@ def with_mimo_keys(config: Config) -> Config:
 
 
 def _kinds(config: Config, marks_key: str, key: str, kinds: tuple[str, str]) -> list[Json]:
-    """Return the kind of each layer: as `key` lists, or the second one where a mark is 1."""
+    """Return the kind of each layer, from `key`, or the second of `kinds` where a mark is 1."""
     layers = config.positive("num_hidden_layers")
     if config.has(key):
         return [*config.kind_per_layer(key, layers, kinds)]

@@ -23,9 +23,9 @@ class ModalTokens:
     first: int
     """The first id"""
     count: int
-    """Ids in the vocabulary, at most `rows`"""
+    """Number of ids in the vocabulary, at most `rows`"""
     rows: int
-    """Rows of the table"""
+    """Number of rows of the table"""
     width: int
     """Width of the table"""
     epsilon: float

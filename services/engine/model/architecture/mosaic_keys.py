@@ -1,4 +1,4 @@
-"""Keys of MosaicML's models, DBRX and MPT, as other families have them."""
+"""Conversion of the keys of MosaicML's models, DBRX and MPT, to those of other families."""
 
 from dataclasses import replace
 

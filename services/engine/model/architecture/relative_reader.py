@@ -22,7 +22,7 @@ __all__ = ["read_relative_layers", "with_convolved_parts", "with_inkling_keys"]
 
 _WINDOW, _WHOLE = "hybrid_sliding", "hybrid"
 _PERIOD = 6
-"""Every such layer sees all tokens where a file does not list the layers"""
+"""Period of the layers that see all tokens, if a file does not list the layers"""
 _CONTEXT = 131_072
 
 
@@ -49,14 +49,14 @@ def with_inkling_keys(config: Config) -> Config:
     values["logit_scale"] = 1 / config.positive_number("logits_mup_width_multiplier", 24.0)
     values["tie_word_embeddings"] = False  # transformers ties nothing, whatever the file says
     vocab_size = config.positive("vocab_size")
-    used = config.positive("unpadded_vocab_size", vocab_size)
-    values["vocab_size"] = min(used, vocab_size)
+    unpadded = config.positive("unpadded_vocab_size", vocab_size)
+    values["vocab_size"] = min(unpadded, vocab_size)
     values["stored_vocab_size"] = vocab_size
     return replace(config, values={**config.values, **values})
 
 
 def read_relative_layers(config: Config, num_layers: int) -> list[AttentionSpec]:
-    """Read the attention of all layers. config: from `with_inkling_keys`.
+    """Read the attention of all layers. config: result of `with_inkling_keys`.
 
     Raises CheckpointError for a missing or mistyped value, and for values that contradict one
     another.
@@ -101,7 +101,7 @@ def _conv_width(config: Config) -> int:
 
 
 def _attention(config: Config, prefix: str, window: int, relative: RelativeShape) -> AttentionSpec:
-    """Read the heads of one kind of layers. prefix: of the keys that describe them."""
+    """Read the heads of one kind of layers. prefix: that of the keys that describe them."""
     keys = [f"{prefix}{name}" for name in ("num_attention_heads", "num_key_value_heads")]
     num_heads, num_kv_heads = config.positive(keys[0], 64), config.positive(keys[1])
     if num_heads % num_kv_heads:

@@ -25,9 +25,9 @@ class RotarySpec:
     """Factor on cosines and sines; other than 1 for YaRN and LongRoPE only"""
     axes: tuple[int, ...] = ()
     """For each pair, the position that turns it in multimodal RoPE
-    (https://arxiv.org/abs/2409.12191): 0 time, 1 row, 2 column; empty: the one position"""
+    (https://arxiv.org/abs/2409.12191): 0 time, 1 row, 2 column; empty: there is one position"""
     query_growth: float = 0.0
-    """Queries are multiplied by 1 + query_growth * log(1 + position // query_period); 0: not"""
+    """Queries are multiplied by 1 + query_growth * log(1 + position // query_period)"""
     query_period: int = 1
     query_offset: int = 0
     """Number that is added to the position before it is divided by query_period"""
@@ -69,7 +69,7 @@ class RotarySpec:
 
     @staticmethod
     def growth_from_config(config: Config) -> "RotarySpec | None":
-        """Read how the queries of Llama 4's layers without rotation grow; None: they don't."""
+        """Read the growth of queries in Llama 4's layers without rotation; None: none grow."""
         if not config.flag("attn_temperature_tuning", True):
             return None
         return RotarySpec(
@@ -114,7 +114,7 @@ def _read(
     # Older files name the key "type".
     kind = rope.text("rope_type" if rope.has("rope_type") else "type", "default")
     match kind:
-        # HunYuan's fixed stretching of the base has the name of dynamic scaling.
+        # HunYuan calls its fixed stretching of the base dynamic scaling.
         case "dynamic" if rope.has("alpha"):
             shares = torch.arange(0, width, 2) / max(width - 2, 1)
             frequencies = frequencies / rope.positive_number("alpha") ** shares
@@ -125,7 +125,7 @@ def _read(
             pass
         case "proportional":
             frequencies = _proportional(base, head_dim, width) / rope.positive_number("factor", 1.0)
-        case "ntk" if not rope.has("mixed_b"):  # GTE's, at every length
+        case "ntk" if not rope.has("mixed_b"):  # GTE's, which applies at every length
             stretch = rope.positive_number("factor")
             frequencies = _frequencies(base * stretch, width) / stretch ** (2 / width)
         case "linear":
@@ -140,7 +140,7 @@ def _read(
             frequencies = _longrope(rope, base, width, is_long=context_length > original)
             factor = _longrope_attention(rope, context_length, original)
             mscale = "long_mscale" if context_length > original else "short_mscale"
-            factor = rope.number(mscale, factor)  # PhiMoE's own
+            factor = rope.number(mscale, factor)  # keys that only PhiMoE has
         case _:
             raise CheckpointError(
                 f"{config.file}: rope_type {kind} is not supported. Supported: "
@@ -268,14 +268,14 @@ def _frequencies(base: float, width: int, divisors: Tensor | float = 1.0) -> Ten
 
 
 def _proportional(base: float, head_dim: int, width: int) -> Tensor:
-    """Return the frequencies of a whole head, of which the pairs beyond `width` don't turn."""
+    """Return a whole head's frequencies; the pairs beyond `width` don't rotate."""
     frequencies = _frequencies(base, head_dim)
     frequencies[width // 2 :] = 0
     return frequencies
 
 
 def _llama3(frequencies: Tensor, rope: Config) -> Tensor:
-    """Scale as Llama 3.1: stretch long wavelengths, keep short ones, interpolate between."""
+    """Scale as Llama 3.1 does: stretch long wavelengths, keep short ones, interpolate between."""
     factor = rope.positive_number("factor")
     low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
     original = rope.positive_number("original_max_position_embeddings")

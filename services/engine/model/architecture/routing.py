@@ -14,7 +14,7 @@ class Scoring(Enum):
     """Functions that make experts' weights of scores; values are config.json's names."""
 
     SOFTMAX = "softmax"
-    """Parts of a softmax over all experts"""
+    """Shares of a softmax over all experts"""
     SIGMOID = "sigmoid"
     """Sigmoid of each score"""
     SQRT_SOFTPLUS = "sqrtsoftplus"
@@ -40,17 +40,17 @@ class Routing:
     """Least sum of weights by which `normalized` divides"""
     jitter: float | None = None
     """Half the relative distance within which SparseMixer (https://arxiv.org/abs/2409.12136) weighs
-    the best expert against the others; None: weights are parts of a softmax over all experts"""
+    the best expert against the others; None: another router chooses"""
 
     scoring: Scoring = Scoring.SOFTMAX
     is_by_token: bool = False
-    """True if a table has the experts of each token id, which scores only weigh"""
+    """True if a table states the experts of each token id, and scores only weigh them"""
     groups: int = 1
-    """Equal groups of neighbouring experts"""
+    """Number of equal groups of neighbouring experts"""
     kept_groups: int = 1
-    """Groups among which a token's experts are chosen"""
+    """Number of groups among which a token's experts are chosen"""
     group_leaders: int = 1
-    """Best experts of a group whose weights together rank it"""
+    """Number of a group's best experts, whose weights together rank it"""
     scale: float = 1.0
     """Factor on all weights"""
     scales_inputs: bool = False
@@ -58,7 +58,7 @@ class Routing:
 
     @property
     def is_plain(self) -> bool:
-        """True if the highest parts of a softmax are chosen."""
+        """True if the highest shares of a softmax are chosen."""
         has_groups = self.kept_groups < self.groups
         is_softmax = self.jitter is None and self.scoring is Scoring.SOFTMAX and self.scale == 1
         return is_softmax and not self.has_bias and not has_groups
@@ -79,7 +79,7 @@ class Routing:
         return chosen, self._factors(weights, chosen)
 
     def weigh(self, scores: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weights of experts that are `chosen` otherwise, int64 [n, per_token]."""
+        """Return the weights of experts `chosen` by another rule, int64 [n, per_token]."""
         return self._factors(self.scoring.weights(scores), chosen)
 
     def _factors(self, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Routing:
         return factors if self.scale == 1 else factors * self.scale
 
     def _in_best_groups(self, ranked: Tensor) -> Tensor:
-        """Rank the experts of all groups but the best last."""
+        """Return the ranks with minus infinity outside the best groups."""
         groups = ranked.view(len(ranked), self.groups, -1)
         ranks = groups.topk(self.group_leaders, dim=2).values.sum(dim=2)
         best = ranks.topk(self.kept_groups, dim=1).indices

@@ -13,7 +13,7 @@ class SelectiveShape:
     channels: int
     """Width of the convolution, of the state and of the output"""
     state_width: int
-    """Numbers that the state has for each channel"""
+    """Count of the state's numbers for each channel"""
     step_rank: int
     """Width between the two products that make the time steps"""
     conv_width: int
@@ -25,11 +25,11 @@ class SelectiveShape:
     """True if time steps, input factors (B) and output factors (C) have an RMSNorm each"""
     norm_epsilon: float
     heads: int = 1
-    """Equal parts of the channels, each with time steps and factors of its own (Zamba)"""
+    """Number of equal parts of the channels, each with its own time steps and factors (Zamba)"""
 
     @property
     def factors(self) -> tuple[int, int, int]:
-        """Widths of what the second product computes: time steps, then both kinds of factors."""
+        """Widths of the second product's outputs: time steps, then both kinds of factors."""
         return self.step_rank, self.state_width, self.state_width
 
     @property

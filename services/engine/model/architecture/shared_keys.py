@@ -8,10 +8,11 @@ __all__ = ["layers_read"]
 
 
 def layers_read(config: Config, has_window: Sequence[bool]) -> list[int | None]:
-    """Return for each layer the number of the layer whose keys it reads; None: its own.
+    """Return for each layer the number of the layer whose keys it reads; None: it has its own.
 
-    The last num_kv_shared_layers layers read those of the last earlier layer that has a window,
-    or has none, as they do. Raises CheckpointError if there is none.
+    The last num_kv_shared_layers layers have no keys of their own. Those with a window read the
+    keys of the last earlier layer with one, the others those of the last one without. Raises
+    CheckpointError if there is no such layer.
     """
     count = len(has_window)
     first_shared = count - config.integer("num_kv_shared_layers", 0)

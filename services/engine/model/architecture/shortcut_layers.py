@@ -1,7 +1,7 @@
 """Layers of LongCat-Flash: two sublayers each, and a mixture of experts around the second.
 
-The experts read what the first sublayer's dense layer reads. Their output joins the residual behind
-the second sublayer (ScMoE, https://arxiv.org/abs/2404.05019).
+The experts read the input of the first sublayer's dense layer. Their output joins the residual
+after the second sublayer (ScMoE, https://arxiv.org/abs/2404.05019).
 """
 
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ _LETTERS: Mapping[str, str] = {
     "E": "moe",
 }
 _PUBLISHED = {"mamba": "linear_attention", "attention": "full_attention"}
-"""Names of kinds in published files, and transformers' names"""
+"""Transformers' names of kinds, by the names in published files"""
 _KINDS = (*_LETTERS.values(), *_PUBLISHED)
 _FEED_FORWARD = ("mlp", "moe")
 
@@ -45,7 +45,7 @@ def with_parts(config: Config) -> Config:
 def single_parts(
     config: Config, mixers: Sequence[MixerSpec], feed_forwards: Sequence[FeedForwardSpec]
 ) -> tuple[LayerSpec, ...]:
-    """Return the layers, each with one of its two parts. config: from `with_parts`."""
+    """Return the layers, each with one of its two parts. config: result of `with_parts`."""
     return tuple(
         LayerSpec(NoMixer(), feed_forward)
         if kind in _FEED_FORWARD

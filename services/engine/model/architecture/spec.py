@@ -63,7 +63,7 @@ class ModelSpec:
     """Shape and constants of a model: all that the forward pass needs besides weights."""
 
     family: Family
-    """Names and storage conventions of its tensors"""
+    """Names and storage conventions of the tensors"""
     vocab_size: int
     """Width of the logits"""
     context_length: int
@@ -77,7 +77,7 @@ class ModelSpec:
     """Soft cap on the logits; 0: none"""
     embedding_scale: float
     residual_scale: float
-    """Factor on what mixers and feed-forward layers add to the residual"""
+    """Factor on the outputs that mixers and feed-forward layers add to the residual"""
     logit_scale: float
     parallel_residual: bool
     """True if a layer's feed-forward layer reads the residual that its mixer reads"""
@@ -92,23 +92,23 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     input_vocab_size: int = 0
-    """Ids that have inputs of their own for each layer; 0: none"""
+    """Number of ids that have inputs of their own for each layer; 0: none"""
     pad_token_id: int | None = None
-    """Id by which image tokens look up their per-layer inputs; None: their own"""
+    """Id by which image tokens look up their per-layer inputs; None: by their own id"""
     modal_tokens: tuple[ModalTokens, ...] = ()
     """Tokens that the text's table does not embed"""
     position_offset: int = 0
     """Number of the first learned position"""
     num_token_types: int = 0
-    """Texts that an encoder tells apart in a pair; 0: none"""
+    """Number of texts that an encoder tells apart in a pair; 0: none"""
     num_draft_layers: int = 0
-    """Layers behind the last one that files may hold: they predict further tokens (MTP)"""
+    """Number of further layers that files may hold: they predict further tokens (MTP)"""
     weight_factors: tuple[WeightFactors, ...] = ()
-    """Factors of weights, by which they are multiplied at loading"""
+    """Factors by which weights are multiplied at loading"""
     num_labels: int = 0
-    """Scores of a text; 0: the checkpoint has no head that scores texts"""
+    """Number of scores of a text; 0: the checkpoint has no head that scores texts"""
     stored_vocab_size: int = 0
-    """Rows of the tables of tokens, the first `vocab_size` of which are used; 0: all are"""
+    """Rows of the tokens' tables, of which the first `vocab_size` are used; 0: `vocab_size`"""
     tasks: tuple[str, ...] = ()
     """Tasks whose adapters the checkpoint holds"""
     disentangled: DisentangledSpec | None = None
@@ -214,7 +214,7 @@ class ModelSpec:
 
     @property
     def input_width(self) -> int:
-        """Width of what a token has for each layer alone; 0: there is none."""
+        """Width of the input that a token has for each layer alone; 0: there is none."""
         return self.layers[0].input_width
 
     @property
@@ -229,8 +229,8 @@ class ModelSpec:
 
     @property
     def num_streams(self) -> int:
-        """Streams of AltUp or hyper-connections, or those that shared blocks read; 0: the residual
-        is a sum."""
+        """Number of streams of AltUp, of hyper-connections, or that shared blocks read; 0: the
+        residual is a sum."""
         streams = self.layers[0].altup or self.layers[0].hyper
         if streams is None:
             return 2 if self.keeps_embedding else 0
@@ -354,7 +354,7 @@ def _weight_factors(config: Config, family: Family, layer: LayerSpec) -> tuple[W
 
 
 def quantization_of(config: Config, family: Family) -> Fp8Format | Scheme | Literal["mxfp4"] | None:
-    """Return how weights are quantized. Raises CheckpointError for what is not read."""
+    """Return how weights are quantized. Raises CheckpointError for an unsupported method."""
     if not config.has("quantization_config"):
         return None
     section = config.section("quantization_config")
@@ -391,7 +391,7 @@ def _with_parallel_norms(family: Family, config: Config) -> Family:
 
 
 def _is_set(config: Config, key: str | None) -> bool:
-    """Return whether a flag is true, which counts as true if the family has none."""
+    """Return whether a flag is true; if the family has no such key, it counts as true."""
     return key is None or config.flag(key, False)
 
 
@@ -405,7 +405,7 @@ def _residual_scale(config: Config, family: Family) -> float:
 
 
 def _draft_layers(config: Config) -> int:
-    """Return how many layers behind the others predict further tokens."""
+    """Return the number of layers after the others that predict further tokens."""
     count = config.integer("num_nextn_predict_layers", 0)
     most = config.positive("num_hidden_layers")
     if not 0 <= count <= most:
@@ -438,13 +438,13 @@ def _multiplier(config: Config, family: Family, key: str) -> float:
 
 
 def _num_labels(config: Config) -> int:
-    """Return the labels of a classifier, whose file names them or tells their number."""
+    """Return the number of a classifier's labels, whose file lists or counts them."""
     names = config.section("id2label").values
     return len(names) or config.positive("num_labels", 2)
 
 
 def dtype_of(config: Config) -> str:
-    """Return the dtype of stored weights. Raises CheckpointError for one that is not read."""
+    """Return the dtype of stored weights. Raises CheckpointError for an unsupported one."""
     # transformers 5 writes dtype, older releases torch_dtype.
     dtype = config.text("dtype" if config.has("dtype") else "torch_dtype", "float32")
     if dtype not in ("float32", "bfloat16", "float16"):

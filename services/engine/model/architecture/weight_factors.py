@@ -1,4 +1,4 @@
-"""Factors of single weights that config.json states, such as Falcon-H1's muP multipliers."""
+"""Factors on single weights that config.json states, such as Falcon-H1's muP multipliers."""
 
 from dataclasses import dataclass
 
@@ -16,12 +16,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WeightFactors:
-    """Factors of the outputs of one tensor in every layer."""
+    """Factors on the outputs of one tensor in every layer."""
 
     name: str
-    """Name in the layer, with .weight or .bias"""
+    """Name of the tensor in the layer, with .weight or .bias"""
     factors: tuple[tuple[int, float], ...]
-    """Numbers of neighbouring outputs and their factor; a single factor is that of all outputs"""
+    """Counts of neighbouring outputs and their factor; a single factor is that of all outputs"""
 
 
 def read_weight_factors(
@@ -79,7 +79,7 @@ def read_value_factor(config: Config, family: Family) -> tuple[WeightFactors, ..
 
 
 def shared_expert_factors(family: Family, factor: float) -> tuple[WeightFactors, ...]:
-    """Return the factor of what the shared expert adds to the residual."""
+    """Return the factor on the shared expert's output."""
     assert family.names.experts is not None
     return (WeightFactors(f"{family.names.experts.shared_down}.weight", ((0, factor),)),)
 

@@ -59,13 +59,13 @@ def zamba_layers(
 ) -> tuple[LayerSpec, ...]:
     """Return the layers: those of a hybrid depth are a shared block and a Mamba layer.
 
-    attention, mamba, feed_forwards: of each depth, as if it had them.
+    attention, mamba, feed_forwards: a part for each depth, whether it has this part or not.
     """
     hidden_size = config.positive("hidden_size")
     hybrids = _hybrids(config, len(mamba))
     count = config.positive("num_mem_blocks", 1)
     if not config.flag("tie_word_embeddings", True):
-        count = len(hybrids)  # transformers then ties no block either
+        count = len(hybrids)  # transformers ties no blocks then
     ranks = _ranks(config, names)
     layers: list[LayerSpec] = []
     for depth, mixer in enumerate(mamba):
@@ -105,7 +105,7 @@ def _hybrids(config: Config, depths: int) -> list[int]:
 
 
 def _ranks(config: Config, names: SharedBlockNames) -> tuple[int, int]:
-    """Return the ranks of what a depth adds to attention and to the gate; 0: nothing."""
+    """Return the ranks of the products that a depth adds to attention and to the gate; 0: none."""
     if not names.has_adapters:
         return 0, 0
     rank = config.positive("adapter_rank")

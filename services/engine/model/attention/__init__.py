@@ -19,7 +19,7 @@ __all__ = ["AttentionBackend", "AttentionStep", "KVCache", "choose_backend"]
 
 _LOG = logging.getLogger("loop")
 _LEAST_CAPABILITY = (8, 0)
-"""Compute capability that the fast kernels need"""
+"""Least compute capability that the fast kernels need"""
 
 
 def choose_backend(
@@ -36,7 +36,7 @@ def choose_backend(
 
     pair_scores: addends to the scores; torch computes attention with them. tiled: whether the
     operators read and write tiles where the machine has the kernels. with_xformers: decode with
-    xformers' kernel on a GPU. kv_dtype: of the cache, as for `resolve_kv_dtype`. Raises
+    xformers' kernel on a GPU. kv_dtype: type of the cache, as for `resolve_kv_dtype`. Raises
     StartupError if xformers is not installed, or the cache can't have that type.
     """
     cached = resolve_kv_dtype(kv_dtype, spec, dtype, device)
@@ -61,7 +61,7 @@ def _on_cuda(
     device: torch.device,
     with_xformers: bool,
 ) -> AttentionBackend:
-    """Return a backend over pages, or torch's where that can't run, with the reason in the log."""
+    """Return a backend over pages, or torch's if that can't run; the log has the reason."""
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         _LOG.warning(

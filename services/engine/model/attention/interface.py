@@ -28,7 +28,7 @@ class KVCache:
     block_size: int
     latents: Mapping[int, Tensor] = field(default_factory=dict)
     """Pages [blocks, block_size, width] of each layer that has neither keys nor values, by number:
-    latents, or all of a token in one row"""
+    latents, or all that is kept of a token in one row"""
     entries: Mapping[int, Tensor] = field(default_factory=dict)
     """Entries of each layer that compresses tokens, by number, [blocks, entries of a block, width].
     Their blocks are those of the first group"""
@@ -45,21 +45,21 @@ class KVCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each layer of the first group."""
+        """Number of blocks of each layer of the first group."""
         return self.blocks_of(0)
 
     def blocks_of(self, group: int) -> int:
-        """Return the blocks of each layer of a cache group; 1 if it has no layers."""
+        """Return the number of blocks of each layer of a cache group; 1 if it has no layers."""
         pages = self._pages_of(group)
         return pages[0].shape[0] if pages else 1
 
     @property
     def num_slots(self) -> int:
-        """Slots of states; 0 = there are no recurrent layers."""
+        """Number of slots of states; 0 = there are no recurrent layers."""
         return next((tensors[0].shape[0] for tensors in self.states.values()), 0)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy blocks: cache group, source and target each, and no target is a source."""
+        """Copy blocks, each given as (cache group, source, target); no target is a source."""
         for group in {copy[0] for copy in copies}:
             pages = self._pages_of(group)
             if not pages:
@@ -85,9 +85,10 @@ class KVCache:
         block_size: int,
         make: Callable[[AttentionSpec, int, int], Tensor],
     ) -> "KVCache":
-        """Make a cache of these layers, whose keys and whose values `make` allocates.
+        """Make a cache of these layers; `make` allocates their keys and their values.
 
-        num_blocks: of every layer, or by layer; `make` gets a layer's, and the width of a head.
+        num_blocks: those of every layer, or by layer. `make` gets a layer's number of blocks and
+        the width of a head.
         """
         counts = dict.fromkeys(layers, num_blocks) if isinstance(num_blocks, int) else num_blocks
         keys, values = {}, {}
@@ -114,11 +115,11 @@ class AttentionStep:
     batch: StepBatch
     cache: KVCache
     out: Tensor
-    """[rows, heads * value_dim], contiguous, the result"""
+    """[rows, heads * value_dim], contiguous, filled with the result"""
     sinks: Tensor | None = None
     """float32 [heads], one more logit in each head's softmax; None = there are none"""
     slopes: Tensor | None = None
-    """float32 [heads], by which scores fall for each token of distance (ALiBi); None = none"""
+    """float32 [heads], decrease of scores for each token of distance (ALiBi); None = none"""
     cache_group: int = 0
     """Number of the layer's cache group, whose tables `batch` has"""
     is_written: bool = False
@@ -133,7 +134,7 @@ class AttentionBackend(ABC):
     block_size = 32
     """Best number of tokens in a block; 32 is one tile of keys"""
     is_capturable = False
-    """True if decode launches depend only on row count and table width, so one CUDA graph fits"""
+    """True if decode launches depend only on row count and table width, so that graphs fit"""
     reads_shared_once = False
     """True if decodes with `StepBatch.shared_tokens` take less time"""
     writes_apart = False
@@ -144,7 +145,7 @@ class AttentionBackend(ABC):
         """Type of cached keys and values"""
 
     def token_bytes(self, layer: AttentionSpec) -> int:
-        """Return the bytes that a layer keeps of a token, its key and its value."""
+        """Return the bytes of a token's key and value in a layer."""
         return layer.cached_width * self.kv_dtype.itemsize
 
     @abstractmethod
@@ -156,8 +157,8 @@ class AttentionBackend(ABC):
     ) -> KVCache:
         """Allocate a zeroed cache. Raises ValueError for an unsupported block size.
 
-        num_blocks: of every layer, or by layer; layers: those that it has room for, by number;
-        None = the model's.
+        num_blocks: those of every layer, or by layer; layers: the layers that the cache has room
+        for, by number; None = the model's.
         """
 
     @abstractmethod
@@ -168,5 +169,5 @@ class AttentionBackend(ABC):
         """
 
     def write(self, layer: int, step: AttentionStep) -> None:
-        """Write the step's keys and values to their cache slots. Its queries may be missing."""
+        """Write the step's keys and values to their cache slots. The queries are not read."""
         raise NotImplementedError

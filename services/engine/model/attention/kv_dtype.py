@@ -23,8 +23,8 @@ def resolve_kv_dtype(
 ) -> torch.dtype:
     """Return the type of the cache that `name` asks for.
 
-    name: "model" (as `dtype`), "auto" (the same, but float16 instead of float32 where the CPU
-    converts it: it has eight times the precision of bfloat16), or a type, as --kv-dtype.
+    name: a value of --kv-dtype: a type, "model" (which means `dtype`), or "auto" (the same, but
+    float16 instead of float32 where the CPU converts it; its precision is 8 times bfloat16's).
     Raises StartupError with the reason if the cache can't have that type.
     """
     wanted = _NAMED.get(name, dtype)
@@ -41,7 +41,7 @@ def _converts_float16() -> bool:
 
 
 def _reason(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why keys and values can't have another type than `dtype`; None: they can."""
+    """Return why keys and values can't have another type than `dtype`; None if they can."""
     if spec.is_encoder:
         return f"{spec.architecture} is an encoder, which keeps nothing of earlier tokens"
     if spec.latent_layers or spec.compressed_layers:

@@ -66,7 +66,7 @@ class NativeAttention(AttentionBackend):
         self._native.run(Kernel.PAGED_ATTENTION, call)
 
     def _head_numbers(self, width: int) -> int:
-        """Return the numbers that a head keeps of a token, for a key or a value of this width."""
+        """Return how many numbers a head keeps of a token for a key or a value of this width."""
         scales = _SCALE_BYTES if self.kv_dtype == torch.int8 else 0
         return -(-width // _RUN) * _RUN + scales
 

@@ -1,4 +1,4 @@
-"""Attention on CUDA: torch's flash attention for whole prompts, our kernel over pages for all else.
+"""Attention on CUDA: torch's flash attention for whole prompts, else our kernel over pages.
 
 Tests on a CPU compare the kernels with TorchAttention under Triton's interpreter, and compile them.
 """
@@ -25,16 +25,16 @@ from services.engine.model.attention.torch_backend import TorchAttention
 __all__ = ["PagedAttention", "StepMetadata", "tokens_of"]
 
 _PAGE = 64
-"""Page sizes are multiples of this, in tokens: kernels read as many keys at a time"""
+"""Divisor of page sizes, in tokens: kernels read as many keys at a time"""
 _MAX_HEAD_DIM = 512
 _MAX_FLASH_HEAD_DIM = 256
 _BATCHES = 8
-"""Batches whose metadata is kept: one step's, with the tables of each cache group"""
+"""Number of batches whose metadata is kept: one step's, one for each cache group"""
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
 class PagedAttention(TorchAttention):
-    """Reads keys and values from pages, for decodes and for prompt chunks behind a cached prefix.
+    """Backend that reads keys and values from pages, for decodes and chunks after a cached prefix.
 
     Prompts without a cached prefix use torch's flash attention in layers with plain attention,
     values as wide as keys, and head dimensions up to 256. Our Triton kernel does the rest.
@@ -68,7 +68,7 @@ class PagedAttention(TorchAttention):
         self._has_flash = torch.backends.cuda.is_flash_attention_available()
         self.reads_shared_once = self._is_supported
         self._metadata: dict[int, StepMetadata] = {}
-        """Metadata of the newest batches, by the ids of these"""
+        """Metadata of the newest batches, by the batch's id()"""
 
     def allocate(
         self,
@@ -127,7 +127,7 @@ class PagedAttention(TorchAttention):
         part: slice,
         shared: Tensor | None = None,
     ) -> None:
-        """Attend for the sequences of `rows`, whose queries are `part` of the step's."""
+        """Attend for the sequences of `rows`; their queries are the slice `part` of the step's."""
         spec, cache = self._spec.attention(layer), step.cache
         shape = PagedShape(
             spec.num_heads,
@@ -172,7 +172,7 @@ class StepMetadata:
         self.has_whole_prompts = (
             batch.visible_ends is None and lengths == batch.context_lengths_host[first:]
         )
-        """True if flash attention computes the chunks: all their keys are the step's"""
+        """True if flash attention computes the chunks, because all their keys are of this step"""
 
     @cached_property
     def decodes(self) -> PagedRows:

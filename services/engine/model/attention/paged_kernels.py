@@ -35,37 +35,37 @@ class PagedShape:
     head_dim: int
     value_dim: int
     page: int
-    """Tokens of a page, a multiple of 64"""
+    """Number of tokens of a page, a multiple of 64"""
     scale: float
     """Factor on query-key products"""
     cap: float
     """Soft cap on scaled query-key products; 0: none"""
     window: int
-    """Tokens that a query sees, itself included; 0: unlimited"""
+    """Number of tokens that a query sees, itself included; 0: unlimited"""
 
     @property
     def widest(self) -> int:
-        """Width of a key or a value, whichever is wider."""
+        """Width of a key or of a value, whichever is larger."""
         return max(self.head_dim, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Rows of some sequences, in their order: the last tokens of each one's context."""
+    """Rows of some sequences, in their order; they are the last tokens of each context."""
 
     starts: Tensor
     """int32 [sequences + 1], where each sequence's rows begin; the first entry may exceed 0"""
     lengths: Tensor
-    """int32 [sequences], tokens of each context"""
+    """int32 [sequences], number of tokens of each context"""
     tables: Tensor
     """int32 [sequences, pages]; only rows may have gaps"""
     ends: Tensor | None
-    """int32 [rows], index after the last key that each row sees, in a sequence never less than in
-    the row before; None: each sees those up to itself"""
+    """int32 [rows], index after the last key that each row sees, which never falls within a
+    sequence; None: each row sees the keys up to itself"""
     longest: int
-    """Upper bound of a sequence's rows"""
+    """Upper bound of the number of a sequence's rows"""
     most_tokens: int | None = None
-    """Upper bound of the contexts' tokens; None: what the tables hold"""
+    """Upper bound of the number of a context's tokens; None: as many as the tables hold"""
 
 
 def attend_pages(
@@ -119,11 +119,11 @@ def attend_shared(
     out: Tensor,
     slopes: Tensor | None = None,
 ) -> None:
-    """Do the same for decodes whose contexts begin with the same pages, and read these once.
+    """Do `attend_pages` for decodes whose contexts begin with the same pages, reading these once.
 
-    shared: int32 [1], tokens of these pages; the shape has no window. The queries of all sequences
-    attend to the shared pages as if they were rows of one sequence, and then each to the rest of
-    its own context (Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
+    shared: int32 [1], number of these pages' tokens; the shape has no window. The queries of all
+    sequences attend to the shared pages like rows of one sequence, and then each to the rest of its
+    own context (Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
     """
     rows, group = len(queries), shape.heads // shape.kv_heads
     together, alone = prefill_tile(group, shape.widest), decode_tile(group, shape.widest)
@@ -150,7 +150,7 @@ def attend_shared(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Attention of each row over parts of its context."""
+    """Attention of each row over the parts of its context, before they are merged."""
 
     outputs: Tensor
     """float32 [rows, heads, parts, value_dim]"""
@@ -184,7 +184,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """Operands of a launch."""
+    """Operands of a kernel launch."""
 
     shape: PagedShape
     batch: PagedRows
@@ -207,8 +207,8 @@ class _Operands:
     ) -> None:
         """Launch the kernel for `tiles` tiles of queries, and `splits` parts of their contexts.
 
-        out: what the attention is written to; parts from `first_part` on. shared: as for
-        `attend_shared`; is_together: attend to the shared pages, instead of what follows them.
+        out: result, or parts of it that are written from `first_part` on. shared: as for
+        `attend_shared`; is_together: attend to the shared pages instead of the pages after them.
         """
         shape, batch = self.shape, self.batch
         group = shape.heads // shape.kv_heads
@@ -294,9 +294,9 @@ def _attend(
 ) -> None:
     """Attend for a tile of one sequence's queries and one key head, over a part of its context.
 
-    A tile's rows are its queries × its heads of the group, heads innermost, and unused ones. With
-    `sums`, `out` is the parts and `sums` the logarithms of their softmax sums, to base 2. With
-    `shared`, the context is what lies behind the pages that all sequences share, or these pages if
+    A tile's rows are its queries × its heads of the group, heads innermost, and padding. With
+    `sums`, `out` holds the parts and `sums` the logarithms of their softmax sums, to base 2. With
+    `shared`, the context is the tokens after the pages that all sequences share, or these pages if
     `is_together`: then each row is the query of one sequence.
     """
     log2_e: tl.constexpr = 1.4426950408889634
@@ -357,7 +357,7 @@ def _attend(
     highest = tl.full((tile_rows,), float("-inf"), tl.float32)
     total = tl.zeros((tile_rows,), tl.float32)
     if sinks is not None:
-        # The first part begins as if it had seen a key of this score and no value.
+        # The sink acts as a key of the first part that has this score and no value.
         is_first = tl.program_id(2) == 0
         sink = tl.load(sinks + head, mask=is_row, other=0.0) * log2_e
         highest = tl.where(is_first, sink, highest)
@@ -368,7 +368,7 @@ def _attend(
         if is_together:
             position = tl.load(lengths + query, mask=is_row, other=1) - 1
 
-    # Not the greatest of `end`: a part whose bounds come from a reduction is not pipelined.
+    # Not the maximum of `end`: a loop whose bounds come from a reduction is not pipelined.
     behind_queries = tl.minimum(first_query + tile_queries, count)
     if is_together:
         last = context

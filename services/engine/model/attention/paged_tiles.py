@@ -13,19 +13,19 @@ __all__ = [
 ]
 
 MAX_SPLITS = 64
-"""Parts that one context is divided into; the kernel that merges them holds as many at once"""
+"""Most parts of one context; the kernel that merges them holds as many at once"""
 MIN_SPAN = 128
 """Least keys of a part: a shorter one costs more to merge than it saves"""
 _MAX_SPAN = 2048
-"""Keys of a part of the longest context: the programs of a short one wait for no longer ones"""
+"""Most keys of a part of the longest context, so that short contexts don't wait for it"""
 _PROGRAMS = 2 * 132
-"""Programs that fill a GPU: two on each of an H100's multiprocessors"""
+"""Number of programs that fill a GPU: two on each of an H100's multiprocessors"""
 _SCRATCH = 64 << 20
 """Bytes of the float32 parts that one call may allocate"""
 _DECODE_ROWS = 64
-"""Query heads that a program of a decode holds at most"""
+"""Most query heads that a program of a decode holds"""
 _WIDE_ROWS = 32
-"""Query heads where heads are wider than 256: 64 would exceed an L4's shared memory"""
+"""The same for heads wider than 256, where 64 would exceed an L4's shared memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +33,23 @@ class Tile:
     """Part of the attention that one program computes at a time."""
 
     rows: int
-    """Rows: queries × query heads that share a key head; a power of two, at least 16"""
+    """Number of queries × query heads that share a key head; a power of two, at least 16"""
     heads: int
-    """Query heads among them"""
+    """Number of query heads in `rows`"""
     keys: int
-    """Keys at a time; a power of two that divides a page"""
+    """Number of keys read at a time; a power of two that divides a page"""
     warps: int
     stages: int
     """Depth of the pipeline that loads keys and values"""
 
     @property
     def queries(self) -> int:
-        """Queries of a program."""
+        """Number of queries of a program."""
         return self.rows // self.heads
 
 
 def decode_tile(group: int, head_dim: int) -> Tile:
-    """Return the tile of few queries. group: query heads that share a key head."""
+    """Return the tile for few queries. group: number of query heads that share a key head."""
     parts = -(-group // (_WIDE_ROWS if head_dim > 256 else _DECODE_ROWS))
     heads = -(-group // parts)
     rows = max(16, power_of_two(heads))
@@ -63,7 +63,7 @@ def decode_tile(group: int, head_dim: int) -> Tile:
 
 
 def prefill_tile(group: int, head_dim: int) -> Tile:
-    """Return the tile of many queries. It fits the 99 KB of shared memory that an L4 has."""
+    """Return the tile for many queries. It fits the 99 KB of shared memory of an L4."""
     few = decode_tile(group, head_dim)
     if head_dim > 256:
         return Tile(_WIDE_ROWS, few.heads, keys=16, warps=8, stages=2)
@@ -75,11 +75,11 @@ def prefill_tile(group: int, head_dim: int) -> Tile:
 def count_splits(
     tiles: int, rows: int, heads: int, head_dim: int, tokens: int, *, evens: bool = True
 ) -> int:
-    """Return into how many parts each context is divided, a power of two.
+    """Return the number of parts that each context is divided into, a power of two.
 
-    tiles: programs without a division; rows × heads × head_dim: shape of the output; tokens: the
-    longest context; evens: divide long contexts also where that many programs fill the GPU. The
-    result depends on shapes alone, so a captured graph holds it.
+    tiles: number of programs without a division; rows × heads × head_dim: shape of the output;
+    tokens: length of the longest context; evens: divide long contexts even if that many programs
+    fill the GPU. The result depends on shapes alone, so that a captured graph holds it.
     """
     wanted = max(-(-_PROGRAMS // tiles), -(-tokens // _MAX_SPAN) if evens else 1)
     part_bytes = 4 * rows * heads * head_dim

@@ -13,14 +13,14 @@ __all__ = ["AlibiScores", "DisentangledScores", "DistanceKeys", "DistanceScores"
 
 
 class PairScores(ABC):
-    """Summands of attention's scores for each pair of a text's tokens, in all layers."""
+    """Addends to attention's scores for each pair of a text's tokens, in all layers."""
 
     @abstractmethod
     def addends(self, layer: int, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
         """Return the addends of one text: [heads, queries, keys].
 
-        queries: [heads, tokens, head_dim]. keys: those of its first tokens, or of all. scale:
-        factor of products of queries and keys.
+        queries: [heads, tokens, head_dim]; keys: the same of the text's first tokens, or of all;
+        scale: factor on products of queries and keys.
         """
 
 
@@ -28,7 +28,7 @@ class DistanceScores(PairScores):
     """A number for each distance and head, the same in all layers (MPNet)."""
 
     def __init__(self, bias: Tensor) -> None:
-        """bias: [heads, 2 * context_length - 1], by the place of the key less that of the query,
+        """bias: [heads, 2 * context_length - 1], by the place of the key minus that of the query,
         from 1 - context_length on."""
         self._bias = bias
         self._longest = bias[:, :0, None]

@@ -15,7 +15,7 @@ __all__ = ["TextAttention"]
 
 
 class TextAttention(AttentionBackend):
-    """Every token of a text sees all of it, or those within a window before and after it.
+    """Backend whose tokens see all of their text, or a window before and after them.
 
     A step holds whole texts, so nothing is read from the cache, whose tensors are empty.
     """

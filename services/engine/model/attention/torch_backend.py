@@ -14,11 +14,11 @@ from services.engine.model.attention.interface import AttentionBackend, Attentio
 __all__ = ["TorchAttention"]
 
 _PIECE = 256
-"""Query rows whose scores are held in memory at once"""
+"""Number of query rows whose scores are in memory at once"""
 
 
 class TorchAttention(AttentionBackend):
-    """Gathers each sequence's blocks and calls torch's scaled_dot_product_attention.
+    """Backend that gathers each sequence's blocks and calls scaled_dot_product_attention.
 
     With soft caps, sinks or slopes, it computes the softmax itself, in float32. A layer's keys are
     [blocks, kv_heads, block_size, head_dim], its values [blocks, kv_heads, block_size, value_dim].
@@ -107,7 +107,7 @@ class TorchAttention(AttentionBackend):
             keys = _gather(cache.keys[layer], table)[:, :, :context]
             values = _gather(cache.values[layer], table)[:, :, :context]
             unread = window_start(context - length, spec.window)
-            # blocks behind the window may be others': a NaN there would survive the mask
+            # blocks before the window may be another sequence's: a NaN there would survive the mask
             keys[:, :, :unread], values[:, :, :unread] = 0, 0
             attend = self._sdpa if spec.is_plain else self._attend_in_pieces
             ends = batch.visible_ends
@@ -180,7 +180,7 @@ class TorchAttention(AttentionBackend):
         """Attend with a softmax whose scores are soft-capped or biased, or have a sink beside them.
 
         queries: [n, kv_heads, rows, head_dim], one row for each query of each head in the group.
-        distances: [n, queries, keys], place of the key less that of the query.
+        distances: [n, queries, keys], place of the key minus that of the query.
         """
         spec, sinks = self._spec.attention(layer), step.sinks
         scores = queries.float() @ keys.float().transpose(2, 3) * spec.scale
@@ -213,7 +213,7 @@ class TorchAttention(AttentionBackend):
     ) -> Tensor:
         """Return which of `context` keys the `length` tokens before index `last` see.
 
-        ends: as StepBatch.visible_ends, of these tokens. Returns bool [length, context].
+        ends: the part of StepBatch.visible_ends for these tokens. Returns bool [length, context].
         """
         window = self._spec.attention(layer).window
         rows = torch.arange(last - length, last, device=self._device)[:, None]

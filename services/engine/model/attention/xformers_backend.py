@@ -1,7 +1,7 @@
 """xformers' split-K for decodes, which `--attention xformers` asks for.
 
-On an H200 our own kernel is as fast or faster for every shape that was measured, and starts faster:
-it is compiled once, this one for each number of rows.
+On an H200 our own kernel is as fast or faster for every shape that was measured. It also starts
+faster: it is compiled once, xformers' for each number of rows.
 """
 
 import logging
@@ -47,7 +47,7 @@ class _SplitK(fmha.triton_splitk.FwOp):  # type: ignore[misc]
 
 
 class XformersAttention(PagedAttention):
-    """Steps that only decode use split-K in layers with plain attention over the whole context."""
+    """Backend that uses split-K for steps of decodes alone, in layers with plain full attention."""
 
     name = "xformers"
 
@@ -64,7 +64,7 @@ class XformersAttention(PagedAttention):
         )
         self.reads_shared_once = self._is_supported and not self._has_split_k
         self._bias: tuple[StepBatch, object] | None = None
-        """The present step's batch, and xformers' bias for it"""
+        """Batch of the present step, and xformers' bias for it"""
 
     def _decode(self, layer: int, step: AttentionStep) -> None:
         has_chunks = len(step.batch.query_lengths_host) > step.batch.num_decodes

@@ -29,5 +29,5 @@ JINA_V2 = Family(
     ),
     has_logits=False,
 )
-"""Jina v2, with a gate in the feed-forward layer. Its variants that norm queries and keys are
-refused for their further tensors"""
+"""Jina v2, with a gate in the feed-forward layer. Variants that norm queries and keys are refused,
+because they have further tensors"""

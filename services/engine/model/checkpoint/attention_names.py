@@ -33,19 +33,19 @@ class LatentNames:
     query_norm: str = "self_attn.q_a_layernorm"
     query_up: str = "self_attn.q_b_proj"
     queries: str = "self_attn.q_proj"
-    """Queries that are made of the residual in one product"""
+    """Product that computes queries from the residual"""
     latents: str = "self_attn.kv_a_proj_with_mqa"
     latent_norm: str = "self_attn.kv_a_layernorm"
     expansion: tuple[str, ...] = ("self_attn.kv_b_proj",)
-    """Keys and values of latents, head by head; or one tensor [heads, latent, key] and one [heads,
-    value, latent]"""
+    """Product that computes keys and values from latents, head by head; or one tensor [heads,
+    latent, key] and one [heads, value, latent]"""
     index: IndexNames | None = None
-    """None: layers attend to all tokens"""
+    """Tensors of the indexer; None: layers attend to all tokens"""
 
 
 @dataclass(frozen=True, slots=True)
 class RelativeNames:
-    """Tensor names of what Inkling's layers have beside attention and the feed-forward layer.
+    """Tensor names of Inkling's additions to attention and the feed-forward layer.
 
     Those of products and convolutions are without .weight.
     """
@@ -58,7 +58,7 @@ class RelativeNames:
     values: str = "self_attn.v_sconv.conv1d"
     output: str = "attn_sconv.conv1d"
     feed_forward: str = "mlp_sconv.conv1d"
-    """Convolutions of these four"""
+    """Convolution of the feed-forward layer's output, the last of four"""
     dense_scale: str = "mlp.global_scale"
     """Factor of a dense layer's output"""
     experts_scale: str = "mlp.gate.global_scale"

@@ -48,4 +48,4 @@ class HyperNames:
     mixer: str = "hc_attn"
     feed_forward: str = "hc_ffn"
     head: str = "hc_head"
-    """Name below the model's root rather than a layer's"""
+    """Name below the model's root rather than in a layer"""

@@ -22,7 +22,7 @@ class CheckpointError(Exception):
 _UNBOUNDED = {"Infinity": math.inf, "-Infinity": -math.inf}
 """Numbers that JSON lacks, as transformers names them under the key __float__"""
 _INTEGERS = 1 << 63
-"""Size from which on integers are refused: neither a tensor's shape nor a float could hold all"""
+"""Least integer that is refused: neither tensors' shapes nor floats could hold larger ones"""
 
 
 def _as_number(item: Json) -> float | None:
@@ -50,11 +50,11 @@ class Config:
     """File name in errors"""
     values: JsonObject
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys that may have another name in the file, such as n_embd for hidden_size in GPT-2"""
+    """Other names of keys in the file, such as n_embd for hidden_size in GPT-2"""
 
     @staticmethod
     def read(path: Path) -> "Config":
-        """Read `path`. Raises CheckpointError if it is missing, unreadable or no JSON object."""
+        """Read `path`. Raises CheckpointError if it is missing, unreadable or not a JSON object."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -76,7 +76,7 @@ class Config:
         return key if own not in self.values and key in self.values else own
 
     def without(self, key: str) -> "Config":
-        """Return a config that finds `key` under this name alone, and not under the file's own."""
+        """Return a config that looks `key` up under this name instead of the file's own."""
         return replace(self, keys={each: name for each, name in self.keys.items() if each != key})
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -131,7 +131,7 @@ class Config:
         return tuple(numbers)
 
     def ids(self, key: str) -> tuple[int, ...]:
-        """Return the token ids under `key`: an integer, a list of integers, or absent."""
+        """Return the token ids under `key`, which holds an integer or a list; none if absent."""
         value = self._find(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         ids = [number for item in items if (number := _as_integer(item)) is not None]
@@ -140,7 +140,7 @@ class Config:
         return tuple(ids)
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Return a list of integers."""
+        """Return the list of integers under `key`."""
         items = self._value(key, None)
         if not isinstance(items, list):
             raise self._wrong(key, "a list of integers")
@@ -150,7 +150,7 @@ class Config:
         return tuple(numbers)
 
     def per_layer(self, key: str, num_layers: int, default: int | None = None) -> tuple[int, ...]:
-        """Return the positive integer of each layer under `key`: a list, or one for all."""
+        """Return each layer's positive integer from `key`, which holds a list or one for all."""
         items = self._find(key)
         if not isinstance(items, list):
             return (self.positive(key, default),) * num_layers
@@ -164,7 +164,7 @@ class Config:
     ) -> tuple[str, ...]:
         """Return the kind of each layer under `key`, a list of names among `known`.
 
-        cuts: leave out those of layers behind the last one, which predict further tokens.
+        cuts: leave out the kinds of layers after the last one, which predict further tokens.
         """
         kinds = self.texts(key)[: num_layers if cuts else None]
         if len(kinds) != num_layers:

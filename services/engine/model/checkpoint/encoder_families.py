@@ -21,7 +21,7 @@ __all__ = ["COLBERT", "JINA_V5", "POOLING_ARCHITECTURES", "is_bidirectional", "p
 COLBERT = "HF_ColBERT"
 """Architecture of colbert-ir's checkpoints: BERT and a projection of each token"""
 JINA_V5 = "JinaEmbeddingsV5Model"
-"""Architecture of Jina v5: Qwen 3 or EuroBERT, and an adapter for each task"""
+"""Architecture of Jina v5: Qwen 3 or EuroBERT, with an adapter for each task"""
 _JINA_V4 = "JinaEmbeddingsV4Model"
 _CLASSIFIER = "ForSequenceClassification"
 
@@ -256,7 +256,7 @@ def is_bidirectional(family: Family, config: Config) -> bool:
 
 
 def pooling_family(name: str, config: Config) -> Family | None:
-    """Return the family of a checkpoint that only makes embeddings or scores; None = it is none.
+    """Return the family of a checkpoint that only makes embeddings or scores; None for others.
 
     name: its architecture in config.json, such as BertForSequenceClassification or Qwen3Model.
     Raises CheckpointError for values of config.json, and for Jina v4, that are not served.
@@ -305,8 +305,8 @@ def pooling_family(name: str, config: Config) -> Family | None:
 def _jina_v5(config: Config) -> Family:
     """Return the family of Jina v5: that of Qwen 3 (text-small), or of EuroBERT (text-nano).
 
-    Both have the same architecture and model_type; text-nano's file says `"is_decoder": false`, and
-    that of EuroBERT, which it is made of, always has mask_token_id.
+    Both have the same architecture and model_type. text-nano's file says `"is_decoder": false`;
+    files of EuroBERT, on which it is based, always have mask_token_id.
     """
     is_encoder = not config.flag("is_decoder", True) or config.has("mask_token_id")
     base = _DECODERS["EuroBert"] if is_encoder else FAMILIES["Qwen3ForCausalLM"]

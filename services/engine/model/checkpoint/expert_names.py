@@ -12,9 +12,9 @@ class ExpertStack:
     transposed: bool = False
     """True if it is [experts, inputs, outputs] rather than [experts, outputs, inputs]"""
     alternates: bool = False
-    """True if outputs of gate and up alternate; else all of the gate's come first"""
+    """True if outputs of gate and up alternate; False: all outputs of the gate come first"""
     in_any_order: bool = False
-    """True if files of some programs hold the last two dimensions in the other order"""
+    """True if some programs' files hold the last two dimensions in the other order"""
     suffix: str = ""
     """End of the tensor's name"""
     is_flat: bool = False
@@ -33,7 +33,7 @@ class ExpertTensorNames:
     stack: ExpertStack = ExpertStack()
     """Layout of the tensors that stack all experts"""
     shared_gate: tuple[str, ...] = ()
-    """The expert that every token has; empty: there is none"""
+    """Gate and up of the expert that every token has; empty: there is no such expert"""
     shared_down: str = ""
     shared_router: str = ""
     """Product whose sigmoid is the factor of the shared expert; empty: there is no factor"""
@@ -43,7 +43,7 @@ class ExpertTensorNames:
     module: str = "mlp"
     """Module of router and experts in transformers 5, whose names adapters have"""
     choice_bias: str = ""
-    """Bias of the weights for the choice alone; empty: there is none"""
+    """Bias that is added to the weights for the choice alone; empty: there is none"""
     choice_bias_is_row: bool = True
     """True if the file stores `choice_bias` as [1, experts], False for [experts]"""
     by_token: str = ""
@@ -51,7 +51,7 @@ class ExpertTensorNames:
     router_name: str = ""
     """The router's name in that module; empty: the last part of `router`"""
     output_bias: str = ""
-    """Whole name of a bias of the sum of a token's experts, if a file has it; empty: none has"""
+    """Full name of a bias of the sum of a token's experts, which files may have; empty: none has"""
 
     @property
     def are_stacked(self) -> bool:

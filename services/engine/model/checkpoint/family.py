@@ -69,30 +69,31 @@ class DeltaNetNames:
     """Tensor names of a gated delta net; those of linear layers without .weight."""
 
     inputs: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
-    """Queries, keys and values, then the output gate; or one tensor for each of the four; or one
-    tensor for all, key head by key head. Without the output gate if it is `gate`"""
+    """Products that compute queries, keys and values, then the output gate; or one tensor for each
+    of the four; or one for all, key head by key head. The gate is missing if `gate` is set"""
     rates: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
-    """Beta, then the decay; or one tensor, key head by key head. Beta alone if there is `decay`.
-    Empty: both follow in the one tensor of `inputs`, whose parts then lie part by part"""
+    """Products that compute beta, then the decay; or one tensor, key head by key head. Only beta if
+    `decay` is set. Empty: both follow in the one tensor of `inputs`, which is then stored part by
+    part"""
     gate: tuple[str, str] | None = None
     """Two products in a row that compute the output gate; None: one product does"""
     decay: tuple[str, str] | None = None
     """Two products in a row that compute the decay; None: one product does"""
     decays_channels: bool = False
-    """Each channel of a key has a decay, rather than each head"""
+    """True if each channel of a key has a decay, rather than each head"""
     convolution: tuple[str, ...] = ("linear_attn.conv1d.weight",)
-    """One tensor, or one each for queries, keys and values"""
+    """Weight of the convolution: one tensor, or one each for queries, keys and values"""
     a_log: str = "linear_attn.A_log"
     has_rates: bool = False
-    """`a_log` is stored as -exp(A_log)"""
+    """True if `a_log` is stored as -exp(A_log)"""
     dt_bias: str = "linear_attn.dt_bias"
     norm: str = "linear_attn.norm.weight"
     output: str = "linear_attn.out_proj"
     tiles_values: bool = False
-    """Value heads are stored in turns: the first of every key head, then the second of every one"""
+    """True if value heads are stored in turns: the first of each key head, then the second ones"""
     norms: tuple[str, str] | None = None
-    """Norms that the mixer and the feed-forward layer read in these layers, which have no others;
-    None: the norms of the other layers"""
+    """Norms that the mixer and the feed-forward layer of these layers read; None: those of the
+    other layers"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +134,9 @@ class SharedBlockNames:
     """Module of attention and the feed-forward layer, which several depths share"""
     mamba: str = "mamba_decoder"
     output: str = "linear"
-    """Product of the block's output"""
+    """Product that the block's output passes through"""
     has_adapters: bool = False
-    """Depths add products of low rank"""
+    """True if depths add products of low rank"""
     qkv_adapters: tuple[str, ...] = tuple(
         f"self_attn.linear_{part}_adapter_list.{{}}" for part in "qkv"
     )
@@ -165,44 +166,44 @@ class TensorNames:
     """Alternative prefixes of names, and with each the whole name of the output projection"""
     embedding: str = "embed_tokens"
     embedding_norm: str | None = None
-    """Norm of the embeddings of a decoder"""
+    """Norm of a decoder's embeddings"""
     positions: str | None = None
     """Learned position embedding, instead of RoPE"""
     layers: str = "layers"
     final_norm: str = "norm"
     attention_norm: str | None = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three tensors, or one that stacks their outputs"""
+    """Products that compute queries, keys and values: three tensors, or one that stacks them"""
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
-    """A name with "{}" stands for one tensor for each head"""
+    """Norm of keys; a name with "{}" stands for one tensor for each head"""
     sinks: str | None = None
     """Attention sinks: one extra logit in each head's softmax, without a value"""
     output_gate: str | None = None
     """Gate of attention's output in a tensor of its own; None: none, or behind the queries"""
     gates_heads: bool = False
-    """`output_gate` has one output for each head, as that of latent attention always has, unless
-    reads_gating"""
+    """True if `output_gate` has one output for each head, as that of latent attention always has,
+    unless reads_gating"""
     output: str = "self_attn.o_proj"
     attention_post_norm: str | None = None
     """Norm of attention's output before it joins the residual"""
     feed_forward_norm: str | None = "post_attention_layernorm"
     gate: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Two tensors, or one that stacks their outputs"""
+    """Gate and up products: two tensors, or one that stacks their outputs"""
     gate_alternates: bool = False
-    """Outputs of both products alternate in the one tensor of `gate`"""
+    """True if outputs of both products alternate in the one tensor of `gate`"""
     down: str = "mlp.down_proj"
     feed_forward_post_norm: str | None = None
     activation: str | None = None
     """Module of xIELU's constants"""
     experts: ExpertTensorNames | None = None
     stacked_experts: ExpertTensorNames | None = None
-    """Names in files that stack all experts instead; None: there are no such files"""
+    """Names in files that stack all experts; None: there are no such files"""
     beside: BesideNames = field(default_factory=BesideNames)
     layer_inputs: LayerInputNames = field(default_factory=LayerInputNames)
     layer_scalar: str = "layer_scalar"
     altup: AltUpNames | None = None
-    """None: the residual is one stream"""
+    """Tensors of AltUp's streams; None: the residual is one stream"""
     sublayer_modules: tuple[str, ...] = ()
     """Modules of which a stored layer has two, with their numbers behind these names, because it
     is two layers around one mixture of experts; empty: each stored layer is one"""
@@ -231,8 +232,8 @@ class TensorNames:
     hyper: HyperNames | None = None
     """Tensors of hyper-connections; None: there are none"""
     adapter_names: Mapping[str, str] = field(default_factory=dict)
-    """Parts of names, and what transformers 5 has in their place, whose names adapters have; the
-    first that a name has counts"""
+    """Parts of names, and their replacements in transformers 5, whose names adapters use; the first
+    part that a name contains counts"""
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Patterns of tensors that some files hold and the model does not need"""
 
@@ -277,21 +278,21 @@ class EncoderTraits:
     token_types: str | None = None
     """Embedding of the text of a pair that a token belongs to"""
     positions_after_padding: bool = False
-    """Positions count from pad_token_id + 1"""
+    """True if positions count from pad_token_id + 1"""
     norms_first: bool = False
-    """Layers read norms of the residual rather than norm it after each addition"""
+    """True if layers read norms of the residual rather than norm it after each addition"""
     attention_bias: str | None = None
     """Embedding of the distance of two tokens, a number for each head: their score's addend"""
     is_disentangled: bool = False
-    """Scores add up products of tokens with the embedding of their distance"""
+    """True if scores add up products of tokens with the embedding of their distance"""
     has_tasks: bool = False
-    """Files may hold the adapters of the tasks in lora_adaptations"""
+    """True if files may hold the adapters of the tasks in lora_adaptations"""
     up_comes_first: bool = False
-    """The single tensor of both products holds that without the activation first"""
+    """True if the single tensor of both products holds that without the activation first"""
     head: tuple[HeadStage, ...] = ()
     """Stages of ForSequenceClassification's head, whose names begin at the file's root"""
     language_head: tuple[HeadStage, ...] = ()
-    """Stages of ForMaskedLM's head, likewise; the last one makes the vocabulary's logits, by the
+    """Stages of ForMaskedLM's head, named alike; the last one makes the vocabulary's logits, by the
     embedding's weights if it has none"""
 
 
@@ -335,101 +336,103 @@ class Family:
     defaults: JsonObject = field(default_factory=dict)
     """Defaults of transformers for absent keys, under the file's own names"""
     qkv_bias: bool = False
-    """q, k and v always have a bias, regardless of attention_bias"""
+    """True if q, k and v always have a bias, regardless of attention_bias"""
     reads_attention_bias: bool = False
-    """attention_bias gives q, k, v and o a bias"""
+    """True if attention_bias gives q, k, v and o a bias"""
     output_bias_key: str | None = "attention_bias"
     """Key that gives o a bias if reads_attention_bias; None: o has none"""
     reads_mlp_bias: bool = False
-    """mlp_bias gives gate, up and down a bias"""
+    """True if mlp_bias gives gate, up and down a bias"""
     experts_have_bias: bool = False
-    """mlp_bias gives router and experts a bias too"""
+    """True if mlp_bias gives router and experts a bias too"""
     has_alibi: bool = False
-    """Scores fall with the distance of two tokens (ALiBi), by alibi_bias_max, instead of RoPE"""
+    """True if scores fall with two tokens' distance (ALiBi), by alibi_bias_max, instead of RoPE"""
     reads_clip: bool = False
-    """clip_qkv bounds queries, keys and values"""
+    """True if clip_qkv bounds queries, keys and values"""
     has_output_gate: bool = False
-    """q_proj has a gate of attention's output behind each head's queries"""
+    """True if q_proj has a gate of attention's output behind each head's queries"""
     reads_gating: bool = False
-    """gating says whether each head has an output gate or each of its outputs; it is a softplus"""
+    """True if gating says whether each head or each output has an output gate, a softplus"""
     reads_layer_heads: bool = False
-    """num_attention_heads_per_layer may list the heads of each layer"""
+    """True if num_attention_heads_per_layer may list the heads of each layer"""
     head_bias_key: str | None = None
     """Key that gives the output projection a bias; None: it has none"""
     qkv_by_head: bool = False
-    """The tensor of q, k and v holds those of the first key head, then those of the next one, …"""
+    """True if the tensor of q, k and v holds the first key head's, then the next one's, …"""
     reads_multi_query: bool = False
-    """multi_query lets all heads share one key head, unless new_decoder_architecture is true; where
-    it is false, each head has its own"""
+    """True if multi_query lets all heads share one key head, unless new_decoder_architecture is
+    true. Where multi_query is false, each head has its own"""
     qk_norm: QkNorm = QkNorm.NONE
     qk_norm_key: str | None = None
-    """Key without which there is no such norm; None: there always is"""
+    """Key without which queries and keys have no norm; None: they always have one"""
     layer_norm: bool = False
-    """Norms are LayerNorms rather than RMSNorms"""
+    """True if norms are LayerNorms rather than RMSNorms"""
     norm_bias: bool = True
-    """LayerNorms have a bias"""
+    """True if LayerNorms have a bias"""
     reads_norm_kind: bool = False
-    """Norms are RMSNorms if rms_norm_eps is set"""
+    """True if a set rms_norm_eps means that norms are RMSNorms"""
     reads_parallel_residual: bool = False
-    """use_parallel_residual makes the feed-forward layer read what attention reads"""
+    """True if use_parallel_residual makes the feed-forward layer read what attention reads"""
     shares_norm: bool = False
-    """Both parts of a layer read the same norm if the residual is parallel"""
+    """True if both parts of a layer with a parallel residual read the same norm"""
     parallel_norms: tuple[str, str] | None = None
     """Norms of the two parts if new_decoder_architecture is true and num_ln_in_parallel_attn is 2;
     None: the names of norms do not depend on config.json"""
     norm_offset: bool = False
-    """Norm weights are stored minus one"""
+    """True if norm weights are stored minus one"""
     transposed: bool = False
-    """Weights are stored as [inputs, outputs]"""
+    """True if weights are stored as [inputs, outputs]"""
     interleaved_rotary: bool = False
-    """The two rows of a RoPE pair are stored side by side rather than half a head apart"""
+    """True if the two rows of a RoPE pair are stored side by side rather than half a head apart"""
     gated: bool = True
-    """The feed-forward layer has a second product, gated by the activation of the first"""
+    """True if the feed-forward layer has a second product, gated by the activation of the first"""
     inner_factor: int | None = None
     """Default intermediate_size, in multiples of hidden_size"""
     windows: WindowRule = WindowRule.NONE
     is_gemma4: bool = False
-    """Layers differ from one another as Gemma 4's do"""
+    """True if layers differ from one another as Gemma 4's do"""
     has_modal_tokens: bool = False
-    """Marks of images and sounds have embeddings apart from the text's, as Gemma 3n's do"""
+    """True if marks of images and sounds have embeddings apart from the text's, as Gemma 3n's do"""
     has_mimo_keys: bool = False
-    """config.json has MiMo's keys of layers with a window, and of attention's values"""
+    """True if config.json has MiMo's keys of layers with a window, and of attention's values"""
     local_rotary: bool = False
-    """Sliding-window layers have RoPE frequencies of their own"""
+    """True if sliding-window layers have RoPE frequencies of their own"""
     rotates_windows_only: bool = False
-    """If sliding_window is set, layers without a window have no RoPE"""
+    """True if a set sliding_window means that layers without a window have no RoPE"""
     rotates_dense_layers: bool = False
-    """Dense layers without a window have RoPE if prefix_dense_sliding_window_pattern is 1"""
+    """True if prefix_dense_sliding_window_pattern = 1 gives dense layers without a window RoPE"""
     scaled_embedding: bool = False
-    """Embeddings are multiplied by the square root of hidden_size"""
+    """True if embeddings are multiplied by the square root of hidden_size"""
     embedding_key: str | None = None
-    """Key without which they are not; None: they always are"""
+    """Key without which embeddings are not scaled; None: they always are"""
     reads_multipliers: bool = False
-    """config.json has embedding_, residual_ and attention_multiplier and logits_scaling"""
+    """True if config.json has embedding_, residual_ and attention_multiplier and logits_scaling"""
     reads_depth: bool = False
-    """scale_depth and num_hidden_layers scale what is added to the residual, and dim_model_base and
-    hidden_size the logits"""
+    """True if scale_depth and num_hidden_layers scale what is added to the residual, and
+    dim_model_base and hidden_size the logits"""
     reads_logit_scale: bool = False
-    """logit_scale is a factor on the logits"""
+    """True if logit_scale is a factor on the logits"""
     is_recurrent: bool = False
-    """Every layer is a recurrent mixer alone"""
+    """True if every layer is a recurrent mixer alone"""
     has_normed_residual: bool = False
-    """The two parts of a layer add to what they read, times factors, rather than to the residual"""
+    """True if the two parts of a layer add to what they read, times factors, rather than to the
+    residual"""
     has_single_parts: bool = False
-    """Layers are a mixer or a feed-forward layer alone, as layers_block_type lists"""
+    """True if layers are a mixer or a feed-forward layer alone, as layers_block_type lists"""
     has_parallel_mixers: bool = False
-    """Every layer has attention and Mamba-2 side by side"""
+    """True if every layer has attention and Mamba-2 side by side"""
     reads_position_type: bool = False
-    """Layers have RoPE if position_embedding_type is rope, and else none"""
+    """True if layers have RoPE only where position_embedding_type is rope"""
     rotates_with_base: bool = False
-    """Layers have no RoPE if rope_parameters has no rope_theta"""
+    """True if rope_parameters without rope_theta means that layers have no RoPE"""
     reads_no_rope_layers: bool = False
-    """no_rope_layers has a 0 for each layer without RoPE"""
+    """True if no_rope_layers has a 0 for each layer without RoPE"""
     reads_temperature: bool = False
-    """If attn_temperature_tuning is true, attn_scale and floor_scale let the queries of layers
-    without RoPE grow with the position"""
+    """True if attn_temperature_tuning lets the queries of layers without RoPE grow with the
+    position, by attn_scale and floor_scale"""
     reads_soft_caps: bool = False
-    """attn_logit_softcapping and final_logit_softcapping soft-cap attention scores and logits"""
+    """True if attn_logit_softcapping soft-caps attention scores, and final_logit_softcapping the
+    logits"""
     multimodal_axes: MultimodalAxes = MultimodalAxes.NONE
     image_sight: ImageSight = ImageSight.NONE
     refused: tuple[str, ...] = ()
@@ -439,43 +442,43 @@ class Family:
     position_offset: int = 0
     """Number of the first learned position"""
     rotates_latents: bool = True
-    """A part of the keys of latent attention rotates"""
+    """True if a part of the keys of latent attention rotates"""
     scores_by_sigmoid: bool = False
-    """Experts are weighed by sigmoids rather than a softmax"""
+    """True if experts are weighed by sigmoids rather than a softmax"""
     ranks_groups_by_two: bool = False
-    """The two best experts of a group rank it, as they do with scores_by_sigmoid"""
+    """True if the two best experts of a group rank it, as they do with scores_by_sigmoid"""
     scales_experts_inputs: bool = False
-    """Experts read rows times their weights"""
+    """True if experts read rows times their weights"""
     mixes_sparsely: bool = False
-    """SparseMixer chooses experts, with router_jitter_noise"""
+    """True if SparseMixer chooses experts, with router_jitter_noise"""
     scorings: tuple[str, ...] = ()
     """Values of scoring_func, which says how experts are weighed; empty: it is not read"""
     reads_combination: bool = False
-    """shared_expert_combination_strategy says whether the shared expert and the sum of the others
-    are added or averaged"""
+    """True if shared_expert_combination_strategy says whether the shared expert and the sum of the
+    others are added or averaged"""
     normalizes_softmax: bool = False
-    """A softmax is over the scores of a token's own experts"""
+    """True if a softmax is over the scores of a token's own experts"""
     routes_by_token: bool = False
-    """All layers have experts, and tokens' ids choose them in the layers that mlp_layer_types calls
-    hash_moe"""
+    """True if all layers have experts, and tokens' ids choose them in the layers that
+    mlp_layer_types calls hash_moe"""
     gelu_is_tanh: bool = False
-    """Files call GELU's approximation by tanh "gelu" """
+    """True if files call GELU's approximation by tanh "gelu" """
     clamped_silu: bool = False
-    """The activation is SiLU, with factors bounded by swiglu_limit"""
+    """True if the activation is SiLU, with factors bounded by swiglu_limit"""
     clamped_swiglu: bool = False
-    """The activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
+    """True if the activation is gpt-oss's, with swiglu_alpha and swiglu_limit"""
     encoder: EncoderTraits | None = None
-    """None: its layers are a decoder's"""
+    """Properties of an encoder; None: the layers are a decoder's"""
     bidirectional_key: str | None = None
-    """Key in config.json by which a checkpoint is bidirectional, with halved windows"""
+    """Key in config.json that makes a checkpoint bidirectional, with halved windows"""
     has_task_adapters: bool = False
-    """Adapters of the tasks in task_names lie in directories of the checkpoint"""
+    """True if adapters of the tasks in task_names lie in directories of the checkpoint"""
     is_bidirectional: bool = False
-    """Tokens of a decoder see all tokens of their text"""
+    """True if tokens of a decoder see all tokens of their text"""
     halves_windows: bool = False
-    """A bidirectional decoder's window is divided between both sides of a token"""
+    """True if a bidirectional decoder's window is divided between both sides of a token"""
     has_logits: bool = True
-    """The checkpoint can generate: it holds an output projection"""
+    """True if the checkpoint can generate: it holds an output projection"""
     head: tuple[HeadStage, ...] = ()
     """Stages that turn a pooled text into scores; empty: the checkpoint has none"""
 

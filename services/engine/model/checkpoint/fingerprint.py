@@ -16,12 +16,12 @@ def weights_fingerprint(
 ) -> str:
     """Return 16 hex digits that identify the weights in `directory`, as --weights loads them.
 
-    states: --state-dtype, with which a recurrent model computes other answers; keys: --kv-dtype.
-    int8 keys change the answers; 16 bits change them less than another instruction set does.
+    states: --state-dtype, which changes the answers of recurrent models; keys: --kv-dtype, of which
+    only int8 counts: 16 bits change the answers less than another instruction set does.
 
-    They hash config.json, each weight file's name and size, and 256 evenly spaced pieces of
-    4 KiB per file. Training changes every weight, so samples tell two exports apart. Weight files
-    are also the heads of BGE-M3 and the adapters of tasks.
+    The digits hash config.json, each weight file's name and size, and 256 evenly spaced pieces of
+    4 KiB per file. Training changes every weight, so samples tell two exports apart. The heads of
+    BGE-M3 and the adapters of tasks count as weight files.
     """
     digest = hashlib.blake2b(digest_size=8)
     digest.update((directory / "config.json").read_bytes())
@@ -32,7 +32,7 @@ def weights_fingerprint(
             for sample in range(_SAMPLES):
                 data.seek(size * sample // _SAMPLES)
                 digest.update(data.read(_SAMPLE_BYTES))
-    if weights not in ("full", "mapped"):  # which compute the same
+    if weights not in ("full", "mapped"):  # these two compute the same
         digest.update(weights.encode())
     if states != "float32":
         digest.update(states.encode())

@@ -18,12 +18,12 @@ __all__ = ["Fp8Format", "Fp8Tensors"]
 _FLOATS = "float-quantized"
 _STORED = "F8_E4M3"
 _PACKED = "I8"
-"""Type of bytes that hold two numbers of 4 bits each"""
+"""Type of tensors whose bytes hold two numbers of 4 bits each"""
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 _EXPONENTS = ("F8_E8M0", "U8")
-"""Powers of two, stored as their exponents plus 127"""
+"""Types of scales that are powers of two, stored as their exponents plus 127"""
 _WEIGHT, _SCALE = ".weight", ".scale"
-"""Some files call the scale of a.weight a.scale"""
+"""Suffixes of a weight's name and, in some files, of its scale's name"""
 _GROUPS = (64, 128)
 """Widths of blocks that the GPU's kernels multiply as they are"""
 _UNUSED = ("*.input_scale", "*.k_scale", "*.v_scale")
@@ -32,20 +32,20 @@ _UNUSED = ("*.input_scale", "*.k_scale", "*.v_scale")
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """How a checkpoint stores the scales of its FP8 weights.
+    """Form in which a checkpoint stores the scales of its FP8 weights.
 
-    A stored number times its scale is the weight. What the lists `ignore` and
-    `modules_to_not_convert` leave out has another dtype in the file, which tells it apart.
+    A stored number times its scale is the weight. Weights of modules in the lists `ignore` and
+    `modules_to_not_convert` have another dtype in the file, by which they are recognized.
     """
 
     suffix: str
-    """Suffix of a weight's name that makes the name of its scale"""
+    """Suffix that turns a weight's name into that of its scale"""
     block: tuple[int, int] | None
-    """Outputs and inputs that share a scale; None: a scale for each tensor or each output"""
+    """Numbers of outputs and inputs that share a scale; None: one for each tensor or each output"""
 
     @property
     def group(self) -> int | None:
-        """Inputs that share a scale on a GPU; None: all of an output."""
+        """Number of inputs that share a scale on a GPU; None: all of an output."""
         return self.block[1] if self.block is not None and self.block[1] in _GROUPS else None
 
     @staticmethod
@@ -58,7 +58,7 @@ class Fp8Format:
 
     @staticmethod
     def from_config(config: Config) -> "Fp8Format":
-        """Read a quantization_config that `is_fp8`. Raises CheckpointError."""
+        """Read a quantization_config for which `is_fp8` is true. Raises CheckpointError."""
         if config.text("quant_method") == "fp8":
             if not config.has("weight_block_size"):
                 return Fp8Format("_scale", None)
@@ -81,7 +81,7 @@ class Fp8Format:
 class Fp8Tensors(Checkpoint):
     """The safetensors files of a checkpoint whose weights, or some of them, are FP8.
 
-    Others may be MXFP4, two numbers to a byte, as the experts of DeepSeek V4 are.
+    Other weights may be MXFP4, with two numbers in a byte, such as the experts of DeepSeek V4.
     """
 
     is_quantized = True

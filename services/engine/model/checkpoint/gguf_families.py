@@ -1,4 +1,4 @@
-"""Families as GGUF files store them: other tensor names, and less left to do at loading."""
+"""Families as GGUF files store them, with other tensor names and partly converted weights."""
 
 from dataclasses import replace
 
@@ -40,14 +40,14 @@ _INTERLEAVED = {
 }
 """Families whose queries and keys llama.cpp reorders for its own RoPE"""
 _POST_ATTENTION_NORM = {"Glm4MoeForCausalLM", "GptOssForCausalLM", "SeedOssForCausalLM"}
-"""Families whose feed-forward layers' norm has the name of one behind attention"""
+"""Families whose norm before the feed-forward layer is named like one after attention"""
 _ATTENTION_OUTPUT_NORM = {"DbrxForCausalLM"}
-"""Families whose feed-forward layers' norm has the name of one of attention's output"""
+"""Families whose norm before the feed-forward layer is named like one of attention's output"""
 _UNFUSED_GATES = {"GraniteMoeHybridForCausalLM", "MiniMaxM3VLForCausalLM"}
-"""Families whose dense layers' two products are apart, while transformers stores them as one"""
+"""Families whose dense layers' gate and up are apart, while transformers stores them as one"""
 _IGNORED = ("rope_freqs.weight", "rope_factors_*.weight", "*.attn_rot_embd", "dense_*.weight")
 _FIRST_STAGE, _HEAD_NORM = "cls", "cls.norm"
-"""Modules of a head with an activation, and with a LayerNorm"""
+"""Modules of a head that have an activation and a LayerNorm"""
 _KEYS = ("blk.*.attn_k.weight", "blk.*.attn_k_norm.weight", "blk.*.attn_v.weight")
 """Tensors that files may hold for layers that share the keys of earlier ones"""
 _BESIDE = BesideNames(
@@ -146,9 +146,9 @@ _ALTUP = AltUpNames(
 def gguf_family(family: Family, mark: Config) -> Family:
     """Return a family with the names and conventions of GGUF.
 
-    The converter of llama.cpp has added the 1 to the norms of Gemma and Nemotron, transposed
+    The converter of llama.cpp has added 1 to the norms of Gemma and Nemotron, transposed
     GPT-2's weights, sorted GPT-NeoX's queries, keys and values, and taken gpt-oss's experts apart.
-    mark: what config.json says of the file.
+    mark: the keys of the config that describe the file.
     """
     names = _names(family.names, mark.flag("fused_qkv", False), family.gated)
     if family.has_single_parts:

@@ -1,4 +1,4 @@
-"""ggml's block formats as codes in groups, without loss.
+"""Lossless conversion of ggml's block formats to codes in groups.
 
 Source: ggml's dequantization (ggml-quants.c). A block has 32 weights, 64 in NVFP4, and 256 in the
 formats whose names end in K or XS, and in TQ2_0.
@@ -34,12 +34,12 @@ _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 
 
 class _Numbers(NamedTuple):
-    """Scales, or offsets, of blocks."""
+    """Scales or offsets of blocks."""
 
     each: _Array
     """float16, int8 or uint8 [blocks, groups], as in GroupNumbers"""
     factors: _Array | None = None
-    """float16 [blocks, 1] of int8"""
+    """float16 [blocks, 1], factors of numbers in int8; None = none"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,16 @@ class _Format:
     """Form of a block: its codes, and the numbers of its groups."""
 
     bits: int
-    """Bits of a code in memory"""
+    """Number of bits of a code in memory"""
     planes: Sequence[Plane]
     numbers: Callable[[_Array], tuple[_Numbers, _Numbers | None]]
-    """Returns the scales of blocks [blocks, bytes], and the offsets if there are any"""
+    """Function that returns the scales of blocks [blocks, bytes], and their offsets, if any"""
     form: NumberForm | None
-    """Form in which the kernels read the numbers of a mapped block; None: they can't"""
+    """Form in which the kernels read a mapped block's scales and offsets; None: they can't"""
     first: int = 0
-    """Byte of a block at which `form` begins"""
+    """Index of the byte in a block at which `form` begins"""
     lift: int = 0
-    """Summand of a code's bits, modulo 256. Without offsets, the middle code means zero."""
+    """Number added to a code's bits, modulo 256. Without offsets, the middle code means zero"""
     values: tuple[int, ...] = ()
     """Number that each code stands for, before the scale; empty if the code itself is the number"""
 
@@ -73,8 +73,8 @@ def has_codes(kind: GgmlType, *, mapped: bool = False) -> bool:
 def read_groups(rows: _Array, kind: GgmlType, *, mapped: bool = False) -> QuantizedWeight | None:
     """Return the weights of rows [outputs, bytes of a row]; None if `kind` has no codes.
 
-    The codes stay where they are, and the scales and offsets until they are packed. mapped: the
-    kernels read them there.
+    The codes stay in the rows; the scales and offsets stay there until they are packed, or for good
+    if `mapped`: the kernels then read them from the file.
     """
     form = _FORMATS.get(kind)
     if form is None:
@@ -93,7 +93,7 @@ def read_groups(rows: _Array, kind: GgmlType, *, mapped: bool = False) -> Quanti
 def _in_blocks(
     codes: BlockCodes, form: _Format, numbers_form: NumberForm, *, stay: bool
 ) -> QuantizedWeight:
-    """Return a weight whose numbers are read from its blocks when they are needed."""
+    """Return a weight whose scales and offsets are read from its blocks when needed."""
     size = codes.layout.num_bytes
     one = form.numbers(np.zeros((1, size), np.uint8))
 
@@ -198,7 +198,7 @@ def _exponents(blocks: _Array) -> tuple[_Numbers, None]:
 
 
 def _small_floats(blocks: _Array) -> tuple[_Numbers, None]:
-    """Return the scales of NVFP4's groups, E4M3 without signs. The one that is no number means 0.
+    """Return the scales of NVFP4's groups, E4M3 without signs, in which the code of NaN means 0.
 
     They are halved, because the codes stand for twice their numbers.
     """
@@ -208,7 +208,7 @@ def _small_floats(blocks: _Array) -> tuple[_Numbers, None]:
 
 
 _PAIRS = 32
-"""Bytes of a run of 1 or 2 bits in the formats of 256 weights"""
+"""Bytes of a run of 1-bit or 2-bit codes in the formats of 256 weights"""
 _FORMATS: dict[GgmlType, _Format] = {
     _KIND.Q4_0: _Format(4, [Plane(2, 16, 16, 4)], _scale, _FORM.SCALE),
     _KIND.Q4_1: _Format(4, [Plane(4, 16, 16, 4)], _scale_and_offset, _FORM.SCALE_AND_OFFSET),

@@ -43,7 +43,7 @@ _OTHER_NAMES = {
     41: "Q1_0",
     42: "Q2_0",
 }
-"""Names of ggml's types that are not read"""
+"""Names of ggml's types that are not supported, by number"""
 _MATRIX = 2
 _EXPERTS = "_exps."
 """Part of the name of a tensor that stacks all experts of a layer"""
@@ -58,7 +58,7 @@ _PRODUCTS = ("ffn_gate_exps", "ffn_up_exps")
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Bytes of a tensor, or of one expert in it."""
+    """Place of the bytes of a tensor, or of one expert in it."""
 
     file: Path
     start: int
@@ -69,7 +69,7 @@ class _Place:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row, which is the last dimension."""
+        """Bytes of a row, the last dimension of the tensor."""
         block, size = BLOCK_SIZES[self.kind]
         return self.shape[-1] // block * size
 
@@ -80,7 +80,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _MappedFile:
-    """A file in memory, which must not be written."""
+    """A file mapped into memory, which must not be written to."""
 
     memory: mmap.mmap
     data: npt.NDArray[np.uint8]
@@ -90,7 +90,7 @@ class _MappedFile:
         with file.open("rb") as opened:
             # A mapping that could be written needs as much memory as the file has, or is refused.
             memory = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
-        with warnings.catch_warnings():  # of torch, because its tensors can be written
+        with warnings.catch_warnings():  # torch warns of a tensor that must not be written to
             warnings.simplefilter("ignore")
             return cls(memory, torch.frombuffer(memory, dtype=torch.uint8).numpy())
 
@@ -126,8 +126,8 @@ def _scaled(numbers: Tensor, place: _Place) -> Tensor:
 class GgufTensors(TensorFiles):
     """All parts of a GGUF file, mapped into memory.
 
-    Each expert of a stack is a tensor of its own: blk.0.ffn_up_exps.3.weight. Gate and up are two.
-    So is each product of a stack of Gemma 3n: altup_proj.0.weight.
+    Each expert of a stack is found as a tensor of its own, such as blk.0.ffn_up_exps.3.weight, with
+    gate and up apart. So is each product of a stack of Gemma 3n, such as altup_proj.0.weight.
     """
 
     has_peft_names = False
@@ -160,7 +160,7 @@ class GgufTensors(TensorFiles):
         )
 
     def __exit__(self, *failure: object) -> None:
-        """Let go of the files' pages, of which only the embedding's are read again."""
+        """Release the files' pages, of which only the embedding's are read again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for mapped in self._maps.values():
                 mapped.memory.madvise(mmap.MADV_DONTNEED)
@@ -195,12 +195,12 @@ class GgufTensors(TensorFiles):
         return _GgufRows(data.reshape(-1, place.row_bytes), place)
 
     def _stored(self, stored: StoredTensor) -> tuple[_Place, npt.NDArray[np.uint8]]:
-        """Return where a tensor is, and its bytes."""
+        """Return the place of a tensor, and its bytes."""
         place = self._places[stored.name]
         return place, self._maps[place.file].data[place.start : place.start + place.num_bytes]
 
     def _fits(self, stored: StoredTensor, found: FoundTensor) -> bool:
-        """Compare shapes without dimensions of 1, some of which the converter drops."""
+        """Compare shapes, but ignore dimensions of 1, some of which the converter drops."""
         ours, theirs = (
             [size for size in shape if size != 1] for shape in (stored.shape, found.shape)
         )

@@ -11,7 +11,7 @@ from services.engine.model.checkpoint.config import CheckpointError, Config
 __all__ = ["ModelCode", "architecture_in_transformers", "code_of"]
 
 _NAMES = Path("models", "auto", "modeling_auto.py")
-"""File of transformers with the names of its models; its import would import torch"""
+"""File of transformers with the names of its models; importing it would import torch"""
 
 
 class ModelCode(Enum):
@@ -24,8 +24,8 @@ class ModelCode(Enum):
 def code_of(config: Config, wanted: str) -> ModelCode:
     """Return the code that runs a model. wanted: a value of --model-code.
 
-    Raises CheckpointError for an architecture without such code. Whether transformers' code can
-    serve a model of ours is known when it is built.
+    Raises CheckpointError for an architecture without such code. Only building a model tells
+    whether transformers' code can serve it.
     """
     if wanted == ModelCode.TRANSFORMERS.value:
         architecture_in_transformers(config)

@@ -8,7 +8,7 @@ from torch import Tensor
 __all__ = ["DOUBLED", "GROUP_SIZE", "Mxfp4Weight", "decode", "exponents"]
 
 GROUP_SIZE = 32
-"""Weights that share a scale"""
+"""Number of weights that share a scale"""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], dtype=torch.bfloat16)

@@ -13,14 +13,14 @@ _LINE_SECONDS = 10.0
 
 
 class LoadProgress:
-    """Counter of loaded bytes. Silent unless `shown`."""
+    """Counter of loaded bytes, which is silent unless `shown`."""
 
     def __init__(self, total_bytes: int, *, shown: bool) -> None:
         self._total = max(total_bytes, 1)
         self._loaded = 0
         self._shown = shown
         self._terminal = sys.stderr.isatty()
-        self._started = self._told = time.monotonic()
+        self._started = self._logged_at = time.monotonic()
 
     def add(self, num_bytes: int) -> None:
         self._loaded += num_bytes
@@ -28,8 +28,8 @@ class LoadProgress:
             return
         if self._terminal:
             self._draw()
-        elif (now := time.monotonic()) - self._told >= _LINE_SECONDS:
-            self._told = now
+        elif (now := time.monotonic()) - self._logged_at >= _LINE_SECONDS:
+            self._logged_at = now
             share = round(self._loaded / self._total, 3)
             _LOG.info("loaded %s", self._amount(), extra={"progress": share})
 

@@ -31,11 +31,11 @@ __all__ = [
 
 
 class Plane(NamedTuple):
-    """Some bits of a block's codes: each `run` bytes hold the lowest `bits` bits of `run` codes,
-    then those of the next `run` codes, and so on."""
+    """Some bits of a block's codes: each `run` bytes hold, in their lowest `bits` bits, a part of
+    `run` codes, then of the next `run` codes in the bits above, and so on."""
 
     first: int
-    """First byte in the block"""
+    """Index of the first byte in the block"""
     bytes: int
     run: int
     bits: int
@@ -51,12 +51,12 @@ class BlockLayout:
     num_codes: int
     planes: Sequence[Plane]
     lift: int = 0
-    """Summand of the bits, modulo 256"""
+    """Number added to the bits, modulo 256"""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCodes:
-    """Codes [outputs, inputs] in blocks, as a mapped file has them."""
+    """Codes [outputs, inputs] in the blocks of a mapped file."""
 
     rows: Tensor
     """uint8 [rows, bytes]"""
@@ -100,13 +100,13 @@ class BlockCodes:
 
 @dataclass(frozen=True, slots=True)
 class GroupNumbers:
-    """A number of each group of a weight's inputs."""
+    """Scales or offsets of a weight: a number for each group of inputs of each output."""
 
     each: Tensor
-    """float32, float16, int8 with factors, or uint8 [outputs, inputs / group]: n of uint8 means
+    """[outputs, inputs / group] in float32, float16, int8 with `factors`, or uint8, where n means
     2 ** (n - 127), but 0 means 0"""
     factors: Tensor | None = None
-    """float16 [outputs, n] of as many neighbouring groups each; None = 1"""
+    """float16 [outputs, n], each a factor of equally many neighbouring groups; None = 1"""
 
     @property
     def count(self) -> int:
@@ -124,7 +124,7 @@ class GroupNumbers:
         return (levels * self.factors.float()[..., None]).view(self.each.shape)
 
     def contiguous(self) -> "GroupNumbers":
-        """Return the numbers one after the other in memory."""
+        """Return the same numbers, contiguous in memory."""
         factors = None if self.factors is None else self.factors.contiguous()
         return GroupNumbers(self.each.contiguous(), factors)
 
@@ -168,14 +168,14 @@ class BlockNumbers:
     per_block: int
     form: NumberForm
     read: Callable[[Tensor], GroupNumbers]
-    """Returns the numbers of some rows [rows, bytes]"""
+    """Function that returns the numbers of some rows [rows, bytes]"""
     first: int = 0
-    """Byte of a block at which the form begins"""
+    """Index of the byte in a block at which the form begins"""
     order: Tensor | None = None
     """int64 [outputs], the row of each output; None = in order"""
     factor: builtins.float = 1.0
     stay: bool = True
-    """True if the kernels read them there in every step; False: packing copies them"""
+    """True if the kernels read the numbers there in every step; False: packing copies them"""
 
     @property
     def count(self) -> int:
@@ -228,10 +228,10 @@ class QuantizedWeight:
     codes: Tensor | BlockCodes
     """uint8 [outputs, inputs], below 2 ** bits"""
     bits: int
-    """4, 6 or 8"""
+    """Number of bits of a code: 4, 6 or 8"""
     scales: GroupNumbers | BlockNumbers
     offsets: GroupNumbers | BlockNumbers | None = None
-    """Numbers to add; None = -scales * 2 ** (bits - 1), or 0 with values"""
+    """Numbers to add to scaled codes; None = -scales * 2 ** (bits - 1), or 0 with `values`"""
     order: Tensor | None = None
     """int64 [inputs]: input i is column order[i] of `codes`; None = in order"""
     values: tuple[int, ...] = ()
@@ -245,7 +245,7 @@ class QuantizedWeight:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.shape[1] // self.scales.count
 
     @property
@@ -311,7 +311,7 @@ Weight: TypeAlias = Tensor | QuantizedWeight | Mxfp4Weight
 def in_groups(weight: Mxfp4Weight, *, mapped: bool = False) -> QuantizedWeight:
     """View an MXFP4 weight as groups of codes.
 
-    mapped: it lies in a mapped file, and its scales are read when they are needed.
+    mapped: the weight lies in a mapped file, and its scales are read when they are needed.
     """
     num_bytes = mxfp4.GROUP_SIZE // 2
     layout = BlockLayout(num_bytes, mxfp4.GROUP_SIZE, [Plane(0, num_bytes, 1, 4)])

@@ -15,7 +15,7 @@ _MATRIX = 2
 
 
 class QuantizedTensors(Checkpoint):
-    """The safetensors files of such a checkpoint."""
+    """The safetensors files of a checkpoint with quantized weights."""
 
     is_quantized = True
 

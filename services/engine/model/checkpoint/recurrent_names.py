@@ -16,7 +16,7 @@ class ConvolutionNames:
     """Tensor names of a gated short convolution, without .weight and .bias."""
 
     inputs: str = "conv.in_proj"
-    """Input gate, output gate, and what is convolved"""
+    """Product that computes the input gate, the output gate, and the convolution's input"""
     convolution: str = "conv.conv"
     output: str = "conv.out_proj"
 
@@ -32,7 +32,7 @@ class GatedUnitNames:
         "temporal_block.rg_lru.input_gate",
         "temporal_block.rg_lru.recurrent_gate",
     )
-    """Gates of inputs, and of decays, without _weight and _bias"""
+    """Products that compute the gates of inputs and of decays, without _weight and _bias"""
     decay: str = "temporal_block.rg_lru.recurrent_param"
     output: str = "temporal_block.linear_out"
 
@@ -42,7 +42,7 @@ class LightningNames:
     """Tensor names of lightning attention; those of products without .weight."""
 
     inputs: str = "self_attn.qkv_proj"
-    """Query, key and value of the first head, then those of the next one, …"""
+    """Product that computes query, key and value of the first head, then of the next one, …"""
     gate: str = "self_attn.output_gate"
     norm: str = "self_attn.norm.weight"
     output: str = "self_attn.out_proj"
@@ -53,16 +53,16 @@ class MambaNames:
     """Tensor names of Mamba-2; those of products and the convolution without .weight and .bias."""
 
     inputs: str = "mamba.in_proj"
-    """The gate, what is convolved, and the time steps"""
+    """Product that computes the gate, the convolution's input, and the time steps"""
     convolution: str = "mamba.conv1d"
     a_log: str = "mamba.A_log"
     has_rates: bool = False
-    """`a_log` is stored as -exp(A_log)"""
+    """True if `a_log` is stored as -exp(A_log)"""
     step_bias: str = "mamba.dt_bias"
     skip: str = "mamba.D"
     norm: str = "mamba.norm.weight"
     norm_by_group: bool = False
-    """`norm` is stored as [groups, outputs of a group]"""
+    """True if `norm` is stored as [groups, outputs of a group]"""
     output: str = "mamba.out_proj"
 
 
@@ -73,16 +73,16 @@ class SelectiveNames:
     inputs: str = "mamba.in_proj"
     """Product that computes the convolution's input, and the gate"""
     by_head: bool = False
-    """`factors`, `steps`, `a_log` and `skip` are stored as [heads, …], without .weight; outputs of
-    `inputs` alternate between the convolution's input and the gate"""
+    """True if `factors`, `steps`, `a_log` and `skip` are stored as [heads, …], without .weight, and
+    the outputs of `inputs` alternate between the convolution's input and the gate"""
     convolution: str = "mamba.conv1d"
     factors: str = "mamba.x_proj"
-    """Time steps, then the factors of inputs and of outputs"""
+    """Product that computes the time steps, then the factors of inputs and of outputs"""
     steps: str = "mamba.dt_proj"
     norms: tuple[str, str, str] | None = None
-    """Norms of these three; None: norms without weights, or none"""
+    """Norms of the three outputs of `factors`; None: norms without weights, or none"""
     a_log: str = "mamba.A_log"
     has_rates: bool = False
-    """`a_log` is stored as -exp(A_log)"""
+    """True if `a_log` is stored as -exp(A_log)"""
     skip: str = "mamba.D"
     output: str = "mamba.out_proj"

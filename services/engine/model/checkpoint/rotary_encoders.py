@@ -44,7 +44,7 @@ NOMIC_FIRST = replace(
     },
     defaults={"layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000.0},
 )
-"""Nomic's encoder with the keys of its first files"""
+"""Nomic's encoder, with the config keys of its first files"""
 NOMIC_EXPERTS = replace(
     NOMIC_FIRST,
     names=replace(
@@ -118,7 +118,7 @@ _JINA_FIRST = replace(
     },
     encoder=replace(_JINA.encoder, has_tasks=True) if _JINA.encoder is not None else None,
 )
-"""Jina v3 with the keys of its first files, which call it XLM-R and hold adapters"""
+"""Jina v3, with the config keys of its first files, which call it XLM-R and hold adapters"""
 
 
 def _gte(architecture: str, root: str, rope_theta: float) -> Family:

@@ -1,7 +1,7 @@
 """Ways in which Hugging Face checkpoints store quantized weights.
 
 Sources: the loaders of transformers for GPTQ and AWQ, the packages compressed-tensors and
-bitsandbytes. Whether a weight is quantized is told by the tensors that a file has in its place.
+bitsandbytes. The tensors that a file has in place of a weight tell whether it is quantized.
 """
 
 import json
@@ -19,9 +19,9 @@ from services.engine.model.checkpoint.tensors import FoundTensor, StoredTensor
 __all__ = ["SCHEMES", "Scheme"]
 
 Found: TypeAlias = Mapping[str, FoundTensor]
-"""Tensors of the files, by name"""
+"""Tensors found in the files, by name"""
 _WORD = 32
-"""Bits of the words into which codes are packed"""
+"""Number of bits of the words into which codes are packed"""
 _WEIGHT = ".weight"
 _STATE = ".quant_state."
 _BITS = (4, 8)
@@ -31,12 +31,12 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Scheme(ABC):
-    """How the quantized weights of a checkpoint are stored."""
+    """Form in which the quantized weights of a checkpoint are stored."""
 
     unused: Sequence[str] = ()
     """Patterns of tensors that the engine has no use for"""
     rounds_rows = False
-    """True if the model is made for products whose rows are int8, with a scale each"""
+    """True if the model is made for products with rows in int8, with a scale for each row"""
 
     @abstractmethod
     def parts(self, weight: StoredTensor, found: Found) -> Sequence[StoredTensor]:
@@ -51,12 +51,12 @@ class Scheme(ABC):
 
 
 class _Gptq(Scheme):
-    """Columns of codes in words; groups of inputs, whose order `desc_act` may change."""
+    """GPTQ: columns of codes in words, and groups of inputs, whose order `desc_act` may change."""
 
     unused = ("*.bias",)  # AutoGPTQ writes biases of zeros for layers that have none
 
     def __init__(self, bits: int, offset: int) -> None:
-        """offset: of zero points, which older checkpoints store less 1."""
+        """offset: number to add to stored zero points: 1 in older checkpoints, else 0."""
         self._bits = bits
         self._offset = offset
 
@@ -99,7 +99,7 @@ class _Gptq(Scheme):
 
 
 class _Awq(Scheme):
-    """Rows of 4-bit codes in words, eight outputs in an order of their own."""
+    """AWQ: rows of 4-bit codes in words of eight outputs, in the order `_AWQ_ORDER`."""
 
     @staticmethod
     def from_config(config: Config) -> "Scheme":
@@ -134,7 +134,7 @@ class _Awq(Scheme):
 
 
 class _CompressedTensors(Scheme):
-    """8-bit numbers as they are, or 4- and 8-bit codes in words along the inputs."""
+    """compressed-tensors: 8-bit numbers, or 4-bit and 8-bit codes in words along the inputs."""
 
     unused = ("*.input_scale", "*.input_zero_point", "*.k_scale", "*.v_scale", "*.output_scale")
 
@@ -195,7 +195,7 @@ class _CompressedTensors(Scheme):
 
 
 def _rounds_rows(config: Config) -> bool:
-    """Return whether all groups of layers round their inputs to int8 by token, while they run."""
+    """Return whether all groups of layers round their inputs to int8 by token at run time."""
     groups = config.section("config_groups").values
     wanted = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     inputs = [
@@ -209,7 +209,7 @@ def _rounds_rows(config: Config) -> bool:
 
 
 class _BitsAndBytes(Scheme):
-    """4-bit codes of a table with a scale per block, or 8-bit numbers with a scale per output."""
+    """bitsandbytes: 4-bit codes of a table with block scales, or 8-bit numbers with row scales."""
 
     def parts(self, weight: StoredTensor, found: Found) -> Sequence[StoredTensor]:
         stem, (outputs, inputs) = weight.name.removesuffix(_WEIGHT), weight.shape
@@ -257,7 +257,7 @@ def _bits(config: Config, key: str) -> int:
 
 
 def _groups(weight: StoredTensor, found: Found, name: str, *, dim: int) -> int:
-    """Return the number of groups of a weight, which the shape of its scales tells."""
+    """Return the number of groups of a weight, from the shape of its scales."""
     scales = found.get(name)
     if scales is None:
         raise CheckpointError(f"No file holds {name}, which the quantized weight needs.")
@@ -319,7 +319,7 @@ def _ordered(
 
 
 def _as_found(found: Found, name: str) -> StoredTensor:
-    """Return a tensor whose shape only its content tells, of bytes or floating-point numbers."""
+    """Return a tensor of bytes or floating-point numbers, in the shape that it has in its file."""
     stored = found.get(name)
     is_raw = stored is not None and stored.dtype == "U8"
     shape = () if stored is None else stored.shape
@@ -342,4 +342,4 @@ SCHEMES: Mapping[str, Callable[[Config], Scheme]] = {
     "compressed-tensors": _CompressedTensors.from_config,
     "bitsandbytes": lambda _: _BitsAndBytes(),
 }
-"""Scheme by quant_method, made of the quantization_config. Raises CheckpointError."""
+"""Makers of a scheme from a quantization_config, by quant_method. They raise CheckpointError"""

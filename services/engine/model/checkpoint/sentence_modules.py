@@ -19,11 +19,11 @@ _OLDER_KEYS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-"""Flags of pooling modes before release 6"""
+"""Poolings by the flags that name them in files older than release 6"""
 
 
 class Pooling(Enum):
-    """Way from the hidden states of a text's tokens to one vector."""
+    """Rule that turns the hidden states of a text's tokens into one vector."""
 
     CLS = "cls"
     """The first token's vector"""
@@ -31,21 +31,21 @@ class Pooling(Enum):
     LAST = "last"
     """The last token's vector"""
     TOKENS = "tokens"
-    """None: each token has a vector (ColBERT)"""
+    """No pooling: each token has a vector (ColBERT)"""
     LEXICAL = "lexical"
     """The weights of the vocabulary's tokens, from those of all tokens (SPLADE)"""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseModule:
-    """A linear layer behind pooling, or behind the states of tokens."""
+    """A linear layer after pooling, or after the states of tokens."""
 
     directory: Path
     inputs: int
     outputs: int
     has_bias: bool
     activation: str
-    """Class name of torch: "Tanh", "Identity" …"""
+    """Name of torch's class, such as "Tanh" or "Identity" """
     has_residual: bool = False
     """True if the module's input, projected to the output's width, is added to its output"""
     in_gguf: bool = False
@@ -56,17 +56,17 @@ class DenseModule:
 
 @dataclass(frozen=True, slots=True)
 class LexicalPooling:
-    """Way from the logits of a text's tokens to weights of the vocabulary's tokens."""
+    """Rule that turns the logits of a text's tokens into weights of the vocabulary's tokens."""
 
     adds: bool
     """True if weights are the sums over all tokens rather than the highest"""
     num_logarithms: int
-    """A weight is log(1 + x) of the positive logit, once or twice"""
+    """Number of times that log(1 + x) is applied to a positive logit: 1 or 2"""
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceModules:
-    """Pooling and what follows it."""
+    """Pooling and the modules that follow it."""
 
     pooling: Pooling
     dense: tuple[DenseModule, ...] = ()
@@ -81,8 +81,8 @@ class SentenceModules:
     def read(directory: Path, wanted: Pooling | None = None) -> "SentenceModules | None":
         """Read modules.json; None if there is none.
 
-        wanted: the pooling in place of the checkpoint's; vectors have length 1 then. Raises
-        CheckpointError for unknown modules, and if nothing says how to pool.
+        wanted: pooling that replaces the checkpoint's; vectors then have length 1. Raises
+        CheckpointError for unknown modules, and if neither names a pooling.
         """
         file = directory / _MODULES
         if not file.exists():

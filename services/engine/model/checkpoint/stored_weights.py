@@ -13,11 +13,11 @@ from services.engine.model.checkpoint.config import CheckpointError, Config
 __all__ = ["StoredWeights"]
 
 _FLOATS = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 4, "F8_E5M2": 4}
-"""Types of safetensors that hold a weight per number, and the bytes of each where it is kept as it
-is or decoded"""
+"""Types of safetensors whose numbers are weights, and the bytes that each number takes in memory
+as it is, or decoded"""
 _GGUF_FLOATS = {0: 4, 1: 2, 30: 2, **dict.fromkeys((16, 17, 18, 19, 21, 22, 29, 34), 4)}
-"""Bytes of a weight by the number of its ggml type: float32, float16, bfloat16, and the types that
-are decoded at loading"""
+"""Bytes of a weight in memory by the number of its ggml type: float32, float16, bfloat16, and the
+types that are decoded at loading"""
 _PLAIN = frozenset({0, 1, 30})
 """ggml's numbers of float32, float16 and bfloat16"""
 _MAPPABLE = frozenset({*range(2, 4), *range(6, 9), *range(10, 15), 20, 23, 35, 39})
@@ -28,11 +28,11 @@ _EMBEDDINGS = (
 )
 _HEADS = ("lm_head.weight", "output.weight", "embed_out.weight", "head.weight")
 _ADAPTERS = (".lora_A", ".lora_B", ".lora_A.weight", ".lora_B.weight")
-"""Ends of the names of adapters of tasks, beside the weights (Jina v3) and in files of their own"""
+"""Name endings of tasks' adapters, beside the weights (Jina v3) and in files of their own"""
 _MXFP4 = ("_blocks", "_scales")
-"""Ends of the names of experts in MXFP4"""
+"""Name endings of experts in MXFP4"""
 _BYTES_OF_FORMAT = {"int8": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4": 0.5625}
-"""Bytes of a number in a format that rounds it; int4 with a scale of 16 bits for 32 of them"""
+"""Bytes of a number by the format that rounds it; int4 has a 16-bit scale for 32 numbers"""
 _FLOAT32_BYTES = 4
 _LENGTH_BYTES = 8
 _NUMBER_BYTES = {"bfloat16": 2, "float16": 2}
@@ -54,19 +54,19 @@ class StoredWeights:
     """Sizes of the weights that products read. The table of the tokens stays in the mapped file."""
 
     floats: int
-    """Numbers in floating point"""
+    """Count of numbers in floating point"""
     coded: int
-    """Numbers in codes; in safetensors, where a byte may hold two, their bytes"""
+    """Count of numbers in codes; in safetensors, where a byte may hold two, count of bytes"""
     coded_bytes: int
     float_bytes: int = 0
     """Bytes of the numbers in floating point that stay as they are"""
     mapped_bytes: int = 0
     """Bytes of codes that products can read where they lie: in blocks, row by row"""
     is_rounded: bool = False
-    """True if weights in floating point were rounded before the file was written, so no flag rounds
-    them"""
+    """True if weights in floating point were rounded before the file was written, so that --weights
+    does not round them again"""
     adapters: int = 0
-    """Numbers of the adapters of tasks, which are of --dtype whatever the weights are"""
+    """Count of numbers in the adapters of tasks, which have --dtype whatever the weights have"""
 
     @staticmethod
     def of_gguf(file: GgufFile) -> "StoredWeights":
@@ -86,7 +86,7 @@ class StoredWeights:
 
     @staticmethod
     def of_sizes(num_bytes: int, config: Config | None) -> "StoredWeights":
-        """Return the least that files of so many bytes hold, whose headers are not known yet.
+        """Return the least sizes for files of so many bytes whose headers are not known yet.
 
         config: their config.json; None = they are GGUF files.
         """
@@ -102,8 +102,8 @@ class StoredWeights:
     def num_bytes(self, weights: str, number_bytes: float | None) -> int:
         """Return the least bytes that the weights take in memory.
 
-        weights: value of --weights. number_bytes: those of a number of --dtype; None = numbers stay
-        as they are, which are float32 if they are decoded.
+        weights: value of --weights. number_bytes: bytes of a number of --dtype; None = numbers stay
+        as they are, and decoded ones are float32.
         """
         adapters = self.adapters * ceil(number_bytes or _FLOAT32_BYTES)
         if weights == "decoded":
@@ -139,9 +139,9 @@ def _kinds(file: GgufFile) -> set[int]:
 
 
 def _gguf_tensors(file: GgufFile) -> Iterator[_Tensor]:
-    """Yield the tensors; each ends where the next one of its file starts.
+    """Yield the tensors, each of which ends where the next one of its file starts.
 
-    One weight of a type that can't be mapped keeps all from it.
+    If one weight has a type that can't be mapped, no weight counts as mappable.
     """
     is_mappable = _kinds(file) <= _PLAIN | _MAPPABLE
     for part, size in file.sizes.items():

@@ -34,7 +34,7 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str | tuple[str, ...] | None = None
-    """Dtypes that it may have, as safetensors names them; None = any of floating-point numbers"""
+    """Dtypes that it may have, as safetensors names them; None = any floating-point dtype"""
     in_any_order: bool = False
     """True if the file may hold the last two dimensions in the other order"""
 
@@ -54,7 +54,7 @@ class FoundTensor:
 
 
 class TensorFiles(ABC):
-    """The open files of a checkpoint, a context manager."""
+    """The files of a checkpoint, which are open within this context manager."""
 
     is_quantized = False
     """True if weights, or some of them, are codes"""
@@ -68,7 +68,7 @@ class TensorFiles(ABC):
     """True if the tensors have the names by which PEFT's adapters refer to them"""
 
     def __init__(self, directory: Path, *, maps: bool = False) -> None:
-        """maps: `quantized` returns weights that stay in the files, also after these are closed."""
+        """maps: `quantized` returns weights that stay in the files, even after these are closed."""
         self.maps = maps
         self._directory = directory
         self._found: dict[str, FoundTensor] = {}
@@ -98,14 +98,14 @@ class TensorFiles(ABC):
 
     @abstractmethod
     def _num_bytes(self, stored: StoredTensor, found: FoundTensor) -> int:
-        """Return the tensor's size in the file. Raises CheckpointError for a dtype not read."""
+        """Return the tensor's bytes in the file. Raises CheckpointError for a wrong dtype."""
 
     def num_bytes(self, stored: StoredTensor) -> int:
         """Return the bytes that the files hold for a tensor that `require` found."""
         return self._num_bytes(stored, self._found[stored.name])
 
     def leaves_unquantized(self, stored: StoredTensor) -> bool:
-        """Return whether this weight is not quantized, though the checkpoint is."""
+        """Return whether this weight of a quantized checkpoint is not quantized."""
         return False
 
     def holds(self, name: str) -> bool:
@@ -185,13 +185,13 @@ class Checkpoint(TensorFiles):
         return self
 
     def __exit__(self, *failure: object) -> None:
-        """Let go of the files' pages; views that outlive this read them again."""
+        """Release the files' pages; views that outlive the context read them again."""
         give_back_files(self._open)
         self._open.clear()
         self._stack.close()
 
     def tensor(self, stored: StoredTensor) -> Tensor:
-        """Return a view of the mapped file; the disk is read when the view is."""
+        """Return a view of the mapped file; reading the view reads the disk."""
         file = self._found[stored.name].file
         tensor: Tensor = self._open[file].get_tensor(stored.name)  # type: ignore[no-untyped-call]
         is_other = stored.in_any_order and tensor.shape != stored.shape

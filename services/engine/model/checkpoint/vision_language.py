@@ -85,7 +85,7 @@ _DECODERS: Mapping[str, tuple[str, JsonObject]] = {
         },
     ),
 }
-"""Decoders by the model_type of text_config, with transformers' defaults for what it leaves out"""
+"""Decoders by the model_type of text_config, with transformers' defaults for its missing keys"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class VisionLanguage:
     has_modal_tokens: bool = False
     """Value of `Family.has_modal_tokens`"""
     image_sight: ImageSight = ImageSight.NONE
-    """Sight of its images. WINDOWS: only if use_bidirectional_attention is "vision" """
+    """Sight of the images; WINDOWS counts only if use_bidirectional_attention is "vision" """
 
     def family(self, config: Config) -> Family:
         """Return the family of the decoder that `config` describes. Raises CheckpointError."""
@@ -135,7 +135,7 @@ class VisionLanguage:
         )
 
     def _check_images(self, config: Config) -> None:
-        """Raise CheckpointError for images that the decoder can't take as it should."""
+        """Raise CheckpointError if the decoder can't treat images as the architecture demands."""
         text, tokens = config.section(_SECTION), config.positive("mm_tokens_per_image", 256)
         if self.image_sight is ImageSight.ALL and tokens > text.positive("sliding_window", 4096):
             raise CheckpointError(

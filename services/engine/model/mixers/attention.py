@@ -72,7 +72,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         backend: AttentionBackend,
         group: int = 0,
     ) -> None:
-        """epsilon: of the norms; rotation: index among the step's rotations; None = no RoPE.
+        """epsilon: that of the norms; rotation: index among the step's rotations; None = no RoPE.
 
         group: number of the layer's cache group.
         """
@@ -80,7 +80,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         is_reader = spec.reads_layer is not None
         self.scratch_key = ("attention", *shape, spec.num_gates, is_reader)
         self._layer = layer if spec.reads_layer is None else spec.reads_layer
-        """Layer whose keys and values it reads"""
+        """Number of the layer whose keys and values it reads"""
         self._spec = spec
         self._weights = weights
         self._epsilon = epsilon
@@ -193,7 +193,7 @@ class AttentionMixer(Mixer[AttentionScratch]):
         attending: AttentionScratch,
         is_written: bool = False,
     ) -> AttentionStep:
-        """Return the step in which `attending`'s queries see what `scratch` adds to the cache."""
+        """Return the step in which queries of `attending` see the keys and values of `scratch`."""
         return AttentionStep(
             cache_group=self._group,
             queries=attending.queries,

@@ -29,14 +29,14 @@ from services.engine.model.parts.tensor_reader import (
 __all__ = ["StoredAttention", "read_attention", "stored_attention", "to_half_split"]
 
 _VALUES = 2
-"""Place of values behind queries and keys"""
+"""Index of values after queries and keys"""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAttention:
     qkv: StoredLinear
     query_norm: tuple[StoredTensor, ...]
-    """One tensor, or one for each head; empty: there is no norm"""
+    """Norm of queries: one tensor, or one for each head; empty: there is no norm"""
     key_norm: tuple[StoredTensor, ...]
     sinks: StoredTensor | None
     output: StoredLinear
@@ -114,7 +114,7 @@ def _stored_norm(
 
 
 def _norms_apart(spec: AttentionSpec) -> bool:
-    """Return whether the norms of queries and keys are no part of the rotation."""
+    """Return whether the norms of queries and keys are computed apart from the rotation."""
     fused = (QkNorm.HEAD, QkNorm.ALL_HEADS)
     return spec.rotary is None or spec.qk_norm not in fused
 
@@ -145,9 +145,9 @@ def _qkv(
 
 
 def _widths(names: TensorNames, spec: AttentionSpec) -> tuple[int, ...]:
-    """Return the outputs of the stored queries, keys and values, as far as the layer has them.
+    """Return the widths of the stored queries, keys and values that the layer has.
 
-    Those of an output gate with a tensor of its own follow.
+    The width of an output gate with a tensor of its own follows.
     """
     queries = spec.num_heads * spec.head_dim
     has_own = names.output_gate is not None
@@ -163,9 +163,9 @@ def _rows_in_order(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the parts of the product: the number of a stored part, and rows of it in order.
 
-    widths: rows of the stored parts: queries, keys and values; without values, keys serve as these,
-    without keys there is neither. A head's output gate is stored behind its queries, or all are
-    behind the values. Where a head has one gate, repeated ones fill up the width of whole heads.
+    widths: rows of the stored parts: queries, keys and values. Without values, keys serve as
+    values; without keys there are neither. A head's output gate is stored after its queries, or all
+    gates after the values. If a head has one gate, copies of gates fill up whole heads.
     """
     queries, *cached = map(torch.arange, widths)
     if len(cached) == _VALUES + 1:
@@ -226,7 +226,7 @@ def _slopes(reader: TensorReader, spec: AttentionSpec) -> Tensor:
 def to_half_split(
     reader: TensorReader, rows: Tensor, size: int, rotary: RotarySpec | None
 ) -> Tensor:
-    """Reorder the rows of heads of `size` so that the two of a RoPE pair lie half a head apart."""
+    """Reorder rows of heads of width `size` so that a RoPE pair's two lie half a head apart."""
     width = size if rotary is None else rotary.width
     is_interleaved = reader.spec.family.interleaved_rotary
     if width == size and not is_interleaved:

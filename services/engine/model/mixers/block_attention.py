@@ -16,10 +16,10 @@ __all__ = ["BlockAttention", "best_blocks", "block_numbers"]
 def block_numbers(spec: AttentionSpec, tokens: int, context: int) -> int:
     """Return the most numbers that the attention of a layer holds at once.
 
-    tokens: of a step; context: tokens of the longest sequence.
+    tokens: number of a step's tokens; context: length of the longest sequence.
     """
     scores = min(max(PIECE, spec.num_heads * context), tokens * spec.num_heads * context)
-    # those of products, of a mask, and of the softmax before and behind it
+    # numbers of products, of a mask, and of the softmax's inputs and outputs
     return context * spec.page_width + 5 * scores
 
 
@@ -27,8 +27,8 @@ def best_blocks(scores: Tensor, ends: Tensor, size: int, count: int, last: int) 
     """Return which blocks each row attends to, bool [rows, heads, blocks].
 
     scores: float32 [rows, heads, context]; ends: int64 [rows], a row sees the tokens below its end;
-    size: tokens of a block. Chosen are the `count` best blocks. The row's own and those before it
-    come first, `last` in all.
+    size: number of a block's tokens. A row gets `count` blocks: its own and those before it, `last`
+    in all, and then the best of the others.
     """
     context = scores.shape[2]
     blocks = -(-context // size)
@@ -54,7 +54,7 @@ class BlockAttention:
     """
 
     def __init__(self, spec: AttentionSpec, buffer: LatentBuffer) -> None:
-        """buffer: that of all layers."""
+        """buffer: memory that all layers share."""
         assert spec.index is not None
         self._spec = spec
         self._index = spec.index
@@ -80,7 +80,7 @@ class BlockAttention:
     def _of_sequence(
         self, queries: Tensor, index_queries: Tensor, pages: Tensor, batch: StepBatch, sequence: int
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows of a sequence and what they attend to, [rows, kv_heads, group, head_dim]."""
+        """Yield rows of a sequence and their attention, [rows, kv_heads, group, head_dim]."""
         spec, index = self._spec, self._index
         context, length = batch.context_lengths_host[sequence], len(queries)
         ends = torch.arange(context - length + 1, context + 1, device=pages.device)

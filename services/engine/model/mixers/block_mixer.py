@@ -42,7 +42,7 @@ class BlockScratch(Scratch):
 
     attention: AttentionScratch
     index: Tensor
-    """[tokens, kv_heads * index width + index width], queries, then the key"""
+    """[tokens, (kv_heads + 1) * index width], queries, then the key"""
     out: Tensor
     """[tokens, heads * head_dim], row by row"""
 
@@ -70,8 +70,8 @@ class BlockMixer(Mixer[BlockScratch]):
     ) -> None:
         """attention: computes queries, keys and values, and the product of the output.
 
-        rotation: index of the indexer's RoPE among the step's; buffer: that of all layers; group:
-        number of the layer's cache group; epsilon: of the norms.
+        rotation: index of the indexer's RoPE among the step's; buffer: memory that all layers
+        share; group: number of the layer's cache group; epsilon: that of the norms.
         """
         self.scratch_key = (attention.scratch_key, spec.index)
         self._layer = layer
@@ -85,7 +85,7 @@ class BlockMixer(Mixer[BlockScratch]):
         self._attention = BlockAttention(spec, buffer)
         assert spec.index is not None
         self._shape = (spec.num_kv_heads + 1, spec.index.width)
-        """Heads of the index: queries, then the key; and the width of each"""
+        """Number of the index's heads, which are queries and then the key; and the width of each"""
 
     def allocate(self, tokens: int) -> BlockScratch:
         spec, empty = self._spec, self._operators.empty

@@ -24,7 +24,7 @@ __all__ = ["StoredBlocks", "read_blocks", "stored_blocks"]
 class StoredBlocks:
     attention: StoredAttention
     index: StoredLinear
-    """Queries head by head, then the key"""
+    """Product that computes queries head by head, then the key"""
     query_norm: StoredTensor
     key_norm: StoredTensor
 

@@ -10,7 +10,7 @@ from services.engine.model.mixers.decays import decayed_products
 __all__ = ["ScanTokens", "scan"]
 
 _CHUNK = 64
-"""Tokens that are computed by one set of matrix products"""
+"""Number of tokens that one set of matrix products computes"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ScanTokens:
     values: Tensor
     """[..., length, head_dim]"""
     decays: Tensor
-    """[..., length, 1], logarithms"""
+    """[..., length, 1], logarithms of the decays"""
     opened: Tensor
     """[..., length, state_width], factors of the values"""
     closed: Tensor
@@ -32,7 +32,7 @@ class ScanTokens:
 
 
 def scan(state: Tensor, tokens: ScanTokens) -> tuple[Tensor, Tensor]:
-    """Return the states behind the tokens, and their outputs. May overwrite `state`.
+    """Return the states after the tokens, and their outputs. May overwrite `state`.
 
     The state S of a head becomes exp(decay) * S + opened values^T; the output is S^T closed.
 
@@ -46,7 +46,7 @@ def scan(state: Tensor, tokens: ScanTokens) -> tuple[Tensor, Tensor]:
 
 
 def _step(state: Tensor, tokens: ScanTokens) -> tuple[Tensor, Tensor]:
-    """Advance states by one token each, in place: they are larger than all else of a step."""
+    """Advance states by one token each, in place because they are a step's largest data."""
     state *= tokens.decays.exp()
     state.addcmul_(tokens.opened.transpose(-1, -2), tokens.values)
     return state, tokens.closed @ state

@@ -18,7 +18,7 @@ from services.engine.model.mixers.token_choice import best_places
 __all__ = ["QUERY_ROWS", "CompressedAttention", "IndexQueries", "compressed_numbers"]
 
 QUERY_ROWS = 256
-"""Query rows whose scores are in memory at once, at most"""
+"""Most query rows whose scores are in memory at once"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ class _Entries:
     """Entries of one sequence."""
 
     vectors: Tensor
-    """[slots, entry_width], of all sequences"""
+    """[slots, entry_width], entries of all sequences"""
     slots: Tensor
-    """int64 [entries]"""
+    """int64 [entries], slots of this sequence's entries"""
     index_keys: Tensor | None
     """float32 [entries, width]; None: the layer has no indexer"""
 
 
 class CompressedAttention:
-    """Attention of one layer, some query rows of a sequence at a time."""
+    """Attention of one layer, computed for some query rows of a sequence at a time."""
 
     def __init__(self, spec: CompressedSpec, sinks: Tensor, rotary: Rotary) -> None:
         """sinks: float32 [heads]."""
@@ -67,8 +67,8 @@ class CompressedAttention:
         """Fill `out` [rows, heads, head_dim], rotated back.
 
         queries: [rows, heads, head_dim]; batches: the step in the groups of entries and of tokens;
-        pages: tokens [blocks, block_size, page_width], and entries [blocks, entries of a block,
-        entry_width], None: there are none.
+        pages: those of tokens, [blocks, block_size, page_width], and of entries, [blocks, entries
+        of a block, entry_width], or None if there are no entries.
         """
         by_entry, by_token = batches
         tokens, entries = pages
@@ -106,7 +106,7 @@ class CompressedAttention:
     def _window(
         self, table: Tensor, places: Tensor, first: int, pages: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the vectors of the tokens that some rows see, and which of them each sees.
+        """Return the vectors of the tokens that some rows see, and a mask of those each row sees.
 
         places: int64 [rows], indices of the rows' tokens, the first of which is `first`.
         """
@@ -131,7 +131,7 @@ class CompressedAttention:
     def _chosen(
         self, entries: _Entries, index: IndexQueries | None, rows: slice, places: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the vectors of the entries that some rows see, and which of them each sees."""
+        """Return the vectors of the entries that some rows see, and a mask of those each sees."""
         spec = self._spec.compression
         assert spec is not None
         counts, slots = (places + 1) // spec.rate, entries.slots
@@ -165,7 +165,7 @@ def _rows_at_once(spec: CompressedSpec, context: int) -> int:
 def compressed_numbers(spec: CompressedSpec, tokens: int, context: int) -> int:
     """Return the most numbers of float32 that a layer holds at once.
 
-    tokens: of a step; context: tokens of the longest sequence.
+    tokens: number of a step's tokens; context: length of the longest sequence.
     """
     rows = min(tokens, _rows_at_once(spec, context))
     keys, width, scores, made = spec.window + rows, spec.head_dim, 0, 0
@@ -178,6 +178,6 @@ def compressed_numbers(spec: CompressedSpec, tokens: int, context: int) -> int:
             scores = entries * (2 * index.width + rows * (index.num_heads + 8))
     # vectors as stored, as float32, and joined; scores with and without sinks, and their softmax
     attended = 3 * keys * width + rows * (spec.num_heads * (3 * keys + 4 * width) + 4 * keys)
-    # outputs by group and what is made of them
+    # outputs by group and their products
     joined = tokens * (spec.num_heads * width + 2 * spec.groups * spec.group_width)
     return scores + max(attended, made, joined)

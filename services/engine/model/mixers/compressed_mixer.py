@@ -36,11 +36,11 @@ class EntryIndexWeights:
     """Weights of one layer's indexer."""
 
     queries: Projection
-    """Product of the vector that the layer's queries are made of"""
+    """Product that makes queries from the vector that the layer's queries are made of"""
     head_weights: Projection
-    """Product of the residual: each head's factor"""
+    """Product that makes each head's factor from the residual"""
     tokens: Projection
-    """Product of the residual: vectors of which index keys are made, then their scores"""
+    """Product that makes the vectors of index keys from the residual, then their scores"""
     compressor: CompressorWeights
 
 
@@ -53,17 +53,17 @@ class CompressedWeights:
     """[query_width]"""
     queries: Projection
     keys: Projection
-    """Product of the residual: the vector that is key and value"""
+    """Product that makes the vector that is key and value from the residual"""
     key_norm: Tensor
     """[head_dim]"""
     sinks: Tensor
     """float32 [heads], one more logit in each head's softmax"""
     tokens: Projection | None
-    """Product of the residual: what entries are made of, then its scores; None: there are no
+    """Product that makes entries' vectors from the residual, then their scores; None: there are no
     entries"""
     compressor: CompressorWeights | None
     index: EntryIndexWeights | None
-    """None: all entries are attended to"""
+    """Weights of the indexer; None: all entries are attended to"""
     groups: Tensor
     """[groups, group_width, heads of a group * head_dim]"""
     output: Projection
@@ -89,9 +89,9 @@ class CompressedScratch(Scratch):
     index_tokens: Tensor | None
     """[tokens, index_width]"""
     index_queries: Tensor | None
-    """[tokens, heads * width] of the indexer"""
+    """[tokens, heads * width], the indexer's queries"""
     head_weights: Tensor | None
-    """float32 [tokens, heads] of the indexer"""
+    """float32 [tokens, heads], the indexer's factors"""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -104,8 +104,8 @@ class CompressedScratch(Scratch):
 class CompressedMixer(Mixer[CompressedScratch]):
     """The compressed attention of layer `layer`.
 
-    The pages of tokens hold keys and what entries are made of, so that a step may end anywhere:
-    the step with an entry's last token computes the entry from the pages.
+    The pages of tokens hold keys and the vectors of entries, so that a step may end anywhere: the
+    step with an entry's last token computes the entry from the pages.
     """
 
     is_capturable = False  # torch's attention reads the lengths of contexts on the host
@@ -120,7 +120,7 @@ class CompressedMixer(Mixer[CompressedScratch]):
         operators: Operators,
         group: int,
     ) -> None:
-        """rotation: index among the step's rotations; rotary: computes them for any positions.
+        """rotation: index among the step's rotations; rotary: computes rotations of any positions.
 
         group: number of the cache group of tokens; entries are in the first one.
         """

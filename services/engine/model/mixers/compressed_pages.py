@@ -22,7 +22,7 @@ class ClosedEntries:
     """int64 [n], index of each entry's last token in its sequence"""
 
     def pieces(self, count: int) -> "Iterator[ClosedEntries]":
-        """Divide the entries, at most `count` at a time."""
+        """Yield the entries in pieces of at most `count`."""
         for first in range(0, len(self.ends), count):
             some = slice(first, first + count)
             yield ClosedEntries(self.sequences[some], self.ends[some])

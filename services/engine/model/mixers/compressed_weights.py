@@ -23,7 +23,7 @@ __all__ = ["StoredCompressed", "read_compressed", "stored_compressed"]
 @dataclass(frozen=True, slots=True)
 class StoredCompressor:
     tokens: StoredLinear
-    """Vectors, then their scores"""
+    """Product that computes vectors, then their scores"""
     position_bias: StoredTensor
     norm: StoredTensor
 
@@ -141,7 +141,7 @@ def _compressor(reader: TensorReader, stored: StoredCompressor) -> CompressorWei
 
 
 def _groups(reader: TensorReader, stored: StoredLinear, spec: CompressedSpec) -> Tensor:
-    """Read the product of each group's outputs. Codes are decoded: one product has all groups."""
+    """Read the product of each group's outputs, decoded because one product has all groups."""
     ((weight, _),) = reader.linear(stored, None)
     groups = reader.shard.rows(decoded(weight).view(spec.groups, spec.group_width, -1))
     groups = groups.to(

@@ -24,7 +24,7 @@ class CompressorWeights:
 
 
 class Compressor:
-    """Weighted sums of tokens' vectors, number by number, by a softmax over their scores."""
+    """Sums of tokens' vectors, each number of which is weighted by a softmax over its scores."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Compressor:
         rotary: Rotary,
         epsilon: float,
     ) -> None:
-        """width: numbers of an entry."""
+        """width: count of an entry's numbers."""
         self._spec = spec
         self._width = width
         self._weights = weights
@@ -44,9 +44,9 @@ class Compressor:
     def compress(self, tokens: Tensor, firsts: Tensor) -> Tensor:
         """Return the entries of tokens, [n, width].
 
-        tokens: [n, series * rate, 2 * series * width], of each token its vectors, then their
-        scores; firsts: int64 [n], the first token's index in its sequence, counted without those
-        that overlap. A text has no tokens before its first one: their content has no effect.
+        tokens: [n, series * rate, 2 * series * width], each token's vectors, then their scores;
+        firsts: int64 [n], index in its sequence of the first token that does not overlap. Tokens
+        before the first one of a text don't exist: their content has no effect.
         """
         spec, width = self._spec, self._width
         vectors, scores = tokens.float().chunk(2, dim=2)

@@ -21,7 +21,7 @@ class ConvolutionWeights:
     """Weights of one layer's short convolution."""
 
     inputs: Projection
-    """Product that computes the input gate, the output gate, and what is convolved"""
+    """Product that computes the input gate, the output gate, and the convolution's input"""
     convolution: Tensor
     """float32 [conv_width, channels], the newest token's factors last"""
     bias: Tensor | None
@@ -41,7 +41,7 @@ class ConvolutionMixer(RecurrentMixer[ProjectedScratch]):
         groups: RunGroups,
         dtype: torch.dtype,
     ) -> None:
-        """groups: those of all layers; dtype: the model's."""
+        """groups: runs' groups, which all layers share; dtype: the model's."""
         super().__init__(layer, weights.output, operators)
         self.scratch_key = shape
         self._shape = shape

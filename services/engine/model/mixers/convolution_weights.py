@@ -16,7 +16,7 @@ __all__ = ["StoredConvolution", "read_convolution", "stored_convolution"]
 @dataclass(frozen=True, slots=True)
 class StoredConvolution:
     inputs: StoredLinear
-    """The input gate, the output gate, and what is convolved"""
+    """Product that computes the input gate, the output gate, and the convolution's input"""
     convolution: StoredTensor
     bias: StoredTensor | None
     output: StoredLinear

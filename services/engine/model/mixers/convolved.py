@@ -55,7 +55,7 @@ class ConvolvedMixer(Mixer[ConvolvedScratch]):
         groups: RunGroups,
         dtype: torch.dtype,
     ) -> None:
-        """groups: those of all layers; dtype: the model's."""
+        """groups: runs' groups, which all layers share; dtype: the model's."""
         self._layer = layer
         self._weights = weights
         self._operators = operators

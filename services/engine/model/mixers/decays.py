@@ -7,7 +7,7 @@ __all__ = ["decayed_products"]
 
 
 def decayed_products(left: Tensor, right: Tensor, sums: Tensor) -> Tensor:
-    """Return the products of each token on the left with those up to it, decayed in between.
+    """Return the products of each token in `left` with those up to it in `right`, decayed.
 
     left, right: [..., tokens, width]; sums: [..., tokens, 1 or width], running sums of the decays'
     logarithms. Returns [..., tokens, tokens].

@@ -23,12 +23,12 @@ __all__ = ["StoredDeltaNet", "read_delta_net", "stored_delta_net"]
 class StoredDeltaNet:
     inputs: StoredLinear
     rates: StoredLinear
-    """`inputs` if these hold beta and the decay, too"""
+    """Product that computes beta and the decay; the same as `inputs` if that holds them"""
     gate: tuple[StoredLinear, StoredLinear] | None
-    """Two products in a row: the second reads the outputs of the first"""
+    """Products that make the output gate in a row: the second reads the outputs of the first"""
     decay: tuple[StoredLinear, StoredLinear] | None
     convolution: tuple[StoredTensor, ...]
-    """One tensor, or one each for queries, keys and values"""
+    """Weight of the convolution: one tensor, or one each for queries, keys and values"""
     a_log: StoredTensor
     dt_bias: StoredTensor
     norm: StoredTensor
@@ -135,7 +135,7 @@ def _pair(
     places: Tensor,
     rank: int,
 ) -> Projection | None:
-    """Read two products, one of the other's outputs. places: this rank's outputs."""
+    """Read two products, the second of the first's outputs. places: this rank's outputs."""
     if stored is None:
         return None
     first = _exact(reader, stored[0], norm, None)
@@ -192,7 +192,7 @@ class _Groups:
         return self._by_group(torch.arange(self._shape.outputs)).flatten()
 
     def _by_group(self, part: Tensor) -> Tensor:
-        """Return the places of tiled value heads by group: [groups, places]."""
+        """Return the places of tiled value heads, ordered by group: [groups, places]."""
         groups = self._shape.key_heads
         heads = part.view(self._shape.value_heads // groups, groups, -1)
         return heads.transpose(0, 1).reshape(groups, -1)
@@ -203,7 +203,7 @@ class _Groups:
         if is_grouped:
             parts = places.view(groups, -1).split_with_sizes([w // groups for w in widths], dim=1)
         else:
-            # the last parts are those of value heads: all but queries and keys
+            # the last parts, all but queries and keys, are those of value heads
             first = 2 if len(widths) > 2 else 0
             parts = tuple(
                 self._by_group(part) if self._tiles and number >= first else part.view(groups, -1)

@@ -35,7 +35,7 @@ class DeltaWeights:
     convolution_bias: Tensor | None
     """[channels]"""
     rates: Tensor
-    """[value_heads], above 0: factor of the decay's logarithm"""
+    """[value_heads], factor above 0 of the decay's logarithm"""
     decay_bias: Tensor
     """[decays]"""
     norm: Tensor
@@ -65,7 +65,7 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class DeltaState:
-    """One layer's states, by slot. New slots hold zeros; slots that are reused hold anything."""
+    """One layer's states, by slot. New slots hold zeros; reused ones hold arbitrary numbers."""
 
     convolution: Tensor
     """[slots, conv_width - 1, channels] in the model's dtype: the last tokens' inputs, the newest
@@ -79,7 +79,7 @@ class DeltaInputs:
     """One step's operands in the model's dtype. Rows may have gaps between them."""
 
     mixed: Tensor
-    """[tokens, channels], what the convolution reads: all queries, all keys, then all values"""
+    """[tokens, channels], inputs of the convolution: all queries, all keys, then all values"""
     gate: Tensor
     """[tokens, value_heads * value_dim]"""
     beta: Tensor
@@ -107,8 +107,8 @@ class DeltaRule(ABC):
 
     @abstractmethod
     def allocate(self, slots: int, dtype: torch.dtype = torch.float32) -> DeltaState:
-        """Allocate one layer's states. dtype: of the recurrent states, which a step computes in
-        float32 and then rounds."""
+        """Allocate one layer's states. dtype: that of the recurrent states, which a step computes
+        in float32 and then rounds."""
 
     def bytes_per_slot(self, dtype: torch.dtype = torch.float32) -> int:
         """Return the bytes of one layer's slot."""

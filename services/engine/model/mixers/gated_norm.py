@@ -20,15 +20,15 @@ class NormRanks:
 
     all_reduce: AllReduce
     group: int
-    """Number of this rank's norm"""
+    """Index of this rank's norm"""
     groups: int
-    """Norms of all ranks"""
+    """Number of norms of all ranks"""
 
 
 def norm_ranks(outputs: int, norm_width: int, shard: Shard) -> NormRanks | None:
     """Return the ranks among which a norm is divided; None: each rank has whole ones.
 
-    outputs: those of all ranks; norm_width: outputs that are normed together; 0: none are.
+    outputs: number of all ranks' outputs; norm_width: number of outputs normed together; 0: none.
     """
     width = outputs // shard.count
     if not norm_width or width % norm_width == 0:
@@ -42,18 +42,18 @@ class GatedNorm:
     """RMSNorm over groups of outputs, before or after a function of the gate multiplies them."""
 
     weight: Tensor | None
-    """float32 [outputs]; None: there is the gate alone"""
+    """float32 [outputs]; None: there is only the gate"""
     width: int
-    """Outputs that are normed together, those of other ranks included"""
+    """Number of outputs that are normed together, those of other ranks included"""
     epsilon: float
     norms_first: bool
     ranks: NormRanks | None
-    """None: each rank has whole groups"""
+    """Ranks that share a norm; None: each rank has whole groups"""
     gate: OutputGate = OutputGate.SILU
 
     @staticmethod
     def of(shape: MambaShape, weight: Tensor | None, ranks: NormRanks | None) -> "GatedNorm":
-        """shape: that of this rank."""
+        """Make the norm of a layer. shape: that of this rank."""
         return GatedNorm(weight, shape.norm_width, shape.norm_epsilon, shape.norms_first, ranks)
 
     def apply(self, rows: Tensor, gate: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ class GatedUnitWeights:
     """Weights of one layer's gated unit."""
 
     inputs: Projection
-    """Product that computes what is convolved, and the output gate"""
+    """Product that computes the convolution's input, and the output gate"""
     convolution: Tensor
     """float32 [conv_width, channels], the newest token's factors last"""
     bias: Tensor
@@ -39,8 +39,8 @@ class GatedUnitWeights:
 class GatedUnitMixer(RecurrentMixer[ProjectedScratch]):
     """The gated unit of layer `layer`: GELU of the output gate * recurrence(convolution(inputs)).
 
-    The state of a channel decays by a number that depends on the token, and the token's input joins
-    it, scaled so that the variance stays.
+    A channel's state decays by a number that depends on the token. Then the token's input is added,
+    scaled so that the state's variance stays.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GatedUnitMixer(RecurrentMixer[ProjectedScratch]):
         groups: RunGroups,
         dtype: torch.dtype,
     ) -> None:
-        """groups: those of all layers; dtype: the model's."""
+        """groups: runs' groups, which all layers share; dtype: the model's."""
         super().__init__(layer, weights.output, operators)
         self.scratch_key = shape
         self._shape = shape
@@ -90,7 +90,7 @@ class GatedUnitMixer(RecurrentMixer[ProjectedScratch]):
             scratch.out[runs.rows] = mixed.to(gate.dtype) * gelu(gate, approximate="tanh")
 
     def _recur(self, inputs: Tensor, states: Tensor, runs: Runs) -> Tensor:
-        """Return the states behind each token, and store the last ones.
+        """Return the states after each token, and store the last ones.
 
         inputs: float32 [runs, length, channels]; states: [slots, channels]. Returns float32 [runs,
         length, channels].
@@ -105,7 +105,7 @@ class GatedUnitMixer(RecurrentMixer[ProjectedScratch]):
         return torch.stack(behind, dim=1)
 
     def _gated(self, inputs: Tensor, runs: Runs) -> tuple[Tensor, Tensor]:
-        """Return each token's decays, and what it adds to the state, as `inputs` each."""
+        """Return each token's decays and its addend to the state, both in the shape of `inputs`."""
         weights, shape = self._weights, self._shape
         heads = inputs.reshape(-1, shape.heads, shape.head_width).transpose(0, 1)
         gates = torch.baddbmm(weights.gate_bias, heads, weights.gates).sigmoid_().transpose(0, 1)

@@ -27,7 +27,7 @@ class StoredGatedUnit:
     gates: tuple[StoredTensor, ...]
     """Products of the input gate and of the decay, [heads, inputs, outputs]"""
     gate_biases: tuple[StoredTensor, ...]
-    """[heads, outputs]"""
+    """[heads, outputs], biases of `gates`"""
     decay: StoredTensor
     output: StoredLinear
 

@@ -20,7 +20,7 @@ __all__ = ["StoredIndex", "exact_product", "read_index", "stored_index"]
 @dataclass(frozen=True, slots=True)
 class StoredIndex:
     queries: StoredLinear
-    """Head by head: what rotates, then the rest"""
+    """Product that computes queries head by head: the numbers that rotate, then the rest"""
     keys: StoredLinear
     key_norm: StoredTensor
     key_norm_bias: StoredTensor
@@ -47,7 +47,7 @@ def stored_index(names: LayerNames, spec: LatentSpec) -> StoredIndex | None:
 def read_index(
     reader: TensorReader, stored: StoredIndex, spec: LatentSpec, norm: StoredNorm | None
 ) -> IndexWeights:
-    """Read a layer's indexer, which every rank has whole. norm: what keys are made of."""
+    """Read a layer's indexer, which every rank has whole. norm: norm that keys are made from."""
     order = _order(spec)
     weight, bias = (
         reader.norm_weight(reader.tensor(each)[order])
@@ -72,14 +72,14 @@ def exact_product(
 
 
 def _order(spec: LatentSpec) -> Tensor:
-    """Return the stored numbers of a key, the pairs that rotate half their width apart."""
+    """Return the order of a key's stored numbers that puts RoPE pairs half their width apart."""
     assert spec.index is not None
     rotating = pair_order(spec.shared_width, is_interleaved=spec.index.is_interleaved)
     return torch.cat((rotating, torch.arange(spec.shared_width, spec.index.width)))
 
 
 def _query_order(spec: LatentSpec, order: Tensor) -> Tensor:
-    """Return the stored outputs of what rotates in all heads, then of the rest."""
+    """Return the stored outputs that rotate in all heads, then the rest."""
     assert spec.index is not None
     heads = torch.arange(spec.index.num_heads)[:, None] * spec.index.width + order
     rotating, rest = heads[:, : spec.shared_width], heads[:, spec.shared_width :]

@@ -29,7 +29,7 @@ class IndexWeights:
     """Weights of one layer's indexer."""
 
     queries: Projection
-    """Product that makes what rotates in all heads, then the rest"""
+    """Product that makes the queries' rotating numbers of all heads, then the rest"""
     keys: Projection
     key_norm: LayerNorm
     """[width]"""
@@ -42,9 +42,9 @@ class IndexScratch(Scratch):
     """Outputs of an indexer's projections."""
 
     queries: Tensor
-    """[tokens, heads * width], what rotates in all heads, then the rest"""
+    """[tokens, heads * width], the rotating numbers of all heads, then the rest"""
     keys: Tensor
-    """[tokens, width], what the cache holds"""
+    """[tokens, width], keys that the cache holds"""
     head_weights: Tensor
     """float32 [tokens, heads]"""
 
@@ -63,14 +63,14 @@ class Indexer:
 
     A token's score is the sum of its heads' products of query and key, negative ones counted as 0,
     times the heads' weights. Published models rotate queries and keys by a Hadamard matrix before
-    they round them; products stay the same, so that it is left out here. So are constant factors,
-    because they don't change the choice.
+    they round them. That does not change products, so it is left out here, as are constant factors,
+    which don't change the choice.
     """
 
     def __init__(
         self, spec: LatentSpec, weights: IndexWeights, operators: Operators, buffer: LatentBuffer
     ) -> None:
-        """buffer: that of all layers' index keys."""
+        """buffer: memory for index keys, which all layers share."""
         assert spec.index is not None
         self._spec = spec
         self._shape = spec.index
@@ -105,7 +105,7 @@ class Indexer:
                 self._operators.rotate(heads, heads.shape[1], rotation, None, None, 0.0)
 
     def choose(self, scratch: IndexScratch, pages: Tensor, batch: StepBatch) -> Tensor | None:
-        """Choose the tokens to which each query attends, as `TokenChoice.places` has them.
+        """Choose the tokens to which each query attends, in the form of `TokenChoice.places`.
 
         pages: [blocks, block_size, page_width], which hold the step's keys.
         """
@@ -137,7 +137,7 @@ class Indexer:
             places[sequences] = best_places(scores, ends, self._spec.attended_tokens)
 
     def _choose_for_chunk(self, queries: Tensor, factors: Tensor, keys: Tensor) -> Tensor:
-        """Choose for the last queries of a sequence, some at a time. keys: [context, width]."""
+        """Choose tokens for a sequence's last queries, some at a time. keys: [context, width]."""
         context, length, count = len(keys), len(queries), self._spec.attended_tokens
         ends = torch.arange(context - length + 1, context + 1, device=keys.device)
         if context <= count:

@@ -18,8 +18,7 @@ __all__ = ["Mixer", "Scratch"]
 @dataclass(frozen=True, slots=True)
 class Scratch(ABC):
     """Buffers of a mixer, [tokens, …] each, or groups of them. All layers of one shape share them.
-
-    Those of a kind are a dataclass.
+    Each kind of mixer has a dataclass of them.
     """
 
     @property
@@ -52,7 +51,7 @@ class Mixer(ABC, Generic[S]):
     """
 
     scratch_key: Hashable
-    """Layers with equal keys share their buffers"""
+    """Key of the buffers, which layers with equal keys share"""
     is_empty = False
     """True if the layer has no mixer, so that the residual need not be normed"""
     is_capturable = True
@@ -63,11 +62,11 @@ class Mixer(ABC, Generic[S]):
         """Allocate the buffers of passes of up to `tokens` tokens."""
 
     def allocate_states(self, slots: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Allocate what the mixer keeps of each sequence: the first dimension is the slot.
+        """Allocate the states that the mixer keeps of sequences; the first dimension is the slot.
 
-        dtype: of states that a recurrence reads and writes. Inputs of the last tokens, which a
-        convolution reads, have the model's.
-        Empty if the mixer keeps only data of single tokens (keys, values, latents).
+        dtype: that of states that a recurrence reads and writes. Inputs of the last tokens, which
+        a convolution reads, have the model's dtype. The result is empty if the mixer keeps only
+        data of single tokens (keys, values, latents).
         """
         return ()
 
@@ -84,9 +83,9 @@ class Mixer(ABC, Generic[S]):
 
     @abstractmethod
     def project(self, rows: Tensor, scratch: S, rotations: Sequence[Rotation]) -> None:
-        """Compute what the mixer combines from `rows`, the normed residual [n, hidden_size].
+        """Compute the mixer's inputs from `rows`, the normed residual [n, hidden_size].
 
-        rotations: the step's, one for each distinct RoPE of the model.
+        rotations: rotations of the step, one for each distinct RoPE of the model.
         """
 
     @property
@@ -95,7 +94,7 @@ class Mixer(ABC, Generic[S]):
         return False
 
     def write(self, batch: StepBatch, cache: KVCache, scratch: S) -> None:
-        """Write what the cache keeps of each token."""
+        """Write the data that the cache keeps of each token."""
         raise NotImplementedError
 
     @abstractmethod
@@ -110,8 +109,8 @@ class Mixer(ABC, Generic[S]):
     ) -> None:
         """Combine the tokens of each sequence. The scratch may have more rows than the batch.
 
-        kept: buffers of the rows of `batch.output_rows`, a view of `scratch`; the output is needed
-        for these rows alone. None = for all.
+        kept: buffers of the rows `batch.output_rows`, a view of `scratch`, which alone need an
+        output; None = all rows do.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@ __all__ = ["LatentAttention"]
 
 
 class LatentAttention:
-    """Attention of one layer, which computes keys and values of latents only where that is cheaper.
+    """Attention of one layer, which computes keys and values from latents only if that is cheaper.
 
     A head's score is query . (keys @ latent) = (query @ keys) . latent, and its output is
     (weighted latents) @ values. In this absorbed form all heads read the same page: decodes, and
@@ -28,7 +28,7 @@ class LatentAttention:
     of DeepSeek V3) keys and values of some heads at a time are computed first, because products
     with them are narrower. Sequences whose adapter changes keys and values take this form, too.
 
-    Where an indexer has chosen tokens, decodes and short chunks read these alone. Longer chunks
+    If an indexer has chosen tokens, decodes and short chunks read these alone. Longer chunks
     read all and mask the others, because together their queries choose most of them.
     """
 
@@ -42,7 +42,7 @@ class LatentAttention:
         buffer: LatentBuffer,
         group: int = 0,
     ) -> None:
-        """keys, values, expansion: as in `LatentWeights`; buffer: that of all layers.
+        """keys, values, expansion: as in `LatentWeights`; buffer: memory that all layers share.
 
         group: number of the layer's cache group.
         """
@@ -150,7 +150,7 @@ class LatentAttention:
             latents = latents.view(len(tables), -1, pages.shape[2])
             places = torch.arange(latents.shape[1], device=latents.device)
             visible = places < batch.context_lengths[sequences, None]
-            # slots past a context hold another sequence's data: a NaN would survive the mask
+            # slots after a context hold another sequence's data: a NaN there would survive the mask
             latents = latents.masked_fill_(~visible[..., None], 0)[:, None]
             attended = scaled_dot_product_attention(
                 queries[sequences, None],
@@ -176,7 +176,7 @@ class LatentAttention:
             blocks = tables[rows].long().gather(1, chosen[rows] // size)
             slots = blocks * size + chosen[rows] % size
             latents = vectors.index_select(0, slots.flatten()).view(*slots.shape, -1)[:, None]
-            is_chosen = numbers < ends[rows, None]  # the others repeat a place
+            is_chosen = numbers < ends[rows, None]  # other entries repeat a place
             attended = scaled_dot_product_attention(
                 queries[rows, None],
                 latents,
@@ -223,7 +223,7 @@ class LatentAttention:
                 keys += added[some, :, : spec.key_width]
                 values += added[some, :, spec.key_width :]
             keys = torch.cat((keys, common.expand(len(keys), -1, -1)), dim=2)
-            # torch's fast kernel for CPUs takes values as wide as keys alone
+            # torch's fast kernel for CPUs takes only values as wide as keys
             values = pad(values, (0, max(0, spec.head_width - spec.value_width)))
             for rows in pieces(length, context):
                 attended = scaled_dot_product_attention(
@@ -237,7 +237,7 @@ class LatentAttention:
         return out
 
     def _added(self, vectors: Tensor, adapter: int) -> Tensor | None:
-        """Return what an adapter adds to keys and values: [heads, context, both widths]."""
+        """Return an adapter's addends to keys and values: [heads, context, both widths]."""
         if self._expansion is None or not self._expansion.changes_for(adapter):
             return None
         spec = self._spec
@@ -279,9 +279,9 @@ def _heads_of(vectors: Tensor, weights: Tensor) -> Tensor:
 def _visible(
     rows: slice, length: int, context: int, chosen: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Return bool [rows, context]: which tokens some of the last `length` ones attend to.
+    """Return which tokens some of the last `length` ones attend to, bool [rows, context].
 
-    chosen: int64 [length, n], the places that each attends to; None = all up to itself.
+    chosen: int64 [length, n], the places that each token attends to; None = all up to itself.
     """
     if chosen is not None:
         some = chosen[rows]

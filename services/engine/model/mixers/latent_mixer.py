@@ -25,9 +25,9 @@ class LatentWeights:
     """Weights of one layer's latent attention."""
 
     query_vectors: Projection | None
-    """None: queries are computed from the residual"""
+    """Product that makes query vectors; None: queries are computed from the residual"""
     query_norm: Tensor | None
-    """[query_width]; None if `query_vectors` is"""
+    """[query_width]; None if `query_vectors` is None"""
     queries: Projection
     """Product that makes the queries' own parts of all heads, then their shared parts"""
     latents: Projection
@@ -42,10 +42,10 @@ class LatentWeights:
     """Additions of adapters to keys and values, [tokens, heads * (key_width + value_width)]; None:
     adapters can't change them"""
     gate: Projection | None
-    """Product that makes a number for each head; None: outputs have no gate"""
+    """Product that makes a gate for each head; None: outputs have no gate"""
     output: Projection
     index: IndexWeights | None
-    """None: the layer has no indexer"""
+    """Weights of the indexer; None: the layer has none"""
 
 
 class LatentShared:
@@ -69,7 +69,7 @@ class LatentScratch(Scratch):
     shared_queries: Tensor
     """[tokens, heads, shared_width], a view of `queries`"""
     latents: Tensor
-    """[tokens, absorbed_width], what the cache holds"""
+    """[tokens, absorbed_width], latents that the cache holds"""
     vectors: Tensor
     """[tokens, 1, latent_width], a view of `latents`"""
     shared_keys: Tensor
@@ -79,9 +79,9 @@ class LatentScratch(Scratch):
     arranged: Tensor
     """[tokens, heads * value_width], in the layout that products read"""
     gates: Tensor
-    """[tokens, heads], or of no width if outputs have no gate"""
+    """[tokens, heads], or width 0 if outputs have no gate"""
     index: IndexScratch | None
-    """None: the layer has no indexer"""
+    """Buffers of the indexer; None: the layer has none"""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -221,9 +221,9 @@ class LatentMixer(Mixer[LatentScratch]):
     def _chosen(
         self, index: IndexScratch | None, pages: Tensor, batch: StepBatch, rows: Tensor | None
     ) -> Tensor | None:
-        """Return the places of the attended tokens; None = all.
+        """Return the places of the attended tokens; None = all are attended.
 
-        rows: those of the step that the batch has as queries, int64 [n]; None = all.
+        rows: int64 [n], rows of the step that are queries of the batch; None = all.
         """
         if not self._spec.attended_tokens:
             return None

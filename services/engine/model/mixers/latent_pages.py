@@ -11,15 +11,15 @@ from services.engine.model.architecture.latent_spec import LatentSpec
 __all__ = ["PIECE", "LatentBuffer", "decode_groups", "latent_numbers", "pieces", "sequence_pages"]
 
 PIECE = 1 << 24
-"""Numbers of gathered latents, scores, or keys and values that are in memory at once"""
+"""Most numbers of gathered latents, scores, or keys and values in memory at once"""
 
 _PARTS = 32
-"""Parts of a context in the kernel of decodes, at most (kMostParts of latent_attention.cpp)"""
+"""Most parts of a context in the kernel of decodes (kMostParts of latent_attention.cpp)"""
 
 
 class LatentBuffer:
-    """Memory for the latents that a layer reads. Memory of its own for each layer costs more time
-    than the reading."""
+    """Memory for the latents that a layer reads, which all layers share: to allocate it for each
+    layer would take longer than to read the latents."""
 
     def __init__(self) -> None:
         self._blocks: Tensor | None = None
@@ -37,15 +37,15 @@ class LatentBuffer:
 
 
 def latent_numbers(spec: LatentSpec, tokens: int, sequences: int, context: int) -> int:
-    """Return the most numbers that the attention of a layer holds at once, but for an indexer's.
+    """Return the most numbers that a layer's attention holds at once, an indexer's excepted.
 
-    tokens: of a step; sequences: those that decode; context: tokens of the longest sequence.
+    tokens: number of a step's; sequences: number that decode; context: longest sequence's length.
     """
     page, pair, heads = spec.page_width, 2 * spec.head_width, spec.num_heads
     gathered = min(max(PIECE, context * page), max(1, sequences) * context * page)
-    # keys and values, and both before they get the width of a query
+    # keys and values, and both before they are padded to the width of a query
     expanded = 2 * min(max(PIECE, context * pair), heads * context * pair)
-    # a mask of bytes, which torch makes numbers
+    # a mask of bytes, which torch converts to numbers
     masks = 2 * min(max(PIECE, heads * context), tokens * heads * context)
     # in float32, by the kernel of decodes: queries, and a state for each part of a context
     own = 2 * heads * (spec.absorbed_width + _PARTS * (spec.latent_width + 2))
@@ -56,16 +56,16 @@ def latent_numbers(spec: LatentSpec, tokens: int, sequences: int, context: int) 
 
 
 def pieces(count: int, numbers: int) -> Iterator[slice]:
-    """Divide `count` rows or heads, each of which takes so many numbers."""
+    """Divide `count` rows or heads, each of which takes `numbers` numbers of memory."""
     step = max(1, PIECE // numbers)
     for first in range(0, count, step):
         yield slice(first, min(first + step, count))
 
 
 def decode_groups(batch: StepBatch, width: int) -> Iterator[tuple[slice, int]]:
-    """Divide the sequences that decode: those of a group are padded to their longest context.
+    """Divide the sequences that decode into groups that are padded to their longest context.
 
-    width: numbers in memory for each token of a context. Yields the sequences and the longest
+    width: count of numbers in memory for each token of a context. Yields sequences and the longest
     context.
     """
     lengths, first = batch.context_lengths_host, 0
@@ -81,7 +81,7 @@ def decode_groups(batch: StepBatch, width: int) -> Iterator[tuple[slice, int]]:
 
 
 def sequence_pages(buffer: LatentBuffer, pages: Tensor, batch: StepBatch, sequence: int) -> Tensor:
-    """Return what the pages hold of a sequence's tokens, [context, width]."""
+    """Return the numbers that the pages hold of a sequence's tokens, [context, width]."""
     context, size = batch.context_lengths_host[sequence], pages.shape[1]
     table = batch.block_tables[sequence, : -(-context // size)].long()
     return buffer.gather(pages, table)[:context]

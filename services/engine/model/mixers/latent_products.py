@@ -1,4 +1,4 @@
-"""Products of latent attention, whose outputs the engine keeps in an order of its own."""
+"""Products of latent attention, whose outputs the engine reorders."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def ordered_product(
 def pair_order(width: int, *, is_interleaved: bool) -> Tensor:
     """Return the order in which the two rows of a RoPE pair lie half the width apart.
 
-    is_interleaved: they are stored side by side.
+    is_interleaved: True if the two rows are stored side by side.
     """
     places = torch.arange(width)
     return places.view(-1, 2).T.flatten() if is_interleaved else places

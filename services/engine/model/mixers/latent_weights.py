@@ -22,17 +22,17 @@ class StoredLatent:
     query_vectors: StoredLinear | None
     query_norm: StoredTensor | None
     queries: StoredLinear
-    """Head by head: the own part, then the shared part"""
+    """Product that computes queries head by head: the own part, then the shared part"""
     latents: StoredLinear
     latent_norm: StoredTensor
     expansion: StoredLinear | tuple[StoredTensor, StoredTensor]
-    """Head by head: the key, then the value; or one tensor [heads, latent, key] and one [heads,
-    value, latent]"""
+    """Product that computes keys and values head by head; or one tensor [heads, latent, key] and
+    one [heads, value, latent]"""
     gate: StoredLinear | None
-    """A number for each head; None: outputs have no gate"""
+    """Product that computes a gate for each head; None: outputs have no gate"""
     output: StoredLinear
     index: StoredIndex | None
-    """None: the layer has no indexer"""
+    """Tensors of the indexer; None: the layer has none"""
 
 
 def stored_latent(names: LayerNames, spec: LatentSpec) -> StoredLatent:
@@ -122,7 +122,7 @@ def _norm(reader: TensorReader, stored: StoredTensor, factor: float) -> Tensor:
 def _expansion(
     reader: TensorReader, stored: StoredLatent, spec: LatentSpec
 ) -> tuple[Tensor, Tensor]:
-    """Read what makes keys and values of latents, as `LatentWeights.keys` and `values`.
+    """Read the weights that make keys and values from latents, as in `LatentWeights`.
 
     Products with single heads need the numbers themselves, so codes are decoded.
     """

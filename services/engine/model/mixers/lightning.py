@@ -30,7 +30,7 @@ class LightningWeights:
     """Product that computes query, key and value of each head, before their SiLU"""
     gate: Projection
     decays: Tensor
-    """float32 [heads, 1, 1], logarithms"""
+    """float32 [heads, 1, 1], logarithms of the decays"""
     norm: GatedNorm
     output: Projection
 
@@ -62,7 +62,7 @@ class LightningMixer(RecurrentMixer[LightningScratch]):
         operators: Operators,
         groups: RunGroups,
     ) -> None:
-        """groups: those of all layers."""
+        """groups: runs' groups, which all layers share."""
         super().__init__(layer, weights.output, operators)
         self.scratch_key = ("lightning", shape.outputs)
         self._shape = shape

@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 @dataclass(frozen=True, slots=True)
 class StoredLightning:
     inputs: StoredLinear
-    """Query, key and value of the first head, then those of the next one, …"""
+    """Product that computes query, key and value of the first head, then of the next one, …"""
     gate: StoredLinear
     norm: StoredTensor
     output: StoredLinear

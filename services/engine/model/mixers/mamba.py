@@ -26,7 +26,7 @@ class MambaWeights:
     """Weights of one Mamba-2 layer."""
 
     inputs: Projection
-    """Product that computes the gate and what is convolved"""
+    """Product that computes the gate and the convolution's input"""
     steps: Projection
     """Product that computes the time steps"""
     constants: MambaConstants
@@ -42,7 +42,7 @@ class MambaScratch(RecurrentScratch):
     gate: Tensor
     """[tokens, outputs], a view of `inputs`"""
     mixed: Tensor
-    """[tokens, channels], what is convolved, a view of `inputs`"""
+    """[tokens, channels], inputs of the convolution, a view of `inputs`"""
     steps: Tensor
     """[tokens, heads]"""
     convolved: Tensor

@@ -22,7 +22,7 @@ class MambaConstants:
     convolution_bias: Tensor | None
     """[channels]"""
     rates: Tensor
-    """[heads], above 0: decay's logarithm for a time step of 1"""
+    """[heads], negative logarithm of the decay for a time step of 1; above 0"""
     step_bias: Tensor
     """[heads]"""
     skip: Tensor
@@ -32,7 +32,7 @@ class MambaConstants:
 
 @dataclass(frozen=True, slots=True)
 class MambaState:
-    """One layer's states, by slot. New slots hold zeros; slots that are reused hold anything."""
+    """One layer's states, by slot. New slots hold zeros; reused ones hold arbitrary numbers."""
 
     last: Tensor
     """[slots, conv_width - 1, channels] in the model's dtype: the last tokens' inputs, the newest
@@ -48,14 +48,14 @@ class MambaInputs:
     gate: Tensor
     """[tokens, outputs]"""
     mixed: Tensor
-    """[tokens, channels], what the convolution reads: inputs of all heads, then the factors (B) of
+    """[tokens, channels], read by the convolution: inputs of all heads, then the factors (B) of
     the inputs of all groups, then those of outputs (C)"""
     steps: Tensor
     """[tokens, heads], before `step_bias` and the softplus"""
     out: Tensor
     """[tokens, outputs], the result after the gate and the norm"""
     convolved: Tensor
-    """float32 [tokens, channels], space for what the convolution returns; contiguous"""
+    """float32 [tokens, channels], space for the convolution's output; contiguous"""
     scanned: Tensor
     """float32 [tokens, outputs], space for outputs before the gate; contiguous"""
 
@@ -75,8 +75,8 @@ class MambaScan(ABC):
 
     @abstractmethod
     def allocate(self, slots: int, dtype: torch.dtype = torch.float32) -> MambaState:
-        """Allocate one layer's states. dtype: of those that a step computes in float32 and then
-        rounds."""
+        """Allocate one layer's states. dtype: that of states that a step computes in float32 and
+        then rounds."""
 
     def _sizes(self, slots: int) -> tuple[tuple[int, int, int], tuple[int, int, int, int]]:
         """Return the sizes of the two parts of the states."""

@@ -21,7 +21,7 @@ __all__ = ["StoredMamba", "read_mamba", "stored_mamba"]
 @dataclass(frozen=True, slots=True)
 class StoredMamba:
     inputs: StoredLinear
-    """The gate, what is convolved, and the time steps"""
+    """Product that computes the gate, the convolution's input, and the time steps"""
     convolution: StoredTensor
     convolution_bias: StoredTensor | None
     a_log: StoredTensor

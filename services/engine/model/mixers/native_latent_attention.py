@@ -63,7 +63,7 @@ class NativeLatentDecodes:
 def choose_latent_decodes(
     spec: LatentSpec, keys: Tensor, values: Tensor, group: int
 ) -> NativeLatentDecodes | None:
-    """Return the kernel for this machine, dtype and shape; None: torch attends."""
+    """Return the kernel for this machine, dtype and shape; None = torch must attend."""
     is_supported = keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.bfloat16)
     if native is None or not is_supported:
         return None

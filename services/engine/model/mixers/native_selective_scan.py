@@ -61,7 +61,7 @@ class NativeSelectiveScan(SelectiveScan):
     def _call(
         self, constants: SelectiveConstants, state: SelectiveState, segments: StateSegments
     ) -> SelectiveCall:
-        """Return a call without the operands of tokens."""
+        """Return a call that lacks the operands of tokens."""
         shape, bias = self._shape, constants.convolution_bias
         return SelectiveCall(
             convolution=constants.convolution.data_ptr(),

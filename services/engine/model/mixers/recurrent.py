@@ -25,7 +25,7 @@ class RecurrentScratch(Scratch):
 
 @dataclass(frozen=True, slots=True)
 class ProjectedScratch(RecurrentScratch):
-    """Buffers of a mixer whose inputs are one product."""
+    """Buffers of a mixer whose inputs are the outputs of one product."""
 
     inputs: Tensor
     """[tokens, outputs of the product]"""

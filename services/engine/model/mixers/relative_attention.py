@@ -14,20 +14,20 @@ __all__ = ["RelativeAttention", "relative_numbers"]
 def relative_numbers(spec: AttentionSpec, tokens: int, context: int) -> int:
     """Return the most numbers of float32 that the attention of a layer holds at once.
 
-    tokens: of a step; context: tokens of the longest sequence.
+    tokens: number of a step's tokens; context: length of the longest sequence.
     """
     if spec.window:
         context = min(context, spec.window + tokens)
     row = _row_numbers(spec, context)
     # Keys and values as they are gathered, and in float32. Pieces count twice: the allocator keeps
-    # what one has freed, which is too small for the next one, whose context is longer.
+    # the memory of one, which is too small for the next one, whose context is longer.
     return 2 * context * spec.page_width + 2 * min(max(PIECE, row), tokens * row)
 
 
 def _row_numbers(spec: AttentionSpec, context: int) -> int:
-    """Return the numbers of a row: those of each head, then distances and masks of all heads.
+    """Return the count of a row's numbers: each head's, then distances and masks of all heads.
 
-    A head has addends of all distances, those of its scores, and the softmax before and behind it.
+    A head has addends of all distances and of its scores, and the softmax's inputs and outputs.
     """
     assert spec.relative is not None
     return spec.num_heads * (4 * context + 2 * spec.relative.extent) + 6 * context
@@ -40,7 +40,7 @@ class RelativeAttention:
     """
 
     def __init__(self, spec: AttentionSpec, table: Tensor, buffer: LatentBuffer) -> None:
-        """table: float32 [rank, extent]; buffer: that of all layers."""
+        """table: float32 [rank, extent]; buffer: memory that all layers share."""
         assert spec.relative is not None
         self._spec = spec
         self._relative = spec.relative
@@ -60,7 +60,7 @@ class RelativeAttention:
             before = batch.context_lengths_host[sequence] - length
             seen = before + length - window_start(before, self._spec.window)
             for part in pieces(length, _row_numbers(self._spec, seen)):
-                # a token sees those before `last`; blocks behind the window may be others'
+                # a token sees those before `last`; blocks before the window may be other sequences'
                 first = window_start(before + part.start, self._spec.window)
                 last = before + part.stop
                 block = first // size
@@ -78,10 +78,10 @@ class RelativeAttention:
     def _of_rows(
         self, queries: Tensor, states: Tensor, tokens: Tensor, distances: Tensor, ends: Tensor
     ) -> Tensor:
-        """Return what rows of a sequence attend to, float32 [rows, heads, head_dim].
+        """Return the attention of rows of a sequence, float32 [rows, heads, head_dim].
 
         tokens: [seen, page_width]; distances: int64 [rows, seen]; ends: int64 [rows], numbers of
-        the rows' tokens, from 1.
+        the rows' tokens in their sequence, counted from 1.
         """
         spec, (rows, seen) = self._spec, distances.shape
         keys, values = tokens.float().view(seen, 2, spec.num_kv_heads, -1).permute(1, 2, 0, 3)

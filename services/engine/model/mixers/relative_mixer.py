@@ -46,7 +46,7 @@ class RelativeWeights:
 
 @dataclass(frozen=True, slots=True)
 class RelativeScratch(Scratch):
-    """Buffers of attention's projections, and of what follows them."""
+    """Buffers of attention's projections, and of the computations after them."""
 
     attention: AttentionScratch
     states: Tensor
@@ -64,7 +64,7 @@ class RelativeScratch(Scratch):
 class RelativeMixer(Mixer[RelativeScratch]):
     """The attention of layer `layer`, whose keys, values and output are convolved.
 
-    Convolutions read what their inputs were for the last tokens, which each sequence keeps.
+    Convolutions also read their inputs for the last tokens, which each sequence keeps.
     """
 
     is_capturable = False  # torch's attention reads the lengths of contexts on the host
@@ -84,8 +84,8 @@ class RelativeMixer(Mixer[RelativeScratch]):
     ) -> None:
         """attention: computes queries, keys and values, and the product of the output.
 
-        buffer, groups: those of all layers; group: number of the layer's cache group; epsilon: of
-        the norms; dtype: the model's.
+        buffer, groups: memory and runs' groups, which all layers share; group: number of the
+        layer's cache group; epsilon: that of the norms; dtype: the model's.
         """
         self.scratch_key = (attention.scratch_key, spec.relative)
         self._layer = layer

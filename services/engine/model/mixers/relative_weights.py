@@ -1,4 +1,4 @@
-"""Weights of Inkling's parts of layers: their names and shapes, and their loading."""
+"""Weights of the parts of Inkling's layers: their names and shapes, and their loading."""
 
 from dataclasses import dataclass, replace
 

@@ -15,7 +15,7 @@ __all__ = ["RunGroups", "Runs", "convolve", "convolve_rows"]
 
 
 _MOST = 256
-"""Runs that are computed together: their states are copied"""
+"""Most runs that are computed together, because their states are copied"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Runs:
     targets: Tensor
     """int64 [runs]"""
     begins: Tensor | None
-    """bool [runs], whether the state before the run is zeros; None: there is no such run"""
+    """bool [runs], True where the state before the run is zeros; None: there is no such run"""
 
     def before(self, states: Tensor) -> Tensor:
         """Copy the states before the runs, [runs, ...]. states: [slots, ...]"""
@@ -51,7 +51,7 @@ class RunGroups:
         self._groups: list[Runs] = []
 
     def of(self, segments: StateSegments) -> Sequence[Runs]:
-        """Divide the runs, such that each comes after the run whose state it reads."""
+        """Divide the runs into groups, such that each comes after the run whose state it reads."""
         if segments is not self._segments:
             self._groups, self._segments = _group(segments), segments
         return self._groups
@@ -60,7 +60,7 @@ class RunGroups:
 def convolve(
     inputs: Tensor, state: Tensor, runs: Runs, factors: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """Convolve each channel over the tokens of its run, and store the state behind the run.
+    """Convolve each channel over the tokens of its run, and store the state after the run.
 
     inputs: [runs, length, channels]; state: [slots, width - 1, channels], the last tokens' inputs,
     the newest last; factors: float32 [width, channels], the newest token's last; bias: float32
@@ -78,7 +78,7 @@ def convolve(
 
 
 def convolve_rows(rows: Tensor, state: Tensor, groups: Sequence[Runs], factors: Tensor) -> None:
-    """Convolve each channel in place, and store the state behind each run.
+    """Convolve each channel in place, and store the state after each run.
 
     rows: [tokens, ...], `channels` numbers of each token; state, factors: as for `convolve`.
     """

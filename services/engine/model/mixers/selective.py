@@ -27,14 +27,14 @@ class SelectiveWeights:
     """Weights of one Mamba layer."""
 
     inputs: Projection
-    """Product that computes what is convolved, and the gate"""
+    """Product that computes the convolution's input, and the gate"""
     factors: Projection
     """Product of the convolution's outputs that computes time steps, input and output factors"""
     steps: Projection
     """Product that widens the time steps to all channels"""
     norms: tuple[Tensor, ...]
-    """Weights of the norms of time steps, input and output factors, in float32; empty: there are
-    none"""
+    """Weights of the norms of time steps, input and output factors, in float32; empty: there are no
+    norms with weights"""
     constants: SelectiveConstants
     output: Projection
 
@@ -46,7 +46,7 @@ class SelectiveScratch(RecurrentScratch):
     inputs: Tensor
     """[tokens, 2 * channels]"""
     mixed: Tensor
-    """[tokens, channels], what is convolved, a view of `inputs`"""
+    """[tokens, channels], inputs of the convolution, a view of `inputs`"""
     gate: Tensor
     """[tokens, channels], a view of `inputs`"""
     convolved: Tensor

@@ -25,9 +25,9 @@ class SelectiveHeadsScratch(Scratch):
 
 
 class SelectiveHeads(Mixer[SelectiveHeadsScratch]):
-    """The Mamba layer `layer`: the sum of what its heads add to the residual."""
+    """The Mamba layer `layer`, whose heads all add to the residual."""
 
-    is_capturable = False  # as for one head
+    is_capturable = False  # because it is false for one head
 
     def __init__(self, layer: int, heads: Sequence[SelectiveMixer]) -> None:
         self.scratch_key = ("heads", *(head.scratch_key for head in heads))

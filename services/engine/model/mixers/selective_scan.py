@@ -21,7 +21,7 @@ class SelectiveConstants:
     convolution_bias: Tensor | None
     """[channels]"""
     rates: Tensor
-    """[state_width, channels], above 0: decay's logarithm for a time step of 1"""
+    """[state_width, channels], negative logarithm of the decay for a time step of 1; above 0"""
     step_bias: Tensor
     """[channels]"""
     skip: Tensor
@@ -30,7 +30,7 @@ class SelectiveConstants:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveState:
-    """One layer's states, by slot. New slots hold zeros; slots that are reused hold anything."""
+    """One layer's states, by slot. New slots hold zeros; reused ones hold arbitrary numbers."""
 
     last: Tensor
     """[slots, conv_width - 1, channels] in the model's dtype: the last tokens' inputs, the newest
@@ -72,8 +72,8 @@ class SelectiveScan(ABC):
 
     @abstractmethod
     def allocate(self, slots: int, dtype: torch.dtype = torch.float32) -> SelectiveState:
-        """Allocate one layer's states. dtype: of those that a step computes in float32 and then
-        rounds."""
+        """Allocate one layer's states. dtype: that of states that a step computes in float32 and
+        then rounds."""
 
     def _sizes(self, slots: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Return the sizes of the two parts of the states."""

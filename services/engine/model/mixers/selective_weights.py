@@ -143,7 +143,7 @@ class _Layer:
         return decoded(weight)[number] if self._own.by_head else weight
 
     def _factors_product(self, number: int) -> Projection:
-        """Make the product that computes time steps and factors, which all ranks sum up.
+        """Make the product that computes time steps and factors, which is summed over the ranks.
 
         It is never rounded: time steps are exponents.
         """
@@ -151,7 +151,7 @@ class _Layer:
         part = decoded(reader.shard.columns(self._of_head(self._factors, number)))
         product = reader.operators.exact_projection(part, None)
         reader.step_bytes += product.weight_bytes
-        if not self._own.by_head:  # else it is no linear layer in transformers
+        if not self._own.by_head:  # a product by head is not a linear layer in transformers
             site = reader.site(stored)
             product = reader.adapted(product, replace(site, columns=reader.columns_of(site.inputs)))
         return reader.shard.summed(product, reader.operators)
@@ -159,7 +159,7 @@ class _Layer:
     def _steps_product(self, number: int) -> Projection:
         """Make the product that widens time steps, whose bias is added in float32.
 
-        No adapter changes it, since in transformers none does.
+        No adapter changes it, because none does in transformers.
         """
         reader = self._reader
         part = decoded(reader.shard.outputs(self._of_head(self._steps, number)))

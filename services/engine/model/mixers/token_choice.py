@@ -7,12 +7,12 @@ __all__ = ["TokenChoice", "best_places"]
 
 
 class TokenChoice:
-    """The choice of the last layer with an indexer, from which the layers behind it read."""
+    """The choice of the last layer with an indexer, which the layers after it read too."""
 
     def __init__(self) -> None:
         self.places: Tensor | None = None
-        """int64 [rows of the step, attended tokens], rising indices of tokens in their sequences; a
-        row that sees fewer repeats its last one. None: all rows attend to all that they see"""
+        """int64 [rows of the step, attended tokens], ascending indices of tokens in their
+        sequences; a row that sees fewer repeats its last one. None: rows attend to all they see"""
 
     def of_rows(self, rows: Tensor | None) -> Tensor | None:
         """Return the choice of some rows of the step, int64 [n]; None = all."""
@@ -20,7 +20,7 @@ class TokenChoice:
 
 
 def best_places(scores: Tensor, ends: Tensor, count: int) -> Tensor:
-    """Return the places of each row's `count` best scores, rising; the first ones of equal scores.
+    """Return the places of each row's `count` best scores, ascending; of equals the first ones.
 
     scores: float32 [rows, context]; ends: int64 [rows], a row sees the places below its end. The
     result is int64 [rows, count]. A row that sees fewer repeats its last place.
@@ -34,7 +34,7 @@ def best_places(scores: Tensor, ends: Tensor, count: int) -> Tensor:
     is_above, is_equal = scores > least, scores == least
     num_equal = count - is_above.sum(dim=1, keepdim=True)
     is_chosen = is_above | (is_equal & (is_equal.cumsum(dim=1) <= num_equal))
-    # all that is not chosen goes to one column more, which nobody reads
+    # places that are not chosen go to one further column, which is not read
     columns = torch.where(is_chosen, is_chosen.cumsum(dim=1) - 1, count)
     chosen = places.new_zeros(len(scores), count + 1)
     chosen.scatter_(1, columns, places.expand_as(columns))

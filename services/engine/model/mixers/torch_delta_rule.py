@@ -22,9 +22,9 @@ from services.engine.model.mixers.runs import RunGroups, Runs, convolve
 __all__ = ["TorchDeltaRule"]
 
 _CHUNK = 64
-"""Tokens that are computed by one set of matrix products"""
+"""Number of tokens that one set of matrix products computes"""
 _CHANNEL_CHUNK = 16
-"""Tokens of a set where each channel has a decay: those of a chunk's pairs of tokens take
+"""The same where each channel has a decay: the decays between a chunk's pairs of tokens take
 16 * 16 * key_dim floats for each head"""
 
 
@@ -41,7 +41,7 @@ class _Tokens:
     betas: Tensor
     """[runs, length, value_heads, 1]"""
     decays: Tensor
-    """[runs, length, value_heads, 1 or key_dim], logarithms"""
+    """[runs, length, value_heads, 1 or key_dim], logarithms of the decays"""
 
     def chunk(self, first: int, size: int) -> "_Tokens":
         """Return some tokens of each run, with the heads before the tokens."""
@@ -50,7 +50,7 @@ class _Tokens:
 
 
 class TorchDeltaRule(DeltaRule):
-    """Runs of the same length are computed together, and long runs in chunks."""
+    """Rule that computes runs of the same length together, and long runs in chunks."""
 
     def __init__(self, shape: DeltaShape, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype, device)
@@ -110,7 +110,7 @@ class TorchDeltaRule(DeltaRule):
         )
 
     def _advance(self, state: Tensor, tokens: _Tokens) -> tuple[Tensor, Tensor]:
-        """Return the states behind the runs, and the outputs.
+        """Return the states after the runs, and the outputs.
 
         state: [runs, value_heads, key_dim, value_dim]; outputs: [runs, length, value_heads,
         value_dim]

@@ -19,12 +19,12 @@ __all__ = ["TorchMambaScan"]
 
 
 class TorchMambaScan(MambaScan):
-    """Runs of the same length are computed together, and long runs in chunks."""
+    """Scan that computes runs of the same length together, and long runs in chunks."""
 
     def __init__(
         self, shape: MambaShape, dtype: torch.dtype, device: torch.device, groups: RunGroups
     ) -> None:
-        """groups: those of all layers."""
+        """groups: runs' groups, which all layers share."""
         super().__init__(shape, dtype, device)
         self._groups = groups
 
@@ -56,12 +56,12 @@ class TorchMambaScan(MambaScan):
 def _scan(
     shape: MambaShape, constants: MambaConstants, mixed: Tensor, steps: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the states behind runs of tokens, and the outputs. May overwrite `state`.
+    """Return the states after runs of tokens, and the outputs. May overwrite `state`.
 
     With t = softplus(step + step_bias), the state S of a head becomes exp(-rate * t) * S + t * B
     x^T; the output is S^T C + skip * x.
 
-    mixed: float32 [runs, length, channels], what the convolution returns: x of all heads, B and C
+    mixed: float32 [runs, length, channels], the convolution's output: x of all heads, B and C
     of all groups; steps: [runs, length, heads]; state: float32 [runs, heads, state_width,
     head_dim]. Outputs: float32 [runs, length, heads, head_dim].
     """

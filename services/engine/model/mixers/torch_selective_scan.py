@@ -17,18 +17,18 @@ from services.engine.model.mixers.selective_scan import (
 __all__ = ["TorchSelectiveScan"]
 
 _CHUNK = 32
-"""Tokens of a run whose states are computed together"""
+"""Number of tokens of a run whose states are computed together"""
 _ROWS = 256
-"""Tokens of all runs whose states are in memory at once"""
+"""Number of tokens of all runs whose states are in memory at once"""
 
 
 class TorchSelectiveScan(SelectiveScan):
-    """Runs of the same length are computed together, and long runs in chunks."""
+    """Scan that computes runs of the same length together, and long runs in chunks."""
 
     def __init__(
         self, shape: SelectiveShape, dtype: torch.dtype, device: torch.device, groups: RunGroups
     ) -> None:
-        """groups: those of all layers."""
+        """groups: runs' groups, which all layers share."""
         super().__init__(shape, dtype, device)
         self._groups = groups
 
@@ -71,7 +71,7 @@ class TorchSelectiveScan(SelectiveScan):
 def _advance(
     constants: SelectiveConstants, inputs: SelectiveInputs, rows: Tensor, before: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the states behind some tokens of runs, and the tokens' outputs.
+    """Return the states after some tokens of runs, and the tokens' outputs.
 
     rows: int64 [runs, length]; before: float32 [runs, state_width, channels]. Outputs: float32
     [runs, length, channels].
@@ -87,7 +87,7 @@ def _advance(
 
 
 def _states(decays: Tensor, added: Tensor, before: Tensor) -> Tensor:
-    """Return the states behind each token: S = decay * S + added. May overwrite the operands.
+    """Return the states after each token: S = decay * S + added. May overwrite the operands.
 
     Each round doubles the tokens that a state and a decay stand for
     (https://doi.org/10.1145/7902.7903). No decay exceeds 1, so nothing overflows.

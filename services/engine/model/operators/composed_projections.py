@@ -35,7 +35,7 @@ class AdaptedProjection(Projection):
 
 @dataclass(frozen=True, slots=True)
 class OutputNorm:
-    """RMSNorm of what a part of a layer adds to the residual."""
+    """RMSNorm of the output that a part of a layer adds to the residual."""
 
     weight: Tensor
     epsilon: float
@@ -72,7 +72,7 @@ class ChainedProjection(Projection):
     def __init__(
         self, first: Projection, second: Projection, width: int, operators: Operators
     ) -> None:
-        """width: outputs of `first`."""
+        """width: number of outputs of `first`."""
         self._first = first
         self._second = second
         self._width = width

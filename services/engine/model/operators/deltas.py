@@ -27,7 +27,7 @@ class TableDelta(ABC):
 
     @abstractmethod
     def add_rows(self, index: Tensor, out: Tensor) -> None:
-        """Add to `out` [n, width] what adapters add to the rows int64 [n] of the table."""
+        """Add to `out` [n, width] the adapters' additions to rows `index`, int64 [n]."""
 
 
 class SequenceDelta(ABC):
@@ -39,7 +39,7 @@ class SequenceDelta(ABC):
 
     @abstractmethod
     def add_for(self, number: int, rows: Tensor, out: Tensor) -> None:
-        """Add what an adapter adds to `out` [n, outputs] for all `rows` [n, inputs]."""
+        """Add an adapter's additions for all `rows` [n, inputs] to `out` [n, outputs]."""
 
 
 class ExpertDeltas(ABC):

@@ -25,9 +25,9 @@ __all__ = [
 ]
 
 _CHUNK = 1024
-"""Choices that a program of the sorting kernels reads at a time"""
+"""Number of choices that a program of the sorting kernels reads at a time"""
 _COLUMNS = 1024
-"""Columns that a program of the summing kernel adds"""
+"""Number of columns that a program of the summing kernel adds"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Tile:
 
     rows: int
     outputs: int
-    """Outputs of all its products together"""
+    """Number of outputs of all products of the tile together"""
     inputs: int
-    """Inputs of a step, but for MXFP4"""
+    """Number of inputs multiplied at a time, except in MXFP4"""
     warps: int
     stages: int
     """Depth of the pipeline that loads rows and weights"""
@@ -67,13 +67,13 @@ class _Blocks:
 
     tile: Tile
     order: Tensor
-    """int32 [limit * tile.rows], the choices of each block; `choices` where there is none"""
+    """int32 [limit * tile.rows], the choices of each block; `choices` in places without one"""
     experts: Tensor
     """int32 [limit], the expert of each block"""
     count: Tensor
-    """int32 [1], blocks that there are; all others are left uninitialised"""
+    """int32 [1], number of blocks in use; the others are uninitialised"""
     limit: int
-    """Upper bound of the blocks"""
+    """Upper bound of the number of blocks"""
     choices: int
 
 
@@ -96,7 +96,7 @@ def choose_experts(scores: Tensor, per_row: int, *, normalized: bool) -> tuple[T
 
 
 def sort_choices(chosen: Tensor, experts: int, tile: Tile) -> _Blocks:
-    """Sort the choices by their experts; those of an expert stay in their order."""
+    """Sort the choices by their experts, and keep the order of each expert's choices."""
     choices = chosen.numel()
     # An expert with choices has at most one partial block.
     limit = (choices + min(choices, experts) * (tile.rows - 1)) // tile.rows
@@ -132,7 +132,7 @@ def multiply_experts(
 ) -> None:
     """Write each choice's product with its expert to `out` [choices, outputs].
 
-    rows: [choices / per_row, inputs]. activation: joins two products into one; None: there is one.
+    rows: [choices / per_row, inputs]. activation: joins two products; None: there is one product.
     """
     products = 1 if activation is None else 2
     tile, outputs = blocks.tile, out.shape[1]
@@ -191,7 +191,7 @@ def _choose(
     score = tl.load(scores + row * experts + number, mask=is_expert, other=float("-inf"))
     factor = tl.exp(score - tl.max(score, axis=0))
     factor = factor / tl.sum(factor, axis=0)
-    # Above minus infinity, so that a row of NaN has experts, too, and no expert twice.
+    # This is above minus infinity, so that a row of NaN has experts too, and no expert twice.
     left = tl.where(score > -3e38, score, -3e38)
     left = tl.where(is_expert, left, float("-inf"))
     ordinal = tl.zeros((padded_experts,), tl.int32) + per_row
@@ -397,7 +397,7 @@ def _activate(
     alpha: tl.constexpr,
     limit: tl.constexpr,
 ) -> tl.tensor:
-    """Return what Activation.apply does for one of the values of Nonlinearity."""
+    """Return the result of Activation.apply for one of the values of Nonlinearity."""
     if nonlinearity == "clamped_swiglu":
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)

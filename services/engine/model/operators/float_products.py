@@ -11,7 +11,7 @@ from services.engine.model.operators.native_gate import GateProduct
 __all__ = ["FloatProjection"]
 
 _PANEL = 32
-"""Outputs that are packed together"""
+"""Number of outputs that are packed together"""
 
 
 class FloatProjection(GateProduct):
@@ -47,9 +47,9 @@ class FloatProjection(GateProduct):
         self._multiply(rows, None, self._call.outputs, rows.dtype, adds=False)
 
     def part(self, first: int, outputs: int) -> FloatCall | None:
-        """Return a call for some outputs without rows and out, valid as long as this product lives.
+        """Return a call for some outputs that lacks rows and out, valid while this product lives.
 
-        None: they don't begin with a panel.
+        Return None if the outputs don't begin with a panel.
         """
         if first % _PANEL:
             return None
@@ -63,7 +63,7 @@ class FloatProjection(GateProduct):
     def _multiply(
         self, rows: Tensor, place: int | None, stride: int, dtype: torch.dtype, *, adds: bool
     ) -> None:
-        """Write the products, or add them, to rows from this address on."""
+        """Write or add the products to the rows from this address on."""
         call = self._call
         call.rows, call.num_rows, call.dtype = rows.data_ptr(), rows.shape[0], DTYPES[rows.dtype]
         call.out, call.out_stride, call.out_dtype = place, stride, DTYPES[dtype]

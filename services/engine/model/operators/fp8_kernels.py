@@ -12,13 +12,13 @@ from services.engine.model.operators.fp8_weights import FP8, LARGEST, Fp8Weight
 __all__ = ["multiply_groups", "multiply_row", "round_groups", "round_rows"]
 
 _COLUMNS = 1024
-"""Columns that a program of `round_rows` reads at a time"""
+"""Number of columns that a program of `round_rows` reads at a time"""
 _GROUPS = 8
-"""Groups that a program of `round_groups` rounds"""
+"""Number of groups that a program of `round_groups` rounds"""
 _ROW_OUTPUTS, _ROW_INPUTS = 4, 1024
-"""Weights that a program of `multiply_row` reads at a time"""
+"""Outputs and inputs whose weights a program of `multiply_row` reads at a time"""
 _WIDE = 16384
-"""Outputs from which large tiles occupy a GPU"""
+"""Least number of outputs with which large tiles occupy a GPU"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ _NARROW_TILES = (
 def round_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Round `rows` [n, width] to FP8 with a scale for each row.
 
-    Returns float8_e4m3fn [n, width] and float32 [n, 1]. A row with NaN or infinity has NaN after.
+    Returns float8_e4m3fn [n, width] and float32 [n, 1]. A row with NaN or infinity becomes NaN.
     """
     count, width = rows.shape
     numbers = torch.empty((count, width), dtype=FP8, device=rows.device)
@@ -93,7 +93,7 @@ def multiply_groups(
 ) -> None:
     """Write rows @ weight.T + bias to `out` [n, outputs], or add it.
 
-    rows: of `round_groups`; `group` inputs share a scale there and in `weight`.
+    rows: result of `round_groups`; `group` inputs share a scale there and in `weight`.
     """
     numbers, row_scales = rows
     count, inputs = numbers.shape
@@ -124,9 +124,9 @@ def multiply_groups(
 def multiply_row(
     row: Tensor, weight: Fp8Weight, bias: Tensor | None, group: int, out: Tensor, *, adds: bool
 ) -> None:
-    """Write row @ weight.T + bias to `out` [1, outputs], or add it, as fast as weights are read.
+    """Write row @ weight.T + bias to `out` [1, outputs], or add it, while weights are read.
 
-    row: [1, inputs], which is not rounded. group: inputs that share a scale in `weight`.
+    row: [1, inputs], which is not rounded; group: number of inputs that share a scale in `weight`.
     """
     inputs = row.shape[1]
     groups, outputs = weight.scales.shape
@@ -196,7 +196,7 @@ def _round_groups(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scale(most: tl.tensor, largest: tl.constexpr) -> tl.tensor:
-    """Return the scale of numbers up to `most`; of zeros, it is 1."""
+    """Return the scale of numbers up to `most`; the scale of zeros is 1."""
     return tl.where(most > 1e-30, most / largest, 1.0)
 
 
@@ -204,7 +204,7 @@ def _scale(most: tl.tensor, largest: tl.constexpr) -> tl.tensor:
 def _encode(values: tl.tensor) -> tl.tensor:
     """Return the bits of float32 values up to 448 in E4M3, rounded to the nearest, ties to even.
 
-    By integers, because the conversion of Triton's interpreter does not round to the nearest.
+    It uses integers, because the conversion of Triton's interpreter does not round to the nearest.
     """
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

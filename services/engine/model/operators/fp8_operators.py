@@ -20,7 +20,7 @@ from services.engine.model.operators.triton_operators import TritonOperators
 __all__ = ["Fp8Operators"]
 
 _MULTIPLE = 16
-"""Divisor of both widths of a product in FP8"""
+"""Number that must divide both widths of a product in FP8"""
 
 
 class Fp8Operators(TritonOperators):

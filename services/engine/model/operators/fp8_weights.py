@@ -13,11 +13,11 @@ LARGEST = 448.0
 """Largest number of E4M3"""
 
 _SIGNIFICANDS = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)
-"""Every number of E4M3 is one of these times a power of two"""
+"""Largest numbers of E4M3, one for each significand: all others are these times powers of two"""
 _TINY = 1e-30
-"""Groups below it become zeros, as their scale would be subnormal"""
+"""Groups below this magnitude become zeros, because their scale would be subnormal"""
 _AT_ONCE = 1 << 24
-"""Weights that are rounded at a time, for which memory is needed"""
+"""Number of weights that are rounded at a time, to bound the memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Fp8Rounding:
     """
 
     group: int | None = None
-    """Inputs that share a scale; None: all"""
+    """Number of inputs that share a scale; None: all inputs of an output"""
 
     def group_inputs(self, inputs: int) -> int:
         """Return how many of `inputs` share a scale."""
@@ -57,7 +57,7 @@ class Fp8Rounding:
 
 
 def _round(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Return the bytes of numbers, as torch computes little with FP8, and scales."""
+    """Return numbers as bytes, because torch computes little with FP8, and their scales."""
     outputs, inputs = weight.shape
     groups = -(-inputs // group)
     grouped = pad(weight, (0, groups * group - inputs)).reshape(outputs, groups, group)

@@ -1,6 +1,6 @@
 """Triton kernels between a layer's matrix products: one launch in place of three to eighteen.
 
-Each computes in float32 and rounds where torch's operators do.
+Each kernel computes in float32 and rounds where torch's operators do.
 """
 
 import triton
@@ -13,9 +13,9 @@ from services.engine.model.architecture.rotary import Rotation
 __all__ = ["activate", "has_kernel", "norm_rows", "rotate_heads"]
 
 _ROTATED = 256
-"""Pairs that a program of `rotate_heads` rotates: heads × half a head's width"""
+"""Number of pairs that a program of `rotate_heads` rotates: heads × half a head's width"""
 _COLUMNS = 1024
-"""Columns that a program of `activate` computes"""
+"""Number of columns that a program of `activate` computes"""
 _KINDS = {
     Nonlinearity.SILU: 0,
     Nonlinearity.GELU: 1,
@@ -197,7 +197,7 @@ def has_kernel(activation: Activation) -> bool:
 def activate(product: Tensor, activation: Activation, out: Tensor) -> None:
     """Write the activation of a product [n, width], or [n, 2 * width] if gated, to out [n, width].
 
-    All contiguous.
+    All tensors are contiguous.
     """
     count, columns = out.shape
     if count:

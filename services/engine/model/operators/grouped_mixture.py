@@ -43,8 +43,8 @@ class GroupedMixture(Mixture):
     ) -> None:
         """Copy the weights to the device, an expert at a time, and compile the kernels.
 
-        per_row: experts that the router chooses for a row. rounding: to FP8, of weights that are
-        not MXFP4; None: they get `dtype`.
+        per_row: number of experts of a row. rounding: rounding to FP8 of weights that are
+        not MXFP4; None: they are converted to `dtype`.
         """
         first, rest = _first(experts)
         inputs, outputs = first.gate.shape[1], first.down.shape[0]
@@ -66,7 +66,7 @@ class GroupedMixture(Mixture):
             torch.zeros((1, width), dtype=dtype, device=device) for width in (inputs, outputs)
         )
         chosen = torch.arange(per_row, device=device)[None]
-        # Else the first step of some size would wait for the compiler.
+        # Without this, the first step of some size would wait for the compiler.
         for tile in TILES:
             self._add_to(row, chosen, chosen.float(), out, tile)
 
@@ -106,7 +106,7 @@ class GroupedMixture(Mixture):
 def _adapt(
     deltas: ExpertDeltas, parts: Sequence[Delta], rows: Tensor, chosen: Tensor, out: Tensor
 ) -> None:
-    """Add to each choice's product what its row's adapter adds to its expert.
+    """Add to each choice's product the addition of its row's adapter to its expert.
 
     The host waits for the choices: steps with adapters run without CUDA graphs anyway. parts: one
     for each expert; rows: of the step, or of its choices; out: [choices, outputs].
@@ -124,13 +124,13 @@ def _adapt(
 
 
 def _first(experts: Iterable[ExpertWeights]) -> tuple[ExpertWeights, Iterable[ExpertWeights]]:
-    """Return the first expert, and all of them."""
+    """Return the first expert, and an iterable of all experts."""
     iterator = iter(experts)
     first = next(iterator)
     return first, chain((first,), iterator)
 
 
 def _plain(*weights: Weight | None) -> list[Tensor | Mxfp4Weight]:
-    """Decode what no kernel here reads, and leave out what is None."""
+    """Decode weights that no kernel here reads, and leave out those that are None."""
     found = (each for each in weights if each is not None)
     return [each.decode() if isinstance(each, QuantizedWeight) else each for each in found]

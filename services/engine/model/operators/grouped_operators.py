@@ -26,8 +26,8 @@ class GroupedOperators(NativeOperators):
 
     Products with codes round their rows to 8 bits, with a scale for each 32 inputs. Those with
     weights in floating point are in float32, whatever the weights' type; those in float32 are
-    rounded to the model's dtype. Where oneDNN multiplies bfloat16 by instructions for it, these
-    products are its own.
+    rounded to the model's dtype. Where oneDNN has instructions for products of bfloat16, oneDNN
+    computes them.
     """
 
     keeps_groups = True

@@ -30,7 +30,7 @@ class GroupedProjection(GateProduct):
     ) -> None:
         self._bias = None if bias is None else bias.float().contiguous()
         self._runs: list[tuple[int, _Run]] = []
-        """Runs, each with its first output"""
+        """Runs, each with the number of its first output"""
         first = 0
         for stored in alike_runs(weights):
             run = _Run(native, stored, None if self._bias is None else self._bias[first:], arena)
@@ -50,9 +50,9 @@ class GroupedProjection(GateProduct):
             run.multiply(rows, target, first, adds=True)
 
     def part(self, first: int, outputs: int) -> GroupedCall | None:
-        """Return a call for some outputs without rows and out, valid as long as this product lives.
+        """Return a call for some outputs that lacks rows and out, valid while this product lives.
 
-        None: they are not whole strips of one run.
+        Return None if the outputs are not whole strips of one run.
         """
         for begin, run in self._runs:
             if begin <= first and first + outputs <= begin + run.outputs:
@@ -73,7 +73,7 @@ class _Target(NamedTuple):
     stride: int
     """Numbers between two rows"""
     dtype: int
-    """enum tw_dtype"""
+    """Number of the type in enum tw_dtype"""
 
 
 class _Run:
@@ -105,7 +105,7 @@ class _Run:
         return call
 
     def multiply(self, rows: Tensor, out: _Target, first: int, *, adds: bool) -> None:
-        """Write the products, or add them, to the outputs from `first` on."""
+        """Write or add the products to the outputs from `first` on."""
         call = self._call
         call.rows, call.num_rows, call.dtype = rows.data_ptr(), rows.shape[0], DTYPES[rows.dtype]
         call.out, call.out_stride, call.out_dtype = out

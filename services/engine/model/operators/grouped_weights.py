@@ -14,7 +14,7 @@ from services.engine.model.operators.fp8_weights import FP8, Fp8Rounding
 __all__ = ["PACKED_INPUTS", "GroupedWeights"]
 
 PACKED_INPUTS = 2 * GROUP_SIZE
-"""Inputs of MXFP4 that lie together, and that a program multiplies at a time"""
+"""Number of inputs of MXFP4 that lie together, and that a program multiplies at a time"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class GroupedWeights:
     """The same products of all experts."""
 
     weight: Tensor
-    """[experts, products * outputs, inputs]; uint8 as _pack returns it for MXFP4"""
+    """[experts, products * outputs, inputs]; for MXFP4, uint8 in the form that _pack returns"""
     scales: Tensor | None
     """[experts, groups, products * outputs]: exponents of 2 plus 127 in uint8 for MXFP4, float32
-    for FP8; None: there are none"""
+    for FP8; None: weights have no scales"""
     bias: Tensor | None
     """[experts, products * outputs]"""
     rounding: Fp8Rounding | None
-    """Rounding to FP8 of weights that are not MXFP4"""
+    """Rounding to FP8 of weights that are not MXFP4; None: they are not rounded"""
 
     @staticmethod
     def allocate(
@@ -89,12 +89,12 @@ class GroupedWeights:
 
     @property
     def fp8_groups(self) -> int:
-        """FP8 scales of an output; 0: the weights are not FP8."""
+        """Number of FP8 scales of an output; 0: the weights are not FP8."""
         return self.scales.shape[1] if self.scales is not None and self.weight.dtype == FP8 else 0
 
     @property
     def group_inputs(self) -> int:
-        """Inputs that share an FP8 scale."""
+        """Number of inputs that share an FP8 scale."""
         inputs = self.weight.shape[2]
         return inputs if self.rounding is None else self.rounding.group_inputs(inputs)
 
@@ -106,7 +106,7 @@ class GroupedWeights:
 def _pack(weight: Mxfp4Weight, device: torch.device) -> tuple[Tensor, Tensor]:
     """Arrange MXFP4 for the kernel, whose loads are then contiguous.
 
-    A byte of the result [outputs, inputs / 2] holds an input of one group and the same of the next.
+    A byte of the result [outputs, inputs / 2] holds equally numbered inputs of two groups.
     The scales become [groups, outputs]. Inputs are padded to pairs of groups with zeros.
     """
     blocks, scales = weight.blocks.to(device), weight.scales.to(device)

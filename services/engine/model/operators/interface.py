@@ -92,12 +92,12 @@ class Gate(ABC):
 class ExpertWeights:
     """One expert's weights [outputs, inputs] and biases [outputs], of any floating dtype.
 
-    Both `gate` and `up` or neither are MXFP4, or quantized.
+    Either both `gate` and `up` are MXFP4, or both are quantized, or neither is.
     """
 
     gate: Weight
     up: Weight | None
-    """None: the activation is not gated"""
+    """Weight of the second product; None: the activation is not gated"""
     down: Weight
     gate_bias: Tensor | None
     up_bias: Tensor | None
@@ -138,13 +138,13 @@ class RoutedMixture(ABC):
     @property
     @abstractmethod
     def is_adapted(self) -> bool:
-        """True if adapters add to the products of the present step: the kernel can't."""
+        """True if adapters add to the products of the present step, which the kernel can't do."""
 
     @abstractmethod
     def add_to(self, rows: Tensor, out: Tensor, router_rows: Tensor | None = None) -> None:
-        """Add the output of all experts that `rows` [n, inputs] have to `out` [n, outputs].
+        """Add the outputs of all experts of `rows` [n, inputs] to `out` [n, outputs].
 
-        router_rows: [n, inputs], what the router reads; None: it reads `rows`.
+        router_rows: [n, inputs], inputs of the router; None: it reads `rows`.
         """
 
 
@@ -164,9 +164,9 @@ class Mixture(ABC):
     def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
         """Add to `out` each row's sum of its experts' outputs, times their factors.
 
-        rows: [n, inputs]; chosen: int64 [n, k], numbers of experts, different in a row, those
-        without weights behind the others; factors: float32 [n, k]; out: [n, outputs] in the model's
-        dtype or float32. A row's sum is independent of the other rows.
+        rows: [n, inputs]; chosen: int64 [n, k], numbers of experts, all different in a row, where
+        experts without weights have the largest numbers; factors: float32 [n, k]; out: [n, outputs]
+        in the model's dtype or float32. A row's sum is independent of the other rows.
         """
 
     def routed(
@@ -179,7 +179,7 @@ class Mixture(ABC):
     ) -> RoutedMixture | None:
         """Join this mixture with its router and a shared expert; None if no kernel computes that.
 
-        bias: as for `Routing.choose`; factors: float32 [count], of each chosen expert's output.
+        bias: as for `Routing.choose`; factors: float32 [count], factor of each expert's output.
         """
         return None
 
@@ -188,9 +188,9 @@ class Operators(ABC):
     """Implementation of all operators for one dtype and device."""
 
     rows_at_once = 32
-    """Rows that a product computes at once: with fewer it takes as long"""
+    """Number of rows up to which a product takes as long as for one row"""
     groups_experts = False
-    """True if a mixture of gated experts never waits for the host, so that CUDA graphs hold it"""
+    """True if a mixture of gated experts never waits for the host, so that CUDA graphs work"""
     keeps_groups = False
     """True if a QuantizedWeight stays as it is in memory"""
 
@@ -221,9 +221,9 @@ class Operators(ABC):
         return self.without_fp8()
 
     def without_fp8(self) -> "Operators":
-        """Return operators for weights that stay in the model's dtype where others are FP8.
+        """Return operators for weights that stay in the model's dtype while others are FP8.
 
-        These are the output projection, and what an FP8 checkpoint does not quantize.
+        These are the output projection, and weights that an FP8 checkpoint does not quantize.
         """
         return self
 
@@ -254,7 +254,7 @@ class Operators(ABC):
     def mixture(
         self, experts: Iterable[ExpertWeights], count: int, per_row: int, activation: Activation
     ) -> Mixture:
-        """Make a mixture of `count` experts with weights, of which each row has up to `per_row`.
+        """Make a mixture of `count` experts with weights; each row has up to `per_row` of them.
 
         Their weights are copied, one expert at a time.
         """
@@ -289,7 +289,7 @@ class Operators(ABC):
     ) -> None:
         """Write each row's LayerNorm in the layout of products.
 
-        replaces: write it to `rows` too, row by row.
+        replaces: write the result to `rows` too, row by row.
         """
         normed = torch.nn.functional.layer_norm(
             rows, rows.shape[1:], norm.weight, norm.bias, epsilon
@@ -303,7 +303,7 @@ class Operators(ABC):
         """Copy rows `index` (int64 [n]) of a product's input to a temporary."""
 
     def low_rank(self, parts: Mapping[int, Sequence[LowRank]]) -> LowRankProduct:
-        """Make the product with what adapters, by number, add to one product of this kind."""
+        """Make the product of the low-rank parts that adapters, by number, add to one product."""
         return TorchLowRankProduct(parts, self.gather)
 
     def clear(self, rows: Tensor) -> None:
@@ -336,7 +336,7 @@ class Operators(ABC):
     def multiply_by_gates(self, gates: Tensor, function: GateFunction, out: Tensor) -> None:
         """Multiply `out`, in the layout of products, by the function of `gates`.
 
-        gates: [n, width / k], each of k neighbouring columns of `out` [n, width]; its first
+        gates: [n, width / k], one for each k neighbouring columns of `out` [n, width]; its first
         dimension may have gaps. With tiles, k must be 1 or a multiple of 32.
         """
         columns = out.view(*gates.shape, out.shape[1] // gates.shape[1])

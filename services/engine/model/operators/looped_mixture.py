@@ -23,16 +23,16 @@ __all__ = ["Expert", "LoopedMixture"]
 
 
 class Expert(NamedTuple):
-    """Two linear layers with an activation between them."""
+    """An expert: two linear layers with an activation between them."""
 
     gate: Gate
     down: Projection
     width: int
-    """Outputs of the gate"""
+    """Number of outputs of the gate"""
 
 
 class LoopedMixture(Mixture):
-    """A loop over the chosen experts, whose numbers the host reads."""
+    """Mixture computed by a loop over the chosen experts, whose numbers the host reads."""
 
     def __init__(
         self, experts: Iterable[ExpertWeights], activation: Activation, operators: Operators
@@ -66,9 +66,9 @@ class LoopedMixture(Mixture):
     def add_to(self, rows: Tensor, chosen: Tensor, factors: Tensor, out: Tensor) -> None:
         deltas = self._deltas if self.is_adapted else None
         total = torch.zeros(out.shape, device=out.device)
-        # In the order of their numbers, so that a row's sum is independent of the batch.
+        # In the order of the experts' numbers, a row's sum is independent of the batch.
         for number in sorted(set(chosen.flatten().tolist())):
-            if number >= len(self.experts):  # the experts without weights
+            if number >= len(self.experts):  # all experts from here on have no weights
                 returning = factors.masked_fill(chosen < len(self.experts), 0).sum(1, keepdim=True)
                 total += self._operators.plain(rows) * returning
                 break

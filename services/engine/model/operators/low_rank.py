@@ -1,4 +1,4 @@
-"""Low-rank additions to a product: another one for each group of rows."""
+"""Low-rank additions to a product, different for each group of rows."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ class LowRank:
     up: Tensor
     """[rank, outputs]"""
     first: int
-    """First of the outputs"""
+    """Number of the first output"""
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +65,7 @@ class TorchLowRankProduct(LowRankProduct):
         parts: Mapping[int, Sequence[LowRank]],
         gather: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        """parts: by number of the adapter; gather: copies some rows."""
+        """parts: parts by number of the adapter; gather: function that copies some rows."""
         self._parts = parts
         self._gather = gather
 

@@ -28,7 +28,7 @@ class GateProduct(Projection):
 
     @abstractmethod
     def into_gate(self, rows: Tensor) -> None:
-        """Write the product of `rows` [n, inputs] there."""
+        """Write the product of `rows` [n, inputs] to the place that `Kernel.GATE_ROWS` reads."""
 
 
 class NativeGate(Gate):
@@ -37,7 +37,7 @@ class NativeGate(Gate):
     def __init__(
         self, native: Native, product: Projection, activation: Activation, code: int
     ) -> None:
-        """activation: one that `is_native`."""
+        """activation: one for which `is_native` is true."""
         self._native = native
         self._product = product
         self._activation = activation

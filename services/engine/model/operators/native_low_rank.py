@@ -15,7 +15,7 @@ __all__ = ["NativeLowRankProduct"]
 
 
 class NativeLowRankProduct(LowRankProduct):
-    """One call for all rows and adapters."""
+    """Low-rank additions of all rows and adapters by one call."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class NativeLowRankProduct(LowRankProduct):
         parts: Mapping[int, Sequence[LowRank]],
         plain: Callable[[Tensor], Tensor],
     ) -> None:
-        """parts: by number of the adapter; plain: returns rows of a product one after another."""
+        """parts: parts by number of the adapter; plain: function that returns rows row by row."""
         self._native = native
         self._plain = plain
         by_number = [parts.get(number, ()) for number in range(max(parts, default=0) + 1)]

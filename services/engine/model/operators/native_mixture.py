@@ -13,10 +13,10 @@ __all__ = ["NativeMixture", "routing_call"]
 
 
 class NativeMixture(Mixture):
-    """A kernel for steps without adapters of the experts, and a loop for the others."""
+    """Mixture computed by a kernel, or by a loop in steps with adapters of the experts."""
 
     def __init__(self, native: Native, looped: LoopedMixture, call: MixtureCall) -> None:
-        """call: without rows, choice and out; it reads the weights of `looped`."""
+        """call: call that lacks rows, choice and out; it reads the weights of `looped`."""
         self._native = native
         self._looped = looped
         self._call = call
@@ -41,7 +41,7 @@ class NativeMixture(Mixture):
 
 
 def run_mixture(native: Native, call: MixtureCall, rows: Tensor, out: Tensor) -> None:
-    """Run a call for all `rows` [n, inputs]; it adds to `out` [n, outputs]."""
+    """Run a call that adds the outputs for all `rows` [n, inputs] to `out` [n, outputs]."""
     call.rows, call.out = _addresses(rows, out)
     call.num_rows, call.inputs = rows.shape
     call.outputs = out.shape[1]
@@ -52,7 +52,7 @@ def run_mixture(native: Native, call: MixtureCall, rows: Tensor, out: Tensor) ->
 def routing_call(
     routing: Routing, experts: int, bias: Tensor | None, factors: Tensor | None = None
 ) -> RoutingCall | None:
-    """Describe a rule to the kernels; None if they don't follow it.
+    """Describe a routing rule to the kernels; None if they can't follow it.
 
     bias, factors: as for `Mixture.routed`; they must outlive the call.
     """

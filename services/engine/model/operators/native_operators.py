@@ -86,7 +86,7 @@ class NativeOperators(TorchOperators):
         *,
         is_tiled: bool,
     ) -> None:
-        """columns: those of `out` for each number of `rows`."""
+        """columns: number of columns of `out` for each number in `rows`."""
         count, numbers = rows.shape
         call = ArrangeCall(
             *(rows.data_ptr(), out.data_ptr(), count, numbers * columns, columns),
@@ -111,7 +111,7 @@ class NativeOperators(TorchOperators):
         return self._activated(product, activation)
 
     def _activated(self, product: Projection, activation: Activation) -> Gate:
-        """Make a gate of a product with both factors. activation: one that `is_native`."""
+        """Make a gate of a product with both factors. activation: `is_native` is true for it."""
         if isinstance(product, GateProduct):
             return DirectGate(self._native, product, activation, self._code)
         return NativeGate(self._native, product, activation, self._code)
@@ -158,7 +158,7 @@ class NativeOperators(TorchOperators):
     def _norm_part(
         self, heads: Tensor, first: int, count: int, weight: Tensor, epsilon: float
     ) -> None:
-        """Norm `count` heads of each token from address `first` on, each or all together."""
+        """Norm `count` heads of each token from address `first` on, each alone or all together."""
         width = len(weight)
         call = RowNormCall(
             *(first, weight.data_ptr(), first, heads.shape[0]),

@@ -57,7 +57,7 @@ def _float_expert(expert: Expert) -> FloatExpertCall | None:
 def _products(
     expert: Expert, kind: type[GroupedProjection] | type[FloatProjection]
 ) -> tuple[GroupedCall | FloatCall, ...] | None:
-    """Return the products of the gate, its factors and the output; None: not all are of `kind`."""
+    """Return the products of gate and output; None if not all of them are of `kind`."""
     gate, down, width = expert
     if not isinstance(gate, DirectGate):
         return None

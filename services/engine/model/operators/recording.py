@@ -16,7 +16,7 @@ __all__ = ["Recording"]
 
 
 class Recording:
-    """Runs a decoder's layers: the first pass kernel by kernel, later ones by a single replay.
+    """Runner of a decoder's layers: the first pass kernel by kernel, later ones by one replay.
 
     Passes differ only in their rows and cache slots while the decoder's buffers and the cache stay
     in place. A pass in which torch computes anything, such as the choice of an indexer, is never
@@ -24,7 +24,7 @@ class Recording:
     """
 
     def __init__(self, native: Native, *, only_decodes: bool = False) -> None:
-        """only_decodes: steps with prompt chunks are not recorded, since torch attends for them."""
+        """only_decodes: steps with prompt chunks are not recorded; torch attends for them."""
         self._native = native
         self._only_decodes = only_decodes
         self._operations: Array[OperationCall] | None = None

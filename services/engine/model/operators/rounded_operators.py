@@ -26,16 +26,16 @@ from services.engine.model.operators.torch_operators import TorchGate, join_bias
 __all__ = ["ByteOperators", "Int8Operators", "RoundedOperators", "RoundedTiledOperators"]
 
 _GROUP = 32
-"""Inputs that share a scale of a rounded weight"""
+"""Number of inputs that share a scale of a rounded weight"""
 _BYTE_INPUTS = 64
-"""Inputs of a tile of int8"""
+"""Number of inputs of a tile of int8"""
 
 
 class _GroupRounding(NativeOperators):
-    """Operators that round every weight to groups of codes, but a router's."""
+    """Operators that round every weight except a router's to groups of codes."""
 
     bits = 4
-    """Bits of a code: 4 or 8. With 4, the product that computes the logits has 8"""
+    """Number of bits of a code: 4 or 8. With 4, the product that computes the logits has 8"""
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         if weight.shape[1] % _GROUP:
@@ -66,7 +66,7 @@ class _GroupRounding(NativeOperators):
 
 
 class RoundedOperators(_GroupRounding, GroupedOperators):
-    """GroupedOperators that round every weight to codes, but a router's."""
+    """GroupedOperators that round every weight except a router's to codes."""
 
     def __init__(self, native: Native, dtype: torch.dtype, bits: int) -> None:
         super().__init__(native, dtype)
@@ -74,7 +74,7 @@ class RoundedOperators(_GroupRounding, GroupedOperators):
 
 
 class RoundedTiledOperators(_GroupRounding, TiledOperators):
-    """TiledOperators that round every weight to codes of 4 bits, but a router's."""
+    """TiledOperators that round every weight except a router's to codes of 4 bits."""
 
 
 class Int8Operators(TiledOperators):
@@ -103,8 +103,8 @@ class Int8Operators(TiledOperators):
 class ByteOperators(TiledOperators):
     """TiledOperators that round rows to int8, with a scale each, for int8 weights.
 
-    These are a quantized checkpoint's with one scale for each output, and with `rounds` all others:
-    whatever has a multiple of 64 inputs.
+    Int8 weights are those of a quantized checkpoint with one scale for each output, and with
+    `rounds` also all others whose number of inputs is a multiple of 64.
     """
 
     def __init__(self, native: Native, *, rounds: bool) -> None:

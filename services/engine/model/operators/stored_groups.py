@@ -27,9 +27,9 @@ from services.engine.model.checkpoint.quantized import (
 __all__ = ["STRIP", "StoredGroups", "alike_runs", "has_kernel", "mapped_call", "pack_groups"]
 
 _BLOCK = 32
-"""Inputs of a block of codes; groups are multiples of it, or half of it"""
+"""Number of inputs of a block of codes; groups are multiples of it, or half of it"""
 STRIP = 8
-"""Outputs that are packed together"""
+"""Number of outputs that are packed together"""
 _BYTE = 8
 
 
@@ -65,13 +65,13 @@ class StoredGroups:
 
     @property
     def format(self) -> tuple[object, ...]:
-        """Form that all weights of a run share."""
+        """Form of the weight, equal for all weights that are stored alike."""
         inputs, has_offsets = self.codes.shape[1], self.offsets is not None
         form = self.bits, self.group, self.numbers, has_offsets, self.values
         return inputs, self.is_mapped, *form
 
     def call(self, outputs: int | None = None) -> GroupedCall:
-        """Describe the packed weight to the kernels. outputs: None = as many as it has."""
+        """Describe the packed weight to the kernels. outputs: number of them; None = all."""
         return GroupedCall(
             inputs=self.codes.shape[1],
             outputs=self.codes.shape[0] if outputs is None else outputs,
@@ -84,7 +84,7 @@ class StoredGroups:
         )
 
     def pack(self, native: Native, place: int, first_tile: int = 0, tile_step: int = 1) -> None:
-        """Pack it at an address, into the tile columns first_tile, first_tile + tile_step, …"""
+        """Pack the weight at an address, into tile columns first_tile, first_tile + tile_step, …"""
         scales = _copied(self.scales)
         offsets = None if self.offsets is None else _copied(self.offsets)
         calls = [None if each is None else _numbers_call(each) for each in (scales, offsets)]
@@ -126,7 +126,7 @@ def mapped_call(
 ) -> tuple[GroupedCall, int]:
     """Describe mapped weights that are stored alike, and return the bytes of their blocks too.
 
-    The call is valid as long as it lives. alternate: their tiles alternate.
+    The call is valid as long as these bytes live. alternate: the weights' tiles alternate.
     """
     call = weights[0].call(outputs)
     blocks = (BlocksCall * len(weights))(*map(_blocks_call, weights))
@@ -154,9 +154,9 @@ def alike_runs(
 def _alike(
     numbers: Sequence[GroupNumbers | BlockNumbers],
 ) -> tuple[Numbers, Sequence[GroupNumbers | BlockNumbers]]:
-    """Return scales, and offsets if there are any, in the smallest form that holds all of them.
+    """Return scales, and offsets if there are any, in the smallest form that holds all numbers.
 
-    The blocks of a file are not read where their types tell the form.
+    The blocks of a file are not read if their types tell the form.
     """
     examples = [_example(each) for each in numbers]
     if all(each.factors is not None for each in examples):
@@ -172,14 +172,14 @@ def _alike(
 
 
 def _example(numbers: GroupNumbers | BlockNumbers) -> GroupNumbers:
-    """Return numbers of the same types."""
+    """Return a few numbers of the same types."""
     if isinstance(numbers, BlockNumbers):
         return numbers.example if numbers.factor == 1 else numbers.copied()
     return numbers
 
 
 def _copied(numbers: GroupNumbers | BlockNumbers) -> GroupNumbers:
-    """Return numbers one after the other in memory."""
+    """Return the numbers contiguous in memory."""
     return (numbers.copied() if isinstance(numbers, BlockNumbers) else numbers).contiguous()
 
 

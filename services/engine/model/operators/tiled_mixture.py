@@ -28,7 +28,7 @@ __all__ = ["tiled_mixture"]
 
 
 def tiled_mixture(native: Native, looped: LoopedMixture) -> Mixture:
-    """Return a mixture that the kernel computes, or `looped` if an expert is of other products."""
+    """Return a mixture that the kernel computes, or `looped` if it can't read an expert."""
     gates = _known(_gate_call(expert.gate) for expert in looped.experts)
     downs = _known(_call(expert.down) for expert in looped.experts)
     if gates is None or downs is None:

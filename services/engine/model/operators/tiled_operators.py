@@ -135,7 +135,7 @@ class TiledOperators(NativeOperators):
     ) -> Gate:
         """Make a gate of two weights of this shape, whose tiles alternate in `packed`.
 
-        Without a second factor, of one weight.
+        A gate without a second factor has one weight.
         """
         outputs, inputs = shape
         if activation.gated:

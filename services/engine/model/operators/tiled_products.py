@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 TILE_OUTPUTS = 16
-"""Outputs in a tile of weights"""
+"""Number of outputs in a tile of weights"""
 PANEL_OUTPUTS = 2 * TILE_OUTPUTS
-"""Outputs that are multiplied at once"""
+"""Number of outputs that are multiplied at once"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Packed:
 
     format: Format
     tiles: Tensor | None
-    """None: the weights are mapped from their file"""
+    """Packed tiles; None: the weights are mapped from their file"""
     scales: Tensor | None = None
-    """Factors on int8 weights, float32, one per packed column; None: other formats"""
+    """float32, factors on int8 weights, one per packed column; None in other formats"""
     groups: GroupedCall | None = None
-    """Description of weights in groups; None: other formats"""
+    """Description of weights in groups; None in other formats"""
     mapped_bytes: int = 0
     """Bytes of the file that mapped weights take"""
 
@@ -84,11 +84,11 @@ class PackedWeight:
         )
 
     def set_activation(self, activation: Activation) -> None:
-        """Set the constants of an epilogue's activation."""
+        """Set the constants of the activation that an epilogue computes."""
         self._call.alpha, self._call.limit = activation.alpha, activation.limit
 
     def call(self, epilogue: Epilogue) -> LinearCall:
-        """Return a call without rows and out, valid as long as this weight lives."""
+        """Return a call that lacks rows and out, valid as long as this weight lives."""
         call = LinearCall.from_buffer_copy(self._call)
         call.epilogue = epilogue
         return call
@@ -206,7 +206,7 @@ class TiledGate(Gate):
 
 
 def padded(bias: Tensor) -> Tensor:
-    """Return a bias in float32, with zeros to whole panels."""
+    """Return a bias in float32, padded with zeros to whole panels."""
     padded = torch.zeros(round_up(len(bias), PANEL_OUTPUTS), dtype=torch.float32)
     padded[: len(bias)] = bias
     return padded

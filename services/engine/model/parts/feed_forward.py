@@ -91,7 +91,7 @@ class Dense(FeedForward):
     gate: Gate
     down: Projection
     norm: OutputNorm | None = None
-    """Norm of the output; None: there is none"""
+    """Norm of the output; None: the output is not normed"""
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor, spares: Sequence[Tensor]) -> None:
         self.gate.into(rows, inner)
@@ -109,16 +109,16 @@ class Experts(FeedForward):
     router: Projection
     mixture: Mixture
     count: int
-    """Experts among which the router chooses"""
+    """Number of experts among which the router chooses"""
     routing: Routing
     bias: Tensor | None
     """float32 [count], added to the experts' weights for the choice alone"""
     operators: Operators
     shared: "SharedExpert | None" = None
     routed: RoutedMixture | None = None
-    """All of the layer as one kernel; None: there is no such kernel"""
+    """The whole layer as one kernel; None: there is no such kernel"""
     by_token: TokenExperts | None = None
-    """Experts that are not chosen by scores; None: all are"""
+    """Experts that token ids choose; None: scores choose"""
     factors: Tensor | None = None
     """float32 [count], factor of each expert's output; None: there are none"""
 
@@ -166,7 +166,7 @@ class NormedExperts(FeedForward):
     epsilon: float
     operators: Operators
     routed: RoutedMixture | None
-    """All but the norms as one kernel; None: there is no such kernel"""
+    """The layer without its norms as one kernel; None: there is no such kernel"""
 
     @property
     def num_spares(self) -> int:
@@ -232,7 +232,7 @@ class NormedOutput(FeedForward):
 
 @dataclass(frozen=True, slots=True)
 class BiasedOutput(FeedForward):
-    """A layer and a bias of its output."""
+    """A feed-forward layer with a bias of its output."""
 
     content: FeedForward
     bias: Tensor

@@ -58,7 +58,7 @@ from services.engine.model.parts.tensor_reader import (
 __all__ = ["FeedForwardReader"]
 
 _ALWAYS = 1e6
-"""Bias with which an expert is chosen before all others, whose weights are at most 1"""
+"""Bias that makes an expert win over all others, whose weights are at most 1"""
 
 
 class FeedForwardReader:
@@ -76,8 +76,11 @@ class FeedForwardReader:
         norm: StoredNorm | None,
         post_norm: StoredNorm | None,
     ) -> FeedForward:
-        """Read a layer. content: its shape in the whole model; norm: what it reads; post_norm: norm
-        of what it adds to the residual. Of a layer with a shortcut, it reads the dense layer."""
+        """Read a layer; of a layer with a shortcut, only the dense layer.
+
+        content: its shape in the whole model; norm: the norm whose output it reads; post_norm: the
+        norm of its output.
+        """
         if stored is None:
             return EmptyFeedForward()
         if isinstance(stored, StoredShortcut):
@@ -97,7 +100,7 @@ class FeedForwardReader:
     def read_shortcut(
         self, stored: StoredShortcut, content: FeedForwardSpec, norm: StoredNorm | None
     ) -> FeedForward:
-        """Read the experts of a layer whose output joins the residual later, as `read`."""
+        """Read the experts of a layer whose output joins the residual later; see `read`."""
         assert isinstance(content, BesideSpec)
         return self._read_experts(stored.experts, content.experts, norm)
 
@@ -232,7 +235,7 @@ class FeedForwardReader:
         return mixture
 
     def _identity_factors(self, content: ExpertsSpec) -> Tensor | None:
-        """Return factors by which one rank alone returns the rows of experts without weights."""
+        """Return factors that let one rank alone return the rows of experts without weights."""
         if not content.identities or self._reader.shard.number == 0:
             return None
         factors = torch.ones(content.num_choices, device=self._reader.device)
@@ -240,7 +243,7 @@ class FeedForwardReader:
         return factors
 
     def _choice_bias(self, stored: StoredTensor | None, shared: int) -> Tensor | None:
-        """Read the bias of the choice. shared: last experts, which every token has."""
+        """Read the bias of the choice. shared: number of last experts, which every token has."""
         if stored is None:
             return None
         bias = self._reader.tensor(stored).float().flatten()
@@ -411,7 +414,7 @@ class FeedForwardReader:
                 stored = content.experts[number]
                 gate = self._reader.site(stored.gate, norm, order)
                 down = self._reader.residual_site(stored.down)
-            # transformers gives experts without weights a place in the first parameter alone
+            # in transformers, experts without weights have a place only in the first parameter
             choices = count + experts.identities
             both = StackedPart(f"{module}.{first}", products * width, number, choices)
             outputs = StackedPart(f"{module}.down_proj", hidden, number, count)

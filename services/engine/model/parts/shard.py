@@ -25,7 +25,7 @@ __all__ = ["Shard"]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `number` of the `count` equal parts of a model. With one part nothing changes."""
+    """Part `number` of the `count` equal parts of a model. One part is the whole model."""
 
     number: int = 0
     count: int = 1
@@ -55,7 +55,7 @@ class Shard:
         return split(weight, self.sizes(weight.shape[0]))[self.number]
 
     def columns(self, weight: Weight) -> Weight:
-        """View this part of the inputs of `weight` [outputs, inputs]; decoded if a group is cut.
+        """View this part of the inputs of `weight` [outputs, inputs], decoded if a group is cut.
 
         Raises StartupError if a block of a mapped weight is cut.
         """
@@ -72,7 +72,7 @@ class Shard:
         return decoded(weight).chunk(self.count, dim=1)[self.number]
 
     def first_rank_only(self, bias: Tensor | None) -> Tensor | None:
-        """Return `bias` on rank 0 only, because the ranks' products are summed."""
+        """Return `bias` on rank 0 and None on others, because the ranks' products are summed."""
         return bias if self.number == 0 else None
 
     def summed(self, projection: Projection, operators: Operators) -> Projection:

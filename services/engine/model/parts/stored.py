@@ -23,7 +23,7 @@ class StoredNorm:
     weight: StoredTensor
     bias: StoredTensor | None
     factor: float = 1.0
-    """Factor of its output; only norms of what is added to the residual have one"""
+    """Factor of the output; only norms of outputs that are added to the residual have one"""
 
 
 class LayerNames:

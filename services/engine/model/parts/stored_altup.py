@@ -20,9 +20,9 @@ class StoredAltUp:
     laurel_right: StoredLinear
     laurel_norm: StoredNorm
     expansions: tuple[StoredLinear, ...]
-    """Products that make the streams, of the first layer alone; empty: another layer"""
+    """Products that make the streams; empty in all layers but the first"""
     mergers: tuple[StoredLinear, ...]
-    """Products that join the streams, of the last layer alone; empty: another layer"""
+    """Products that join the streams; empty in all layers but the last"""
 
 
 def stored_altup(names: LayerNames, model: LayerNames, spec: AltUpSpec, layer: int) -> StoredAltUp:

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StoredDense:
-    """A dense layer, or one expert."""
+    """Tensors of a dense layer, or of one expert."""
 
     gate: StoredLinear
     """Gate and up of a gated layer, or the only product"""
@@ -44,7 +44,7 @@ class StoredDense:
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """All experts of a layer: floating-point weights, or MXFP4 blocks and their scales.
+    """Tensors of all experts of a layer: floats, or MXFP4 blocks and their scales.
 
     MXFP4 weights are [experts, outputs, inputs], whatever the layout.
     """
@@ -80,7 +80,7 @@ class StoredSharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class StoredBeside:
-    """A dense layer and experts, each with norms of its own."""
+    """Tensors of a dense layer and experts, each with norms of its own."""
 
     dense: StoredDense
     dense_post_norm: StoredNorm
@@ -93,7 +93,7 @@ class StoredBeside:
 
 @dataclass(frozen=True, slots=True)
 class StoredShortcut:
-    """A dense layer, and experts whose output joins the residual later."""
+    """Tensors of a dense layer, and of experts whose output joins the residual later."""
 
     dense: StoredDense
     experts: StoredExperts

@@ -15,7 +15,7 @@ class StoredConnection:
     base: StoredTensor
     """[factors]"""
     scale: StoredTensor
-    """A factor of each kind of outputs: [1] or [3]"""
+    """[1] or [3], a factor for each kind of outputs"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ __all__ = ["StoredModalTokens", "stored_modal_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class StoredModalTokens:
-    """A table of one modality, its norm, and its projection to the decoder's width."""
+    """Tensors of one modality: a table, its norm, and its projection to the decoder's width."""
 
     table: StoredTensor
     norm: StoredTensor

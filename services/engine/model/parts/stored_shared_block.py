@@ -19,7 +19,7 @@ class StoredLowRank:
 @dataclass(frozen=True, slots=True)
 class StoredSharedBlock:
     qkv: StoredLowRank | None
-    """None: the depth adds nothing"""
+    """Products that the depth adds to attention's; None: it adds none"""
     gate: StoredLowRank | None
     output: StoredLinear
 

@@ -5,7 +5,7 @@ layer that reads the norm of x, and V a linear layer whose output is added to x:
 
 - A LayerNorm is an RMSNorm of x minus its mean, plus a bias. Subtracting the mean from each V and
   from the embedding keeps the mean of x at 0. W times the norm's bias is added to b.
-- A factor on what is added to x is multiplied into V.
+- A factor on V's output is multiplied into V.
 
 With tensor parallelism, a layer takes this rank's shard of each weight.
 """
@@ -66,8 +66,8 @@ class TensorReader:
         shard: Shard,
         adapters: Adapters | None = None,
     ) -> None:
-        """spec: of the whole model; adapters: those that may change the layers' products; None = no
-        adapter can."""
+        """spec: that of the whole model; adapters: adapters that may change the layers' products;
+        None = none can."""
         self.checkpoint = checkpoint
         self.spec = spec
         self.shard = shard
@@ -78,7 +78,7 @@ class TensorReader:
         self.root = ""
         """Beginning of the decoder's tensor names"""
         self.step_bytes = 0
-        """Bytes of the weights read so far that every step reads"""
+        """Bytes of those weights read so far that every step reads"""
         self._bar = bar
         self._factors = {each.name: each.factors for each in spec.weight_factors}
 
@@ -92,14 +92,14 @@ class TensorReader:
         return self.shard.summed(self.partial_projection(linear, columns), self.operators)
 
     def output_norm(self, norm: StoredNorm) -> OutputNorm:
-        """Read the norm of what is added to the residual."""
+        """Read the norm of an output that is added to the residual."""
         weight = self.norm_weight(self.tensor(norm.weight))
         if norm.factor != 1:
             weight *= norm.factor
         return OutputNorm(weight, self.spec.norm_epsilon, self.operators)
 
     def partial_projection(self, linear: StoredLinear, columns: Tensor | None = None) -> Projection:
-        """Make this rank's summand of a projection that is added to the residual."""
+        """Make this rank's share of a projection that is added to the residual."""
         ((weight, bias),) = self.linear(linear, None)
         weight, bias = self.partial_of(take_columns(weight, columns), bias)
         product = self.projection([weight], bias, self.operators_of(linear))
@@ -117,7 +117,7 @@ class TensorReader:
         order: Tensor | None = None,
         fold: Callable[[Tensor], Tensor] | None = None,
     ) -> Site:
-        """Describe a product for adapters. norm: what it reads; order: of its outputs."""
+        """Describe a product for adapters. norm: the norm it reads; order: that of its outputs."""
         place = int(self.spec.family.transposed)
         names = [
             weight.name.removeprefix(self.root).removesuffix(".weight") for weight in linear.weights
@@ -135,7 +135,7 @@ class TensorReader:
         return Site(tuple(modules), inputs, order, norm_bias=bias, fold=fold)
 
     def _adapter_name(self, name: str) -> str:
-        """Return a module's name in transformers 5; empty: the same."""
+        """Return a module's name in transformers 5; empty if it is the same."""
         for part, other in self.spec.family.names.adapter_names.items():
             if part in name:
                 return name.replace(part, other)
@@ -153,12 +153,12 @@ class TensorReader:
         return slice(self.shard.number * width, (self.shard.number + 1) * width)
 
     def partial(self, linear: StoredLinear, *, of_expert: bool = False) -> WeightAndBias:
-        """Read this rank's summand of a layer whose output is added to the residual."""
+        """Read this rank's share of a layer whose output is added to the residual."""
         ((weight, bias),) = self.linear(linear, None, of_expert=of_expert)
         return self.partial_of(weight, bias)
 
     def partial_of(self, weight: Weight, bias: Tensor | None) -> WeightAndBias:
-        """Return this rank's summand of a layer [outputs, inputs] as `partial` does."""
+        """Return this rank's share of a layer [outputs, inputs], as `partial` does."""
         bias = self.shard.first_rank_only(bias)
         part, scale = self.shard.columns(weight), self.spec.residual_scale
         if isinstance(part, QuantizedWeight):
@@ -168,7 +168,7 @@ class TensorReader:
         return part, None if bias is None else self.fold_residual(bias)
 
     def fold_residual(self, outputs: Tensor) -> Tensor:
-        """Fold the LayerNorm's mean and the residual scale into what is added to the residual."""
+        """Fold the LayerNorm's mean and the residual scale into an addend to the residual."""
         if self.spec.family.layer_norm:
             outputs = without_mean(outputs, 0)
         scale = self.spec.residual_scale
@@ -237,7 +237,7 @@ class TensorReader:
     def quantized(
         self, stored: StoredTensor, norm: StoredNorm | None, *, of_expert: bool = False
     ) -> QuantizedWeight | Mxfp4Weight | None:
-        """Return the codes of a weight; None if it has none, or nothing may be folded into them."""
+        """Return the codes of a weight; None if it has none, or must be decoded to be changed."""
         if not self.spec.family.keeps_codes or (norm is not None and norm.bias):
             return None
         if of_expert and self.operators.groups_experts:
@@ -270,7 +270,7 @@ class TensorReader:
         return weight.to(self.device, self.dtype, copy=True)
 
     def stored_rows(self, table: StoredTensor) -> StoredRows | None:
-        """Return a table whose rows are decoded one by one; None if it is not stored so."""
+        """Return a table whose rows are decoded when read; None if it is stored otherwise."""
         rows = self.checkpoint.rows(table)
         if rows is not None:
             self._bar.add(self.checkpoint.num_bytes(table))
@@ -286,7 +286,7 @@ class TensorReader:
         return tensor.float() * factors.view(-1, *(1,) * (tensor.ndim - 1))
 
     def _row_factors(self, stored: StoredTensor) -> Tensor | None:
-        """Return the factor of each row of a tensor; None: there are none."""
+        """Return the factor of each row of a tensor; None if there are none."""
         factors = self._factors_of(stored)
         if not factors:
             return None
@@ -295,7 +295,7 @@ class TensorReader:
         return torch.cat([torch.full((count,), factor) for count, factor in factors])
 
     def _factors_of(self, stored: StoredTensor) -> tuple[tuple[int, float], ...]:
-        """Return the factors of a layer's tensor; empty: there are none."""
+        """Return the factors of a layer's tensor; empty if there are none."""
         if not self._factors:
             return ()
         layers = f"{self.root}{self.spec.family.names.layers}."
@@ -303,7 +303,7 @@ class TensorReader:
 
 
 def split_parts(parts: list[WeightAndBias], outputs: Sequence[int]) -> list[WeightAndBias]:
-    """Split into a weight and a bias for each of `outputs`, unless stored so."""
+    """Split a single part into a weight and a bias for each number of `outputs`."""
     if len(parts) == len(outputs):
         return parts
     ((weight, bias),) = parts
@@ -348,7 +348,7 @@ def take_columns(weight: Weight, columns: Tensor | None) -> Weight:
 def arranged(parts: Sequence[WeightAndBias], places: Sequence[Tensor]) -> list[WeightAndBias]:
     """Return outputs of linear layers in an order.
 
-    places: int64, numbers of the outputs among those of all parts; each tensor lies in one part.
+    places: int64, numbers of the outputs among all parts' outputs; each tensor is in one part.
     """
     taken: list[tuple[int, list[Tensor]]] = []
     ends = list(accumulate(weight.shape[0] for weight, _ in parts))

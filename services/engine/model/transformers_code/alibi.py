@@ -1,8 +1,8 @@
 """Attention with linear biases (ALiBi, https://arxiv.org/abs/2108.12409) over pages of keys.
 
-A bias of slope * (key's position - query's) changes a query's weights as slope * key's position
-does, since they are normalized. That is a product of two more columns: ones in a query, and in a
-key the bias and what its rounding left.
+A bias of slope * (key's position - query's position) has the same effect on a query's weights as
+slope * key's position, since the weights are normalized. The bias is a product of two more columns:
+ones in a query; in a key, the bias and the error of its rounding.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["AlibiAttention"]
 
 
 class AlibiAttention:
-    """Attention of all modules of a model, each head with its slope."""
+    """Attention of all modules of a model, with a slope for each head."""
 
     def __init__(self, slopes: Tensor, positions: Positions) -> None:
         """slopes: float32 [heads]."""

@@ -1,7 +1,7 @@
-"""Calls of attention: what each layer of a model passes to it, and their computation over pages.
+"""Calls of attention by a model's layers, and their computation over pages.
 
 transformers' modules call the function that is registered under the name of the implementation in
-their config. Ours finds what it needs as an attribute of the module that calls it.
+their config. Ours finds its data in an attribute of the module that calls it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +40,7 @@ class AttentionCalls:
         """Return [1, tokens, heads, value width].
 
         queries: [1, heads, tokens, width]; keys and values: [1, key heads, tokens, width];
-        arguments: what the module passes by name.
+        arguments: arguments that the module passes by name.
         """
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class PagedCalls(AttentionCalls):
         backend: AttentionBackend,
         operators: Operators,
     ) -> None:
-        """modules: that of each call; groups: the cache group of each layer."""
+        """modules: the module of each call; groups: the cache group of each layer."""
         self._layers = layers
         self._modules = modules
         self._groups = groups
@@ -77,7 +77,7 @@ class PagedCalls(AttentionCalls):
         self._layer = 0
 
     def run(self, batch: StepBatch, cache: KVCache, forward: Callable[[], Tensor]) -> Tensor:
-        """Return what a pass computes, whose attention reads and writes `cache`."""
+        """Return the result of `forward`, a pass whose attention reads and writes `cache`."""
         self._step, self._layer = (batch, cache), 0
         try:
             return forward()
@@ -98,7 +98,7 @@ class PagedCalls(AttentionCalls):
         count = queries.shape[2]
         counts = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
         out = self._operators.temporary(count, layer.num_heads * layer.head_dim)
-        # backends read queries, keys and values at one distance between tokens
+        # backends need the same distance between tokens in queries, keys and values
         joined = out.new_empty(count, sum(counts), layer.head_dim)
         parts = joined.split_with_sizes(counts, dim=1)
         for part, heads in zip(parts, (queries, keys, values), strict=True):
@@ -119,13 +119,13 @@ class PagedCalls(AttentionCalls):
 
     @property
     def present(self) -> tuple[StepBatch, KVCache]:
-        """The batch of the pass that runs, and its cache."""
+        """The batch of the running pass, and its cache."""
         assert self._step is not None
         return self._step
 
     @property
     def count(self) -> int:
-        """Calls of a pass."""
+        """Number of calls of a pass."""
         return len(self._layers)
 
     def layers(self) -> Iterator[tuple[nn.Module, AttentionSpec, int]]:
@@ -139,7 +139,7 @@ class PagedCalls(AttentionCalls):
         mixer.mix(*self.present, scratch)
 
     def _next(self, module: nn.Module) -> int:
-        """Return the layer of a call."""
+        """Return the layer of the next call."""
         assert module is self._modules[self._layer], "a pass calls attention in another order"
         self._layer += 1
         return self._layer - 1
@@ -153,7 +153,7 @@ class PagedCalls(AttentionCalls):
 
 
 def _fill(part: Tensor, heads: Tensor) -> None:
-    """Fill heads [tokens, heads, width] with narrower ones and zeros behind them."""
+    """Fill `part` [tokens, heads, width] with narrower heads, followed by zeros."""
     width = heads.shape[2]
     part[..., :width] = heads
     if width < part.shape[2]:

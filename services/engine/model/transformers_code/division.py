@@ -53,7 +53,7 @@ def divide(model: PreTrainedModel, linears: Mapping[str, ProjectedLinear], count
 def require_divided_heads(
     whole: Sequence[AttentionSpec], part: Sequence[AttentionSpec], count: int
 ) -> None:
-    """Raise UnsupportedError if ranks have other heads than whole layers, or a part of each's.
+    """Raise UnsupportedError unless a rank has all heads, or one `count`-th, of each layer.
 
     whole, part: the layers of the model and of a rank.
     """
@@ -74,7 +74,7 @@ def _divide(name: str, linear: ProjectedLinear, division: Division, count: int) 
 
 
 def _matching(model: nn.Module, linears: Iterable[str], pattern: str) -> list[str]:
-    """Return the modules or parameters that a key of the plan names. "*": a number.
+    """Return the modules or parameters that a key of the plan names, in which "*" is a number.
 
     linears: names of linear layers, of which gated layers have taken some out of the model.
     """

@@ -17,7 +17,7 @@ _ATTRIBUTE = "tokenwire_experts"
 
 
 class ProjectedExperts:
-    """The products of a module of experts; their activation stays the module's."""
+    """Our products for a module of experts, which keeps its own activation."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class ProjectedExperts:
         width: int,
         operators: Operators,
     ) -> None:
-        """first: gate and up of each expert, side by side, or up alone, `width` outputs."""
+        """first: each expert's gate and up side by side, or only up; `width` outputs."""
         self._first = first
         self._down = down
         self._width = width
@@ -39,10 +39,10 @@ class ProjectedExperts:
         rows: [n, inputs]; chosen: int64 [n, k]; factors: [n, k].
         """
         total = torch.zeros(rows.shape, dtype=torch.float32, device=rows.device)
-        # In the order of their numbers, so that a row's sum is independent of the batch.
+        # In the order of the experts' numbers, a row's sum is independent of the batch.
         for number in sorted(set(chosen.flatten().tolist())):
             if number >= len(self._first):
-                continue  # some routers choose no expert by a number behind the last
+                continue  # some routers mean "no expert" by a number after the last
             index, choice = torch.where(chosen == number)
             product = self._product(self._first[number], rows[index], self._width)
             inner = module._apply_gate(product) if module.has_gate else module.act_fn(product)
@@ -61,7 +61,7 @@ class ProjectedExperts:
 
 
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's modules of experts that go through transformers' interface, by name."""
+    """Return a model's modules of experts that use transformers' interface, by name."""
     modules = model.named_modules()
     return {name: module for name, module in modules if hasattr(module, "_is_expert_parallel")}
 

@@ -60,7 +60,7 @@ _PRODUCT = "self.{}_proj(hidden_states).view(hidden_shape)"
 _QUERY, _KEY = _PRODUCT.format("q"), _PRODUCT.format("k")
 _LLAMA = body(_ATTENTION.format(query=_QUERY, key=_KEY))
 _QWEN3 = body(_ATTENTION.format(query=f"self.q_norm({_QUERY})", key=f"self.k_norm({_KEY})"))
-"""Attention with a norm of each head"""
+"""Body of attention with a norm of each head"""
 _ROTATION = body("""
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
     cos = cos.unsqueeze(unsqueeze_dim)
@@ -127,7 +127,7 @@ class FusedAttention:
         return out.view(*hidden_states.shape[:-1], -1), None
 
     def attend(self, rows: Tensor, scratch: AttentionScratch, rotation: Rotation) -> None:
-        """Compute what attention adds to its output's product, for rows as products read them."""
+        """Compute the input of the output's product, for rows in the layout of products."""
         self.mixer.project(rows, scratch, (rotation,))
         self._calls.mix(self._module, self.mixer, scratch)
 
@@ -156,7 +156,7 @@ class FusedLayer:
         self, hidden_states: Tensor, *_: Any, position_embeddings: Any, **__: Any
     ) -> Tensor:
         """Run in place of the forward pass of the module."""
-        # the caller may read its hidden states later
+        # a copy, because the caller may read its hidden states later
         hidden = hidden_states.to(self._first.weight.dtype, copy=True)
         self.add_to(hidden[0], self.rows(*position_embeddings))
         return hidden
@@ -172,7 +172,7 @@ class FusedLayer:
         )
 
     def add_to(self, hidden: Tensor, rows: LayerRows) -> None:
-        """Add to the residual [tokens, hidden_size] what the layer adds."""
+        """Add the layer's outputs to the residual [tokens, hidden_size]."""
         operators = self._workspace.operators
         self._first.into(hidden, rows.normed, operators)
         self._attention.attend(rows.normed, rows.scratch, rows.rotation)
@@ -182,7 +182,7 @@ class FusedLayer:
 
 
 class _Stack:
-    """All layers of a model, one after the other: the first module computes them."""
+    """All layers of a model, which the module of the first one computes in turn."""
 
     def __init__(
         self, layers: Sequence[FusedLayer], width: int, calls: PagedCalls, workspace: Workspace
@@ -195,7 +195,7 @@ class _Stack:
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: Any, **__: Any
     ) -> Tensor:
-        """Run in place of the forward pass of the first layer, and compute all."""
+        """Run in place of the forward pass of the first layer, and compute all layers."""
         hidden = self._workspace.rows("hidden", self._width)
         hidden.copy_(hidden_states[0])
         parts = [(layer, layer.rows(*position_embeddings)) for layer in self._layers]
@@ -223,8 +223,8 @@ def fuse_layers(
 ) -> Workspace:
     """Replace the forward passes of attention and layers whose code is Llama's.
 
-    model: the base model, with its weights. Returns the activations of what is replaced, to which
-    the tokens of each pass must be told.
+    model: the base model, with its weights. Returns the activations of the replaced modules, which
+    must be told the tokens of each pass.
     """
     workspace = Workspace(operators)
     if not _rotates_halves(model):
@@ -292,7 +292,7 @@ def _is_attention(module: Any, spec: AttentionSpec) -> bool:
 
 
 def _share(*projections: Any) -> bool:
-    """Return whether linear layers are all that one product serves."""
+    """Return whether these linear layers share one product, which serves no others."""
     if not all(isinstance(each, ProjectedLinear) for each in projections):
         return False
     return product_of(*projections) is not None
@@ -306,14 +306,14 @@ def _is_layer(module: Any) -> bool:
 
 
 def _is_plain_loop(model: Any) -> bool:
-    """Return whether a model calls its layers one after the other, and nothing between them."""
+    """Return whether a model calls its layers in turn, and nothing between them."""
     loops = loops_of(type(model).forward)
     return len(loops) == 1 and loops[0] in _LOOPS
 
 
 @torch.no_grad()
 def _rotates_halves(model: Any) -> bool:
-    """Return whether a model has one rotation, of dimension i with dimension i + head_dim / 2."""
+    """Return whether a model's only rotation pairs dimensions i and i + head_dim / 2."""
     rotary = getattr(model, "rotary_emb", None)
     if rotary is None:
         return False
@@ -322,7 +322,7 @@ def _rotates_halves(model: Any) -> bool:
     try:
         tables = rotary(torch.empty(1, 1, device=device), positions)
     except (AttributeError, KeyError, TypeError):
-        return False  # it has several, by the type of layer
+        return False  # it has several, one for each type of layers
     if not isinstance(tables, tuple) or any(each.ndim != 3 for each in tables):
         return False
     return all(torch.equal(*each.chunk(2, dim=2)) for each in tables)

@@ -11,7 +11,7 @@ from services.engine.model.transformers_code.source import body, forward_body
 __all__ = ["PARTS", "GatedLayer", "replace_gated"]
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-"""Linear layers of such a layer"""
+"""Names of a gated layer's linear layers"""
 _FORWARDS = [
     body(f"""
 def forward(self, {rows}):
@@ -40,14 +40,14 @@ class GatedLayer(nn.Module):
         super().__init__()
         self.activation = activation
         self.width = 0
-        """Outputs of the gate, of this rank"""
+        """Number of the gate's outputs on this rank"""
         self._outputs = down.out_features
         self._linears = (gate, up, down)
         self._products: tuple[Gate, Projection] | None = None
         self._operators: Operators | None = None
 
     def hold(self, gate: Gate, down: Projection, width: int, operators: Operators) -> None:
-        """Compute with these products from now on. width: outputs of the gate."""
+        """Compute with these products from now on. width: number of the gate's outputs."""
         self.width = width
         self._products = (gate, down)
         self._operators = operators
@@ -67,7 +67,7 @@ class GatedLayer(nn.Module):
         return out.view(*x.shape[:-1], self._outputs)
 
     def add_to(self, rows: Tensor, out: Tensor, inner: Tensor) -> None:
-        """Add to `out` [n, outputs] the result for `rows` [n, inputs], as products read them.
+        """Add the result for `rows` [n, inputs], in the layout of products, to `out` [n, outputs].
 
         inner: [n, width], which is overwritten.
         """
@@ -80,7 +80,7 @@ class GatedLayer(nn.Module):
 def replace_gated(model: nn.Module) -> dict[str, GatedLayer]:
     """Replace feed-forward layers whose code is Llama's; return the new ones by name.
 
-    Their linear layers are `ProjectedLinear`s by now.
+    Their linear layers must be `ProjectedLinear`s already.
     """
     replaced: dict[str, GatedLayer] = {}
     for name, module in list(model.named_modules()):

@@ -1,7 +1,7 @@
-"""Attention of models that compute it themselves, led to the function for all attention.
+"""Redirection of models that compute attention themselves to our attention function.
 
 Modules older than transformers' attention interface multiply queries and keys in their forward
-pass. Those of a few kinds are known here by name; their projections stay the modules'.
+pass. Some kinds are known here by name. The modules keep their projections.
 """
 
 import functools
@@ -27,7 +27,7 @@ def has_biases(model: nn.Module) -> bool:
 
 
 def lead_to_interface(model: PreTrainedModel, positions: Positions) -> None:
-    """Have all modules of a model that compute attention themselves call ours."""
+    """Make all modules of a model that compute attention themselves call our attention."""
     biased = AlibiAttention.of(model.base_model, positions) if has_biases(model) else None
     for module in model.modules():
         name = _kind(module)
@@ -64,7 +64,7 @@ def _bert(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 def _gpt(module: Any, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> list[Tensor]:
     assert module.scale
-    out, _ = attend(module, query, key.transpose(2, 3), value)  # its mask is one of padding
+    out, _ = attend(module, query, key.transpose(2, 3), value)  # the mask is only for padding
     return [out.transpose(1, 2)]
 
 
@@ -89,7 +89,7 @@ _PRODUCTS: Mapping[str, _Forward] = {
     "modeling_gpt_neox_japanese.GPTNeoXJapaneseAttention": _neox,
     "modeling_openai.Attention": _gpt,
 }
-"""The parts of forward passes behind the projections"""
+"""The parts of forward passes after the projections"""
 
 
 _BIASED: Mapping[str, _Forward] = {
@@ -105,7 +105,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by their names; None for those left out."""
+    """Return the arguments of a call by name; omitted ones are None."""
     bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     bound.apply_defaults()
     return bound.arguments

@@ -15,7 +15,7 @@ class LeadingModel(Announcements, TransformersModel):
     """Model of rank 0, which has the other ranks compute each call along with it."""
 
     def __init__(self, ranks: RankGroup, *arguments: Any) -> None:
-        """arguments: of `TransformersModel`."""
+        """arguments: arguments of `TransformersModel`."""
         super().__init__(*arguments)
         self.lead(ranks)
 

@@ -27,7 +27,7 @@ _ARRANGED = "tokenwire_arranged"
 
 
 def arrange_beside(rows: Tensor, copy: Tensor) -> Tensor:
-    """Return `rows` with their copy in the layout of products, which `arranged` finds."""
+    """Return `rows`, to which `copy`, in the layout of products, is attached for `arranged`."""
     setattr(rows, _ARRANGED, copy)
     return rows
 
@@ -63,9 +63,9 @@ class JointProduct:
         operators: Operators,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """widths: outputs of each layer, which `projection` has one after the other.
+        """widths: number of outputs of each layer, which `projection` has one after the other.
 
-        dtype: of the outputs; None = the model's.
+        dtype: that of the outputs; None = the model's.
         """
         self.projection = projection
         self.widths = widths
@@ -104,9 +104,9 @@ class ProjectedLinear(nn.Module):
         self.division = Division.NONE
         self.has_bias = has_bias
         self.is_transposed = is_transposed
-        """The stored weight is [inputs, outputs]"""
+        """True if the stored weight is [inputs, outputs]"""
         self.trial_rows: set[int] = set()
-        """Numbers of rows of its calls in trial passes"""
+        """Numbers of rows in calls of trial passes"""
         self._product: JointProduct | None = None
         self._number = 0
 
@@ -117,7 +117,7 @@ class ProjectedLinear(nn.Module):
         return shape[::-1] if self.is_transposed else shape
 
     def divide(self, division: Division, count: int) -> None:
-        """Keep the part of one of `count` ranks; `inputs` and `outputs` stay those of all."""
+        """Keep one rank's part of `count`; `inputs` and `outputs` stay those of all ranks."""
         self.division = division
         if division is Division.OUTPUTS:
             self.out_features = self.outputs // count
@@ -147,7 +147,7 @@ class ProjectedLinear(nn.Module):
 def replace_linears(model: nn.Module) -> dict[str, ProjectedLinear]:
     """Replace the linear layers of a model; return the new ones by name.
 
-    Those stay whose weights other modules multiply themselves, as some routers' do.
+    Layers stay if other modules multiply by their weights themselves, as with some routers.
     """
     replaced: dict[str, ProjectedLinear] = {}
     sources: dict[type[nn.Module], str] = {}
@@ -184,7 +184,7 @@ def product_of(*linears: ProjectedLinear) -> Projection | None:
 
 
 def _source(kind: type) -> str:
-    """Return the code of a class, empty if only its bytecode is installed."""
+    """Return the source code of a class, empty if only its bytecode is installed."""
     try:
         return inspect.getsource(kind)
     except OSError:
@@ -192,7 +192,7 @@ def _source(kind: type) -> str:
 
 
 def joined(linears: Mapping[str, ProjectedLinear]) -> Iterable[Sequence[str]]:
-    """Return the names of all linear layers, those together that one product serves."""
+    """Return the names of all linear layers, grouped by the product that serves them."""
     done: set[str] = set()
     for name in linears:
         parent, _, last = name.rpartition(".")

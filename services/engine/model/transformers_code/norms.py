@@ -47,8 +47,8 @@ class FusedNorm(nn.Module):
 def replace_norms(model: nn.Module, operators: Operators, width: int) -> None:
     """Replace the modules that compute an RMSNorm, or one whose weight is stored minus one.
 
-    A module is taken for what it computes, because names and attributes differ among models.
-    width: of the rows that `operators` norm; others are those of heads.
+    Modules are recognized by their results, because names and attributes differ among models.
+    width: width of the rows that `operators` norm; rows of another width are heads.
     """
     for name, module in list(model.named_modules()):
         if "RMSNorm" in type(module).__name__ and (fused := _fused(module)) is not None:
@@ -58,7 +58,7 @@ def replace_norms(model: nn.Module, operators: Operators, width: int) -> None:
 
 
 def _fused(module: nn.Module) -> FusedNorm | None:
-    """Return a norm that computes the same, None if there is none."""
+    """Return a norm that computes the same as a module; None if there is none."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if len(inspect.signature(module.forward).parameters) != 1:  # others read a gate too
@@ -69,7 +69,7 @@ def _fused(module: nn.Module) -> FusedNorm | None:
     if weight.ndim != 1:
         return None
     rows = torch.linspace(-2, 2, 3 * len(weight), device=weight.device).view(3, -1)
-    rows = rows + rows.square() * 0.1  # no mean of zero
+    rows = rows + rows.square() * 0.1  # so that the mean is not zero
     for offset in (0, 1):
         fused = FusedNorm((weight.float() + offset).to(weight.dtype), epsilon)
         exact = rms_norm(rows, weight.shape, weight.float() + offset, epsilon)

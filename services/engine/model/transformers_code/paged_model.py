@@ -21,13 +21,14 @@ from services.engine.model.transformers_code.plan import ModelPlan
 __all__ = ["TransformersModel"]
 
 _BUFFERS = 8
-"""Activations of a token's widest product in the layers that a pass holds at once, about"""
+"""Approximate number of activations as wide as the widest product that a pass holds at once"""
 
 
 class TransformersModel(Model):
     """A model whose modules are transformers', and whose attention and products are ours.
 
-    A step is one text to them, with the position of each token; only attention knows sequences.
+    The modules see a step as one text with a position for each token; only attention knows of
+    sequences.
     """
 
     code = ModelCode.TRANSFORMERS
@@ -42,7 +43,7 @@ class TransformersModel(Model):
         attention: AttentionBackend,
         weight_bytes: int,
     ) -> None:
-        """plan: with its weights."""
+        """plan: plan of a model whose weights are read."""
         super().__init__(
             spec,
             dtype,
@@ -70,7 +71,7 @@ class TransformersModel(Model):
 
     @property
     def num_fused(self) -> int:
-        """Layers that our operators compute, because their code is known."""
+        """Number of layers that our operators compute, because their code is known."""
         return self._workspace.num_layers
 
     @property
@@ -143,7 +144,7 @@ class TransformersModel(Model):
 
 
 class _Final(nn.Module):
-    """Stands for the layers of a model while its head computes logits of `hidden`."""
+    """Module in place of a model's layers while the model's head computes logits of `hidden`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class _Final(nn.Module):
 
 
 class _Output(tuple[Tensor]):
-    """The output of layers; what heads read besides hidden states is absent."""
+    """Output of layers that has hidden states, but nothing else that heads may read."""
 
     @property
     def last_hidden_state(self) -> Tensor:

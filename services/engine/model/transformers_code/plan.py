@@ -1,4 +1,4 @@
-"""Plan of a model on transformers' modules: what it is, before its weights are read."""
+"""Plan of a model on transformers' modules, which is made before its weights are read."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,7 @@ class ModelPlan:
     positions: Positions
 
     def takes_adapters(self, name: str) -> bool:
-        """Return whether the rows of a linear layer are the tokens of a step, one by one.
+        """Return whether a linear layer reads one row for each token of a step.
 
         A pass knows the adapter of each token, and not of other rows, such as those of a head.
         """
@@ -119,7 +119,7 @@ def _divided(
     whole: Trial,
     ranks: int,
 ) -> Trial:
-    """Divide a model among ranks. Return what a pass of one passes to attention."""
+    """Divide a model among ranks. Return the calls of attention in a pass of one rank."""
     if has_biases(model):
         raise UnsupportedError(f"its biases of attention can't be divided among {ranks} ranks")
     divide(model, linears, ranks)
@@ -132,7 +132,7 @@ def _divided(
 
 
 def _width(linears: dict[str, ProjectedLinear], hidden_size: int) -> int:
-    """Return the inputs of a linear layer; of one that does not fit tiles, if there is one."""
+    """Return a linear layer's number of inputs, if possible one that does not fit tiles."""
     odd = (each.in_features for each in linears.values() if each.in_features % TILE)
     return next(odd, hidden_size)
 
@@ -151,7 +151,7 @@ def _context_length(text: PreTrainedConfig) -> int:
 
 
 def _position_offset(model: nn.Module) -> int:
-    """Return the first position, which lies behind the padding's in models of RoBERTa's kind."""
+    """Return the first position, which follows the padding's in models of RoBERTa's kind."""
     for module in model.modules():
         padding = getattr(module, "padding_idx", None)
         if hasattr(module, "create_position_ids_from_input_ids") and padding is not None:

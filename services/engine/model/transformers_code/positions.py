@@ -1,4 +1,4 @@
-"""Positions of a pass's tokens, told to models that would count them."""
+"""Positions of a pass's tokens, which are given to models that would count them."""
 
 import functools
 import inspect
@@ -14,17 +14,17 @@ __all__ = ["Positions"]
 
 
 class Positions:
-    """The positions that a model reads: an argument of its layers, of embeddings inside them, or
-    what biases of its attention are computed from.
+    """The positions that a model reads: an argument of its layers or of embeddings inside them, or
+    the source of biases in its attention.
 
     Layers of BART's kind count the tokens of a pass and of their cache, and pass the numbers on.
-    Their embeddings are told the positions here instead.
+    Here their embeddings get the positions instead.
     """
 
     def __init__(self, model: PreTrainedModel, *, has_biases: bool) -> None:
         """Raises UnsupportedError if the model can't be told positions.
 
-        has_biases: its attention reads `current`.
+        has_biases: True if the model's attention reads `current`.
         """
         self._positions: Tensor | None = None
         self._is_argument = _takes_positions(model.base_model)
@@ -38,12 +38,12 @@ class Positions:
 
     @property
     def current(self) -> Tensor:
-        """The positions [tokens] of the pass that runs."""
+        """The positions [tokens] of the running pass."""
         assert self._positions is not None
         return self._positions
 
     def arguments(self, positions: Tensor) -> Mapping[str, Tensor]:
-        """Return the arguments of a pass that tell its positions [1, tokens]."""
+        """Return the arguments of a pass with these positions [1, tokens]."""
         if self._is_argument:
             return {"position_ids": positions}
         self._positions = positions[0]

@@ -29,11 +29,11 @@ from services.engine.model.transformers_code.tensor_source import TensorSource
 __all__ = ["CheckpointReader"]
 
 _ROUTERS = ("gate", "router")
-"""Last parts of the names of linear layers that choose experts: they are never rounded"""
+"""Last parts of the names of linear layers that choose experts, which are never rounded"""
 
 
 class CheckpointReader:
-    """Reader of one checkpoint into one planned model, on the device "meta" until then."""
+    """Reader of one checkpoint into one planned model, which is on the device "meta" before."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class CheckpointReader:
         shard: Shard,
         adapters: Adapters,
     ) -> None:
-        """shard: this rank's part; adapters: those that may change the products."""
+        """shard: this rank's part; adapters: adapters that may change the products."""
         self.step_bytes = 0
-        """Bytes of the weights read so far that every step reads"""
+        """Bytes of those weights read so far that every step reads"""
         self._plan = plan
         self._model = plan.model
         self._operators = operators
@@ -61,7 +61,7 @@ class CheckpointReader:
 
     @torch.no_grad()
     def read(self, bar: LoadProgress) -> None:
-        """Fill the model: products first, then the other tensors, then what is computed."""
+        """Fill the model: products first, then the other tensors, then computed buffers."""
         embedding = self._model.get_input_embeddings()
         head: nn.Module | None = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
         for name, layer in self._plan.gated.items():
@@ -207,7 +207,7 @@ class CheckpointReader:
             }
             for name, each in missing.items():
                 module._buffers[name] = torch.empty_like(each, device=self._device)
-            if not missing:  # transformers leaves a module alone that has this mark
+            if not missing:  # transformers does not initialize a module that has this mark
                 setattr(module, "_is_hf_initialized", True)  # noqa: B010
         self._model.initialize_weights()  # type: ignore[no-untyped-call]
 

@@ -6,7 +6,7 @@ __all__ = ["UnsupportedError", "refusal"]
 
 
 class UnsupportedError(Exception):
-    """A model does what attention over pages can't do. The message is a clause."""
+    """A model needs something that attention over pages can't do. The message is a clause."""
 
 
 def refusal(file: str, architecture: str, reason: str) -> CheckpointError:

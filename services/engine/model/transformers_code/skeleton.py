@@ -88,7 +88,7 @@ def _parsed(config: Config, kind: type[PreTrainedConfig], architecture: str) -> 
     try:
         with _quiet():
             parsed: PreTrainedConfig = kind.from_dict(values)
-    except Exception as error:  # validation of huggingface_hub, and whatever a config checks
+    except Exception as error:  # validation of huggingface_hub, and any check of a config
         reason = f"transformers does not accept its config ({_one_line(error)})"
         raise refusal(config.file, architecture, reason) from error
     return parsed
@@ -113,7 +113,7 @@ def _one_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what transformers logs about configs: their errors are raised."""
+    """Silence transformers' log about configs, whose errors are raised."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:

@@ -11,7 +11,7 @@ __all__ = ["body", "forward_body", "function_body", "loop", "loops_of"]
 _PASSED = frozenset(
     {"attention_mask", "cache", "output_attentions", "past_key_values", "position_ids", "use_cache"}
 )
-"""Arguments without an effect: there is no cache of transformers"""
+"""Arguments that have no effect here, where transformers has no cache"""
 
 
 def forward_body(module: nn.Module) -> str:
@@ -30,8 +30,8 @@ def function_body(function: object) -> str:
 def body(source: str) -> str:
     """Return the statements of a function in one form.
 
-    Left out are docstrings, uses of transformers' cache, arguments without an effect, and what is
-    passed to attention by name: a trial pass has checked it.
+    The form lacks docstrings, uses of transformers' cache, arguments without an effect, and
+    arguments that are passed to attention by name, which a trial pass has checked.
     """
     [function] = ast.parse(textwrap.dedent(source)).body
     if not isinstance(function, ast.FunctionDef):
@@ -41,13 +41,13 @@ def body(source: str) -> str:
 
 
 def loop(source: str) -> str:
-    """Return a loop in one form."""
+    """Return a loop in the form of `body`."""
     [statement] = ast.parse(source.strip()).body
     return ast.dump(_Plain().visit(statement))
 
 
 def loops_of(function: object) -> list[str]:
-    """Return the loops of a function in one form; none if its source is not installed."""
+    """Return the loops of a function in the form of `body`; none if its source is missing."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))  # type: ignore[arg-type]
     except (OSError, TypeError):
@@ -65,7 +65,7 @@ def _is_without_effect(statement: ast.stmt) -> bool:
 
 
 class _Plain(ast.NodeTransformer):
-    """Removal of what does not change the result."""
+    """Removal of the parts of code that do not change its result."""
 
     def visit_Call(self, node: ast.Call) -> ast.Call:
         self.generic_visit(node)

@@ -25,13 +25,13 @@ class Conversion:
 
     converter: WeightConverter
     target: str
-    """First tensor of the model that it makes"""
+    """Name of the first tensor of the model that the conversion makes"""
     sources: list[tuple[str, str]] = field(default_factory=list)
-    """Name in the files and pattern of each, in order"""
+    """Each source's name in the files and its pattern, in order"""
 
     @property
     def targets(self) -> Sequence[str]:
-        """Ends of the names of all tensors of models that such conversions make."""
+        """Endings of the names of all tensors that such a conversion makes."""
         return self.converter.target_patterns
 
     def convert(self, tensors: Iterable[Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ class StoredNames:
     """Names in the files of a model's tensors."""
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str], held: Iterable[str]) -> None:
-        """names: tensors of the model; held: names in the files."""
+        """names: names of the model's tensors; held: names in the files."""
         mapping = get_model_conversion_mapping(model)
         renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         converters = [each for each in mapping if isinstance(each, WeightConverter)]
@@ -58,11 +58,11 @@ class StoredNames:
         known = dict.fromkeys(names, True)
         prefix = model.base_model_prefix
         self.direct: dict[str, str] = {}
-        """Name in the files of each tensor that they hold as it is"""
+        """Name in the files of each tensor that they hold unconverted"""
         self.conversions: dict[str, Conversion] = {}
         """Conversions by their first tensor"""
         self.unknown: list[str] = []
-        """Names in the files without a place in the model"""
+        """Names in the files that have no place in the model"""
         for name in sorted(held, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, prefix, known)
             if target not in known and name in known:
@@ -80,7 +80,7 @@ class StoredNames:
     def making(self, name: str) -> Conversion:
         """Return the conversion that makes a tensor of the model.
 
-        Raises CheckpointError if the files have nothing to make it of.
+        Raises CheckpointError if the files lack its sources.
         """
         if name in self.conversions:
             return self.conversions[name]

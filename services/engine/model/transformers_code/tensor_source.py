@@ -17,14 +17,14 @@ __all__ = ["TensorSource"]
 
 
 class TensorSource:
-    """Reader of single tensors, whole, which converts those that transformers stores otherwise."""
+    """Reader of single whole tensors, which converts those that files store in another form."""
 
     def __init__(self, plan: ModelPlan, checkpoint: TensorFiles) -> None:
         self._plan = plan
         self._model = plan.model
         self._checkpoint = checkpoint
         self.plain = {**dict(self._model.named_parameters()), **_stored_buffers(self._model)}
-        """Parameters and stored buffers, but those of linear layers"""
+        """Parameters and stored buffers, except those of linear layers"""
         self._shapes = {name: tuple(each.shape) for name, each in self.plain.items()}
         for name, linear in plan.linears.items():
             self._shapes[f"{name}.weight"] = linear.stored_shape
@@ -63,7 +63,7 @@ class TensorSource:
         return self._shapes[name]
 
     def weight(self, name: str, bar: LoadProgress, *, keeps_groups: bool) -> Weight:
-        """Read a weight [outputs, inputs] of a linear layer, quantized if that is kept."""
+        """Read a weight [outputs, inputs] of a linear layer, quantized if `keeps_groups`."""
         linear = self._plan.linears[name]
         source = self._source(f"{name}.weight")
         if keeps_groups and not linear.is_transposed and source in self._names.direct:
@@ -99,7 +99,7 @@ class TensorSource:
         return tensor
 
     def _stored(self, name: str) -> StoredTensor:
-        """Return where the files hold a tensor of the model as it is."""
+        """Return the files' tensor that is a tensor of the model without conversion."""
         return StoredTensor(self._names.direct[name], self._shapes[name])
 
     def _source(self, name: str) -> str:

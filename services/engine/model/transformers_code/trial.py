@@ -1,4 +1,4 @@
-"""A pass without numbers, which tells what each layer of a model passes to attention."""
+"""A pass without numbers, which finds the arguments that each layer passes to attention."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ _READ = frozenset({"is_causal", "s_aux", "scaling", "sliding_window", "softcap"}
 
 @dataclass(slots=True)
 class Trial(AttentionCalls):
-    """Calls of attention in a pass, in order."""
+    """Calls of attention in a trial pass, in order."""
 
     layers: list[AttentionSpec] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Trial(AttentionCalls):
 
 
 class _NothingFound(TorchFunctionMode):
-    """Searches find nothing on the device "meta": a loop over chosen experts computes none."""
+    """Mode in which searches on "meta" find nothing, so that loops over experts are empty."""
 
     def __torch_function__(
         self,
@@ -93,9 +93,9 @@ class _NothingFound(TorchFunctionMode):
 
 @torch.no_grad()
 def try_pass(model: PreTrainedModel, positions: Positions) -> Trial:
-    """Return what a pass of a model on the device "meta" passes to attention.
+    """Return the calls of attention in a pass of a model on the device "meta".
 
-    Raises UnsupportedError for what is not supported.
+    Raises UnsupportedError for calls that are not supported.
     """
     trial = Trial()
     connect(model, trial)
@@ -120,7 +120,7 @@ def try_pass(model: PreTrainedModel, positions: Positions) -> Trial:
 
 
 def _window(module: nn.Module, mask: Tensor | None, arguments: Mapping[str, Any]) -> int:
-    """Return the tokens that a token sees, 0 = all before it."""
+    """Return the number of tokens that a token sees; 0 = all before it."""
     if mask is None:
         causal = arguments.get("is_causal")
         if causal is None:
@@ -163,14 +163,14 @@ def _mask(
     local_size: int | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return a mask that tells what a token sees, for a pass on the device "meta"."""
+    """Return a mask that states which tokens a token sees, for a pass on the device "meta"."""
     mask = torch.empty((1, 1, q_length, kv_length), dtype=torch.bool, device="meta")
     mask.tokenwire_sight = _sight(mask_function, local_size or 0)  # type: ignore[attr-defined]
     return mask
 
 
 def _sight(mask_function: Callable[..., Tensor], window: int) -> int | str:
-    """Return the tokens that a token sees, itself included, 0 = all before it; or the problem."""
+    """Return how many tokens a token sees, itself included, 0 = all before it; or the problem."""
     end = 2 * window + 8
     rows = sorted({0, 1, 5, end - 1, *(max(window + near, 0) for near in (-1, 0, 1))})
     queries = torch.tensor(rows)[:, None]

@@ -13,16 +13,16 @@ __all__ = ["separates_sequences"]
 
 _LENGTHS = (9, 13)
 _CHUNKS = ((4, 6), (5, 7))
-"""Tokens of each sequence in two steps"""
+"""Numbers of tokens of each sequence in two steps"""
 _TOLERANCE = 0.15
-"""Mean difference, in standard deviations of the hidden states. Rounding to 8 bits gives a few
-hundredths, another token or another position about one"""
+"""Tolerated mean difference, in standard deviations of the hidden states. Rounding to 8 bits gives
+a few hundredths, another token or another position about one"""
 
 
 def separates_sequences(model: Model) -> bool:
     """Return whether sequences that share steps, in chunks, have the hidden states of each alone.
 
-    They have not if a layer combines tokens other than by attention, or counts positions itself.
+    They differ if a layer combines tokens other than by attention, or counts positions itself.
     """
     with model.device:  # where tensors are made
         ids = (torch.arange(sum(_LENGTHS)) * 31 + 7) % model.spec.vocab_size

@@ -21,9 +21,9 @@ class Workspace:
     def __init__(self, operators: Operators) -> None:
         self.operators = operators
         self.recording = operators.recording(only_decodes=False)
-        """Recording of a pass through all layers; None: they can't be recorded"""
+        """Recording of a pass through all layers; None: passes can't be recorded"""
         self.num_layers = 0
-        """Fused layers"""
+        """Number of fused layers"""
         self._capacity = 64
         self._tokens = 0
         self._buffers: dict[Hashable, Tensor | AttentionScratch | Rotation] = {}
@@ -32,7 +32,7 @@ class Workspace:
         """Cosines of the model from which the present rotation was copied"""
 
     def begin(self, tokens: int) -> None:
-        """Take the tokens of the pass that follows."""
+        """Prepare buffers for the number of tokens of the pass that follows."""
         self._cosines = None
         if tokens > self._capacity:
             self._capacity = tokens

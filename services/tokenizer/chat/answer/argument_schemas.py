@@ -5,7 +5,7 @@ from typing import Any
 
 __all__ = ["json_types", "named_values", "object_of", "properties_of"]
 
-_MAX_REFERENCES = 8  # in a chain
+_MAX_REFERENCES = 8  # references to follow, each of which leads to the next
 _TYPE_OF = {
     bool: "boolean", int: "integer", float: "number", type(None): "null", list: "array",
     dict: "object",
@@ -50,7 +50,7 @@ def object_of(root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def properties_of(root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schemas of an object's members by name; {} if they are no object."""
+    """Return the schemas of an object's members by name; {} if "properties" is not an object."""
     properties = object_of(root).get("properties")
     return properties if isinstance(properties, dict) else {}
 

@@ -1,6 +1,6 @@
 """Grammars of messages: calls in the model's own form, with free or constrained content.
 
-They are Lark grammars in llguidance's dialect, with a further grammar for each schema.
+The grammars are in llguidance's dialect of Lark, with a further grammar for each schema.
 """
 
 import json
@@ -37,7 +37,9 @@ class MessageGrammar(GrammarRules):
     def __init__(
         self, calls: ToolFormat, token_ids: Mapping[str, int], frame: tuple[str, str] = ("", "")
     ) -> None:
-        """Take the form of calls, the ids of marks that no text can spell, marks around content."""
+        """calls: form of calls. token_ids: ids of marks that no text can spell. frame: marks
+        around content.
+        """
         super().__init__(token_ids)
         self._format = calls
         self._frame = frame

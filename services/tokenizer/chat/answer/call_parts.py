@@ -48,7 +48,7 @@ def call_object(reader: TextReader, tools: Parameters) -> Reading:
             break
         character, at = reader.text[reader.at], reader.at
         if scanner.depth == 0 and character != "{" and not character.isspace():
-            return False  # JSON, but no object
+            return False  # the JSON is not an object
         is_key = scanner.depth == 1 and scanner.awaits_key and character == '"'
         is_value = scanner.depth == 1 and scanner.awaits_value and not character.isspace()
         if not scanner.push(character):
@@ -79,7 +79,7 @@ def call_object(reader: TextReader, tools: Parameters) -> Reading:
     elif scanner.is_complete:
         try:
             call = json.loads(reader.text[begin : reader.at])
-        except (ValueError, RecursionError):  # such as a number with too many digits
+        except (ValueError, RecursionError):  # for example, a number has too many digits
             return False
         return isinstance(call, dict) and _settle_call(reader, call, tools)
     return is_settled
@@ -89,7 +89,7 @@ def _settle_call(reader: TextReader, call: Mapping[str, Any], tools: Parameters)
     """Settle a call that was read as a whole, if it is one."""
     name = next((call[key] for key in call if key in NAME_KEYS), None)
     arguments = next((call[key] for key in call if key in ARGUMENTS_KEYS), None)
-    if isinstance(arguments, str):  # some models write JSON in JSON
+    if isinstance(arguments, str):  # some models write the arguments as a JSON string
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -110,7 +110,10 @@ def _settle_call(reader: TextReader, call: Mapping[str, Any], tools: Parameters)
 
 
 def arguments_object(reader: TextReader) -> Reading:
-    """Settle an object as it arrives. Return false if it is incomplete; it is closed unless cut."""
+    """Settle an object as it arrives; return False if it is incomplete.
+
+    An incomplete object is closed, unless the text was cut.
+    """
     scanner = JsonScanner()
     reader.at = 0
     while True:
@@ -132,7 +135,7 @@ def arguments_object(reader: TextReader) -> Reading:
 
 
 def tool_name(reader: TextReader, tools: Collection[str]) -> Generator[None, None, str]:
-    """Read the longest beginning of a tool's name; return it, or "" if it is no whole name."""
+    """Read the longest beginning of a tool's name; return it if it is a whole name, else ""."""
     begin = reader.at
     while (yield from reader.more()):
         name = reader.text[begin : reader.at + 1]
@@ -144,9 +147,9 @@ def tool_name(reader: TextReader, tools: Collection[str]) -> Generator[None, Non
 
 
 def read_mark(reader: TextReader, mark: str, names: Collection[str] = ()) -> Reading:
-    """Read a mark with any white space between its parts, or nothing.
+    """Read a mark with any white space between its parts, or read nothing.
 
-    names: the names of tools, for marks with such a name.
+    names: names of the tools, for marks that contain a tool's name.
     """
     before = reader.at
     for piece in mark_pieces(mark):
@@ -175,7 +178,7 @@ def _word(reader: TextReader) -> Reading:
 
 
 def closing(reader: TextReader, mark: str) -> Reading:
-    """Settle a mark that ends calls, if it is there."""
+    """Settle a mark that ends calls, if the text has it next."""
     reader.at = 0
     found = yield from read_mark(reader, mark)
     if found:

@@ -121,7 +121,7 @@ class CallSyntax:
 
     @property
     def opening(self) -> str:
-        """The mark by which calls are found anywhere in a text; "" if they have none."""
+        """Mark by which calls are found anywhere in a text; "" if calls have no mark."""
         lead = self.lead.lstrip()
         if self.mark:
             return self.mark
@@ -133,7 +133,7 @@ class CallSyntax:
 
     @property
     def leads(self) -> str:
-        """The character by which calls without a mark begin a message; "" with a mark."""
+        """Character with which calls begin a message; "" if calls have a mark."""
         return "" if self.opening else self.lead.lstrip()[:1]
 
     @property
@@ -149,7 +149,7 @@ class CallSyntax:
 
     @property
     def object_end(self) -> int:
-        """Place in `ends` behind that object."""
+        """Place in `ends` behind the object with the name and the arguments."""
         return self.ends.find("}") + 1
 
     def texts(self) -> Sequence[str]:

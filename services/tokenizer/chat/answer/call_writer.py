@@ -34,7 +34,7 @@ class CallWriter:
     """Writer of the rules of calls of one syntax."""
 
     def __init__(self, grammar: GrammarRules, syntax: CallSyntax, suffix: str = "") -> None:
-        """Take the syntax, and the end of the names of its rules."""
+        """syntax: syntax of the calls. suffix: end of the names of its rules."""
         self.suffix = suffix
         self._grammar = grammar
         self._syntax = syntax

@@ -13,7 +13,7 @@ __all__ = ["ContentTokens", "TokenBytes"]
 
 
 class TokenBytes:
-    """Bytes that each token of one text adds, also within a character.
+    """Bytes that each token of one text adds, even if they are a part of a character.
 
     A special token that the text leaves out has the bytes of its own text.
     """
@@ -22,7 +22,7 @@ class TokenBytes:
         """pieces: bytes of all tokens by id. hidden: ids of tokens that the text leaves out."""
         self._pieces = pieces
         self._hidden = hidden
-        self._pending = b""  # of an unfinished character
+        self._pending = b""  # bytes of an unfinished character
 
     def of(self, token: int, text: str) -> bytes:
         """Return the bytes of the next token, which added `text`.
@@ -34,8 +34,8 @@ class TokenBytes:
             return self._pieces[token]
         piece, before = self._pieces[token], len(self._pending)
         spelled = self._pending + piece
-        whole, used = codecs.utf_8_decode(spelled, "replace", False)
-        self._pending = spelled[used:]
+        whole, consumed = codecs.utf_8_decode(spelled, "replace", False)
+        self._pending = spelled[consumed:]
         if text == whole or not whole:
             return piece
         if whole.startswith(text):
@@ -60,7 +60,7 @@ class ContentTokens:
     """
 
     def __init__(self, pieces: Sequence[bytes], hidden: Container[int]) -> None:
-        """Take the arguments of `TokenBytes`."""
+        """pieces, hidden: arguments of `TokenBytes`."""
         self._pieces = pieces
         self._bytes = TokenBytes(pieces, hidden)
         self._held: deque[_Token] = deque()
@@ -71,7 +71,7 @@ class ContentTokens:
 
     def extend(self, text: str, columns: Columns) -> None:
         """Add scored tokens, which add `text`."""
-        # `columns.texts` would not do: it names tokens that the text leaves out
+        # `columns.texts` is not used, because it has texts of tokens that the text leaves out
         begin = columns.offsets[0] if columns.offsets else 0
         places = [*(offset - begin for offset in columns.offsets), len(text)]
         for token, span, score in zip(columns.ids, pairwise(places), columns.scores, strict=True):
@@ -90,7 +90,7 @@ class ContentTokens:
             self._content.append((begin, self._settled))
 
     def write(self, delta: completion_pb2.ChoiceDelta) -> None:
-        """Put tokens of the content into a delta, those without text along with their character."""
+        """Put tokens of the content into a delta; a token without text goes with its character."""
         silent: list[_Token] = []
         while self._held and self._held[0].end <= self._settled:
             token = self._held.popleft()

@@ -73,7 +73,7 @@ class Renderings:
     """Rendered probes, from the end of the question on; "" = the template refuses the probe."""
 
     header: str = ""
-    """The beginning of the assistant's message"""
+    """Beginning of the assistant's message"""
     plain: str = ""
     """Rendering of an answer without calls"""
     one: str = ""
@@ -81,7 +81,7 @@ class Renderings:
     two: str = ""
     """Rendering of an answer with both calls"""
     said: str = ""
-    """Rendering of an answer with content and both calls, or the first if one is the most"""
+    """Rendering of an answer with content and both calls, or one if two are not possible"""
     typed: str = ""
     """Rendering of an answer with a call that has arguments of every type"""
     thought: str = ""
@@ -96,7 +96,7 @@ class _Call:
     args: int
     """Place at which the arguments begin: the object, or the first parameter's name"""
     end: int
-    """Place behind the object, or the last value"""
+    """Place behind the object, or behind the last value"""
     members: Sequence[str] = ()
     """Texts between name, parameters and values, from the first parameter's name on"""
 
@@ -218,7 +218,7 @@ def _member_call(text: str, at: int, name: str, arguments: Mapping[str, Json]) -
 def _arguments(
     middle: str, calls: Sequence[_Call], between: str | None, behind: str
 ) -> tuple[TaggedArguments | KeywordArguments, str, str | None, str] | None:
-    """Return the form of arguments, and the texts around them without what belongs to it."""
+    """Return the form of arguments, and the texts around them without the parts of that form."""
     first, last = calls[0].members, calls[-1].members
     key, to_value, joint, _, second = first
     if to_value != last[1] or first[3] != to_value:
@@ -260,7 +260,7 @@ def _keywords(to_value: str, quote: str, between: str, begins: str) -> KeywordAr
 
 
 def _lead(text: str, seen: Renderings, reasoning: ReasoningFormat | None) -> str:
-    """Return what stands between the beginning of a message, or its content, and the first name."""
+    """Return the text between the beginning of a message, or its content, and the first name."""
     header = seen.header
     lead = text.removeprefix(header)
     if lead == text:
@@ -353,9 +353,9 @@ def _with_kinds(form: TaggedArguments, values: Mapping[str, str]) -> TaggedArgum
 
 
 def derive_reasoning(seen: Renderings, known: Sequence[ReasoningFormat]) -> ReasoningFormat | None:
-    """Return the first known format whose marks the template writes, else what it writes.
+    """Return the first known format whose marks the template writes, or else a derived format.
 
-    Without a rendering of reasoning, it is the first known format, or None.
+    Without a rendering of reasoning, return the first known format, or None.
     """
     before, found, behind = seen.thought.partition(REASONING)
     first = next(iter(known), None)

@@ -1,4 +1,4 @@
-"""Choice of the forms in which a model answers, from its templates and what they write."""
+"""Choice of the form of a model's calls, from the texts that its chat template renders."""
 
 import json
 from dataclasses import replace
@@ -25,10 +25,10 @@ def choose_calls(
 ) -> ToolFormat | None:
     """Return the format of calls that a template writes; None if it does not show one.
 
-    row: the format by the template's signs. Its syntaxes are read too if they look alike.
+    row: format chosen by the template's signs. Its similar syntaxes are read, too.
     """
     found = derive_calls(seen, reasoning)
-    if found is None or row.name == "harmony":  # whose parser reads more than calls
+    if found is None or row.name == "harmony":  # the parser of harmony reads more than calls
         return None
     syntax, end = found
     similar = [form for form in (row, *TOOL_FORMATS) if _is_similar(form, syntax)]

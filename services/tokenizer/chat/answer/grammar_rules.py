@@ -19,7 +19,7 @@ class GrammarRules:
     """Rules and schemas of one grammar."""
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
-        """Take the ids of marks that no text can spell."""
+        """token_ids: ids of marks that no text can spell."""
         self._token_ids = token_ids
         longest_first = sorted(token_ids, key=len, reverse=True)
         self._tokens = re.compile(f"({'|'.join(map(re.escape, [*longest_first, *_ANY]))})")
@@ -27,7 +27,7 @@ class GrammarRules:
         self._parts: list[dict[str, Any]] = []
         self._shared: dict[tuple[str, str], str] = {}
         self.places: dict[str, str] = {}
-        """Fields of the request, by the places of the grammar built from them"""
+        """Field of the request from which each place of the grammar was built"""
         self.ignored: list[str] = []
         """Paths of schema keywords that the form of calls can't enforce"""
 
@@ -49,7 +49,7 @@ class GrammarRules:
         return types_pb2.GrammarSpec(llguidance=json.dumps({"grammars": grammars}))
 
     def mark(self, text: str) -> str:
-        """Return a mark with its tokens, ids and numbers at placeholders, all else spelled."""
+        """Return the body of a mark: tokens by id, patterns for placeholders, all else spelled."""
         parts: list[str] = []
         for piece in self._tokens.split(text):
             token = self._token_ids.get(piece)
@@ -82,11 +82,11 @@ class GrammarRules:
 
     def through(self, name: str, mark: str, text: str = "TEXT") -> str:
         """Add a rule of text that ends with a mark; return its name."""
-        # a mark without a token could also be part of the text: a lazy rule ends at the first one
+        # a mark without a token could be part of the text: a lazy rule ends at the first mark
         places = [place for token in self._token_ids if (place := mark.find(token)) >= 0]
         if not places:
             return self.rule(f"{name}[lazy]", f"{text} {self.mark(mark)}")
-        # what is in front of a token is part of the text, which only the token ends
+        # the mark's beginning before its token counts as text, which only the token ends
         return self.rule(name, f"{text} {self.mark(mark[min(places) :])}")
 
     def shared_through(self, name: str, mark: str) -> str:
@@ -112,12 +112,12 @@ class GrammarRules:
 
 
 def literal(text: str) -> str:
-    """Return a string of the grammar."""
+    """Return a string literal of the grammar."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") if text else ""
 
 
 def regex(pattern: str) -> str:
-    """Return a regular expression between slashes."""
+    """Return a pattern as a regular expression of the grammar, between slashes."""
     escaped = re.sub(
         r"\\.|/",
         lambda match: match.group() if match.group() != "/" else "\\/",
@@ -130,10 +130,10 @@ def regex(pattern: str) -> str:
 def chosen(
     grammar: GrammarRules, name: str, members: Sequence[tuple[str, bool]], separator: str
 ) -> str:
-    """Return the rule of members in their order, in which optional ones may be absent."""
+    """Return the rule of members in order. Optional members may be absent."""
     if not members:
         return ""
-    tail = ""  # the rule of what follows a member; members are added from the last on
+    tail = ""  # rule of the text behind a member; members are added from last to first
     heads: list[str] = []
     for place in range(len(members) - 1, -1, -1):
         member, required = members[place]

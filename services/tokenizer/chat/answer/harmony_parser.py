@@ -32,9 +32,9 @@ class HarmonyParser(ReadingParser):
     def __init__(
         self, tools: Parameters, within: SegmentKind | None = None, *, is_forced: bool = False
     ) -> None:
-        """Take the tools that the model may call.
+        """tools: tools that the model may call.
 
-        within: what the prompt ends in the middle of; None: it ends in front of a header.
+        within: kind of the part in which the prompt ends; None = it ends in front of a header.
         is_forced: whether a grammar forces calls, so that all other text is markup.
         """
         self._tools = tools
@@ -58,7 +58,7 @@ class HarmonyParser(ReadingParser):
                 yield from self._read_body(self._content)
 
     def _read_part(self) -> Reading:
-        """Read a header and its body; return false, with nothing settled, if there is none."""
+        """Read a header and its body; return False, and settle nothing, if there is none."""
         reader = self._reader
         if not (yield from self._read_header()):
             return False
@@ -78,7 +78,7 @@ class HarmonyParser(ReadingParser):
         return True
 
     def _read_call(self, name: str, begin: int) -> Generator[None, None, None]:
-        """Read a call whose body begins at `begin`; one of no known tool is content."""
+        """Read a call whose body begins at `begin`. A call of an unknown tool is content."""
         reader = self._reader
         reader.at = begin
         if name in self._tools and (yield from reader.space()) and reader.text[reader.at] == "{":
@@ -113,7 +113,7 @@ class HarmonyParser(ReadingParser):
         return False
 
     def _read_body(self, kind: SegmentKind) -> Generator[None, None, None]:
-        """Read up to the end of a part, and that end."""
+        """Read the text of a part, and the mark that ends it."""
         reader = self._reader
         if not (yield from reader.text_until(kind, _ENDS)):
             return

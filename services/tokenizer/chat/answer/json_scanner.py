@@ -1,4 +1,4 @@
-"""Scanner of JSON that arrives by characters: it refuses the first that can't become JSON."""
+"""Scanner of JSON, character by character; it refuses the first that can't belong to JSON."""
 
 from enum import Enum
 
@@ -31,7 +31,7 @@ class _Expects(Enum):
     KEY = "a key"
     KEY_OR_END = "a key, or the end of the object"
     COLON = "a colon"
-    COMMA_OR_END = "a comma, or the end of what is open"
+    COMMA_OR_END = "a comma, or the end of the object or array"
     NOTHING = "nothing: the value is complete"
 
 
@@ -39,7 +39,7 @@ class JsonScanner:
     """Scanner of one object or array, from its first character on."""
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # closing brackets of what is open
+        self._open: list[str] = []  # closing brackets of all open objects and arrays
         self._expects = _Expects.VALUE
         self._in_string = False
         self._string_is_key = False

@@ -17,9 +17,9 @@ _BARE = re.compile(r"[^\[\]{},:]+")
 
 
 def read_keywords(reader: TextReader, name: str, form: KeywordArguments) -> Reading:
-    """Settle a call from behind its bracket on, member by member; its closing bracket stays.
+    """Settle arguments behind the opening bracket, member by member, up to the closing bracket.
 
-    Returns false, with nothing settled, if its first member is none.
+    Return False, and settle nothing, if the text does not begin with a member.
     """
     before, is_settled = "{", False
     while True:

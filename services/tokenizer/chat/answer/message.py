@@ -1,4 +1,4 @@
-"""Message that one choice of a chat becomes: generated text in, parts of a message out."""
+"""Message of one choice of a chat: parts of a message from generated text."""
 
 import secrets
 import string
@@ -18,7 +18,7 @@ _ID_LENGTH = 24
 
 
 class ChatMessage:
-    """Writes output of a choice as parts of a message."""
+    """Writer of a choice's output as parts of a message."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class ChatMessage:
         is_forced: bool,
         echo: str = "",
     ) -> None:
-        """Take what the request asks for.
+        """parser: parser of the generated text.
 
-        tokens: None unless the client wants logprobs.
-        reasoning: counts the tokens of reasoning.
+        tokens: scored tokens of the content; None unless the client wants logprobs.
+        reasoning: counter of the tokens of reasoning.
         turn_ends: ids that end a turn, reported as EOS unless the request named them.
         single_call: whether calls after the first are dropped.
         is_forced: whether the request named the tool to call.
@@ -88,7 +88,7 @@ class ChatMessage:
             self._write_end(output.index, outcome, add().finished)
 
     def _skip(self, skipped: SkippedOutput) -> None:
-        """Read output that the client has received before, and write nothing."""
+        """Parse output that the client has received before, and write nothing."""
         if not skipped.text and not skipped.columns.ids:
             return
         segments = self._parser.feed(skipped.text)

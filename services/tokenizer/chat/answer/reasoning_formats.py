@@ -107,7 +107,7 @@ REASONING_FORMATS: Sequence[ReasoningFormat] = (
 
 
 def reasoning_formats_of(setting: str, templates: Collection[str]) -> Sequence[ReasoningFormat]:
-    """Return the format of that name; for "auto", those whose signs a template has."""
+    """Return the format named `setting`; for "auto", all formats whose signs a template has."""
     if setting != "auto":
         return [form for form in REASONING_FORMATS if form.name == setting]
     return [

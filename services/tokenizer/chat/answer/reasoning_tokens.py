@@ -8,14 +8,14 @@ __all__ = ["ReasoningTokens"]
 
 
 class ReasoningTokens:
-    """Counts tokens once the parser decides what their text is.
+    """Counter of the tokens whose text the parser classifies as reasoning.
 
     The last character of a token decides; a token without text belongs to the next one with text.
     Places are in code points of the generated text.
     """
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
-        """`pieces` are the bytes of all tokens by id; those that the text leaves out have none."""
+        """pieces: bytes of each token by id; empty for tokens that the text leaves out."""
         self.count = 0
         self._pieces = pieces
         self._unfinished = b""
@@ -34,12 +34,12 @@ class ReasoningTokens:
         end = self._received + len(text)
         for token in ids:
             spelled = self._unfinished + self._pieces[token]
-            whole, used = codecs.utf_8_decode(spelled, "replace", False)
-            self._unfinished = spelled[used:]
+            whole, consumed = codecs.utf_8_decode(spelled, "replace", False)
+            self._unfinished = spelled[consumed:]
             self._received = min(end, self._received + len(whole))
             self._ends.append(self._received)
         self._received = end
-        if ids and text:  # the text belongs to these tokens, whatever the decoder left out of it
+        if ids and text:  # the whole text is theirs, even if the decoder left out bytes
             self._ends[-1] = end
 
     def settle(self, length: int, *, is_reasoning: bool) -> None:

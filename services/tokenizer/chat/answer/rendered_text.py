@@ -1,4 +1,4 @@
-"""Units of a rendered text, which a comparison of texts must not cut."""
+"""Units of rendered texts, such as tags and words, that comparisons must not cut."""
 
 import re
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def common_suffix(first: str, second: str) -> str:
 
 
 def merged(first: str, second: str) -> str | None:
-    """Return what two texts have in common if only numbers differ, which become an index."""
+    """Return the text that two texts share if only numbers differ, which become an index."""
     one, other = units_of(first), units_of(second)
     found = _common(one, other)
     return "".join(found) if len(found) == len(one) == len(other) else None

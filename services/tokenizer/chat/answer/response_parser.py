@@ -25,7 +25,7 @@ class ResponseParser(ReadingParser):
         is_forced: bool = False,
         frame: Sequence[str] = (),
     ) -> None:
-        """Take the model's forms; None for a message without reasoning or without calls.
+        """reasoning, calls: forms of the model; None = the message has no reasoning, or no calls.
 
         is_reasoning: whether the prompt ends inside reasoning.
         is_forced: whether a grammar forces calls, so that all other text is markup.
@@ -57,7 +57,7 @@ class ResponseParser(ReadingParser):
                 calls is not None and (yield from self._read_calls(calls))
             ):
                 yield from reader.skip_space()
-            else:  # the mark begins no call; a later one may
+            else:  # no call begins at this mark, but one may begin at a later mark
                 reader.settle_as(self._beside_calls, mark_at + 1)
 
     def _read_reasoning(self) -> Reading:
@@ -105,7 +105,7 @@ class ResponseParser(ReadingParser):
         return False
 
     def _read_calls(self, calls: ToolFormat, *, is_opened: bool = False) -> Reading:
-        """Read calls from `at` on; an interrupted answer leaves out an unfinished call or mark.
+        """Read calls from `at` on. An unfinished call or mark of an interrupted answer is left out.
 
         is_opened: whether the prompt has begun the first call.
         """
@@ -128,6 +128,6 @@ class ResponseParser(ReadingParser):
 
 
 def _content_marks(calls: ToolFormat | None) -> Sequence[str]:
-    """Return the marks with which a message returns from calls to content."""
+    """Return the marks behind which a message goes on with content after calls."""
     syntaxes = calls.syntaxes if calls is not None else ()
     return [syntax.begins + syntax.content for syntax in syntaxes if syntax.content]

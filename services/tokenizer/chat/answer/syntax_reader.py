@@ -32,7 +32,7 @@ def read_calls(
 ) -> Reading:
     """Read the calls of one syntax.
 
-    is_opened: whether the prompt has written what is in front of the first name.
+    is_opened: whether the text in front of the first name is in the prompt.
     """
     if not is_opened and not (yield from read_mark(reader, syntax.opens)):
         return False

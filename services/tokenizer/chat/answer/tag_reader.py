@@ -20,7 +20,7 @@ _Text: TypeAlias = Generator[None, None, str | None]
 def read_tags(
     reader: TextReader, schema: Mapping[str, Any], form: TaggedArguments, ends: str
 ) -> Reading:
-    """Settle arguments as an object; return whether the end of the call was there."""
+    """Settle arguments as an object; return whether the end of the call was found."""
     before = "{"
     while True:
         reader.at = 0
@@ -44,7 +44,7 @@ def read_tags(
 
 
 def _member(reader: TextReader, schema: Mapping[str, Any], form: TaggedArguments) -> _Member:
-    """Read a member from its name to the end of its value; return it as JSON, "" without an end."""
+    """Read a member from its name to the end of its value; return its JSON, "" if it has no end."""
     middle, has_kind, rest = form.middle.rstrip().partition(KIND)
     key = yield from _text_until(reader, middle.split()[0])
     if key is None or not (yield from read_mark(reader, middle)):
@@ -66,7 +66,7 @@ def _member(reader: TextReader, schema: Mapping[str, Any], form: TaggedArguments
 
 
 def _text_until(reader: TextReader, end: str) -> _Text:
-    """Read up to a text, which stays unread; return what is in front of it, None without it."""
+    """Read up to the text `end`; return the text in front of it, or None if there is no `end`."""
     begin = reader.at
     found = yield from reader.until(end)
     return reader.text[begin : reader.at] if found else None

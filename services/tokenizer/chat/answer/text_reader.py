@@ -1,4 +1,4 @@
-"""Reader of generated text: it reads ahead, then settles segments or goes back."""
+"""Reader of generated text, which reads ahead and then settles segments or goes back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
@@ -9,7 +9,7 @@ from services.tokenizer.chat.answer.message_parser import Segment, SegmentKind
 __all__ = ["Reading", "ReadingParser", "TextReader", "is_half"]
 
 Reading: TypeAlias = Generator[None, None, bool]
-"""A read that yields whenever it needs more text, and returns whether it found its object"""
+"""A read that yields whenever it needs more text, and returns whether it succeeded"""
 
 
 class TextReader:
@@ -60,7 +60,7 @@ class TextReader:
         return False
 
     def literal(self, literal: str) -> Reading:
-        """Read exactly this string, or nothing."""
+        """Read exactly this string, or read nothing and return False."""
         while len(self.text) - self.at < len(literal):
             if not literal.startswith(self.text[self.at :]):
                 return False
@@ -123,7 +123,7 @@ class ReadingParser(ABC):
     """Parser of one message by a reader, which waits in `_read` for more text."""
 
     def __init__(self) -> None:
-        """Begin to read: a subclass calls this last."""
+        """Begin to read. A subclass calls this at the end of its own __init__."""
         self._reader = TextReader()
         self._run = self._read()
         next(self._run, None)
@@ -135,7 +135,7 @@ class ReadingParser(ABC):
         return self._reader.take()
 
     def finish(self, *, is_cut: bool, is_stopped: bool = False) -> Sequence[Segment]:
-        """End the text, as `MessageParser` says; return the remaining segments."""
+        """End the text, and return the remaining segments; see `MessageParser.finish`."""
         self._reader.is_ended, self._reader.is_cut = True, is_cut
         self._reader.is_interrupted = is_cut or is_stopped
         next(self._run, None)
@@ -143,7 +143,7 @@ class ReadingParser(ABC):
 
     @abstractmethod
     def _read(self) -> Generator[None, None, None]:
-        """Settle all text. Yield whenever that needs more of it."""
+        """Settle all text. Yield whenever more text is needed."""
 
 
 def is_half(text: str, marks: Sequence[str]) -> bool:

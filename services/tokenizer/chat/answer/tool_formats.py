@@ -25,9 +25,9 @@ class ToolFormat:
 
     name: str
     syntaxes: Sequence[CallSyntax]
-    """Ways to write calls, all of which are read"""
+    """All ways to write calls that are read"""
     signs: Sequence[str] = ()
-    """Strings that a chat template of this family contains, all of them"""
+    """Strings all of which a chat template of this family contains"""
     ends: Sequence[str] = ()
     """Control tokens with which the model ends a message, though the template may not"""
     written: int = 1
@@ -352,10 +352,11 @@ def answer_marks() -> frozenset[str]:
 
 
 def tool_format_of(setting: str, templates: Collection[str], tokens: Collection[str]) -> ToolFormat:
-    """Return the format of that name.
+    """Return the format named `setting`.
 
-    For "auto", the first whose signs a template has. A template that writes tools alone leaves the
-    plainest whose mark is one of the vocabulary's control tokens, `tokens`. Otherwise it is JSON.
+    For "auto", return the first format whose signs a template has. If a template writes tools but
+    has no known signs, return the simplest format whose mark is one of the vocabulary's control
+    tokens, `tokens`. Otherwise return the JSON format.
     """
     for form in TOOL_FORMATS:
         if form.name == setting or (

@@ -61,7 +61,7 @@ def keyword_value(
 def tagged_value(
     grammar: GrammarRules, name: str, parameter: Parameter, form: TaggedArguments
 ) -> str:
-    """Return the rule of what is behind a parameter's name: a mark, its value, and a mark."""
+    """Return the rule of the text behind a parameter's name: a mark, the value, and a mark."""
     ends = form.ends.replace(KEY, parameter.name)
     end = grammar.mark(ends)
     kinds = json_types(parameter.schema, parameter.schema)
@@ -123,7 +123,7 @@ def _leave_out(grammar: GrammarRules, parameter: Parameter, found: Any, why: str
 
 
 def _through(grammar: GrammarRules, mark: str) -> str:
-    """Return the rule of any text up to a mark and of the mark, one for all uses."""
+    """Return the rule of any text that ends with a mark. All uses share one rule."""
     return grammar.shared_through("string", mark)
 
 
@@ -198,7 +198,7 @@ def _python_or_number(
 
 
 class _OwnValues:
-    """Rules of values in a notation of its own, by a schema."""
+    """Rules of the values of a schema in a notation other than JSON."""
 
     def __init__(self, grammar: GrammarRules, name: str, parameter: Parameter) -> None:
         self._grammar = grammar
@@ -207,7 +207,7 @@ class _OwnValues:
         self._count = 0
 
     def body(self, schema: Any, depth: int) -> str:
-        """Return the body of any value that the schema allows, as far as this can express it."""
+        """Return the body of any value that the schema allows, as far as rules can express it."""
         own = schema if isinstance(schema, Mapping) else {}
         root = self._parameter.schema
         if values := named_values(own):

@@ -1,4 +1,4 @@
-"""Probes of a chat template: what it writes for calls and reasoning."""
+"""Probes of a chat template, which show its form of calls and reasoning."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _QUESTION = "kinkajou"
 
 
 async def probe_answers(renderer: Renderer, name: str, facts: TemplateFacts) -> Renderings:
-    """Return what the template writes for answers of every kind."""
+    """Return the renderings of answers of every kind."""
     probe = _Probe(renderer, name, facts)
     one, two = CALLS[:1], CALLS
     typed = [(CALLS[0][0], TYPED)]

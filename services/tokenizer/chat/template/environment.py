@@ -1,4 +1,4 @@
-"""Jinja environment of chat templates, whose output tells what the template itself wrote.
+"""Jinja environment of chat templates, whose output marks the text that the template wrote.
 
 It has the functions, filters and limits of transformers' (`transformers.utils.chat_template_utils`,
 5.24), which published templates are written for. The difference: literals of the template and all

@@ -1,7 +1,8 @@
 """Conversation in the order of roles, and with the tools, that a chat template can write.
 
 Agents send instructions in the middle of a conversation, and tools to models whose templates have
-no place for them. What a template would refuse or leave out is moved to where it takes it.
+no place for them. Content that a template would refuse or leave out is moved to a place that the
+template accepts.
 """
 
 import json
@@ -44,7 +45,7 @@ class FittedConversation:
     messages: Sequence[completion_pb2.Message]
     tools: Sequence[completion_pb2.Tool]
     moved: Sequence[int]
-    """Indices of the messages that are part of another one, or have another role"""
+    """Indices of the request's messages that were joined to another, or have another role"""
 
 
 def fit_conversation(
@@ -94,7 +95,7 @@ def fit_conversation(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A message, and its index in the request; None for one of the server's."""
+    """A message, and its index in the request; None = the server added the message."""
 
     message: completion_pb2.Message
     index: int | None
@@ -196,9 +197,10 @@ def _with_late_instructions(turns: Sequence[_Turn], facts: TemplateFacts) -> lis
 def _merge_users(
     turns: Sequence[_Turn], moved: Collection[int | None]
 ) -> tuple[list[_Turn], list[_Turn]]:
-    """Return the turns with one message for messages of the user in a row, and the later ones.
+    """Return the turns with consecutive messages of the user joined, and the joined turns.
 
-    Those that were joined with one of `moved` keep their role, so they are not returned.
+    moved: indices of turns that were moved. A turn joined to one of them keeps its role, and is not
+    returned.
     """
     kept: list[_Turn] = []
     merged: list[_Turn] = []

@@ -5,7 +5,7 @@ Its command is `python -m services.tokenizer.chat.template.render_process`.
 A template is a program by the checkpoint's author, whose input is a user's conversation. It can
 loop forever, or exhaust memory. Only the end of its process stops it, so it gets its own process.
 
-Frames arrive on stdin: the templates, then jobs. Each is answered by one frame on stdout.
+Frames arrive on stdin: the templates, then jobs. Each frame gets one frame on stdout as answer.
 """
 
 import resource
@@ -85,7 +85,7 @@ class PromptRenderer:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """Return a message whose role, which is one of few words, counts as the template's text."""
+    """Return a message whose role counts as text of the template, because it is a known word."""
     traced = trace_json(message)
     assert isinstance(traced, dict)
     return {**traced, "role": from_template(message["role"])}
@@ -102,7 +102,7 @@ def _mark_end(message: dict[str, Any]) -> None:
 
 
 def _cut_at_mark(rendered: TracedText) -> TracedText:
-    """Return what is before the mark. Raises TemplateError if the template left it out."""
+    """Return the text before the mark. Raises TemplateError if the template left the mark out."""
     place = rendered.rfind(_END_MARK.strip())
     if place < 0:
         raise TemplateError(

@@ -1,4 +1,4 @@
-"""Messages to and from the render process: frames, each a length and then JSON."""
+"""Protocol of the render process: frames, each a length and then JSON."""
 
 import signal
 import struct

@@ -1,4 +1,4 @@
-"""Client of the render process, which conversations can end."""
+"""Client of the render process, which a hostile conversation can crash."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ __all__ = ["Renderer"]
 _LOG = logging.getLogger("renderer")
 _ENDED = "the process that renders chat templates ended with %s"
 _SECONDS = 5.0  # of CPU time for a conversation; most take less than 5 ms
-_WALL_SECONDS = 20.0  # of a process that gets a quarter of a processor, on a busy machine
+_WALL_SECONDS = 20.0  # enough for a process that gets a quarter of a processor
 _START_SECONDS = 60.0
 _MAX_WAITING = 1_024
 _MAX_LENGTH = 8 * 1024 * 1024  # characters
@@ -48,7 +48,7 @@ class Renderer:
     """One render process, which is started again after its end."""
 
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, str]) -> None:
-        """Take the sources and variables of `Templates`."""
+        """templates: Jinja sources by name. variables: variables of all templates."""
         self._templates = Templates(dict(templates), dict(variables), _MAX_LENGTH, _SECONDS)
         self._process: asyncio.subprocess.Process | None = None
         self._turns = FairTurns(1)
@@ -56,11 +56,11 @@ class Renderer:
         self._is_stopping = False
 
     async def render(self, job: RenderJob) -> Rendering:
-        """Return what the template renders from the conversation, without an error.
+        """Return the rendering of a conversation, which has no error.
 
         Raises INVALID_ARGUMENT for the messages if the template refuses them or exceeds a limit,
-        RESOURCE_EXHAUSTED if too many conversations wait, UNAVAILABLE if the process can't start,
-        or if two of them end or hang for a reason that is not the conversation's.
+        RESOURCE_EXHAUSTED if too many conversations wait, and UNAVAILABLE if the process can't
+        start, or if two processes in a row are killed or hang.
         """
         tenant = current_tenant.get()
         if not self._waiting.has_room(tenant, 1):
@@ -80,7 +80,7 @@ class Renderer:
         return rendering
 
     async def stop(self) -> None:
-        """End the process, also one that only starts; that is no error."""
+        """End the process, even while it starts. This is not logged as an error."""
         self._is_stopping = True
         if self._process is not None:
             await self._kill(self._process)
@@ -92,7 +92,7 @@ class Renderer:
     def _on_exchanged(self, tenant: str, exchange: "asyncio.Future[Rendering]") -> None:
         self._waiting.add(tenant, -1)
         if not exchange.cancelled():
-            exchange.exception()  # retrieved, or asyncio logs it if the client left
+            exchange.exception()  # asyncio logs an exception that no client retrieves
 
     async def _exchange(self, job: bytes, tenant: str) -> Rendering:
         """Return the answer of a process, or of a fresh one if the first ends or hangs."""

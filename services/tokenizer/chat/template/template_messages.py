@@ -37,19 +37,19 @@ class TemplateFacts:
     """Expectations that differ between templates."""
 
     knows_developer: bool = False
-    """True if there is a role for developers, who are "system" otherwise"""
+    """True if there is a role for developers; otherwise their role is "system\""""
     names_thinking: bool = False
-    """True if reasoning is "thinking" instead of "reasoning_content": gpt-oss, LFM2.5"""
+    """True if the field of reasoning is "thinking", not "reasoning_content": gpt-oss, LFM2.5"""
     takes_parts: bool = False
     """True if a content is a list of parts instead of a string"""
     takes_image_parts: bool = False
     """True if parts that are images become marks; otherwise texts must contain the marks"""
     empty_content: EmptyContent = EmptyContent.TEXT
-    """Content of a message that only calls tools; that of other empty messages is ""."""
+    """Content of a message that only calls tools; other empty messages have the content \"\""""
     arguments_are_text: bool = False
     """True if arguments of calls are JSON text instead of objects"""
     keeps_broken_arguments: bool = False
-    """True if arguments that are no object are written as their text"""
+    """True if arguments that are not an object are written as their text"""
     thinks_or_speaks: bool = False
     """True if a message with calls may have content or `thinking`, which then takes both"""
     thinks_in_parts: bool = False
@@ -98,7 +98,7 @@ def template_messages(
 ) -> list[Json]:
     """Return valid messages in the form of transformers' templates.
 
-    image_text: stands for an image in the text of a template that takes no image parts.
+    image_text: placeholder of an image for templates that take no image parts.
     """
     callers: dict[str, str] = {}  # names of tools by the ids of their calls
     written: list[Json] = []
@@ -183,7 +183,7 @@ def _content(message: completion_pb2.Message, facts: TemplateFacts, image_text: 
 
 
 def _empty_parts(message: completion_pb2.Message) -> Sequence[completion_pb2.ContentPart]:
-    """Return the parts of a message without content: templates look at a tool's first one."""
+    """Return the parts of a message without content. Templates read the first part of a tool's."""
     is_result = message.role == completion_pb2.ROLE_TOOL
     return (completion_pb2.ContentPart(text=""),) if is_result else ()
 
@@ -193,7 +193,7 @@ def _part_text(part: completion_pb2.ContentPart, image_text: str) -> str:
 
 
 def _arguments(call: completion_pb2.ToolCall, facts: TemplateFacts) -> Json:
-    """Return the arguments in the template's form; text that is no object stays if it may."""
+    """Return the arguments in the template's form. Broken arguments stay text if it takes them."""
     text = call.arguments_json
     if facts.arguments_are_text:
         return text or "{}"

@@ -26,7 +26,7 @@ _ANSWER = "axolotl"
 _TOOL_NAME = "kakapo"
 _WORDS = ("quetzal", "axolotl", "numbat", "okapi", "tarsier")
 _THINKING = re.compile(r"""message\.thinking|message\[['"]thinking['"]\]""")
-_NOTHING = re.compile("None|null|[Uu]ndefined")  # as templates write a missing content
+_NOTHING = re.compile("None|null|[Uu]ndefined")  # forms in which templates write a missing content
 _TOOL: Json = {
     "type": "function",
     "function": {
@@ -47,7 +47,7 @@ _Role: TypeAlias = "completion_pb2.Role.ValueType"
 async def probe_template(
     renderer: Renderer, name: str, source: str, image_mark: str = ""
 ) -> TemplateFacts:
-    """Return what the template expects. Raises INVALID_ARGUMENT if it refuses a user's message.
+    """Return the facts of a template. Raises INVALID_ARGUMENT if it refuses a user's message.
 
     image_mark: the text that the model's processor replaces by an image; "" for text-only models.
     """
@@ -166,7 +166,7 @@ class _Probe:
 
 
 async def _with_image_parts(probe: _Probe, facts: TemplateFacts, mark: str) -> TemplateFacts:
-    """Return `facts` with whether the template writes a mark for an image among the parts."""
+    """Return `facts` with the answer whether the template writes a mark for an image part."""
     parts = [completion_pb2.ContentPart(image=b""), completion_pb2.ContentPart(text=_WORD)]
     message = completion_pb2.Message(role=_USER, parts=parts)
     tried = replace(facts, takes_image_parts=True)
@@ -229,7 +229,7 @@ async def _with_calls(probe: _Probe, facts: TemplateFacts) -> TemplateFacts:
 async def _with_broken_arguments(
     probe: _Probe, question: Sequence[completion_pb2.Message], facts: TemplateFacts
 ) -> TemplateFacts:
-    """Return `facts` with whether the template, which takes objects, also writes broken text."""
+    """Return `facts` with the answer whether a template that takes objects writes broken text."""
     text = f'{{"{_WORD}{_ANSWER}": "{_ANSWER}{_WORD}'
     tried = replace(facts, keeps_broken_arguments=True)
     messages = [*question, *_call_and_answer(text)]

@@ -1,6 +1,6 @@
 """Strings that know which of their characters a chat template wrote.
 
-A template's string operations see the text alone, so they give what they give on plain strings.
+A template's string operations see the text alone, so their results are those of plain strings.
 Characters whose origin an operation does not keep count as the request's, never as the template's:
 a control token may become text, but text never becomes a control token. The method is positive
 tainting (Halfond, Orso and Manolios, "Using positive tainting and syntax-aware evaluation to
@@ -32,7 +32,7 @@ _FIELD = re.compile("%[%sd]")
 
 
 class TracedText(str):
-    """A string, and for each character whether the template wrote it.
+    """A string that records for each character whether the template wrote it.
 
     Every attribute without an underscore is one of `str`, because templates can read them.
     """
@@ -51,7 +51,7 @@ class TracedText(str):
 
     def __add__(self, other: object) -> "TracedText":
         if not isinstance(other, str) or isinstance(other, Markup):
-            return NotImplemented  # Markup escapes what it is added to
+            return NotImplemented  # Markup's own method escapes this text
         return TracedText(str.__add__(self, other), self._origins + _origins_of(other))
 
     def __radd__(self, other: str) -> "TracedText":
@@ -139,11 +139,11 @@ class TracedText(str):
         return self._mapped(super().title())
 
     def _mapped(self, text: str) -> "TracedText":
-        """Return the text that has one character for each of this one."""
+        """Return `text`, which has one character for each of this one, with the same origins."""
         return TracedText(text, self._origins if len(text) == len(self) else None)
 
     def _located(self, pieces: Sequence[str], separator: str | None) -> list[str]:
-        """Return pieces of this text, which the separator parts; None: whitespace does."""
+        """Return pieces of this text with their origins. separator: None = white space."""
         located: list[str] = []
         at = 0
         for piece in pieces:
@@ -191,7 +191,7 @@ def from_request(text: str) -> TracedText:
 
 
 def join_traced(pieces: Iterable[str]) -> TracedText:
-    """Return the pieces in one text."""
+    """Return the concatenation of the pieces, with their origins."""
     return from_request("").join(pieces)
 
 

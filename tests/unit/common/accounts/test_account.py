@@ -47,9 +47,9 @@ def test_reserved_tokens_are_replaced_by_used_tokens() -> None:
     key = account(tokens_per_minute=100)
     key.begin(80, 0.0)
     assert refusal(key.begin, 30, 0.0).retry_seconds == pytest.approx(6)
-    key.end(80, used=20, now=0.0)
+    key.end(80, used_tokens=20, now=0.0)
     key.begin(80, 0.0)
-    key.end(80, used=140, now=0.0)  # use beyond the reservation becomes a debt
+    key.end(80, used_tokens=140, now=0.0)  # use beyond the reservation becomes a debt
     assert key.headers(0.0)["x-ratelimit-remaining-tokens"] == "0"
     assert refusal(key.begin, 10, 0.0).retry_seconds == pytest.approx(42)
 
@@ -61,10 +61,10 @@ def test_request_over_the_limit_reserves_a_whole_minute() -> None:
     assert refusal(key.begin, 1, 0.0).retry_seconds == pytest.approx(0.6), (
         "the reservation must leave no debt"
     )
-    key.end(100, used=100, now=0.0)
+    key.end(100, used_tokens=100, now=0.0)
     assert refusal(key.begin, 5000, 0.0).retry_seconds == pytest.approx(60)
     assert key.begin(5000, 60.0) == 100
-    key.end(100, used=10, now=60.0)
+    key.end(100, used_tokens=10, now=60.0)
     assert key.headers(60.0)["x-ratelimit-remaining-tokens"] == "90"
 
 
@@ -72,12 +72,12 @@ def test_reservation_is_settled_after_a_change_of_tier() -> None:
     key = account(tokens_per_minute=100)
     reserved = key.begin(5000, 0.0)
     key.set_tier(Tier(tokens_per_minute=1000), 0.0)
-    key.end(reserved, used=50, now=0.0)
+    key.end(reserved, used_tokens=50, now=0.0)
     assert key.headers(0.0)["x-ratelimit-remaining-tokens"] == "950"
     unlimited = account()
     reserved = unlimited.begin(5000, 0.0)
     unlimited.set_tier(Tier(tokens_per_minute=100), 0.0)
-    unlimited.end(reserved, used=40, now=0.0)
+    unlimited.end(reserved, used_tokens=40, now=0.0)
     assert unlimited.headers(0.0)["x-ratelimit-remaining-tokens"] == "60"
 
 
