@@ -2,7 +2,6 @@
 
 import fcntl
 import logging
-import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
@@ -11,28 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from torch import Tensor
 from transformers import LlamaConfig
 
-from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
-from services.engine.execution.packed_cache import open_packed
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.model.checkpoint import fingerprint
-from services.engine.model.loader import load_model
-from services.engine.model.lockstep import Follower
-from services.engine.ranks.group import SINGLE_RANK, RankGroup
-from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings
 from services.engine.start_check import check_start
-from tests.stack import free_ports
-from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.checkpoints.shapes import SHAPE
+from tests.unit.engine.execution.packed_logits import RANKS, logits, logits_of_ranks
 from tests.unit.engine.gguf_checkpoints import write_gguf
 
-TOKENS = 20
-RANKS = 2
 WIDE = LlamaConfig(**SHAPE | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128})
 K = GGMLQuantizationType
 
@@ -55,30 +44,6 @@ def cache(tmp_path: Path) -> Path:
 def model(tmp_path: Path) -> Path:
     write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "checkpoint", WIDE), K.Q4_0)
     return tmp_path / "model.gguf"
-
-
-def logits(
-    path: Path,
-    cache: Path | None,
-    dtype: torch.dtype = torch.float32,
-    weights: str = "full",
-    ranks: RankGroup = SINGLE_RANK,
-) -> tuple[Tensor, bool]:
-    """Return rank 0's logits of a prompt, and whether the weights were read from the cache."""
-    with opened_checkpoint(path) as directory:
-        file = None if cache is None else open_packed(cache, directory, dtype, weights, ranks.rank)
-        decoder = load_model(directory, dtype, weights=weights, ranks=ranks, packed=file)
-    was_read = file is not None and file.is_read
-    if file is not None:
-        file.publish().join()
-    driver = Driver(decoder, [random_tokens(TOKENS, 1)], block_size=32)
-    if not ranks.rank.leads:
-        Follower(decoder, driver.cache, ranks).run()
-        return torch.empty(0), was_read
-    driver.step([(0, TOKENS)])
-    if not ranks.rank.is_alone:
-        ranks.dissolve()
-    return driver.logits[0], was_read
 
 
 def assert_cached(
@@ -111,34 +76,10 @@ def test_tiles_are_read_as_they_were_packed(tmp_path: Path, cache: Path, weights
 
 
 def test_each_rank_has_a_file(tmp_path: Path, model: Path, cache: Path) -> None:
-    computed = [_of_ranks(model, cache, tmp_path / f"logits{start}") for start in range(2)]
+    computed = [logits_of_ranks(model, cache, tmp_path / f"logits{start}") for start in range(2)]
     assert [was_read for _, was_read in computed] == [False, True]
     assert torch.equal(computed[0][0], computed[1][0])
     assert len(list(cache.iterdir())) == RANKS
-
-
-def _of_ranks(path: Path, cache: Path, out: Path) -> tuple[Tensor, bool]:
-    [port] = free_ports(1)
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_run_rank, args=(Rank(n, RANKS, n, RANKS), port, path, cache, out))
-        for n in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    logits, was_read = torch.load(out)
-    return logits, was_read
-
-
-def _run_rank(rank: Rank, port: int, path: Path, cache: Path, out: Path) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    computed = logits(path, cache, ranks=RankGroup.join(rank, torch.device("cpu")))
-    if rank.leads:
-        torch.save(computed, out)
 
 
 def test_changed_file_is_not_served_from_the_cache(

@@ -8,7 +8,6 @@ import resource
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -18,18 +17,18 @@ from services.common.gguf.ggml_types import GgmlType
 from services.common.settings import StartupError
 from services.engine.kernels.build import LIBRARY
 from services.engine.kernels.library import InstructionSet, Native, native
-from services.engine.model.architecture.activation import SWIGLU
 from services.engine.model.checkpoint import mxfp4
 from services.engine.model.checkpoint.gguf_groups import read_groups
 from services.engine.model.checkpoint.mxfp4 import Mxfp4Weight
 from services.engine.model.checkpoint.quantized import QuantizedWeight, in_groups
 from services.engine.model.operators.grouped_operators import GroupedOperators
-from services.engine.model.operators.interface import ExpertWeights, Operators
+from services.engine.model.operators.interface import Operators
 from services.engine.model.operators.native_operators import NativeOperators
 from services.engine.model.operators.stored_groups import StoredGroups, mapped_call
 from services.engine.model.operators.tiled_operators import TiledOperators
 from services.engine.model.parts.shard import Shard
 from tests.unit.engine.gguf_checkpoints import random_blocks
+from tests.unit.engine.kernels.mapped_experts import EXPERTS, KEPT, WIDTH, mix_without_others
 from tests.unit.engine.machines import TILED, restrict_kernels
 
 K = GGMLQuantizationType
@@ -172,11 +171,8 @@ def _disk_reads(memory: Tensor) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before
 
 
-EXPERTS, WIDTH = 6, 256
 PATIENCE = 120
 """Seconds that a process may take"""
-KEPT = (1, 4)
-"""Experts whose pages may be read"""
 
 
 @pytest.mark.parametrize("chosen", [(1, 4), (1, 3)], ids=["kept", "another"])
@@ -195,32 +191,3 @@ def test_step_reads_only_the_experts_that_are_chosen(
     process.join(timeout=PATIENCE)
     # reading a page that may not be read ends a process
     assert process.exitcode == (0 if chosen == KEPT else -signal.SIGSEGV)
-
-
-def mix_without_others(folder: Path, chosen: tuple[int, int]) -> None:
-    """Multiply by the chosen experts while the pages of all but KEPT can't be read."""
-    assert native is not None
-    files = [_without_others(folder / name) for name in ("gate", "up", "down")]
-    operators = GroupedOperators(native, torch.float32)
-    experts = (
-        ExpertWeights(gate, up, down, None, None, None)
-        for gate, up, down in zip(*files, strict=True)
-    )
-    mixture = operators.mixture(experts, EXPERTS, len(chosen), SWIGLU)
-    rows, out = torch.randn(1, WIDTH), torch.zeros(1, WIDTH)
-    mixture.add_to(rows, torch.tensor([chosen]), torch.ones(1, len(chosen)), out)
-    assert out.abs().sum() > 0
-
-
-def _without_others(file: Path) -> list[QuantizedWeight]:
-    with file.open("rb") as opened:
-        memory = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_PRIVATE)
-    data = torch.frombuffer(memory, dtype=torch.uint8).numpy()
-    experts = [part.reshape(WIDTH, -1) for part in np.split(data, EXPERTS)]
-    weights = [read_groups(expert, GgmlType.Q8_0, mapped=True) for expert in experts]
-    assert experts[0].nbytes % mmap.PAGESIZE == 0
-    for number, expert in enumerate(experts):
-        if number not in KEPT:
-            size = ctypes.c_size_t(expert.nbytes)
-            ctypes.CDLL(None).mprotect(ctypes.c_void_p(expert.ctypes.data), size, 0)
-    return [weight for weight in weights if weight is not None]

@@ -6,7 +6,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV4Config,
@@ -19,15 +18,12 @@ from transformers import (
 
 from services.engine.execution import loaded_model
 from services.engine.execution.loaded_model import load
-from services.engine.model.decoder import Decoder
-from services.engine.model.loader import load_model
 from services.engine.settings import EngineSettings
 from tests.unit.engine.checkpoints.configs import CONFIGS
-from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.checkpoints.shapes import COMPRESSED, INKLING, MINIMAX_M3, SHAPE, ZAMBA2
+from tests.unit.engine.model.pass_memory import MIB, memory_of_pass
 
-MIB = 1 << 20
 LARGE: Mapping[str, PreTrainedConfig] = {
     "experts": Qwen3MoeConfig(
         **SHAPE
@@ -93,25 +89,3 @@ def test_cache_leaves_room_for_passes(
     needed = decoder.pass_bytes(520, 256, decoder.spec.context_length)
     monkeypatch.setattr(loaded_model, "available_memory", lambda _: needed + 400_000)
     assert load(settings).kv_bytes <= 200_000
-
-
-def memory_of_pass(checkpoint: Path) -> tuple[int, int]:
-    """Return the memory that a long prompt's passes took, and what the decoder states."""
-    decoder = load_model(checkpoint, torch.bfloat16, progress=False)
-    assert isinstance(decoder, Decoder)
-    decoder.reserve(4096, 1)
-    for inner in decoder._buffers(4096).inner:
-        inner.zero_()  # memory is taken when it is written first
-    driver = Driver(decoder, [random_tokens(8192, 1)], 2048)  # few blocks have few states
-    driver.step([(0, 64)], kept=[1])
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is then what is resident
-    before = memory_peak()
-    driver.step([(0, 4032)], kept=[1])
-    driver.step([(0, 4096)], kept=[1])
-    return memory_peak() - before, decoder.pass_bytes(4096, 1, 8192)
-
-
-def memory_peak() -> int:
-    """Return the most bytes of this process that were in memory."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024

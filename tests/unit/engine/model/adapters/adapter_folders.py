@@ -4,6 +4,7 @@ import copy
 import re
 from pathlib import Path
 from typing import cast
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -52,7 +53,8 @@ def make_adapter(
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
             nn.init.normal_(parameter, std=0.1)
-    adapted.save_pretrained(str(folder))
+    with patch.object(PeftModel, "create_or_update_model_card"):  # half of the time of a save
+        adapted.save_pretrained(str(folder))
     merged = cast(PreTrainedModel, adapted.merge_and_unload())
     merged.train(False)
     return merged

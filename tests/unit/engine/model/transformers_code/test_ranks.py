@@ -1,7 +1,6 @@
 """Two ranks that share a model on transformers' modules agree with a single process."""
 
 import multiprocessing
-import os
 from pathlib import Path
 
 import pytest
@@ -9,26 +8,20 @@ import torch
 from torch import Tensor
 from transformers import HeliumConfig, PreTrainedConfig
 
-from services.engine.execution.adapter_files import convert_adapter
-from services.engine.execution.model_loader import load_any_model
-from services.engine.execution.model_runner import ModelRunner
 from services.engine.model.checkpoint.config import CheckpointError
 from services.engine.model.checkpoint.tensors import Checkpoint
-from services.engine.model.lockstep import Follower
 from services.engine.model.transformers_code.linear import Division
 from services.engine.model.transformers_code.plan import ModelPlan
-from services.engine.ranks.group import SINGLE_RANK, RankGroup
 from services.engine.ranks.rank import Rank
 from tests.stack import free_ports
 from tests.unit.engine.checkpoints.configs import CONFIGS
-from tests.unit.engine.checkpoints.driver import Driver, random_tokens
 from tests.unit.engine.checkpoints.files import make_checkpoint
 from tests.unit.engine.checkpoints.shapes import SHAPE
 from tests.unit.engine.machines import needs_tiles
 from tests.unit.engine.model.adapters.adapter_folders import make_adapter
+from tests.unit.engine.model.transformers_code.rank_logits import ADAPTED, WIDE, compute, run_rank
 
 RANKS = 2
-TOKENS = 60
 _WIDE = {"num_attention_heads": 4, "hidden_size": 128, "intermediate_size": 128}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "helium": HeliumConfig(**SHAPE, head_dim=16),
@@ -37,8 +30,6 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma2": CONFIGS["gemma2"],
     "gpt-neox": CONFIGS["gpt-neox"],
 }
-ADAPTED = ("helium", "gpt-neox")
-WIDE = "helium, in tiles"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +52,7 @@ def by_two(
     [port] = free_ports(1)
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_run_rank, args=(Rank(n, RANKS, n, RANKS), port, checkpoints, out))
+        context.Process(target=run_rank, args=(Rank(n, RANKS, n, RANKS), port, checkpoints, out))
         for n in range(RANKS)
     ]
     for process in processes:
@@ -73,45 +64,12 @@ def by_two(
     return computed
 
 
-def _run_rank(rank: Rank, port: int, checkpoints: dict[str, Path], out: Path) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    ranks = RankGroup.join(rank, torch.device("cpu"))
-    computed = {name: _compute(name, path, ranks) for name, path in checkpoints.items()}
-    if rank.leads:
-        torch.save(computed, out)
-
-
-def _compute(name: str, path: Path, ranks: RankGroup = SINGLE_RANK) -> list[Tensor]:
-    """Return rank 0's logits at most positions: prefilled at once, in chunks, and decoded."""
-    dtype = torch.bfloat16 if name == WIDE else torch.float32
-    model = load_any_model(path, dtype, "transformers", ranks=ranks)
-    adapters = [2, 0, 1] if name in ADAPTED else []
-    driver = Driver(model, [random_tokens(TOKENS, seed) for seed in range(3)], adapters=adapters)
-    if not ranks.rank.leads:
-        Follower(
-            model, driver.cache, ranks, read_adapter=lambda folder: convert_adapter(model, folder)
-        ).run()
-        return []
-    runner = ModelRunner(model, driver.cache)
-    for number in sorted(set(adapters) - {0}):
-        runner.read_adapter(number, path / str(number))
-        runner.insert_adapter(number)
-    driver.step([(0, TOKENS)])
-    driver.step([(1, 40), (2, 17)], kept=[1, 9])
-    for _ in range(8):
-        driver.step([(1, 1), (2, 1)])
-    if ranks.leads_others:
-        ranks.dissolve()
-    return [logits[~logits.isnan().any(dim=1)] for logits in driver.logits]
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_of_two_ranks_equal_those_of_one(
     name: str, checkpoints: dict[str, Path], by_two: dict[str, list[Tensor]]
 ) -> None:
     """With adapters for some sequences where the family has them here."""
-    expected = _compute(name, checkpoints[name])
+    expected = compute(name, checkpoints[name])
     for ours, theirs in zip(by_two[name], expected, strict=True):
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max().clamp(min=1)
 
@@ -120,7 +78,7 @@ def test_logits_of_two_ranks_equal_those_of_one(
 def test_ranks_share_packed_products(
     checkpoints: dict[str, Path], by_two: dict[str, list[Tensor]]
 ) -> None:
-    expected = _compute(WIDE, checkpoints[WIDE])
+    expected = compute(WIDE, checkpoints[WIDE])
     for ours, theirs in zip(by_two[WIDE], expected, strict=True):
         assert (ours - theirs).abs().mean() < 0.02 * theirs.std()
 
