@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,11 @@ TIERS = {
     "poor": {"tokens_per_minute": 60},
     "single": {"concurrent_streams": 1},
 }
-LONG = {"prompt": PROMPT, "max_tokens": 1_900, "ignore_eos": True, "stream": True, "seed": 1}
+LONG = {
+    "prompt": PROMPT, "max_tokens": 1_900, "ignore_eos": True, "stream": True, "seed": 1,
+    "logprobs": 5, "return_token_ids": True,
+}  # fmt: skip
+"""A stream that goes on until it is read: its events exceed what lies between its ends"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,10 @@ class Pair:
 
 def client_of(shim: Shim, secret: str) -> httpx.AsyncClient:
     headers = {"authorization": f"Bearer {secret}"}
-    return httpx.AsyncClient(base_url=shim.url, timeout=60, headers=headers)
+    transport = httpx.AsyncHTTPTransport(
+        socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)]
+    )
+    return httpx.AsyncClient(base_url=shim.url, timeout=60, headers=headers, transport=transport)
 
 
 async def complete(http: httpx.AsyncClient, **fields: object) -> httpx.Response:
@@ -83,7 +91,7 @@ async def pair(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
     keys.write_text(json.dumps({"tiers": TIERS}))
     async with redis_server() as redis:
         limits = ("--keys", str(keys), "--limits-url", redis.url)
-        flags = ("--tokenizer", stack.tokenizer, *limits)
+        flags = ("--tokenizer", stack.tokenizer, "--stall-seconds", "600", *limits)
         async with running_shim(*flags) as one, running_shim(*flags) as other:
             yield Pair(redis, (one, other), keys, flags)
 

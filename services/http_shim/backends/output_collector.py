@@ -56,8 +56,9 @@ class OutputCollector:
                 delta = response.delta
                 if delta.index in self.received.ended:
                     return
+                ids = self.received.ids[delta.index]  # an echo alone is noted, too
                 if not delta.is_prompt:
-                    self.received.ids[delta.index].extend(delta.token_ids)
+                    ids.extend(delta.token_ids)
                 self.pending.setdefault(delta.index, []).append(delta)
             case "finished":
                 finished = response.finished
