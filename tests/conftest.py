@@ -45,8 +45,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture
 def unused_ports() -> list[int]:
-    """Four free ports."""
-    return free_ports(4)
+    """Five free ports."""
+    return free_ports(5)
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,15 @@ MAX_IMAGE_PIXELS = 1 << 25
 MAX_IMAGE_RATIO = 200
 """Length of an image's longer side, in multiples of the shorter one"""
 
+MAX_DOCUMENTS = 32
+"""Documents of a request whose text must be read"""
+MAX_DOCUMENTS_BYTES = 32 * 1024 * 1024
+"""Bytes of all documents of a request, uploaded before or sent with it"""
+MAX_DOCUMENT_CHARACTERS = 4 * 1024 * 1024
+"""Code points of a document's text"""
+MAX_DOCUMENTS_CHARACTERS = 8 * 1024 * 1024
+"""Code points of the texts of all documents of a request"""
+
 MAX_MESSAGES = 4_096
 """Messages of a chat"""
 MAX_MESSAGE_PARTS = 1_024

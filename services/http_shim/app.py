@@ -3,24 +3,19 @@
 The server passes HTTP requests only: it serves no WebSockets and runs no lifespan.
 """
 
-import dataclasses
-import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from services.common.accounts.keyring import Keyring
 from services.common.network.hosts import AllowedHosts
-from services.common.settings import StartupError
 from services.http_shim.backends.model_source import ModelSource
-from services.http_shim.batches.batch_runner import BatchRunner
-from services.http_shim.batches.inner_calls import CreatorMiddleware
 from services.http_shim.documentation.openapi import openapi
 from services.http_shim.documentation.pages import PAGES, page_routes
-from services.http_shim.documents.document_reader import DocumentReader
 from services.http_shim.endpoints.adapters import Adapters
 from services.http_shim.endpoints.background_responses import BackgroundResponses
 from services.http_shim.endpoints.batches import Batches
@@ -30,6 +25,7 @@ from services.http_shim.endpoints.generation import (
     CHAT,
     COMPLETIONS,
     MESSAGES,
+    GenerationApi,
     GenerationEndpoint,
     responses_api,
 )
@@ -52,7 +48,6 @@ from services.http_shim.endpoints.vectors import (
     VectorApi,
     VectorEndpoint,
 )
-from services.http_shim.formats.openai_responses.response_objects import interrupted_response
 from services.http_shim.http.access import AccessMiddleware
 from services.http_shim.http.body import BodyReader
 from services.http_shim.http.cors import cors, origins_of
@@ -62,12 +57,11 @@ from services.http_shim.http.gate import Gate
 from services.http_shim.http.host_header import HostMiddleware
 from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.images.image_fetcher import ImageFetcher
+from services.http_shim.jobs.jobs import InnerJobs
+from services.http_shim.jobs.jobs_client import JobsClient
 from services.http_shim.settings import HttpShimSettings
-from services.http_shim.stored.database_guard import StoreUnavailableError
-from services.http_shim.stored.file_store import FileStore
-from services.http_shim.stored.response_store import ResponseStore
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "create_inner_app"]
 
 _PUBLIC_PATHS = {"/health", "/ready", "/metrics", "/version", "/openapi.json", *PAGES}
 """Paths that need no key"""
@@ -83,7 +77,6 @@ _VECTOR_PATHS: Mapping[str, VectorApi[Any, Any, Any]] = {
     "/v1/pooling": POOLING,
     "/pooling": POOLING,
 }
-_DAY = 24 * 60 * 60
 
 
 def create_app(
@@ -91,54 +84,38 @@ def create_app(
     gate: Gate,
     settings: HttpShimSettings,
     keyring: Keyring | None,
-    files: FileStore,
-    runner: BatchRunner,
+    jobs: JobsClient,
 ) -> Starlette:
-    """Return the application that serves `models`; without a keyring, no request needs a key.
-
-    runner: runs the batches of `files` by its endpoints.
-    """
-    bodies = BodyReader(settings.max_body_bytes, settings.max_held_bytes)
-    fetcher = ImageFetcher(settings.image_sources) if settings.fetch_images else None
-    documents = Documents(DocumentReader(), files)
+    """Return the application that serves `models`; without a keyring, no request needs a key."""
+    parts = _Parts(models, gate, settings, jobs)
+    bodies, fetcher, documents = parts.bodies, parts.fetcher, parts.documents
     stall = settings.stall_seconds
-    completions = GenerationEndpoint(COMPLETIONS, models, gate, bodies, fetcher, documents, stall)
-    chat = GenerationEndpoint(CHAT, models, gate, bodies, fetcher, documents, stall)
-    messages = GenerationEndpoint(MESSAGES, models, gate, bodies, fetcher, documents, stall)
-    store = _response_store(settings)
-    background = BackgroundResponses(settings.max_background, settings.max_event_bytes, stall)
-    api = responses_api(store, background)
-    responses = GenerationEndpoint(api, models, gate, bodies, fetcher, documents, stall)
-    stored_responses = StoredResponses(store, background)
+    completions = parts.generation(COMPLETIONS)
+    chat = parts.generation(CHAT)
+    background = BackgroundResponses(jobs, stall)
+    responses = parts.generation(responses_api(jobs), background)
+    stored_responses = StoredResponses(jobs, stall)
     message_tokens = TokenCounting(MESSAGE_TOKENS, models, bodies, fetcher, documents)
-    response_tokens = TokenCounting(input_tokens(store), models, bodies, fetcher, documents)
+    response_tokens = TokenCounting(input_tokens(jobs), models, bodies, fetcher, documents)
     multi_completion = MultiCompletion(models, gate, bodies)
     model_cards = Models(models)
     tokenization = Tokenization(models, bodies, fetcher, documents)
     adapters = Adapters(models, bodies, is_allowed=settings.adapter_routes)
-    probes = Probes(models, gate, [files.guard.check, store.guard.check])
-    vector_routes = [
-        Route(path, VectorEndpoint(api, models, gate, bodies), methods=["POST"])
-        for path, api in _VECTOR_PATHS.items()
-    ]
-    batched = [
+    probes = Probes(models, gate, jobs)
+    files, batches = Files(jobs), Batches(jobs, bodies)
+    routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages", parts.generation(MESSAGES), methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
-        *vector_routes,
-    ]
-    runner.app = _batch_app(batched)
-    kept_files, batches = Files(files, settings.max_file_bytes), Batches(files, runner, bodies)
-    routes = [
-        *batched,
+        *parts.vector_routes(),
         Route("/completions", completions, methods=["POST"]),
         Route("/chat/completions", chat, methods=["POST"]),
-        Route("/v1/files", kept_files.create, methods=["POST"]),
-        Route("/v1/files", kept_files.all),
-        Route("/v1/files/{file_id}", kept_files.one),
-        Route("/v1/files/{file_id}", kept_files.delete, methods=["DELETE"]),
-        Route("/v1/files/{file_id}/content", kept_files.content),
+        Route("/v1/files", files.create, methods=["POST"]),
+        Route("/v1/files", files.all),
+        Route("/v1/files/{file_id}", files.one),
+        Route("/v1/files/{file_id}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{file_id}/content", files.content),
         Route("/v1/batches", batches.create, methods=["POST"]),
         Route("/v1/batches", batches.all),
         Route("/v1/batches/{batch_id}", batches.one),
@@ -180,27 +157,66 @@ def create_app(
     return Starlette(routes=routes, middleware=middleware, exception_handlers=exception_handlers())
 
 
-def _batch_app(routes: list[Route]) -> Starlette:
-    """Return the application that requests of batches call."""
+def create_inner_app(
+    models: ModelSource,
+    gate: Gate,
+    settings: HttpShimSettings,
+    jobs: InnerJobs,
+    admission: Callable[[ASGIApp], ASGIApp],
+) -> Starlette:
+    """Return the application that the jobs service calls for batches and background responses.
+
+    admission: innermost middleware, which sets account, tenant and priority of an exchange.
+    """
+    parts = _Parts(models, gate, settings, jobs)
+    routes = [
+        Route("/v1/completions", parts.generation(COMPLETIONS), methods=["POST"]),
+        Route("/v1/chat/completions", parts.generation(CHAT), methods=["POST"]),
+        Route("/v1/messages", parts.generation(MESSAGES), methods=["POST"]),
+        Route("/v1/responses", parts.generation(responses_api(jobs)), methods=["POST"]),
+        *parts.vector_routes(),
+    ]
     middleware = [
         Middleware(ExchangeMiddleware, routes=routes),
         Middleware(FailureMiddleware),
-        Middleware(CreatorMiddleware),
+        Middleware(admission),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=exception_handlers())
 
 
-def _response_store(settings: HttpShimSettings) -> ResponseStore:
-    """Open the store; responses that an earlier process did not end are failed.
+class _Parts:
+    """The parts that the endpoints of an application share."""
 
-    Raises StartupError.
-    """
-    path = settings.response_store
-    try:
-        store = ResponseStore(path, settings.max_response_bytes, settings.response_days * _DAY)
-        for each in store.interrupted():
-            failed = interrupted_response(each.response)
-            store.put(dataclasses.replace(each, response=failed, is_running=False))
-        return store
-    except (sqlite3.Error, StoreUnavailableError) as error:
-        raise StartupError(f"--response-store {path} can't be opened: {error}.") from None
+    def __init__(
+        self, models: ModelSource, gate: Gate, settings: HttpShimSettings, jobs: InnerJobs
+    ) -> None:
+        self.bodies = BodyReader(settings.max_body_bytes, settings.max_held_bytes)
+        self.fetcher = ImageFetcher(settings.image_sources) if settings.fetch_images else None
+        self.documents = Documents(jobs)
+        self._models = models
+        self._gate = gate
+        self._stall_seconds = settings.stall_seconds
+
+    def generation(
+        self, api: GenerationApi[Any], background: BackgroundResponses | None = None
+    ) -> GenerationEndpoint[Any]:
+        """Return the endpoint of an API that generates."""
+        return GenerationEndpoint(
+            api,
+            self._models,
+            self._gate,
+            self.bodies,
+            self.fetcher,
+            self.documents,
+            self._stall_seconds,
+            background,
+        )
+
+    def vector_routes(self) -> list[Route]:
+        """Return the routes that make vectors."""
+        return [
+            Route(
+                path, VectorEndpoint(api, self._models, self._gate, self.bodies), methods=["POST"]
+            )
+            for path, api in _VECTOR_PATHS.items()
+        ]

@@ -10,7 +10,12 @@ from pathlib import Path
 import grpc
 
 from services.common.background import keep_running
-from services.common.model_files.catalog_file import CatalogError, CatalogModel, read_catalog
+from services.common.model_files.catalog_file import (
+    NO_TOKEN,
+    CatalogError,
+    CatalogModel,
+    read_catalog,
+)
 from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.model_source import Connection, ServedModel, model_not_found
 from services.http_shim.formats.model_cards import ModelCard, catalog_card
@@ -83,6 +88,8 @@ class Catalog:
         """Return the policy of a target. Raises CatalogError if its token can't be used."""
         if token_file is None:
             return self._retry_policy
+        if token_file == NO_TOKEN:
+            return replace(self._retry_policy, token=None)
         try:
             return replace(self._retry_policy, token=TokenFile(token_file))
         except TokenError as error:

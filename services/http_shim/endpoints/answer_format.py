@@ -12,13 +12,10 @@ import msgspec
 
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
-from services.http_shim.endpoints.background_responses import (
-    BackgroundResponse,
-    BackgroundResponses,
-)
+from services.http_shim.endpoints.background_responses import TOO_LARGE
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.endpoints.message_stream import MessageStream
-from services.http_shim.endpoints.response_stream import ResponseStream
+from services.http_shim.endpoints.response_stream import CANCELLED, ResponseStream
 from services.http_shim.endpoints.stream_sender import Events
 from services.http_shim.formats.anthropic.message_responses import message_usage, whole_message
 from services.http_shim.formats.openai_responses.response_objects import (
@@ -38,10 +35,10 @@ from services.http_shim.formats.responses import (
     usage_of,
 )
 from services.http_shim.http.exchange import Exchange
-from services.http_shim.stored.database_guard import StoreUnavailableError
-from services.http_shim.stored.response_store import ResponseStore, StoredResponse
+from services.http_shim.jobs.jobs import InnerJobs
 from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.completion.v1 import completion_pb2
+from tokenwire.pb.jobs.v1 import jobs_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
 __all__ = [
@@ -53,8 +50,6 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger("responses")
-_KEEP_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""Seconds between two attempts to keep the end of a response in the background"""
 
 
 class AnswerFormat(ABC):
@@ -69,6 +64,9 @@ class AnswerFormat(ABC):
         name_of: Callable[[str], str],
     ) -> Events:
         """Return the events of a stream; `name_of` gives the client's name of a field."""
+
+    async def begin(self, events: Events) -> None:  # noqa: B027 - most have nothing to prepare
+        """Prepare the stream of these events, before its first byte. Raises ServiceError."""
 
     @abstractmethod
     def whole(
@@ -91,6 +89,10 @@ class AnswerFormat(ABC):
         if is_large:
             return await asyncio.to_thread(self.whole, collector, accepted, usage)
         return self.whole(collector, accepted, usage)
+
+    def left(self, collector: OutputCollector, submission: Submission) -> Callable[[], None]:
+        """Return what ends the request when its client leaves."""
+        return collector.abandon
 
     @abstractmethod
     def tokens_in(self, deltas: list[completion_pb2.ChoiceDelta]) -> int:
@@ -176,9 +178,13 @@ class MessageFormat(AnswerFormat):
 class ResponseFormat(AnswerFormat):
     """A response, as in OpenAI's Responses API, which is kept if its body says so."""
 
-    def __init__(self, prepared: PreparedResponse, store: ResponseStore) -> None:
+    def __init__(
+        self, prepared: PreparedResponse, jobs: InnerJobs, context: jobs_pb2.RequestContext
+    ) -> None:
+        """context: on whose behalf the response is kept."""
         self._prepared = prepared
-        self._store = store
+        self._jobs = jobs
+        self._context = context
 
     def events(
         self,
@@ -245,65 +251,51 @@ class ResponseFormat(AnswerFormat):
             return
         try:
             response.store = await self._put(response)
-        except StoreUnavailableError:  # the answer itself is complete
+        except ServiceError as error:  # the answer itself is complete
+            _LOG.warning("a response could not be kept: %r", error)
             response.store = False
 
     async def _put(self, response: ResponseObject, *, is_running: bool = False) -> bool:
         asked, output = self._prepared.original_input, msgspec.json.encode(response.output)
-        context = _joined(self._prepared.original_context, asked, output)
-        encoded, owner = msgspec.json.encode(response), self._prepared.owner
-        stored = StoredResponse(response.id, owner, encoded, asked, context, is_running=is_running)
-        return await self._store.thread.run(self._store.put, stored)
+        stored = jobs_pb2.StoredResponse(
+            id=response.id,
+            response_json=msgspec.json.encode(response),
+            input_json=asked,
+            context_json=_joined(self._prepared.original_context, asked, output),
+            is_running=is_running,
+        )
+        request = jobs_pb2.PutResponseRequest(context=self._context, response=stored)
+        return await self._jobs.keep(request)
 
 
 class BackgroundFormat(ResponseFormat):
-    """A response that runs in the background."""
+    """A response that the jobs service runs in the background, as a stream of events to itself."""
 
-    def __init__(
-        self, prepared: PreparedResponse, store: ResponseStore, background: BackgroundResponses
-    ) -> None:
-        super().__init__(prepared, store)
-        self.background = background
-
-    async def running(
-        self,
-        collector: OutputCollector,
-        accepted: completion_pb2.Accepted,
-        exchange: Exchange,
-        submission: Submission,
-    ) -> BackgroundResponse:
-        """Begin the response.
+    async def begin(self, events: Events) -> None:
+        """Keep the response as one that runs.
 
         Raises INVALID_ARGUMENT if it is too large to be kept, and UNAVAILABLE if the store fails.
         """
-        events = self.events(collector, accepted, exchange, lambda path: path)
+        assert isinstance(events, ResponseStream)
         if not await self._put(events.response, is_running=True):
-            raise invalid(
-                "background",
-                "background needs a response that can be kept, and this one can't: its context "
-                "is too large.",
-            )
-        owner = self._prepared.owner
-        return BackgroundResponse(owner, events, collector, submission, self._keep)
+            raise invalid("background", TOO_LARGE)
+
+    def left(self, collector: OutputCollector, submission: Submission) -> Callable[[], None]:
+        """Return what ends the response with the output that it has."""
+
+        def cancel() -> None:
+            if collector.is_open():
+                submission.cancel()
+                message = "The response was cancelled."
+                collector.on_error(ServiceError(grpc.StatusCode.CANCELLED, CANCELLED, message))
+
+        return cancel
 
     async def _keep(self, response: ResponseObject) -> None:
-        if not await self._kept(response):
+        if not await self._put(response):
             code, message = grpc.StatusCode.INTERNAL, "The response is too large to be kept."
             fail_response(response, [], ServiceError(code, "NOT_KEPT", message))
-            await self._kept(response)
-
-    async def _kept(self, response: ResponseObject) -> bool:
-        """Keep a response, which can be read only later; return false if it is too large.
-
-        A store that can't be used may soon be usable again.
-        """
-        for pause in _KEEP_PAUSES:
-            try:
-                return await self._put(response)
-            except StoreUnavailableError:
-                await asyncio.sleep(pause)
-        _LOG.error("the response %s in the background is lost: it could not be kept", response.id)
-        return True
+            await self._put(response)
 
 
 def _joined(*arrays: bytes) -> bytes:

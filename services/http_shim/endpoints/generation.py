@@ -77,7 +77,7 @@ from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
 from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
 from services.http_shim.images.request_images import RequestImages
-from services.http_shim.stored.response_store import ResponseStore, StoredResponse
+from services.http_shim.jobs.jobs import InnerJobs, context_of
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -85,6 +85,7 @@ __all__ = [
     "CHAT",
     "COMPLETIONS",
     "MESSAGES",
+    "GenerationApi",
     "GenerationEndpoint",
     "responses_api",
     "watch_for_disconnect",
@@ -105,7 +106,7 @@ class GenerationApi(Generic[Body]):
     """Converts a body; raises INVALID_ARGUMENT for what the proto can't express"""
     param_of: Callable[[str, Body], str]
     """Returns the client's name of a field of the request"""
-    format_of: Callable[[Body], AnswerFormat]
+    format_of: Callable[[Body, Exchange], AnswerFormat]
     schema_param: Callable[[str, Body], str]
     """Returns the client's name of a path into a schema"""
     ignored: Callable[[Body], list[str]] = lambda _: []
@@ -113,8 +114,9 @@ class GenerationApi(Generic[Body]):
     take_documents: Callable[[Body], list[RequestDocument]] = lambda _: []
     """Returns the documents of a body, which must be read before it is converted"""
     look_up: LookUp | None = None
-    prepare: Callable[[Any, Exchange, StoredResponse | None], Body] = lambda body, *_: body
+    prepare: Callable[[Any, Exchange, bytes | None], Body] = lambda body, *_: body
     """Makes the body of what was decoded; raises ServiceError for what is not served"""
+    is_background: Callable[[Body], bool] = lambda _: False
 
 
 COMPLETIONS: GenerationApi[CompletionBody] = GenerationApi(
@@ -122,7 +124,7 @@ COMPLETIONS: GenerationApi[CompletionBody] = GenerationApi(
     take_images,
     to_complete_request,
     param_of,
-    lambda body: ChoicesFormat(CompletionFormatter.of(body), body.stream_options),
+    lambda body, _: ChoicesFormat(CompletionFormatter.of(body), body.stream_options),
     schema_param,
     lambda body: unenforced_formats(body.tools),
 )
@@ -131,7 +133,7 @@ CHAT: GenerationApi[ChatBody] = GenerationApi(
     lambda body: take_message_images(body.messages),
     to_chat_request,
     chat_param_of,
-    lambda body: ChoicesFormat(ChatFormatter.of(body), body.stream_options),
+    lambda body, _: ChoicesFormat(ChatFormatter.of(body), body.stream_options),
     schema_param,
     lambda body: unenforced_formats(body.tools),
     lambda body: take_message_documents(body.messages),
@@ -141,22 +143,19 @@ MESSAGES: GenerationApi[MessagesBody] = GenerationApi(
     lambda body: take_block_images(body.messages),
     to_message_request,
     message_param_of,
-    lambda _: MessageFormat(),
+    lambda *_: MessageFormat(),
     message_schema_param,
     ignored_in_message,
     lambda body: take_block_documents(body.messages),
 )
 
 
-def responses_api(
-    store: ResponseStore, background: BackgroundResponses
-) -> GenerationApi[PreparedResponse]:
-    """Return the formats of /v1/responses, whose responses are kept in `store`."""
+def responses_api(jobs: InnerJobs) -> GenerationApi[PreparedResponse]:
+    """Return the formats of /v1/responses, whose responses `jobs` keeps."""
 
-    def format_of(body: PreparedResponse) -> AnswerFormat:
-        if body.body.background:
-            return BackgroundFormat(body, store, background)
-        return ResponseFormat(body, store)
+    def format_of(body: PreparedResponse, exchange: Exchange) -> AnswerFormat:
+        make = BackgroundFormat if body.body.background else ResponseFormat
+        return make(body, jobs, context_of(exchange))
 
     return GenerationApi(
         msgspec.json.Decoder(ResponseBody),
@@ -167,8 +166,9 @@ def responses_api(
         response_schema_param,
         ignored_parts,
         lambda body: take_item_documents(body.items),
-        partial(look_up, store),
+        partial(look_up, jobs),
         prepare_continued,
+        lambda body: bool(body.body.background),
     )
 
 
@@ -184,7 +184,9 @@ class GenerationEndpoint(Generic[Body]):
         fetcher: ImageFetcher | None,
         documents: Documents,
         stall_seconds: float,
+        background: BackgroundResponses | None = None,
     ) -> None:
+        """background: starts responses in the background; None = they are answered as streams."""
         self._api: GenerationApi[Body] = api
         self._models = models
         self._gate = gate
@@ -192,12 +194,17 @@ class GenerationEndpoint(Generic[Body]):
         self._fetcher = fetcher
         self._documents = documents
         self._stall_seconds = stall_seconds
+        self._background = background
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
         with self._bodies.held() as held:
             asked = await self._read(scope, receive, exchange, held)
             body, exchange.ignored = asked.body, asked.ignored
+            if self._background is not None and asked.background is not None:
+                stream, started = bool(body.stream), self._background
+                await started.answer(scope, receive, send, asked.background, stream=stream)
+                return
             request = await self._request(exchange, asked, held)
             model = await assign_model(exchange, self._models, body.model, request)
             collector = OutputCollector()
@@ -209,38 +216,34 @@ class GenerationEndpoint(Generic[Body]):
                 client_field_names(name_of),
             ):
                 await fetch_remote(self._fetcher, asked.images, held.resize)
-                format_ = self._api.format_of(body)
-                is_detached = isinstance(format_, BackgroundFormat)
+                format_ = self._api.format_of(body, exchange)
+                streams = bool(body.stream) or isinstance(format_, BackgroundFormat)
                 submission = backend.submit(
                     request,
                     collector,
                     tenant=exchange.tenant,
                     priority=priority_of(exchange, body.priority),
                     timeout=body.timeout,
-                    credit=CREDIT if body.stream and not is_detached else None,
+                    credit=CREDIT if streams else None,
                     images=asked.images,
                     on_admitted=held.release,
                 )
                 locate = partial(self._schema_param, body)
                 answer = _Answer(exchange, model, collector, format_, locate)
                 try:
-                    if isinstance(format_, BackgroundFormat):
-                        stream = bool(body.stream)
-                        await answer.detached(format_, scope, receive, send, submission, stream)
-                    else:
-                        with _watched(receive, collector):
-                            if body.stream:
-                                stall = self._stall_seconds
-                                await answer.stream(scope, send, submission, name_of, stall)
-                            else:
-                                response = await answer.whole()
-                                await response(scope, receive, send)
+                    with _watched(receive, format_.left(collector, submission)):
+                        if streams:
+                            stall = self._stall_seconds
+                            await answer.stream(scope, send, submission, name_of, stall)
+                        else:
+                            response = await answer.whole()
+                            await response(scope, receive, send)
                 finally:
-                    if collector.gone and not body.stream:
+                    if collector.gone and not streams:
                         answer.count_tokens(await submission.cancelled_usage())
                     elif collector.is_open():
                         submission.cancel()
-                    if body.stream:
+                    if streams:
                         answer.count_unsent_tokens()
         if collector.gone:
             raise ClientGoneError
@@ -260,7 +263,7 @@ class GenerationEndpoint(Generic[Body]):
         """Return the request, whose documents are read before."""
         if asked.request is not None:
             return asked.request
-        await self._documents.read(asked.documents, exchange.owner, held, asked.images.size)
+        await self._documents.read(asked.documents, exchange, held, asked.images.size)
         return await asyncio.to_thread(self._api.to_request, asked.body)
 
     def _param_of(self, body: Body, path: str) -> str:
@@ -269,16 +272,15 @@ class GenerationEndpoint(Generic[Body]):
     def _schema_param(self, body: Body, path: str) -> str:
         return self._api.schema_param(within_input(path), body)
 
-    def _parse(
-        self, exchange: Exchange, encoded: bytes, continued: StoredResponse | None
-    ) -> "_Asked[Body]":
+    def _parse(self, exchange: Exchange, encoded: bytes, continued: bytes | None) -> "_Asked[Body]":
         decoded, ignored = parse(self._api.decoder, encoded)
         body = self._api.prepare(decoded, exchange, continued)
         ignored += self._api.ignored(body)
         images = self._api.take_images(body)
         documents = self._api.take_documents(body)
         request = None if documents else self._api.to_request(body)
-        return _Asked(body, ignored, request, images, documents)
+        background = encoded if self._api.is_background(body) else None
+        return _Asked(body, ignored, request, images, documents, background)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +294,8 @@ class _Asked(Generic[Body]):
     """None while its documents are not read"""
     images: RequestImages
     documents: list[RequestDocument]
+    background: bytes | None
+    """The encoded body of a response in the background; None for all others"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,24 +319,10 @@ class _Answer:
         """Send the answer as server-sent events; `name_of` gives the client's name of a field."""
         accepted = await self._admitted()
         events = self.format.events(self.collector, accepted, self.exchange, name_of)
+        await self.format.begin(events)
         await send_stream(
             scope, send, self.collector, submission, events, stall_seconds=stall_seconds
         )
-
-    async def detached(
-        self,
-        format_: BackgroundFormat,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        submission: Submission,
-        stream: bool,
-    ) -> None:
-        """Complete the answer whether or not the client stays; stream: send it as events."""
-        with format_.background.admitted():
-            accepted = await self._admitted()
-            running = await format_.running(self.collector, accepted, self.exchange, submission)
-            await format_.background.answer(scope, receive, send, running, stream)
 
     async def whole(self) -> Response:
         """Wait for the end of the request, and return the answer as one JSON object."""
@@ -373,13 +363,18 @@ class _Answer:
 
 
 @contextmanager
-def _watched(receive: Receive, collector: OutputCollector) -> Iterator[None]:
-    """Abandon a request when its client leaves."""
-    watch = asyncio.ensure_future(watch_for_disconnect(receive, collector))
+def _watched(receive: Receive, on_left: Callable[[], None]) -> Iterator[None]:
+    """Call `on_left` when the client leaves."""
+    watch = asyncio.ensure_future(_watch(receive, on_left))
     try:
         yield
     finally:
         watch.cancel()
+
+
+async def _watch(receive: Receive, on_left: Callable[[], None]) -> None:
+    await client_left(receive)
+    on_left()
 
 
 async def watch_for_disconnect(receive: Receive, *collectors: OutputCollector) -> None:

@@ -45,7 +45,7 @@ from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.images.image_fetcher import ImageFetcher, fetch_remote
 from services.http_shim.images.request_images import RequestImages
-from services.http_shim.stored.response_store import ResponseStore, StoredResponse
+from services.http_shim.jobs.jobs import InnerJobs
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
 
 __all__ = ["MESSAGE_TOKENS", "InputTokenCount", "TokenCount", "TokenCounting", "input_tokens"]
@@ -71,7 +71,7 @@ class CountingApi(Generic[Body]):
     """The formats that one endpoint reads and writes."""
 
     decoder: msgspec.json.Decoder[Any]
-    prepare: Callable[[Any, Exchange, StoredResponse | None], Body]
+    prepare: Callable[[Any, Exchange, bytes | None], Body]
     """Makes the body of what was decoded; raises ServiceError for what is not served"""
     take_images: Callable[[Body], RequestImages]
     """Removes the images from a body; raises INVALID_ARGUMENT for invalid ones"""
@@ -99,7 +99,7 @@ MESSAGE_TOKENS: CountingApi[CountTokensBody] = CountingApi(
 )
 
 
-def input_tokens(store: ResponseStore) -> CountingApi[PreparedResponse]:
+def input_tokens(jobs: InnerJobs) -> CountingApi[PreparedResponse]:
     """Return the formats of /v1/responses/input_tokens, whose input may continue a response."""
     return CountingApi(
         msgspec.json.Decoder(ResponseBody),
@@ -110,7 +110,7 @@ def input_tokens(store: ResponseStore) -> CountingApi[PreparedResponse]:
         to_input_count_request,
         response_param_of,
         InputTokenCount,
-        partial(look_up, store),
+        partial(look_up, jobs),
     )
 
 
@@ -146,8 +146,8 @@ class TokenCounting(Generic[Body]):
             )
             exchange.ignored = asked.ignored
             served = await authorized_model(exchange, self._models, asked.body.model)
-            images, owner = asked.images, exchange.owner
-            await self._documents.read(asked.documents, owner, held, images.size)
+            images = asked.images
+            await self._documents.read(asked.documents, exchange, held, images.size)
             await fetch_remote(self._fetcher, images, held.resize)
             rendered = self._api.to_request(asked.body)
             rendered.model = served.backend_name
@@ -157,9 +157,7 @@ class TokenCounting(Generic[Body]):
                 answer = await backend.render(rendered)
         return json_response(self._api.answer(len(answer.ids)))
 
-    def _parse(
-        self, exchange: Exchange, encoded: bytes, continued: StoredResponse | None
-    ) -> "_Asked[Body]":
+    def _parse(self, exchange: Exchange, encoded: bytes, continued: bytes | None) -> "_Asked[Body]":
         decoded, ignored = parse(self._api.decoder, encoded)
         body = self._api.prepare(decoded, exchange, continued)
         return _Asked(

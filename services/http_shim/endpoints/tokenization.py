@@ -182,7 +182,7 @@ class Tokenization:
         )
         exchange = exchange_of(request.scope)
         exchange.ignored = asked.ignored
-        await self._documents.read(asked.documents, exchange.owner, held, asked.images.size)
+        await self._documents.read(asked.documents, exchange, held, asked.images.size)
         return asked
 
 

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from services.common.contract import MAX_IMAGES_BYTES
+from services.common.json_limits import check_json_limits
 from services.common.sharing.fair_executor import FairExecutor
 from services.common.sharing.shares import Shares
 from services.common.sharing.tenant import current_tenant
 from services.http_shim.errors import BodyTooLargeError, ClientGoneError
-from services.http_shim.http.json_limits import check_json_limits
 from services.http_shim.images.request_images import RequestImages
 from tokenwire.errors import ServiceError
 

@@ -14,7 +14,6 @@ from services import http_shim
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import RetryPolicy
 from services.http_shim.backends.catalog import Catalog
-from services.http_shim.batches.batch_runner import BatchRunner
 from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
 from services.http_shim.endpoints import batches
@@ -27,8 +26,8 @@ from services.http_shim.formats import (
 from services.http_shim.formats.anthropic import message_requests
 from services.http_shim.formats.openai_responses import response_requests
 from services.http_shim.http.gate import Gate
+from services.http_shim.jobs.jobs_client import JobsClient
 from services.http_shim.settings import HttpShimSettings
-from services.http_shim.stored.file_store import FileStore
 
 DOCUMENT = document()
 
@@ -54,10 +53,8 @@ async def test_document_is_served_unchanged() -> None:
 async def test_document_has_every_route(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
-    files = FileStore("", 1000)
-    runner = BatchRunner(files, lambda _: None, 1000, 1000)
-    app = create_app(Catalog(path, RetryPolicy()), Gate(), HttpShimSettings(), None, files, runner)
-    files.close()
+    catalog, settings = Catalog(path, RetryPolicy()), HttpShimSettings()
+    app = create_app(catalog, Gate(), settings, None, JobsClient(""))
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes
