@@ -19,6 +19,8 @@ _LOG = logging.getLogger("stored")
 _OPEN_SECONDS, _LOCK_SECONDS = 5.0, 0.2
 """Longest waits for the lock of another process: at the opening, and later"""
 
+_REASONS = {"files": "FILES_UNAVAILABLE", "responses": "RESPONSES_UNAVAILABLE"}
+
 
 class StoreUnavailableError(ServiceError):
     """A store can't be read or written now."""
@@ -26,8 +28,7 @@ class StoreUnavailableError(ServiceError):
     def __init__(self, part: str, why: str = "") -> None:
         """part: name of the store. why: a sentence."""
         message = why or f"The server's store of {part} can't be used now; try again."
-        code, reason = grpc.StatusCode.UNAVAILABLE, f"{part.upper()}_UNAVAILABLE"
-        super().__init__(code, reason, message, retry_seconds=1)
+        super().__init__(grpc.StatusCode.UNAVAILABLE, _REASONS[part], message, retry_seconds=1)
 
 
 class DatabaseGuard:

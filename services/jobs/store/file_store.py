@@ -268,7 +268,7 @@ class FileStore:
             f"SELECT {_FILE} FROM files WHERE id = ? AND owner = ?", (identity, owner)
         ).fetchone()
         if found is None:
-            raise _unknown("file", identity)
+            raise _unknown("file", "FILE_NOT_FOUND", identity)
         return StoredFile(*found)
 
     @_uses_database
@@ -381,7 +381,7 @@ class FileStore:
             "SELECT content FROM batches WHERE id = ? AND owner = ?", (identity, owner)
         ).fetchone()
         if found is None:
-            raise _unknown("batch", identity)
+            raise _unknown("batch", "BATCH_NOT_FOUND", identity)
         return _batch(found[0])
 
     @_uses_database
@@ -433,6 +433,5 @@ def _batch(content: bytes) -> StoredBatch:
     return msgspec.json.decode(content, type=StoredBatch)
 
 
-def _unknown(kind: str, identity: str) -> ServiceError:
-    reason = f"{kind.upper()}_NOT_FOUND"
+def _unknown(kind: str, reason: str, identity: str) -> ServiceError:
     return ServiceError(grpc.StatusCode.NOT_FOUND, reason, f"There is no {kind} {identity!r}.")
