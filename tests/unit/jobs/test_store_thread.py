@@ -14,7 +14,7 @@ HANG_SECONDS = 30
 
 
 async def test_event_loop_runs_while_the_database_is_locked() -> None:
-    thread, unlocked = StoreThread("things"), threading.Event()
+    thread, unlocked = StoreThread("files"), threading.Event()
     waiting = asyncio.ensure_future(thread.run(unlocked.wait, HANG_SECONDS))
     await asyncio.sleep(0)
     unlocked.set()  # never, if the call ran on the event loop
@@ -25,7 +25,7 @@ async def test_event_loop_runs_while_the_database_is_locked() -> None:
 async def test_calls_that_wait_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would meet the lock in its turn, so the last of many would wait for all."""
     monkeypatch.setattr(store_thread, "_MOST_SECONDS", 0.0)
-    thread, unlocked, calls = StoreThread("things"), threading.Event(), list[str]()
+    thread, unlocked, calls = StoreThread("files"), threading.Event(), list[str]()
     first = asyncio.ensure_future(thread.run(unlocked.wait, HANG_SECONDS))
     second = asyncio.ensure_future(thread.run(calls.append, "second"))
     await asyncio.sleep(0)
@@ -33,7 +33,7 @@ async def test_calls_that_wait_too_long_are_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ServiceError) as refused:
         await second
     assert refused.value.code is grpc.StatusCode.UNAVAILABLE
-    assert refused.value.reason == "THINGS_UNAVAILABLE"
+    assert refused.value.reason == "FILES_UNAVAILABLE"
     assert calls == []
     with pytest.raises(ServiceError):
         await first
@@ -42,7 +42,7 @@ async def test_calls_that_wait_too_long_are_refused(monkeypatch: pytest.MonkeyPa
 
 async def test_more_calls_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_thread, "_MOST_WAITING", 1)
-    thread, unlocked = StoreThread("things"), threading.Event()
+    thread, unlocked = StoreThread("files"), threading.Event()
     first = asyncio.ensure_future(thread.run(unlocked.wait, HANG_SECONDS))
     await asyncio.sleep(0)
     with pytest.raises(ServiceError):
