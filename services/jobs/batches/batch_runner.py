@@ -19,6 +19,7 @@ from services.common.background import keep_running
 from services.common.json_limits import check_json_limits
 from services.jobs.answers import Answering
 from services.jobs.creator import Creator
+from services.jobs.metrics import BATCHES
 from services.jobs.store.database_guard import StoreUnavailableError
 from services.jobs.store.file_store import (
     PAGE_BYTES,
@@ -158,6 +159,8 @@ class BatchRunner:
                 running[batch.id] = _Running(task, batch.owner, only_ends)
         except StoreUnavailableError:
             return  # the next turn reads it
+        finally:
+            BATCHES.set(len(owners))
 
     async def _run(self, batch: StoredBatch) -> None:
         """Run a batch to its end, or end a cancelled one."""
