@@ -11,6 +11,7 @@ DTYPE ?= auto
 TOKENIZER_PORT ?= 50051
 ENGINE_PORT ?= 50052
 GRAMMAR_PORT ?= 50053
+JOBS_PORT ?= 50054
 ENGINE_ARGS ?=
 SERVE_ARGS ?=
 REPLICAS ?= 1
@@ -53,7 +54,7 @@ help: ## List the targets
 serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTYPE, REPLICAS, ENGINE_ARGS, SERVE_ARGS, …
 	@exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
 	  --tokenizer-port "$(TOKENIZER_PORT)" --engine-port "$(ENGINE_PORT)" \
-	  --grammar-port "$(GRAMMAR_PORT)" --engine-args="$(ENGINE_ARGS)" --replicas "$(REPLICAS)" \
+	  --grammar-port "$(GRAMMAR_PORT)" --jobs-port "$(JOBS_PORT)" --engine-args="$(ENGINE_ARGS)" --replicas "$(REPLICAS)" \
 	  $(if $(MODEL),--model "$(MODEL)") $(if $(MODEL_ID),--model-id "$(MODEL_ID)") $(if $(CHAT_TEMPLATE),--chat-template "$(CHAT_TEMPLATE)") \
 	  $(if $(CATALOG),--catalog "$(CATALOG)") $(if $(KEYS),--keys "$(KEYS)") \
 	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(LOG_SIZE),--log-size "$(LOG_SIZE)") $(if $(OPEN),--open) \

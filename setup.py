@@ -31,7 +31,7 @@ if (ROOT / "models").is_dir():  # the build of a container image leaves it out
 _STUB_IMPORT = re.compile(r"^from (?:tokenwire\.(?=\w+\.v1 import)|(?=vllm import))", re.MULTILINE)
 _SERVICE = re.compile(
     r"(?<![\w.])services\."
-    r"(?=(?:common|engine|grammar|http_shim|tokenizer)\b|\{)"  # { of an f-string
+    r"(?=(?:common|engine|grammar|http_shim|jobs|tokenizer)\b|\{)"  # { of an f-string
 )
 
 

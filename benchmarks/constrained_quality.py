@@ -253,8 +253,18 @@ def measure(model: Path, log: Path, limit: int) -> Report:
     ports = [free_port() for _ in range(4)]
     names = ("--port", "--tokenizer-port", "--engine-port", "--grammar-port")
     flags = [part for pair in zip(names, map(str, ports), strict=True) for part in pair]
+    flags.append("--no-jobs")
     url = f"http://127.0.0.1:{ports[0]}"
-    command = [sys.executable, "-m", "tokenwire", "serve", "--model", str(model), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "tokenwire",
+        "serve",
+        "--model",
+        str(model),
+        "--no-jobs",
+        *flags,
+    ]
     launch = Launch(command, os.environ, url, "/ready")
     with running(launch, log, start_seconds=900), httpx.Client(base_url=url, timeout=600) as http:
         asker = Asker(http, shots)

@@ -79,7 +79,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
         keys.write_text(json.dumps({"tiers": {"default": _LIMITS}}))
         key = add_key(keys)
         ports = [f"--port={http}", f"--tokenizer-port={text}"]
-        ports += [f"--engine-port={free_port()}", f"--grammar-port={free_port()}"]
+        ports += [f"--engine-port={free_port()}", f"--grammar-port={free_port()}", "--no-jobs"]
         command = [sys.executable, "-m", "tokenwire", "serve", *ports]
         launch = Launch(command, os.environ, f"http://127.0.0.1:{http}", "/ready")
         processes.enter_context(running(launch, folder / "stack.log"))

@@ -224,7 +224,7 @@ def main() -> None:
         *(sys.executable, "-m", "tokenwire", "serve", "--model", str(arguments.model)),
         *("--port", str(port), "--tokenizer-port", str(free_port())),
         *("--engine-port", str(free_port()), "--grammar-port", str(free_port())),
-        *("--engine-args", f"--kv-memory 48MiB {limits}"),
+        *("--no-jobs", "--engine-args", f"--kv-memory 48MiB {limits}"),
     ]
     launch = Launch(command, dict(os.environ), f"http://127.0.0.1:{port}", "/ready")
     with running(launch, arguments.logs / "tokenwire-overload.log") as tree:

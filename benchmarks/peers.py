@@ -74,6 +74,7 @@ class Tokenwire(Server):
         arguments = ["--model", str(model), "--port", str(port)]
         arguments += ["--tokenizer-port", str(self.tokenizer_port)]
         arguments += ["--engine-port", str(self.engine_port), "--grammar-port", str(free_port())]
+        arguments.append("--no-jobs")
         return Launch(
             command=[
                 *(str(python), "-m", "tokenwire", "serve", *arguments),

@@ -60,8 +60,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def unused_ports() -> list[int]:
-    """Four free ports."""
-    return free_ports(4)
+    """Five free ports."""
+    return free_ports(5)
 
 
 @pytest.fixture(scope="session")

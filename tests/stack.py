@@ -50,7 +50,7 @@ _START_SECONDS = 240
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Four processes that serve the embedded checkpoint in float32."""
+    """Five processes that serve the embedded checkpoint in float32."""
 
     url: str
     """http://host:port of the shim"""
@@ -59,6 +59,8 @@ class Stack:
     engine: str
     """host:port"""
     grammar: str
+    """host:port"""
+    jobs: str
     """host:port"""
     model: Path
     """Directory of the checkpoint"""
@@ -209,7 +211,7 @@ async def mortal_engine(model: Path, *flags: str) -> AsyncIterator[MortalEngine]
 @contextmanager
 def served_stack(model: Path, logs: Path, *flags: str) -> Iterator[Stack]:
     """Run the embedded checkpoint `model` with `tokenwire serve`, as a user starts it."""
-    http, tokenizer, engine, grammar = free_ports(4)
+    http, tokenizer, engine, grammar, jobs = free_ports(5)
     process = subprocess.Popen(
         [
             sys.executable, "-m", "tokenwire", "serve",
@@ -217,6 +219,7 @@ def served_stack(model: Path, logs: Path, *flags: str) -> Iterator[Stack]:
             "--tokenizer-port", str(tokenizer),
             "--engine-port", str(engine),
             "--grammar-port", str(grammar),
+            "--jobs-port", str(jobs),
             "--dtype", "float32",
             "--engine-args", "--kv-memory 512MiB",
             "--log-dir", str(logs),
@@ -241,6 +244,7 @@ def served_stack(model: Path, logs: Path, *flags: str) -> Iterator[Stack]:
             tokenizer=f"127.0.0.1:{tokenizer}",
             engine=f"127.0.0.1:{engine}",
             grammar=f"127.0.0.1:{grammar}",
+            jobs=f"127.0.0.1:{jobs}",
             model=model,
         )
     finally:

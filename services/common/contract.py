@@ -66,6 +66,15 @@ MAX_IMAGE_PIXELS = 1 << 25
 MAX_IMAGE_RATIO = 200
 """Length of an image's longer side, in multiples of the shorter one"""
 
+MAX_DOCUMENTS = 32
+"""Documents of a request whose text must be read"""
+MAX_DOCUMENTS_BYTES = 32 * 1024 * 1024
+"""Bytes of all documents of a request, uploaded before or sent with it"""
+MAX_DOCUMENT_CHARACTERS = 4 * 1024 * 1024
+"""Code points of a document's text"""
+MAX_DOCUMENTS_CHARACTERS = 8 * 1024 * 1024
+"""Code points of the texts of all documents of a request"""
+
 MAX_MESSAGES = most(Conversation, "messages")
 """Messages of a chat"""
 MAX_MESSAGE_PARTS = most(Message, "parts")

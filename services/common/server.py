@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from services.common import logging as service_logging
 from services.common import tracing
 from services.common.accounts.authenticator import Authenticator
-from services.common.accounts.keyring import open_keyring
+from services.common.accounts.keyring import Keyring, open_keyring
 from services.common.failed_start import tell_reason
 from services.common.faults import follow_faults
 from services.common.interceptor import RpcInterceptor
@@ -29,6 +29,7 @@ from services.common.network.addresses import (
     is_loopback,
     why_unusable,
 )
+from services.common.network.health import PART_PREFIX
 from services.common.process import open_standard_files, raise_file_limit, stop_signal
 from services.common.settings import (
     LimitSettings,
@@ -45,8 +46,6 @@ __all__ = ["SERVER_OPTIONS", "Application", "main", "run"]
 
 _LOG = logging.getLogger("server")
 _UNIX = "unix:"
-_PART = "tokenwire.part."
-"""Prefix of the names by which the health service knows the parts of a process"""
 S = TypeVar("S", bound=ServerSettings)
 
 SERVER_OPTIONS: list[tuple[str, Any]] = [
@@ -72,6 +71,8 @@ class Application(ABC):
 
     def __init__(self) -> None:
         self._report_serving: Callable[[bool], None] = lambda serving: None
+        self.keyring: Keyring | None = None
+        """API keys of the callers, once the service starts; None = callers need no key"""
         self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """Future whose result is the reason, one sentence, when the service can't continue"""
 
@@ -157,6 +158,7 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     use_fair_threads()
     authenticator = _authenticator(settings)
     application = make(settings)
+    application.keyring = authenticator.keyring
     interceptor = RpcInterceptor(authenticator, application.peer_methods)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
     health = _Health(application.register(server))
@@ -212,6 +214,7 @@ class _Health:
         self._servicer = health_aio.HealthServicer()
         self._services = services
         self._changes: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
         self.set_serving(False)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -227,8 +230,11 @@ class _Health:
             self._set(service, serving)
 
     def set_part(self, part: str, works: bool) -> None:
-        """Set the health of a part of the process. The health of the services does not change."""
-        self._set(f"{_PART}{part}", works)
+        """Set the health of a part of the process, which leaves that of the services as it is.
+
+        Any thread may call it.
+        """
+        self._loop.call_soon_threadsafe(self._set, f"{PART_PREFIX}{part}", works)
 
     def _set(self, service: str, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.ServingStatus

@@ -7,10 +7,9 @@ import gc
 import logging
 import signal
 import socket
-import sqlite3
 import ssl
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +20,11 @@ from starlette.applications import Starlette
 
 from services.common import logging as service_logging
 from services.common import tracing
-from services.common.accounts.account import Account
 from services.common.accounts.keyring import Keyring, open_keyring
 from services.common.background import keep_running
 from services.common.model_files.catalog_file import CatalogError
 from services.common.network.addresses import address, listen, why_unusable
+from services.common.peers.peer import ChannelSettings
 from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.process import open_standard_files, raise_file_limit, stop_signal
 from services.common.settings import StartupError, parse
@@ -36,14 +35,12 @@ from services.http_shim.app import create_app
 from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
 from services.http_shim.backends.model_source import ModelSource, SingleBackend
-from services.http_shim.batches.batch_runner import BatchRunner
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.protocol import protocol_class
 from services.http_shim.images.kept_images import KeptImages
+from services.http_shim.jobs.jobs_client import JobsClient
 from services.http_shim.router_metrics import RouterMetrics
 from services.http_shim.settings import HttpShimSettings, check
-from services.http_shim.stored.database_guard import StoreUnavailableError
-from services.http_shim.stored.file_store import FileStore
 
 _LOG = logging.getLogger("server")
 _UNSENT_BYTES = 64 * 1024
@@ -103,13 +100,9 @@ async def serve(settings: HttpShimSettings) -> None:
         models, gate = _models(settings), Gate()
         describe_build("http_shim")
         context = None if settings.tls is None else settings.tls.context()
-        files = _file_store(settings)
-        runner = BatchRunner(
-            files, _account_of(keyring), settings.max_body_bytes, settings.max_output_bytes
-        )
-        app = create_app(models, gate, settings, keyring, files, runner)
+        jobs = _jobs(settings)
+        app = create_app(models, gate, settings, keyring, jobs)
         server = _server(settings, app, context)
-        runner.start()
         if settings.metrics_port > 0:
             serve_metrics(settings.host, settings.metrics_port)
         watching = [_watch(keyring)]
@@ -124,7 +117,6 @@ async def serve(settings: HttpShimSettings) -> None:
         gc.freeze()  # start-up objects live as long as the process; collections can skip them
         await asyncio.wait([serving, stop], return_when=asyncio.FIRST_COMPLETED)
         _LOG.info("draining")
-        await runner.stop()
         is_inherited = settings.fd >= 0
         if is_inherited:
             server.stop_accepting()
@@ -137,7 +129,7 @@ async def serve(settings: HttpShimSettings) -> None:
     if keyring is not None:
         await keyring.close()
     await models.close()
-    files.close()
+    await jobs.close()
     _LOG.info("stopped")
 
 
@@ -159,20 +151,13 @@ def _server(settings: HttpShimSettings, app: Starlette, context: ssl.SSLContext 
     )
 
 
-def _file_store(settings: HttpShimSettings) -> FileStore:
-    """Open the store. Raises StartupError."""
-    try:
-        return FileStore(settings.file_folder, settings.max_files_bytes)
-    except (OSError, sqlite3.Error, StoreUnavailableError) as error:
-        folder = settings.file_folder
-        raise StartupError(f"--file-folder {folder} can't be used: {error}.") from None
-
-
-def _account_of(keyring: Keyring | None) -> Callable[[str], Account | None]:
-    """Return what finds the account of a batch's creator."""
-    if keyring is None:
-        return lambda _: None
-    return keyring.account_by_id
+def _jobs(settings: HttpShimSettings) -> JobsClient:
+    """Return the client of the jobs service, if there is one."""
+    if not settings.jobs:
+        return JobsClient("")
+    warn_of_clear_text([settings.jobs], settings)
+    channels = ChannelSettings(settings.lost_seconds, settings.peer_tls, settings.peer_token)
+    return JobsClient(settings.jobs, channels)
 
 
 def _models(settings: HttpShimSettings) -> ModelSource:

@@ -3,31 +3,26 @@
 The server passes HTTP requests only: it serves no WebSockets and runs no lifespan.
 """
 
-import dataclasses
-import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from services.common.accounts.keyring import Keyring
 from services.common.network.hosts import AllowedHosts
-from services.common.settings import StartupError
 from services.http_shim.backends.model_source import ModelSource
-from services.http_shim.batches.batch_runner import BatchRunner
-from services.http_shim.batches.inner_calls import CreatorMiddleware
 from services.http_shim.dialects.chat.read import read_chat
 from services.http_shim.dialects.completions.read import read_completion
 from services.http_shim.dialects.messages.read import read_counted_message, read_message
 from services.http_shim.dialects.messages.types import TokenCount
 from services.http_shim.dialects.messages.write import MESSAGE_ERRORS
+from services.http_shim.dialects.reading import Read
 from services.http_shim.dialects.responses.types import InputTokenCount
-from services.http_shim.dialects.responses.write import interrupted_response
 from services.http_shim.documentation.openapi import openapi
 from services.http_shim.documentation.pages import PAGES, page_routes
-from services.http_shim.documents.document_reader import DocumentReader
 from services.http_shim.endpoints.adapters import Adapters
 from services.http_shim.endpoints.background_responses import BackgroundResponses
 from services.http_shim.endpoints.batches import Batches
@@ -39,7 +34,6 @@ from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
 from services.http_shim.endpoints.probes import Probes
 from services.http_shim.endpoints.prompt_reader import PromptReader, always
-from services.http_shim.endpoints.response_keeper import ResponseKeeper
 from services.http_shim.endpoints.responses import ResponsesEndpoint
 from services.http_shim.endpoints.stored_responses import StoredResponses
 from services.http_shim.endpoints.token_counting import TokenCounting
@@ -54,10 +48,9 @@ from services.http_shim.http.gate import Gate
 from services.http_shim.http.host_header import HostMiddleware
 from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.images.image_fetcher import ImageFetcher
+from services.http_shim.jobs.jobs import InnerJobs
+from services.http_shim.jobs.jobs_client import JobsClient
 from services.http_shim.settings import HttpShimSettings
-from services.http_shim.stored.database_guard import StoreUnavailableError
-from services.http_shim.stored.file_store import FileStore
-from services.http_shim.stored.response_store import ResponseStore
 from services.http_shim.vectors.endpoint import (
     CLASSIFY,
     EMBEDDINGS,
@@ -68,7 +61,7 @@ from services.http_shim.vectors.endpoint import (
     VectorEndpoint,
 )
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "create_inner_app"]
 
 _PUBLIC_PATHS = {"/health", "/ready", "/metrics", "/version", "/openapi.json", *PAGES}
 """Paths that need no key"""
@@ -85,7 +78,6 @@ _VECTOR_PATHS: Mapping[str, VectorApi[Any, Any, Any]] = {
     "/pooling": POOLING,
 }
 _ERROR_FORMS: Mapping[str, ErrorForm] = {"/v1/messages": MESSAGE_ERRORS}
-_DAY = 24 * 60 * 60
 
 
 def create_app(
@@ -93,56 +85,36 @@ def create_app(
     gate: Gate,
     settings: HttpShimSettings,
     keyring: Keyring | None,
-    files: FileStore,
-    runner: BatchRunner,
+    jobs: JobsClient,
 ) -> Starlette:
-    """Return the application that serves `models`; without a keyring, no request needs a key.
-
-    runner: runs the batches of `files` by its endpoints.
-    """
-    bodies = BodyReader(settings.max_body_bytes, settings.max_held_bytes)
-    fetcher = ImageFetcher(settings.image_sources) if settings.fetch_images else None
-    documents = Documents(DocumentReader(), files)
-    prompts = PromptReader(bodies, documents, fetcher)
-    stall = settings.stall_seconds
-    shared = (prompts, Generator(models, gate, prompts), stall)
-    completions = GenerationEndpoint(always(read_completion), *shared)
-    chat = GenerationEndpoint(always(read_chat), *shared)
-    messages = GenerationEndpoint(always(read_message), *shared)
-    store = _response_store(settings)
-    keeper = ResponseKeeper(store)
-    background = BackgroundResponses(settings.max_background, settings.max_event_bytes, stall)
-    responses = ResponsesEndpoint(keeper, background, *shared)
-    stored_responses = StoredResponses(store, background)
+    """Return the application that serves `models`; without a keyring, no request needs a key."""
+    parts = _Parts(models, gate, settings, jobs)
+    bodies, prompts, stall = parts.bodies, parts.prompts, settings.stall_seconds
+    completions = parts.generation(read_completion)
+    chat = parts.generation(read_chat)
+    responses = parts.responses(BackgroundResponses(jobs, stall))
+    stored_responses = StoredResponses(jobs, stall)
     message_tokens = TokenCounting(always(read_counted_message), TokenCount, models, prompts)
     response_tokens = TokenCounting(responses.prepare_count, InputTokenCount, models, prompts)
     multi_completion = MultiCompletion(models, gate, bodies)
     model_cards = Models(models)
     tokenization = Tokenization(models, prompts)
     adapters = Adapters(models, bodies, is_allowed=settings.adapter_routes)
-    probes = Probes(models, gate, [files.guard.check, store.guard.check])
-    vector_routes = [
-        Route(path, VectorEndpoint(api, models, gate, bodies), methods=["POST"])
-        for path, api in _VECTOR_PATHS.items()
-    ]
-    batched = [
+    probes = Probes(models, gate, jobs)
+    files, batches = Files(jobs), Batches(jobs, bodies)
+    routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages", parts.generation(read_message), methods=["POST"]),
         Route("/v1/responses", responses, methods=["POST"]),
-        *vector_routes,
-    ]
-    runner.app = _batch_app(batched)
-    kept_files, batches = Files(files, settings.max_file_bytes), Batches(files, runner, bodies)
-    routes = [
-        *batched,
+        *parts.vector_routes(),
         Route("/completions", completions, methods=["POST"]),
         Route("/chat/completions", chat, methods=["POST"]),
-        Route("/v1/files", kept_files.create, methods=["POST"]),
-        Route("/v1/files", kept_files.all),
-        Route("/v1/files/{file_id}", kept_files.one),
-        Route("/v1/files/{file_id}", kept_files.delete, methods=["DELETE"]),
-        Route("/v1/files/{file_id}/content", kept_files.content),
+        Route("/v1/files", files.create, methods=["POST"]),
+        Route("/v1/files", files.all),
+        Route("/v1/files/{file_id}", files.one),
+        Route("/v1/files/{file_id}", files.delete, methods=["DELETE"]),
+        Route("/v1/files/{file_id}/content", files.content),
         Route("/v1/batches", batches.create, methods=["POST"]),
         Route("/v1/batches", batches.all),
         Route("/v1/batches/{batch_id}", batches.one),
@@ -184,27 +156,63 @@ def create_app(
     return Starlette(routes=routes, middleware=middleware, exception_handlers=exception_handlers())
 
 
-def _batch_app(routes: list[Route]) -> Starlette:
-    """Return the application that requests of batches call."""
+def create_inner_app(
+    models: ModelSource,
+    gate: Gate,
+    settings: HttpShimSettings,
+    jobs: InnerJobs,
+    admission: Callable[[ASGIApp], ASGIApp],
+) -> Starlette:
+    """Return the application that the jobs service calls for batches and background responses.
+
+    admission: innermost middleware, which sets account, tenant and priority of an exchange.
+    """
+    parts = _Parts(models, gate, settings, jobs)
+    routes = [
+        Route("/v1/completions", parts.generation(read_completion), methods=["POST"]),
+        Route("/v1/chat/completions", parts.generation(read_chat), methods=["POST"]),
+        Route("/v1/messages", parts.generation(read_message), methods=["POST"]),
+        Route("/v1/responses", parts.responses(None), methods=["POST"]),
+        *parts.vector_routes(),
+    ]
     middleware = [
         Middleware(ExchangeMiddleware, routes=routes, error_forms=_ERROR_FORMS),
         Middleware(FailureMiddleware),
-        Middleware(CreatorMiddleware),
+        Middleware(admission),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=exception_handlers())
 
 
-def _response_store(settings: HttpShimSettings) -> ResponseStore:
-    """Open the store; responses that an earlier process did not end are failed.
+class _Parts:
+    """The parts that the endpoints of an application share."""
 
-    Raises StartupError.
-    """
-    path = settings.response_store
-    try:
-        store = ResponseStore(path, settings.max_response_bytes, settings.response_days * _DAY)
-        for each in store.interrupted():
-            failed = interrupted_response(each.response)
-            store.put(dataclasses.replace(each, response=failed, is_running=False))
-        return store
-    except (sqlite3.Error, StoreUnavailableError) as error:
-        raise StartupError(f"--response-store {path} can't be opened: {error}.") from None
+    def __init__(
+        self, models: ModelSource, gate: Gate, settings: HttpShimSettings, jobs: InnerJobs
+    ) -> None:
+        self.bodies = BodyReader(settings.max_body_bytes, settings.max_held_bytes)
+        fetcher = ImageFetcher(settings.image_sources) if settings.fetch_images else None
+        self.prompts = PromptReader(self.bodies, Documents(jobs), fetcher)
+        self._models = models
+        self._gate = gate
+        self._jobs = jobs
+        self._generator = Generator(models, gate, self.prompts)
+        self._stall_seconds = settings.stall_seconds
+
+    def generation(self, read: Read) -> GenerationEndpoint:
+        """Return the endpoint of a dialect."""
+        stall = self._stall_seconds
+        return GenerationEndpoint(always(read), self.prompts, self._generator, stall)
+
+    def responses(self, background: BackgroundResponses | None) -> ResponsesEndpoint:
+        """Return the endpoint of responses, as it says."""
+        stall = self._stall_seconds
+        return ResponsesEndpoint(self._jobs, background, self.prompts, self._generator, stall)
+
+    def vector_routes(self) -> list[Route]:
+        """Return the routes that make vectors."""
+        return [
+            Route(
+                path, VectorEndpoint(api, self._models, self._gate, self.bodies), methods=["POST"]
+            )
+            for path, api in _VECTOR_PATHS.items()
+        ]

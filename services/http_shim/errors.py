@@ -18,6 +18,7 @@ __all__ = [
     "ClientGoneError",
     "ErrorBody",
     "ErrorForm",
+    "FileTooLargeError",
     "client_field_names",
     "error_body",
     "http_status",
@@ -66,6 +67,14 @@ class BodyTooLargeError(Exception):
     def __init__(self, limit: int, *, has_images: bool = False) -> None:
         what = "The body without its images" if has_images else "The body"
         super().__init__(f"{what} is larger than {limit} bytes.")
+
+
+class FileTooLargeError(BodyTooLargeError):
+    """An uploaded file exceeds the limit of one file."""
+
+    def __init__(self, message: str) -> None:
+        """message: a sentence that names the limit."""
+        Exception.__init__(self, message)
 
 
 class ErrorDetails(Struct):

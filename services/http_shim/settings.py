@@ -46,6 +46,11 @@ class HttpShimSettings(PeerSettings, LimitSettings):
         "Tokenizer services of the model: host:port or dns:///name:port, several separated by "
         "commas; unused with --catalog.",
     )
+    jobs: str = setting(
+        "",
+        "Jobs service, as host:port, which keeps files, batches and responses and reads PDFs. "
+        "Empty = none: those routes answer 501.",
+    )
     cors_origins: str = setting(
         "", "Origins whose pages may call the API, separated by commas; * = all; empty = none."
     )
@@ -103,36 +108,6 @@ class HttpShimSettings(PeerSettings, LimitSettings):
         "Hosts that images are fetched from, separated by commas: host, host:port or *.host; empty "
         "= any, at the ports 80 and 443.",
     )
-    response_store: str = setting(
-        "", "SQLite file of the responses of /v1/responses; empty = they are kept in memory."
-    )
-    max_response_bytes: int = setting(
-        64 * 1024 * 1024, "Most bytes of kept responses; the oldest are dropped first."
-    )
-    response_days: float = setting(30.0, "Days that responses are kept.", least=0)
-    max_background: int = setting(
-        64, "Most responses of /v1/responses that run in the background; more are refused."
-    )
-    max_event_bytes: int = setting(
-        64 * 1024 * 1024,
-        "Most bytes of the kept events of streamed responses in the background; the oldest are "
-        "dropped first.",
-    )
-    file_folder: str = setting(
-        "",
-        "Folder of the files and batches of /v1/files and /v1/batches; empty = a temporary one, "
-        "which ends with the server.",
-    )
-    max_file_bytes: int = setting(200 * 1024 * 1024, "Largest uploaded file, in bytes.", least=1)
-    max_files_bytes: int = setting(
-        2 * 1024**3, "Most bytes of all files; further ones are refused.", least=1, most=2**50
-    )
-    max_output_bytes: int = setting(
-        512 * 1024**2,
-        "Most bytes of a batch's answers and errors; a batch with more fails.",
-        least=1,
-        most=2**50,
-    )
     stall_seconds: float = setting(
         30.0,
         "Seconds without progress in sending or reading after which a client is disconnected.",
@@ -169,6 +144,8 @@ def check(settings: HttpShimSettings) -> None:
     """Raise StartupError for settings that can't be served."""
     if not settings.catalog:
         parse_targets(settings.tokenizer, "--tokenizer")
+    if settings.jobs and len(parse_targets(settings.jobs, "--jobs")) > 1:
+        raise StartupError("--jobs must name one service: it owns the files of its folder.")
     closed = why_closed(settings.host, has_keys=bool(settings.keys), is_open=settings.open)
     if closed is not None:
         raise StartupError(closed)

@@ -25,6 +25,7 @@ def run(
     stack: Stack, *command: str, cwd: Path = EXAMPLES, seconds: float = 120, **variables: str
 ) -> str:
     where = {"BASE_URL": stack.url, "TOKENIZER": stack.tokenizer, "ENGINE": stack.engine}
+    where["JOBS"] = stack.jobs
     protos = {"PROTOS": str(ROOT / "protos"), "GOOGLEAPIS": GOOGLEAPIS}
     result = subprocess.run(
         command,
@@ -63,6 +64,11 @@ def test_client_example_prints_the_same_text_for_text_and_token_ids(stack: Stack
 
 def test_grpc_text_example_prints_a_completion(stack: Stack) -> None:
     assert len(run(stack, sys.executable, "grpc_text.py")) > 1  # more than the final newline
+
+
+def test_grpc_batch_example_prints_an_answer_for_each_line(stack: Stack) -> None:
+    output = run(stack, sys.executable, "grpc_batch.py")
+    assert {line[:3] for line in output.splitlines() if re.match(r"\d: ", line)} == {"0: ", "1: "}
 
 
 def test_grpc_tokens_example_prints_the_model_and_16_tokens(stack: Stack) -> None:

@@ -31,7 +31,8 @@ _DOCUMENT = Path(__file__).parents[2] / "docs" / "watching.md"
 
 
 def test_exposed_metrics_are_the_documented_metrics(stack: Stack) -> None:
-    others = [target.split(":") for target in (stack.tokenizer, stack.engine, stack.grammar)]
+    targets = (stack.jobs, stack.tokenizer, stack.engine, stack.grammar)
+    others = [target.split(":") for target in targets]
     urls = [stack.url, *(f"http://{host}:{int(port) + 1000}" for host, port in others)]
     served = {name for url in urls for name in names(httpx.get(f"{url}/metrics", timeout=60).text)}
     documented = set(re.findall(r"`(tokenwire_\w+)`", _DOCUMENT.read_text()))

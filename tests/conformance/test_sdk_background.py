@@ -1,7 +1,6 @@
 """Responses in the background through OpenAI's SDK for Python: read, streamed, cancelled, lost."""
 
 import asyncio
-import contextlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,7 +12,7 @@ from openai import OpenAI
 from openai.types.responses import Response
 
 from tests.conformance.test_sdk_responses import BASE, without_ids
-from tests.services.shim import running_shim
+from tests.services.shim import shim_with_jobs
 from tests.stack import Stack
 
 
@@ -158,7 +157,7 @@ def test_response_that_was_not_streamed_has_no_events(client: OpenAI) -> None:
 
 
 async def test_too_many_responses_in_the_background_are_refused(stack: Stack) -> None:
-    async with running_shim("--tokenizer", stack.tokenizer, "--max-background", "1") as shim:
+    async with shim_with_jobs(stack.tokenizer, "--max-background", "1") as (shim, _):
         client = client_of(shim.url)
         running = begun(client)
         with pytest.raises(openai.RateLimitError) as caught:
@@ -169,8 +168,7 @@ async def test_too_many_responses_in_the_background_are_refused(stack: Stack) ->
 
 
 async def test_dropped_events_are_refused_and_the_response_is_whole(stack: Stack) -> None:
-    flags = ("--tokenizer", stack.tokenizer, "--max-event-bytes", "5000")
-    async with running_shim(*flags) as shim:
+    async with shim_with_jobs(stack.tokenizer, "--max-event-bytes", "5000") as (shim, _):
         client = client_of(shim.url)
         stream = client.responses.create(**numbers(60) | {"stream": True})
         first = next(iter(stream))
@@ -183,12 +181,12 @@ async def test_dropped_events_are_refused_and_the_response_is_whole(stack: Stack
 
 
 async def test_response_that_a_lost_server_ran_is_failed(stack: Stack, tmp_path: Path) -> None:
-    flags = ("--tokenizer", stack.tokenizer, "--response-store", str(tmp_path / "store.sqlite"))
-    with contextlib.suppress(AssertionError):  # it does not exit by itself
-        async with running_shim(*flags) as shim:
-            running = begun(client_of(shim.url))
-            shim.process.kill()
-    async with running_shim(*flags) as shim:
+    flags = ("--response-store", str(tmp_path / "store.sqlite"))
+    async with shim_with_jobs(stack.tokenizer, *flags) as (shim, jobs):
+        running = begun(client_of(shim.url))
+        jobs.process.kill()
+        await jobs.process.wait()
+    async with shim_with_jobs(stack.tokenizer, *flags) as (shim, _):
         client = client_of(shim.url)
         failed = client.responses.retrieve(running.id)
         assert failed.status == "failed"
@@ -199,10 +197,10 @@ async def test_response_that_a_lost_server_ran_is_failed(stack: Stack, tmp_path:
 
 async def test_stopping_server_lets_responses_fail(stack: Stack, tmp_path: Path) -> None:
     store = ("--response-store", str(tmp_path / "store.sqlite"))
-    flags = ("--tokenizer", stack.tokenizer, *store, "--grace", "0")
-    async with running_shim(*flags) as shim:
+    flags = (*store, "--grace", "0")
+    async with shim_with_jobs(stack.tokenizer, *flags) as (shim, _):
         running = begun(client_of(shim.url))
-    async with running_shim(*flags) as shim:
+    async with shim_with_jobs(stack.tokenizer, *flags) as (shim, _):
         failed = client_of(shim.url).responses.retrieve(running.id)
         assert failed.status == "failed"
         assert failed.error is not None

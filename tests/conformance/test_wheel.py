@@ -142,11 +142,12 @@ def test_no_module_of_the_wheel_names_services(environment: Path, tmp_path: Path
 def test_installed_command_serves_the_embedded_model(environment: Path, tmp_path: Path) -> None:
     command = environment / "bin" / "tokenwire"
     assert "--model" in run(command, "serve", "--help", cwd=tmp_path)
-    http, tokenizer, engine, grammar = map(str, free_ports(4))
+    http, tokenizer, engine, grammar, jobs = map(str, free_ports(5))
     process = subprocess.Popen(
         [
             command, "serve", "--port", http, "--tokenizer-port", tokenizer, "--engine-port",
-            engine, "--grammar-port", grammar, "--engine-args", "--kv-memory 64MiB",
+            engine, "--grammar-port", grammar, "--jobs-port", jobs,
+            "--engine-args", "--kv-memory 64MiB",
         ],
         cwd=tmp_path,
         stdout=subprocess.PIPE,

@@ -21,8 +21,14 @@ from tokenwire.client import Client, EngineClient
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "python:3.11-slim-bookworm"
-SERVICES = ("grammar", "engine", "tokenizer", "http_shim")
-METRICS_PORTS = {"grammar": 51053, "engine": 51052, "tokenizer": 51051, "http_shim": 8000}
+SERVICES = ("grammar", "engine", "tokenizer", "jobs", "http_shim")
+METRICS_PORTS = {
+    "grammar": 51053,
+    "engine": 51052,
+    "tokenizer": 51051,
+    "jobs": 51054,
+    "http_shim": 8000,
+}
 LIMIT = 400 * 2**20  # maximum bytes that an image without torch adds to its base
 ENGINE_LIMIT = 2 * 2**30  # maximum bytes of the engine's image
 START_SECONDS = 300

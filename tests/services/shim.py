@@ -6,7 +6,7 @@ import json
 import resource
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,23 @@ import jsonschema
 
 from services.http_shim.documentation.openapi import document
 
-__all__ = ["Shim", "assert_documented", "running_shim"]
+__all__ = ["Shim", "assert_documented", "running_jobs", "running_shim", "shim_with_jobs"]
 
 
 class Shim:
-    """A running shim and its log."""
+    """A running shim, or another service, and its log."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.url = ""
+        self.target = ""
+        """host:port"""
         self._lines: list[dict[str, Any]] = []
         self._has_ended = False
         self._changed = asyncio.Condition()
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.target}"
 
     async def logged(self, message: str, count: int = 1) -> dict[str, Any]:
         """Wait for the `count`-th log line whose message contains the text, and return it."""
@@ -80,7 +85,7 @@ class Shim:
         """Wait until the log satisfies the condition; fail if the log ends first."""
         async with self._changed:
             await self._changed.wait_for(lambda: is_so() or self._has_ended)
-        assert is_so(), f"the shim has ended: {self._lines[-3:]}"
+        assert is_so(), f"the service has ended: {self._lines[-3:]}"
 
     def _found(self, message: str) -> list[dict[str, Any]]:
         return [line for line in self._lines if message in line["message"]]
@@ -97,18 +102,49 @@ async def running_shim(*flags: str) -> AsyncIterator[Shim]:
 
     The shim must exit with status 0.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.http_shim", "--port", "0", "--tokenizer-wait", "0", *flags,
-        stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    shim = Shim(process)
-    listening = asyncio.ensure_future(shim.listen())
-    try:
-        shim.url = f"http://127.0.0.1:{(await shim.logged('listening on'))['port']}"
+    async with _running("http_shim", *flags) as shim:
         yield shim
+
+
+@asynccontextmanager
+async def running_jobs(*flags: str) -> AsyncIterator[Shim]:
+    """Run `python -m services.jobs` on a free port; yield it once it listens.
+
+    It must exit with status 0, or be killed by the block.
+    """
+    async with _running("jobs", "--metrics-port", "-1", *flags) as jobs:
+        yield jobs
+
+
+@asynccontextmanager
+async def shim_with_jobs(
+    tokenizer: str, *flags: str, shim_flags: Sequence[str] = ()
+) -> AsyncIterator[tuple[Shim, Shim]]:
+    """Run a jobs service with flags, and a shim in front of it; yield the shim and the jobs."""
+    served = ("--tokenizer", tokenizer)
+    async with (
+        running_jobs(*served, *flags) as jobs,
+        running_shim(*served, "--jobs", jobs.target, *shim_flags) as shim,
+    ):
+        yield shim, jobs
+
+
+@asynccontextmanager
+async def _running(name: str, *flags: str) -> AsyncIterator[Shim]:
+    command = (sys.executable, "-m", f"services.{name}")
+    own = () if "--port" in flags else ("--port", "0")
+    process = await asyncio.create_subprocess_exec(
+        *command, *own, "--tokenizer-wait", "0", *flags, stderr=asyncio.subprocess.PIPE
+    )
+    service = Shim(process)
+    listening = asyncio.ensure_future(service.listen())
+    try:
+        service.target = f"127.0.0.1:{(await service.logged('listening on'))['port']}"
+        yield service
+        was_killed = process.returncode == -signal.SIGKILL
     finally:
         if process.returncode is None:
             process.terminate()
         await process.wait()
         await listening
-    assert process.returncode == 0
+    assert process.returncode == 0 or was_killed

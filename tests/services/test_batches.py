@@ -13,8 +13,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types import Batch
 
-from services.http_shim.stored.file_store import FileStore, StoredBatch
-from tests.services.shim import Shim, assert_documented, running_shim
+from services.jobs.store.file_store import FileStore, StoredBatch
+from tests.services.shim import Shim, assert_documented, shim_with_jobs
 from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -30,7 +30,7 @@ def line(custom_id: str, path: str = "/v1/completions", **body: Any) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def shim(stack: Stack) -> AsyncIterator[Shim]:
-    async with running_shim("--tokenizer", stack.tokenizer, "--max-file-bytes", "300000") as shim:
+    async with shim_with_jobs(stack.tokenizer, "--max-file-bytes", "300000") as (shim, _):
         yield shim
 
 
@@ -87,21 +87,21 @@ async def answers(client: AsyncOpenAI, file_id: str | None) -> dict[str | None, 
     return {each["custom_id"]: each for each in map(json.loads, text.splitlines())}
 
 
-async def test_batch_goes_on_after_the_shim_was_out_of_file_descriptors(stack: Stack) -> None:
+async def test_batch_goes_on_after_the_jobs_were_out_of_file_descriptors(stack: Stack) -> None:
     """/ready names the batches meanwhile. All requests use connections that exist."""
     async with (
-        running_shim("--tokenizer", stack.tokenizer) as shim,
+        shim_with_jobs(stack.tokenizer) as (shim, jobs),
         httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
         sdk(shim) as client,
     ):
         content = f"{line('a')}\n".encode()
         file = await client.files.create(file=("in.jsonl", content), purpose="batch")
         assert (await http.get("/ready")).json() == {"status": "ready"}
-        with shim.out_of_descriptors():
+        with jobs.out_of_descriptors():
             batch = await client.batches.create(
                 input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
             )
-            await shim.logged("the task batches failed")
+            await jobs.logged("the task batches failed")
             assert (await http.get("/ready")).json() == {"status": "ready", "faults": ["batches"]}
         batch = await ended(client, batch)
         assert batch.status == "completed"
@@ -178,8 +178,8 @@ async def test_queued_batch_expires_while_another_runs(stack: Stack, tmp_path: P
     for identity, expires in (("batch_long", now + 3600), ("batch_late", now - 1)):
         store.add(StoredBatch(identity, "", "", "/v1/completions", new.stored.id, {}, now, expires))
     store.close()
-    flags = ("--tokenizer", stack.tokenizer, "--file-folder", str(tmp_path), "--grace", "0")
-    async with running_shim(*flags) as shim, sdk(shim) as client:
+    flags = ("--file-folder", str(tmp_path), "--grace", "0")
+    async with shim_with_jobs(stack.tokenizer, *flags) as (shim, _), sdk(shim) as client:
         late = await ended(client, await client.batches.retrieve("batch_late"))
         assert late.status == "expired"
         assert (await client.batches.retrieve("batch_long")).status == "in_progress"
@@ -236,14 +236,17 @@ async def test_wrong_input_names_its_field(http: httpx.AsyncClient) -> None:
 
 async def test_batch_goes_on_after_a_restart(stack: Stack, tmp_path: Path) -> None:
     """What was answered before is not asked again."""
-    flags = ("--tokenizer", stack.tokenizer, "--file-folder", str(tmp_path / "files"))
+    flags = ("--file-folder", str(tmp_path / "files"))
     lines = [line("first")] + [line(f"{i}", max_tokens=200, ignore_eos=True) for i in range(70)]
-    async with running_shim(*flags, "--grace", "0") as shim, sdk(shim) as client:
+    async with (
+        shim_with_jobs(stack.tokenizer, *flags, "--grace", "0") as (shim, _),
+        sdk(shim) as client,
+    ):
         batch = await started(client, lines)
         await some_counted(client, batch, "completed")
     kept = (tmp_path / "files" / batch.id).read_text()
     first = next(each for each in map(json.loads, kept.splitlines()) if each["response"])
-    async with running_shim(*flags) as shim, sdk(shim) as client:
+    async with shim_with_jobs(stack.tokenizer, *flags) as (shim, _), sdk(shim) as client:
         batch = await ended(client, batch)
         assert batch.status == "completed"
         good = await answers(client, batch.output_file_id)
@@ -254,10 +257,13 @@ async def test_batch_goes_on_after_a_restart(stack: Stack, tmp_path: Path) -> No
 
 async def test_restart_repeats_no_line_and_no_custom_id(stack: Stack, tmp_path: Path) -> None:
     """A refused line is not sent again; a line whose custom_id is taken stays refused."""
-    flags = ("--tokenizer", stack.tokenizer, "--file-folder", str(tmp_path / "files"))
+    flags = ("--file-folder", str(tmp_path / "files"))
     lines = [line("a"), line("a"), line("bad", model="nope"), "no JSON"]
     lines += [line(f"{i}", max_tokens=200, ignore_eos=True) for i in range(70)]
-    async with running_shim(*flags, "--grace", "0") as shim, sdk(shim) as client:
+    async with (
+        shim_with_jobs(stack.tokenizer, *flags, "--grace", "0") as (shim, _),
+        sdk(shim) as client,
+    ):
         batch = await started(client, lines)
         await some_counted(client, batch, "completed")
     kept = [json.loads(each) for each in (tmp_path / "files" / batch.id).read_text().splitlines()]
@@ -265,7 +271,7 @@ async def test_restart_repeats_no_line_and_no_custom_id(stack: Stack, tmp_path: 
         each["custom_id"]: each["response"]["request_id"] for each in kept if each["response"]
     }
     assert {"a", "bad"} <= before.keys()
-    async with running_shim(*flags) as shim, sdk(shim) as client:
+    async with shim_with_jobs(stack.tokenizer, *flags) as (shim, _), sdk(shim) as client:
         batch = await ended(client, batch)
         counts = batch.request_counts
         assert counts is not None
@@ -282,9 +288,9 @@ async def test_restart_repeats_no_line_and_no_custom_id(stack: Stack, tmp_path: 
 
 async def test_output_is_bounded(stack: Stack, tmp_path: Path) -> None:
     """A batch ends when its output or the store is full, with the answers until then."""
-    flags = ("--tokenizer", stack.tokenizer, "--file-folder", str(tmp_path / "files"))
+    flags = ("--file-folder", str(tmp_path / "files"))
     limits = ("--max-output-bytes", "20000", "--max-files-bytes", "60000")
-    async with running_shim(*flags, *limits) as shim, sdk(shim) as client:
+    async with shim_with_jobs(stack.tokenizer, *flags, *limits) as (shim, _), sdk(shim) as client:
         batch = await ended(client, await started(client, [line(f"{i}") for i in range(100)]))
         assert batch.status == "failed"
         assert batch.errors is not None
@@ -301,12 +307,12 @@ async def test_output_is_bounded(stack: Stack, tmp_path: Path) -> None:
         assert sum(each.bytes for each in listed) <= 60_000
 
 
-async def test_two_servers_share_a_folder(stack: Stack, tmp_path: Path) -> None:
-    """One of them runs the batches; both show and cancel them."""
-    flags = ("--tokenizer", stack.tokenizer, "--file-folder", str(tmp_path / "files"))
+async def test_two_jobs_services_share_a_folder(stack: Stack, tmp_path: Path) -> None:
+    """One of them runs the batches; both show and cancel them, as while one replaces the other."""
+    flags = ("--file-folder", str(tmp_path / "files"))
     async with (
-        running_shim(*flags, "--grace", "0") as one,
-        running_shim(*flags, "--grace", "0") as other,
+        shim_with_jobs(stack.tokenizer, *flags, "--grace", "0") as (one, _),
+        shim_with_jobs(stack.tokenizer, *flags, "--grace", "0") as (other, _),
         sdk(one) as first,
         sdk(other) as second,
     ):

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from services.common.accounts.key_file import add_key, key_id, revoke_key
-from tests.services.shim import Shim, running_shim
+from tests.services.shim import Shim, running_jobs, running_shim, shim_with_jobs
 from tests.stack import Stack, is_busy, is_idle, watch_load
 
 PROMPT = "def add(a, b):\n    return a +"
@@ -46,8 +46,19 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def shim(stack: Stack, keys: Path) -> AsyncIterator[Shim]:
     catalog = keys.with_name("catalog.toml")
     catalog.write_text(f'[[models]]\nid = "m"\ntarget = "{stack.tokenizer}"')
-    async with running_shim("--catalog", str(catalog), "--keys", str(keys)) as running:
+    known = known_to_each_other(keys)
+    async with (
+        running_jobs("--tokenizer", stack.tokenizer, *known) as jobs,
+        running_shim("--catalog", str(catalog), "--jobs", jobs.target, *known) as running,
+    ):
         yield running
+
+
+def known_to_each_other(keys: Path) -> tuple[str, ...]:
+    """Return the flags of services with these keys and a token of their own."""
+    token = keys.with_name("token")
+    token.write_text("t" * 32)
+    return ("--keys", str(keys), "--peer-token-file", str(token))
 
 
 async def client_of(shim: Shim, keys: Path, tier: str) -> httpx.AsyncClient:
@@ -123,9 +134,9 @@ async def test_header_of_a_tenant_shows_nothing_that_another_key_stored(
     """The operator may trust x-tenant for the prefix cache; files and responses are the key's."""
     keys = written_keys(tmp_path)
     one, other = add_key(keys, "default"), add_key(keys, "default")
-    flags = ("--keys", str(keys), "--trust-scheduling-headers", "always")
+    known, trust = known_to_each_other(keys), ("--trust-scheduling-headers", "always")
     async with (
-        running_shim("--tokenizer", stack.tokenizer, *flags) as shim,
+        shim_with_jobs(stack.tokenizer, *known, shim_flags=(*known, *trust)) as (shim, _),
         httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
     ):
         mine = {"authorization": f"Bearer {one}", "x-tenant": "shared"}

@@ -1,5 +1,6 @@
-"""Stores of responses and files that fail while the shim serves."""
+"""Stores of responses and files that fail while the jobs service serves."""
 
+import asyncio
 import json
 import resource
 import shutil
@@ -12,22 +13,23 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.services.shim import Shim, running_shim
+from tests.services.shim import Shim, shim_with_jobs
 from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
+HANG_SECONDS = 60
 BODY = {"input": "def f():", "max_output_tokens": 2}
 
 
 @asynccontextmanager
 async def stored(stack: Stack, folder: Path) -> AsyncIterator[tuple[Shim, httpx.AsyncClient]]:
-    """Run a shim with both stores in a folder; yield it with a client."""
+    """Run a shim and jobs with both stores in a folder; yield the jobs with a client."""
     flags = ("--response-store", str(folder / "responses"), "--file-folder", str(folder / "files"))
     async with (
-        running_shim("--tokenizer", stack.tokenizer, *flags) as shim,
+        shim_with_jobs(stack.tokenizer, *flags) as (shim, jobs),
         httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
     ):
-        yield shim, http
+        yield jobs, http
 
 
 async def upload(http: httpx.AsyncClient) -> httpx.Response:
@@ -37,6 +39,13 @@ async def upload(http: httpx.AsyncClient) -> httpx.Response:
 
 async def respond(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
     return await http.post("/v1/responses", json={**BODY, **fields})
+
+
+async def faults(http: httpx.AsyncClient) -> list[str]:
+    ready = await http.get("/ready")
+    assert ready.status_code == 200
+    named: list[str] = ready.json().get("faults", [])
+    return named
 
 
 def assert_try_again(reply: httpx.Response, code: str) -> None:
@@ -71,11 +80,9 @@ async def test_removed_folder_takes_no_uploads_and_is_named(stack: Stack, tmp_pa
         assert "was removed" in refused.json()["error"]["message"]
         assert_try_again(await http.get(f"/v1/files/{file}"), "files_unavailable")
         (tmp_path / "responses").unlink()
-        ready = await http.get("/ready")
-        assert (ready.status_code, {*ready.json()["faults"]} >= {"files", "responses"}) == (
-            200,
-            True,
-        )
+        async with asyncio.timeout(HANG_SECONDS):
+            while not {"files", "responses"} <= {*await faults(http)}:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)  # the jobs look for their files once a second
         assert (await respond(http, store=False)).status_code == 200
 
 
@@ -92,9 +99,9 @@ async def test_response_in_the_background_on_a_full_disk_asks_for_another_try(
     stack: Stack, tmp_path: Path
 ) -> None:
     """400 would tell the client that its request is wrong."""
-    async with stored(stack, tmp_path) as (shim, http):
+    async with stored(stack, tmp_path) as (jobs, http):
         await respond(http)
-        pid = shim.process.pid
+        pid = jobs.process.pid
         before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, before[1]))  # no file can grow
         assert_try_again(await respond(http, background=True), "responses_unavailable")

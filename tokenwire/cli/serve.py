@@ -106,13 +106,14 @@ def _add_addresses(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--host",
         default="127.0.0.1",
-        help="Address that HTTP, tokenizer and engine listen on (default: %(default)s).",
+        help="Address that HTTP, tokenizer, engine and jobs listen on (default: %(default)s).",
     )
     for flag, port, meaning in (
         ("--port", 8000, "HTTP port"),
         ("--tokenizer-port", 50051, "gRPC port, text level"),
         ("--engine-port", 50052, "gRPC port, token level"),
         ("--grammar-port", 50053, "gRPC port, loopback only"),
+        ("--jobs-port", 50054, "gRPC port, files and batches"),
     ):
         serve.add_argument(
             flag,
@@ -121,6 +122,11 @@ def _add_addresses(serve: argparse.ArgumentParser) -> None:
             metavar="PORT",
             help=f"{meaning} (default: %(default)s).",
         )
+    serve.add_argument(
+        "--no-jobs",
+        action="store_true",
+        help="Start no jobs service: files, batches, kept responses and PDFs are then refused.",
+    )
 
 
 def _add_models(serve: argparse.ArgumentParser) -> None:

@@ -12,14 +12,18 @@ from typing import Any, NoReturn, TypeAlias
 from services.engine.settings import EngineSettings
 from services.grammar.settings import GrammarSettings
 from services.http_shim.settings import HttpShimSettings
+from services.jobs.settings import JobsSettings
 from services.tokenizer.settings import TokenizerSettings
 
 __all__ = ["SETTINGS", "FlagError", "Settings", "engine_arguments", "split_flags"]
 
-Settings: TypeAlias = EngineSettings | GrammarSettings | HttpShimSettings | TokenizerSettings
+Settings: TypeAlias = (
+    EngineSettings | GrammarSettings | HttpShimSettings | JobsSettings | TokenizerSettings
+)
 
 SETTINGS: Mapping[str, type[Settings]] = {
     "http_shim": HttpShimSettings,
+    "jobs": JobsSettings,
     "tokenizer": TokenizerSettings,
     "engine": EngineSettings,
     "grammar": GrammarSettings,
@@ -27,7 +31,7 @@ SETTINGS: Mapping[str, type[Settings]] = {
 _OWN_FLAGS = frozenset(
     {
         *("host", "port", "fd", "grace", "model", "model_id", "catalog", "dtype"),
-        *("engine", "tokenizer", "grammar", "keys", "limits_url", "peer_token_file"),
+        *("engine", "tokenizer", "grammar", "jobs", "keys", "limits_url", "peer_token_file"),
         *("peer_ca", "peer_cert", "peer_key", "tls_cert", "tls_key", "plaintext", "open"),
     }
 )

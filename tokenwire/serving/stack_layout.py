@@ -1,7 +1,7 @@
 """Services that `tokenwire serve` runs, and their ports.
 
-One model has four services, or more with several engines. A catalog has one shim, and a tokenizer,
-engines and a grammar service for each checkpoint.
+One model has five services, or more with several engines. A catalog has one shim and one jobs
+service, and a tokenizer, engines and a grammar service for each checkpoint.
 """
 
 import os
@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from services.common.model_files.catalog_file import CatalogError, CatalogModel, read_catalog
+from services.common.model_files.catalog_file import (
+    NO_TOKEN,
+    CatalogError,
+    CatalogModel,
+    read_catalog,
+)
 from services.common.model_files.checkpoint_folder import (
     CheckpointFolderError,
     require_config,
@@ -35,12 +40,12 @@ __all__ = [
     "ServeError",
     "ServeOptions",
     "Service",
+    "edge_of_catalog",
     "embedded_checkpoint",
     "hub_checkpoints",
     "plan",
     "plan_catalog",
     "require_free_ports",
-    "shim_of_catalog",
 ]
 
 
@@ -73,6 +78,9 @@ class ServeOptions:
     tokenizer_port: int = 50051
     engine_port: int = 50052
     grammar_port: int = 50053
+    jobs_port: int = 50054
+    no_jobs: bool = False
+    """Start no jobs service: files, batches, kept responses and PDFs are then refused"""
     model: Path | None = None
     """Directory of a checkpoint, or hf:owner/name; None = the embedded one"""
     model_id: str = ""
@@ -131,6 +139,7 @@ class ServeOptions:
         _require_port("--tokenizer-port", self.tokenizer_port)
         _require_port("--engine-port", self.engine_port)
         _require_port("--grammar-port", self.grammar_port)
+        _require_port("--jobs-port", self.jobs_port)
         if not 0 <= self.grace <= _LONGEST_GRACE:
             raise ServeError(f"--grace must be between 0 and {_LONGEST_GRACE}, not {self.grace}.")
         if not 1 <= self.replicas <= _MOST_REPLICAS:
@@ -200,8 +209,7 @@ def plan(options: ServeOptions) -> tuple[Service, ...]:
     ports = _Ports(options.tokenizer_port, _engine_ports(options), options.grammar_port)
     model = CatalogModel(id="", path=options.model, replicas=options.replicas)
     backend = _backend(options, model, host, ports, options.replicas)
-    shim = _shim(options, "--tokenizer", backend[0].target, *_peer_token(options))
-    return (shim, *backend)
+    return (*_edge(options, "--tokenizer", backend[0].target), *backend)
 
 
 def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> CatalogPlan:
@@ -213,7 +221,7 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
         raise ServeError(str(error)) from None
     running = {} if current is None else current.services
     services: dict[Checkpoint, tuple[Service, ...]] = {}
-    taken: set[int] = {options.port}
+    taken = {options.port, options.jobs_port, options.jobs_port + METRICS_PORT_OFFSET}
     models = []
     engines = sum(key[3] for key in {_checkpoint_of(row) for row in rows} if key is not None)
     for model in rows:
@@ -229,6 +237,8 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
             token = options.peer_token_file
             target = services[key][0].target
             model = replace(model, target=target, path=None, peer_token_file=token)
+        elif model.target is not None and model.peer_token_file is None:
+            model = replace(model, peer_token_file=NO_TOKEN)  # it is of another installation
         models.append(model)
     targets = {model.id: model.target for model in models if not model.variant}
     return CatalogPlan(
@@ -267,9 +277,28 @@ def hub_checkpoints(options: ServeOptions) -> Mapping[HubCheckpoint, tuple[str, 
         raise ServeError(str(error)) from None
 
 
-def shim_of_catalog(options: ServeOptions, resolved: Path) -> Service:
-    """Return the shim of a catalog file that has all targets. Raises ServeError."""
-    return _shim(options, "--catalog", str(resolved))
+def edge_of_catalog(options: ServeOptions, resolved: Path) -> tuple[Service, ...]:
+    """Return shim and jobs of a catalog file that has all targets. Raises ServeError."""
+    return _edge(options, "--catalog", str(resolved))
+
+
+def _edge(options: ServeOptions, *models: str) -> tuple[Service, ...]:
+    """Return the services that have all models: the shim, and the jobs unless there are none."""
+    if options.no_jobs:
+        return (_shim(options, *models, *_peer_token(options)),)
+    jobs = _jobs(options, *models)
+    return (_shim(options, *models, "--jobs", jobs.target, *_peer_token(options)), jobs)
+
+
+def _jobs(options: ServeOptions, *models: str) -> Service:
+    host = _grpc_host(options)
+    plain = () if is_loopback(host) else ("--plaintext",)
+    listen = ("--host", host, "--port", str(options.jobs_port), *plain)
+    keys = () if options.keys is None else ("--keys", str(options.keys.absolute()))
+    own = _flags_of(options, "jobs")
+    arguments = (*listen, *models, *_common(options), *keys, *_peer_token(options), *own)
+    target = address(reachable(host), options.jobs_port)
+    return Service("jobs", arguments, target, environment=_limits(options, "jobs"))
 
 
 def _shim(options: ServeOptions, *models: str) -> Service:
@@ -459,9 +488,12 @@ def _require_port(name: str, port: int) -> None:
 
 def _fixed_ports(options: ServeOptions) -> Iterator[tuple[str, str, int]]:
     yield "HTTP", options.host, options.port
+    host = _grpc_host(options)
+    if not options.no_jobs:
+        yield "jobs", host, options.jobs_port
+        yield "jobs metrics", host, options.jobs_port + METRICS_PORT_OFFSET
     if options.catalog is not None:
         return
-    host = _grpc_host(options)
     grpc_ports = (
         ("tokenizer", host, options.tokenizer_port),
         *(("engine", host, port) for port in _engine_ports(options)),

@@ -23,10 +23,10 @@ from tokenwire.serving.stack_layout import (
     ServeError,
     ServeOptions,
     Service,
+    edge_of_catalog,
     plan,
     plan_catalog,
     require_free_ports,
-    shim_of_catalog,
 )
 from tokenwire.serving.start_check import check_services
 
@@ -38,6 +38,7 @@ _HELD_SECONDS = 30.0
 """Seconds after which the output of a start that shows no progress is written all the same"""
 _KILL_SECONDS = 5.0
 """Seconds beyond a service's own grace after which it is killed"""
+_READERS_OF_CATALOG = ("http_shim", "jobs")
 _LONGEST_PAUSE = 30.0
 """Seconds between two starts of a service that ends before it serves"""
 Result = TypeVar("Result")
@@ -141,7 +142,7 @@ class _Stack:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run_model(self) -> None:
-        """Run the four services of one model. Raises _Stopped or ServeError."""
+        """Run the services of one model. Raises _Stopped or ServeError."""
         shim, *backend = plan(self._options)
         require_free_ports(self._options)
         check_services([shim, *backend])
@@ -159,12 +160,13 @@ class _Stack:
         require_free_ports(self._options)
         self._listener = _listen(self._options)
         write_catalog(resolved, current.models)
-        shim, backend = shim_of_catalog(self._options, resolved), _all_services(current)
-        check_services([shim, *backend])
-        await self._start(self._processes, [shim, *backend])
+        shim, *jobs = edge_of_catalog(self._options, resolved)
+        backend = _all_services(current)
+        check_services([shim, *jobs, *backend])
+        await self._start(self._processes, [shim, *jobs, *backend])
         probe = "ready" if backend else "health"  # remote backends may start later
         await self._while_alive(
-            _until_ready(backend, f"{self._options.scheme}://{shim.target}/{probe}")
+            _until_ready([*jobs, *backend], f"{self._options.scheme}://{shim.target}/{probe}")
         )
         self._announce(shim)
         _print_models(current)
@@ -308,7 +310,9 @@ class _Stack:
             report(f"{error} The previous models stay.")
             return current
         write_catalog(resolved, wanted.models)
-        self._processes[0].signal(signal.SIGHUP)
+        for process in self._processes:
+            if process.service.name in _READERS_OF_CATALOG:
+                process.signal(signal.SIGHUP)
         _print_models(wanted)
         for key in current.services.keys() - wanted.services.keys():
             self._spawn(self._remove(current.services[key]))

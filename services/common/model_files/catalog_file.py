@@ -36,7 +36,10 @@ from msgspec import Meta, Struct
 from services.common.model_files.hub import HubCheckpoint
 from services.common.network.addresses import split_targets
 
-__all__ = ["CatalogError", "CatalogModel", "read_catalog", "write_catalog"]
+__all__ = ["NO_TOKEN", "CatalogError", "CatalogModel", "read_catalog", "write_catalog"]
+
+NO_TOKEN = Path()
+"""File of a row with the empty name: its service is shown no token"""
 
 _Id: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@+:-]*\Z", max_length=200)]
 _Variant: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z", max_length=100)]
@@ -62,7 +65,8 @@ class CatalogModel:
     target: str | None = None
     """Address host:port of the model's tokenizer service"""
     peer_token_file: Path | None = None
-    """File of the token for the service at the target; None = the whole server's token, if any"""
+    """Token that the service at the target is shown; None = that of the whole server, if any;
+    NO_TOKEN = none"""
     path: Path | None = None
     """Directory of a checkpoint, or hf:owner/name, whose services `tokenwire serve` starts"""
     adapter_of: str = ""
@@ -227,7 +231,8 @@ def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> Catalo
     if deployment.peer_token_file is not None:
         if model.target is None:
             raise ValueError(f"peer_token_file of model {model.full_name} needs a target")
-        token = (folder / deployment.peer_token_file).absolute()
+        named = deployment.peer_token_file
+        token = (folder / named).absolute() if named else NO_TOKEN
         model = replace(model, peer_token_file=token)
     started = (deployment.dtype, deployment.engine_args, deployment.replicas)
     if model.path is None and (any(started) or deployment.chat_template):
@@ -293,7 +298,8 @@ def _lines(model: CatalogModel) -> Iterator[str]:
     elif model.target is not None:
         yield f"target = {_string(model.target)}"
     if model.peer_token_file is not None and not model.adapter_of:
-        yield f"peer_token_file = {_string(str(model.peer_token_file))}"
+        token = model.peer_token_file
+        yield f"peer_token_file = {_string('' if token == NO_TOKEN else str(token))}"
     if model.max_output_length is not None:
         yield f"max_output_length = {model.max_output_length}"
     if model.context is not None:

@@ -19,15 +19,19 @@ from tokenwire.tls import ClientTls
 from tokenwire.token_file import TokenFile, shown
 
 __all__ = [
+    "PART_PREFIX",
     "REASON_KEY",
     "is_ready",
     "is_serving",
+    "reports_failure",
     "reports_serving",
     "until_idle",
     "why_not_ready",
     "why_not_serving",
 ]
 
+PART_PREFIX = "tokenwire.part."
+"""Beginning of the names by which the health service knows the parts of a process"""
 REASON_KEY = "tokenwire-reason-bin"
 """Key of the trailing metadata in which a health check gives the reason of NOT_SERVING"""
 _TIMEOUT_SECONDS = 2.0
@@ -38,6 +42,21 @@ async def is_serving(target: str, tls: ClientTls | None = None) -> bool:
     """Return whether the gRPC server at "host:port" reports SERVING."""
     async with connect(target, tls=tls) as channel:
         return await reports_serving(channel)
+
+
+async def reports_failure(
+    channel: grpc.aio.Channel, service: str, seconds: float = _TIMEOUT_SECONDS
+) -> bool:
+    """Return whether a health check reports NOT_SERVING within some seconds.
+
+    One that is not known has never failed.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    try:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=seconds)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 async def reports_serving(

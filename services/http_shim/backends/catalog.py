@@ -10,7 +10,12 @@ from pathlib import Path
 import grpc
 
 from services.common.background import keep_running
-from services.common.model_files.catalog_file import CatalogError, CatalogModel, read_catalog
+from services.common.model_files.catalog_file import (
+    NO_TOKEN,
+    CatalogError,
+    CatalogModel,
+    read_catalog,
+)
 from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.model_source import (
     Connection,
@@ -86,6 +91,8 @@ class Catalog:
         """Return the policy of a target. Raises CatalogError if its token can't be used."""
         if token_file is None:
             return self._settings
+        if token_file == NO_TOKEN:
+            return replace(self._settings, token=None)
         try:
             return replace(self._settings, token=TokenFile(token_file))
         except TokenError as error:

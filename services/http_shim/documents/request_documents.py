@@ -3,13 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from services.common.contract import MAX_DOCUMENTS
 from services.http_shim.images.request_images import decode_base64
 from tokenwire.errors import invalid
 
 __all__ = ["RequestDocument", "check_count", "document_text", "encoded_document"]
-
-_MOST = 32
-"""Documents of a request that must be read"""
 
 
 @dataclass(slots=True)
@@ -47,8 +45,8 @@ def encoded_document(text: str, media_type: str, param: str) -> RequestDocument:
 
 def check_count(documents: Sequence[RequestDocument], param: str) -> None:
     """Raise INVALID_ARGUMENT if the request has as many documents as it may."""
-    if len(documents) == _MOST:
-        raise invalid(param, f"{param}: a request may have at most {_MOST} documents.")
+    if len(documents) == MAX_DOCUMENTS:
+        raise invalid(param, f"{param}: a request may have at most {MAX_DOCUMENTS} documents.")
 
 
 def document_text(*parts: str | None) -> str:

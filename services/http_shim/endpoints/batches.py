@@ -1,7 +1,6 @@
 """Endpoints of batches: /v1/batches."""
 
-import secrets
-import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -9,19 +8,27 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.http_shim.batches.batch_runner import BatchRunner
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.fields import about
 from services.http_shim.endpoints.paging import page_of
 from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import exchange_of
-from services.http_shim.stored.file_store import FileStore, StoredBatch
+from services.http_shim.jobs.jobs import context_of
+from services.http_shim.jobs.jobs_client import JobsClient
 from tokenwire.batch_run import BATCH_PATHS
-from tokenwire.errors import ServiceError, invalid
+from tokenwire.errors import invalid
+from tokenwire.pb.jobs.v1 import jobs_pb2
 
 __all__ = ["BatchBody", "BatchList", "BatchObject", "Batches"]
 
-_DAY = 24 * 60 * 60
+_STATUSES: Mapping[int, str] = {
+    jobs_pb2.BATCH_STATUS_IN_PROGRESS: "in_progress",
+    jobs_pb2.BATCH_STATUS_CANCELLING: "cancelling",
+    jobs_pb2.BATCH_STATUS_COMPLETED: "completed",
+    jobs_pb2.BATCH_STATUS_CANCELLED: "cancelled",
+    jobs_pb2.BATCH_STATUS_EXPIRED: "expired",
+    jobs_pb2.BATCH_STATUS_FAILED: "failed",
+}
 _Text = Annotated[str, Meta(max_length=512)]
 
 
@@ -100,9 +107,8 @@ class BatchList(Struct):
 class Batches:
     """The endpoints."""
 
-    def __init__(self, store: FileStore, runner: BatchRunner, bodies: BodyReader) -> None:
-        self._store = store
-        self._runner = runner
+    def __init__(self, jobs: JobsClient, bodies: BodyReader) -> None:
+        self._jobs = jobs
         self._bodies = bodies
 
     async def create(self, request: Request) -> Response:
@@ -117,73 +123,73 @@ class Batches:
             raise invalid("completion_window", "completion_window must be 24h.")
         if not body.input_file_id:
             raise invalid("input_file_id", "input_file_id is required: the id of a file.")
-        try:
-            await self._store.thread.run(self._store.file, body.input_file_id, exchange.owner)
-        except ServiceError as error:
-            error.field = "input_file_id"
-            raise
-        now = int(time.time())
-        batch = StoredBatch(
-            id=f"batch_{secrets.token_hex(12)}",
-            tenant=exchange.tenant,
-            account="" if exchange.account is None else exchange.account.id,
+        asked = jobs_pb2.CreateBatchRequest(
+            context=context_of(exchange),
+            input_file_id=body.input_file_id,
             endpoint=body.endpoint,
-            input_file=body.input_file_id,
             metadata=body.metadata or {},
-            created=now,
-            expires=now + _DAY,
         )
-        await self._runner.add(batch)
-        return json_response(_object(batch))
+        return json_response(_object(await self._jobs.create_batch(asked)))
 
     async def all(self, request: Request) -> Response:
         """List the caller's batches, the newest first unless the query says otherwise."""
-        page = page_of(request.query_params)
-        owner = exchange_of(request.scope).owner
-        batches, has_more = await self._store.thread.run(self._store.batches, owner, page)
-        data = list(map(_object, batches))
+        asked = jobs_pb2.ListBatchesRequest(
+            context=_context(request), page=page_of(request.query_params)
+        )
+        answer = await self._jobs.list_batches(asked)
+        data = list(map(_object, answer.batches))
         first, last = (data[0].id, data[-1].id) if data else (None, None)
-        return json_response(BatchList(data, first, last, has_more))
+        return json_response(BatchList(data, first, last, answer.has_more))
 
     async def one(self, request: Request) -> Response:
-        return json_response(_object(await self._found(request)))
+        identity = request.path_params["batch_id"]
+        asked = jobs_pb2.GetBatchRequest(context=_context(request), batch_id=identity)
+        return json_response(_object(await self._jobs.batch(asked)))
 
     async def cancel(self, request: Request) -> Response:
         """End a batch with the answers that it has."""
-        return json_response(_object(await self._runner.cancel(await self._found(request))))
-
-    async def _found(self, request: Request) -> StoredBatch:
         identity = request.path_params["batch_id"]
-        owner = exchange_of(request.scope).owner
-        return await self._store.thread.run(self._store.batch, identity, owner)
+        asked = jobs_pb2.CancelBatchRequest(context=_context(request), batch_id=identity)
+        return json_response(_object(await self._jobs.cancel_batch(asked)))
 
 
-def _object(batch: StoredBatch) -> BatchObject:
-    def ended_as(status: str) -> int | None:
-        return batch.ended if batch.status == status else None
+def _context(request: Request) -> jobs_pb2.RequestContext:
+    return context_of(exchange_of(request.scope))
 
-    errors = None
-    if batch.problem:
-        code = batch.reason.lower() or "batch_failed"
-        error = {"code": code, "message": batch.problem, "line": batch.line, "param": None}
-        errors = {"object": "list", "data": [error]}
+
+def _object(batch: jobs_pb2.Batch) -> BatchObject:
+    ended = batch.ended_at if batch.HasField("ended_at") else None
+
+    def ended_as(status: jobs_pb2.BatchStatus.ValueType) -> int | None:
+        return ended if batch.status == status else None
+
     return BatchObject(
         id=batch.id,
         endpoint=batch.endpoint,
-        input_file_id=batch.input_file,
+        input_file_id=batch.input_file_id,
         completion_window="24h",
-        status=batch.status,
-        output_file_id=batch.output_file,
-        error_file_id=batch.error_file,
-        created_at=batch.created,
-        in_progress_at=batch.created,
-        expires_at=batch.expires,
-        completed_at=ended_as("completed"),
-        failed_at=ended_as("failed"),
-        expired_at=ended_as("expired"),
-        cancelling_at=batch.cancelled,
-        cancelled_at=ended_as("cancelled"),
-        request_counts=RequestCounts(batch.total, batch.answered, batch.failed),
-        metadata=batch.metadata,
-        errors=errors,
+        status=_STATUSES[batch.status],
+        output_file_id=batch.output_file_id or None,
+        error_file_id=batch.error_file_id or None,
+        created_at=batch.created_at,
+        in_progress_at=batch.created_at,
+        expires_at=batch.expires_at,
+        completed_at=ended_as(jobs_pb2.BATCH_STATUS_COMPLETED),
+        failed_at=ended_as(jobs_pb2.BATCH_STATUS_FAILED),
+        expired_at=ended_as(jobs_pb2.BATCH_STATUS_EXPIRED),
+        cancelling_at=batch.cancelling_at if batch.HasField("cancelling_at") else None,
+        cancelled_at=ended_as(jobs_pb2.BATCH_STATUS_CANCELLED),
+        request_counts=RequestCounts(batch.total, batch.completed, batch.failed),
+        metadata=dict(batch.metadata),
+        errors=_errors(batch.problem) if batch.HasField("problem") else None,
     )
+
+
+def _errors(problem: jobs_pb2.BatchProblem) -> dict[str, Any]:
+    error = {
+        "code": problem.reason.lower() or "batch_failed",
+        "message": problem.message,
+        "line": problem.line if problem.HasField("line") else None,
+        "param": None,
+    }
+    return {"object": "list", "data": [error]}

@@ -1,9 +1,9 @@
 """Endpoints that generate: POST /v1/completions, /v1/chat/completions, …"""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -12,20 +12,12 @@ from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.dialects.reading import Reading
 from services.http_shim.endpoints.generator import Generator, Running
 from services.http_shim.endpoints.prompt_reader import Prepare, PromptReader
-from services.http_shim.endpoints.stream_sender import CREDIT, client_left, send_stream
+from services.http_shim.endpoints.stream_sender import CREDIT, AsgiCall, client_left, send_stream
 from services.http_shim.errors import ClientGoneError
+from services.http_shim.http.body import HeldBytes
 from services.http_shim.http.exchange import exchange_of
 
-__all__ = ["AsgiCall", "GenerationEndpoint", "watch_for_disconnect"]
-
-
-@dataclass(frozen=True, slots=True)
-class AsgiCall:
-    """The ASGI arguments of one request."""
-
-    scope: Scope
-    receive: Receive
-    send: Send
+__all__ = ["GenerationEndpoint", "watch_for_disconnect"]
 
 
 class GenerationEndpoint:
@@ -45,43 +37,54 @@ class GenerationEndpoint:
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = exchange_of(scope)
         with self._prompts.bodies.held() as held:
             reading = await self._prompts.read(scope, receive, held, self._prepare)
-            credit = CREDIT if self._has_credit(reading) else None
-            async with self._generator.running(exchange, reading, held, credit=credit) as running:
-                await self._answer(running, AsgiCall(scope, receive, send))
+            await self._run(reading, held, AsgiCall(scope, receive, send))
+
+    async def _run(self, reading: Reading, held: HeldBytes, call: AsgiCall) -> None:
+        """Run a request, and send its answer while the client stays."""
+        credit = CREDIT if reading.is_streamed else None
+        exchange = exchange_of(call.scope)
+        async with self._generator.running(exchange, reading, held, credit=credit) as running:
+            with _watched(call.receive, partial(self._leave, running)):
+                await self._answer(running, call)
         if running.output.gone:
             raise ClientGoneError
 
-    def _has_credit(self, reading: Reading) -> bool:
-        """Return whether the answer must not be generated faster than its client reads."""
-        return reading.is_streamed
+    def _leave(self, running: Running) -> None:
+        """End a request whose client left."""
+        running.output.abandon()
+
+    async def _begin(self, running: Running) -> None:
+        """Prepare a stream, before its first event. Raises ServiceError."""
 
     async def _answer(self, running: Running, call: AsgiCall) -> None:
-        """Send the answer while the client stays."""
-        output = running.output
-        with _watched(call.receive, output):
-            if running.reading.is_streamed:
-                events, stall = await running.events(), self._stall_seconds
-                await send_stream(
-                    call.scope, call.send, output, running.submission, events, stall_seconds=stall
-                )
-            else:
-                whole = await running.whole()
-                headers = {"x-tokens-used": str(running.exchange.tokens_used)}
-                response = Response(whole, headers=headers, media_type="application/json")
-                await response(call.scope, call.receive, call.send)
+        if running.reading.is_streamed:
+            events, stall, output = await running.events(), self._stall_seconds, running.output
+            await self._begin(running)
+            await send_stream(
+                call.scope, call.send, output, running.submission, events, stall_seconds=stall
+            )
+        else:
+            whole = await running.whole()
+            headers = {"x-tokens-used": str(running.exchange.tokens_used)}
+            response = Response(whole, headers=headers, media_type="application/json")
+            await response(call.scope, call.receive, call.send)
 
 
 @contextmanager
-def _watched(receive: Receive, output: OutputCollector) -> Iterator[None]:
-    """Abandon a request when its client leaves."""
-    watch = asyncio.ensure_future(watch_for_disconnect(receive, output))
+def _watched(receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
+    """Call `leave` when the client leaves."""
+    watch = asyncio.ensure_future(_watch(receive, leave))
     try:
         yield
     finally:
         watch.cancel()
+
+
+async def _watch(receive: Receive, leave: Callable[[], None]) -> None:
+    await client_left(receive)
+    leave()
 
 
 async def watch_for_disconnect(receive: Receive, *outputs: OutputCollector) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import grpc
@@ -17,6 +17,7 @@ from services.http_shim.backends.model_source import ModelSource, ServedStatus
 from services.http_shim.endpoints.model_statuses import Status, model_status
 from services.http_shim.http.body import json_response
 from services.http_shim.http.gate import Gate
+from services.http_shim.jobs.jobs_client import JobsClient
 from tokenwire.errors import ServiceError
 
 __all__ = ["Probes", "State", "Version"]
@@ -39,13 +40,10 @@ class Version(Struct):
 class Probes:
     """The endpoints for operators."""
 
-    def __init__(
-        self, models: ModelSource, gate: Gate, checks: Sequence[Callable[[], object]] = ()
-    ) -> None:
-        """checks: note the faults that only a look finds; called in a thread."""
+    def __init__(self, models: ModelSource, gate: Gate, jobs: JobsClient) -> None:
         self._models = models
         self._gate = gate
-        self._checks = checks
+        self._jobs = jobs
         self._began = time.monotonic()
         self._asking: asyncio.Task[list[ServedStatus]] | None = None
 
@@ -65,8 +63,8 @@ class Probes:
                 "The server is stopping." if self._gate.closed else "The model is not ready yet.",
                 retry_seconds=1,
             )
-        await asyncio.to_thread(lambda: [check() for check in self._checks])
-        return json_response(State("ready", faulty_parts() or UNSET))
+        faults = {*faulty_parts(), *await self._jobs.faults()}
+        return json_response(State("ready", sorted(faults) or UNSET))
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' text format."""

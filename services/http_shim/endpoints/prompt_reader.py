@@ -42,7 +42,7 @@ class PromptReader:
         )
         exchange.ignored = reading.ignored
         size = reading.images.size
-        await self._documents.read(reading.documents, exchange.owner, held, size)
+        await self._documents.read(reading.documents, exchange, held, size)
         return reading
 
     async def fetch_images(self, reading: Reading, held: HeldBytes) -> None:

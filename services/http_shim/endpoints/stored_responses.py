@@ -1,7 +1,6 @@
 """Endpoints of kept responses: GET and DELETE /v1/responses/{id}, and what belongs to them."""
 
-import hashlib
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -9,13 +8,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.http_shim.endpoints.background_responses import BackgroundResponses, send_log
+from services.http_shim.endpoints.background_responses import send_events, started_events
 from services.http_shim.endpoints.paging import page_of
 from services.http_shim.http.body import json_response
 from services.http_shim.http.exchange import exchange_of
-from services.http_shim.stored.event_log import EventLog
-from services.http_shim.stored.response_store import ResponseStore, StoredResponse
-from tokenwire.errors import invalid
+from services.http_shim.jobs.jobs import context_of
+from services.http_shim.jobs.jobs_client import JobsClient
+from tokenwire.errors import ServiceError, invalid
+from tokenwire.pb.jobs.v1 import jobs_pb2
 
 __all__ = ["DeletedResponse", "InputItemList", "StoredResponses"]
 
@@ -33,7 +33,7 @@ class DeletedResponse(Struct):
 class InputItemList(Struct):
     """Answer of GET /v1/responses/{id}/input_items."""
 
-    data: list[dict[str, Any]]
+    data: list[msgspec.Raw]
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -43,102 +43,76 @@ class InputItemList(Struct):
 class StoredResponses:
     """The endpoints."""
 
-    def __init__(self, store: ResponseStore, background: BackgroundResponses) -> None:
-        self._store = store
-        self._background = background
+    def __init__(self, jobs: JobsClient, stall_seconds: float) -> None:
+        self._jobs = jobs
+        self._stall_seconds = stall_seconds
 
     async def get(self, request: Request) -> Response:
         """Return a response, or with `stream=true` its events after number `starting_after`."""
         query = request.query_params
+        identity, context = _place(request)
         if query.get("stream", "false").lower() not in ("true", "1"):
             if "starting_after" in query:
                 raise invalid("starting_after", "starting_after needs stream=true.")
-            return Response(await self._json(request), media_type="application/json")
-        await self._json(request)
-        identity, owner = _place(request)
-        log = self._background.logs.find(identity, owner)
-        if log is None:
-            raise invalid(
-                "stream",
-                "The events of this response are not kept: only those of a response with "
-                "background and stream are, for a time.",
-            )
-        first = _number(query.get("starting_after", "-1")) + 1
-        if first > log.next:
-            raise invalid("starting_after", f"There is no event {first - 1} yet.")
-        log.read(first, 0)
-        return _Stream(log, first, self._background.stall_seconds)
+            asked = jobs_pb2.GetResponseRequest(context=context, response_id=identity)
+            return _json((await self._jobs.find(asked)).response_json)
+        watched = jobs_pb2.WatchResponseRequest(context=context, response_id=identity)
+        if (number := _number(query.get("starting_after", "-1"))) >= 0:
+            watched.starting_after = number
+        try:
+            events = await started_events(self._jobs, watched)
+        except ServiceError as error:
+            if error.reason == "NO_EVENTS":
+                raise invalid("stream", error.message) from None
+            raise
+        return _Stream(events, self._stall_seconds)
 
     async def delete(self, request: Request) -> Response:
         """Drop a response; one that runs is cancelled."""
-        identity, owner = _place(request)
-        if (running := self._background.find(identity, owner)) is not None:
-            running.cancel()
-            await running.ended.wait()
-        await self._store.thread.run(self._store.delete, identity, owner)
-        self._background.logs.delete(identity)
+        identity, context = _place(request)
+        asked = jobs_pb2.DeleteResponseRequest(context=context, response_id=identity)
+        await self._jobs.delete_response(asked)
         return json_response(DeletedResponse(identity))
 
     async def cancel(self, request: Request) -> Response:
         """End a response in the background with the output that it has."""
-        if (running := self._background.find(*_place(request))) is not None:
-            running.cancel()
-            await running.ended.wait()
-            return json_response(running.response)
-        found = (await self._found(request)).response
-        if not msgspec.json.decode(found)["background"]:
-            raise invalid(
-                "response_id",
-                "Only a response in the background can be cancelled, and this one is not. To end "
-                "a stream, close its connection.",
-            )
-        return Response(found, media_type="application/json")
+        identity, context = _place(request)
+        asked = jobs_pb2.CancelResponseRequest(context=context, response_id=identity)
+        return _json(await self._jobs.cancel_response(asked))
 
     async def input_items(self, request: Request) -> Response:
         """List the items of a response's input: `limit`, `order` and `after` as in OpenAI's API."""
-        stored = await self._found(request)
-        items = [
-            {"id": _item_id(stored.id, index)} | item
-            for index, item in enumerate(msgspec.json.decode(stored.input))
-        ]
-        asked = page_of(request.query_params)
-        if not asked.is_ascending:
-            items.reverse()
-        if asked.after is not None:
-            places = [index for index, item in enumerate(items) if item["id"] == asked.after]
-            if not places:
-                raise invalid("after", "after is no id of an item of this response.")
-            items = items[places[0] + 1 :]
-        page = items[: asked.limit]
-        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-        return json_response(InputItemList(page, first, last, len(items) > asked.limit))
-
-    async def _found(self, request: Request) -> StoredResponse:
-        return await self._store.thread.run(self._store.get, *_place(request))
-
-    async def _json(self, request: Request) -> bytes:
-        """Return a response as it is now. Raises NOT_FOUND."""
-        if (running := self._background.find(*_place(request))) is not None:
-            return msgspec.json.encode(running.response)
-        return (await self._found(request)).response
+        identity, context = _place(request)
+        page = page_of(request.query_params)
+        answer = await self._jobs.input_items(
+            jobs_pb2.ListInputItemsRequest(context=context, response_id=identity, page=page)
+        )
+        items = [msgspec.Raw(item.item_json) for item in answer.items]
+        first, last = (answer.items[0].id, answer.items[-1].id) if items else (None, None)
+        return json_response(InputItemList(items, first, last, answer.has_more))
 
 
 class _Stream(Response):
-    """Events of a response from a number on."""
+    """Events of a response."""
 
-    def __init__(self, log: EventLog, number: int, stall_seconds: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[Sequence[jobs_pb2.ResponseEvent], None], stall_seconds: float
+    ) -> None:
         super().__init__()
-        self._log = log
-        self._number = number
+        self._events = events
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_log(receive, send, self._log, self._number, self._stall_seconds)
+        await send_events(receive, send, self._events, self._stall_seconds)
 
 
-def _place(request: Request) -> tuple[str, str]:
-    """Return the id of the requested response, and the owner that asks."""
-    return request.path_params["response_id"], exchange_of(request.scope).owner
+def _place(request: Request) -> tuple[str, jobs_pb2.RequestContext]:
+    """Return the id of the requested response, and on whose behalf it is asked for."""
+    return request.path_params["response_id"], context_of(exchange_of(request.scope))
+
+
+def _json(encoded: bytes) -> Response:
+    return Response(encoded, media_type="application/json")
 
 
 def _number(text: str) -> int:
@@ -147,8 +121,3 @@ def _number(text: str) -> int:
     except ValueError:
         message = "starting_after must be the number of an event."
         raise invalid("starting_after", message) from None
-
-
-def _item_id(response_id: str, index: int) -> str:
-    digest = hashlib.blake2b(f"{response_id}:{index}".encode(), digest_size=16)
-    return f"item_{digest.hexdigest()}"

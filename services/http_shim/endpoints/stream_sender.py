@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
@@ -16,6 +17,7 @@ __all__ = [
     "PING",
     "PING_SECONDS",
     "STREAM_HEADERS",
+    "AsgiCall",
     "Events",
     "client_left",
     "send_stream",
@@ -34,6 +36,15 @@ STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 _TRAILER = b"x-tokens-used"
+
+
+@dataclass(frozen=True, slots=True)
+class AsgiCall:
+    """The ASGI arguments of one request."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
 
 
 class Events(Protocol):

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from services.common.contract import MAX_IMAGES_BYTES
+from services.common.json_limits import check_json_limits
 from services.common.sharing.fair_executor import FairExecutor
 from services.common.sharing.shares import Shares
 from services.common.sharing.tenant import current_tenant
@@ -20,7 +21,6 @@ from services.http_shim.dialects.bodies import decoded, nested_too_deeply
 from services.http_shim.dialects.fields import JsonObject
 from services.http_shim.dialects.reading import Read, Reading
 from services.http_shim.errors import BodyTooLargeError, ClientGoneError
-from services.http_shim.http.json_limits import check_json_limits
 from tokenwire.errors import ServiceError
 
 __all__ = ["BodyReader", "HeldBytes", "json_response"]

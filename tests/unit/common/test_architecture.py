@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[3]
 SERVICES = [
-    f"services.{name}" for name in ("common", "http_shim", "tokenizer", "engine", "grammar")
+    f"services.{name}" for name in ("common", "http_shim", "jobs", "tokenizer", "engine", "grammar")
 ]
 OF_SERVE = ["tokenwire.serving.service_flags", "tokenwire.serving.start_check"]
 """Modules of `tokenwire serve` that import the services' settings and checks"""
@@ -28,6 +28,10 @@ PACKAGES = {
     "tokenwire.__main__": ["tokenwire.cli"],
     "services.common": ["tokenwire"],
     "services.http_shim": ["services.common", "tokenwire"],
+    "services.jobs": ["services.common", "services.jobs.answering", "tokenwire"],
+    "services.jobs.answering": [
+        *("services.common", "services.http_shim", "services.jobs", "tokenwire")
+    ],
     "services.tokenizer": ["services.common", "tokenwire"],
     "services.engine": ["services.common", "tokenwire"],
     "services.grammar": ["services.common", "tokenwire"],
@@ -38,13 +42,14 @@ LAYERS = {
         "documentation",
         "vectors",
         "endpoints",
-        "batches",
+        "jobs",
         "http",
-        "dialects.completions dialects.chat dialects.messages dialects.responses stored",
+        "dialects.completions dialects.chat dialects.messages dialects.responses",
         "dialects",
         "backends documents",
         "images",
     ],
+    "services.jobs": ["batches documents responses", "store"],
     "services.tokenizer": [
         "vllm_api",
         "chat",

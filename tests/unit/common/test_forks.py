@@ -24,7 +24,11 @@ uvloop.run(start_another())
 
 
 @pytest.mark.parametrize(
-    "module", ["services.http_shim", "services.tokenizer", "services.grammar", "tokenwire.cli"]
+    "module",
+    [
+        *("services.http_shim", "services.jobs", "services.tokenizer", "services.grammar"),
+        "tokenwire.cli",
+    ],
 )
 def test_grpc_does_not_handle_forks(module: str) -> None:
     """Its handlers wait for locks in the child: a service froze for ever as it started one."""

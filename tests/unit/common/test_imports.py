@@ -21,6 +21,7 @@ ITS_START = "import importlib, sys; importlib.import_module(sys.argv[1])"
         (EVERY_MODULE, "tokenwire"),
         (EVERY_MODULE, "services.common"),
         (EVERY_MODULE, "services.http_shim"),
+        (EVERY_MODULE, "services.jobs"),
         (EVERY_MODULE, "services.tokenizer"),
         (EVERY_MODULE, "services.grammar"),
         (EVERY_MODULE, "services.engine.scheduling"),  # policy, which the step loop calls

@@ -15,6 +15,7 @@ from services.common.vllm_metrics import ModelLoad, VllmLoadMetrics
 from services.engine.settings import EngineSettings
 from services.grammar.settings import GrammarSettings
 from services.http_shim.settings import HttpShimSettings
+from services.jobs.settings import JobsSettings
 from services.tokenizer.settings import TokenizerSettings
 
 ROOT = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
@@ -26,6 +27,7 @@ SETTINGS = {
     "grammar": GrammarSettings,
     "tokenizer": TokenizerSettings,
     "http-shim": HttpShimSettings,
+    "jobs": JobsSettings,
 }
 
 LOAD = ModelLoad("m", *range(8))
@@ -173,7 +175,7 @@ def test_services_show_each_other_one_mounted_token(overlay: str) -> None:
     for name, container, pod in services_of(overlay):
         flags = dict(arg.lstrip("-").partition("=")[::2] for arg in container["args"])
         token, keys = flags.get("peer-token-file"), flags.get("keys")
-        keyed = {"http-shim"} if overlay == "llm-d" else {"http-shim", "tokenizer"}
+        keyed = {"http-shim"} if overlay == "llm-d" else {"http-shim", "jobs", "tokenizer"}
         assert (token is None) == (overlay in ("demo", "llm-d"))
         assert (keys is None) == (overlay == "demo" or name not in keyed)
         secrets = {
@@ -200,8 +202,9 @@ def test_redis_of_the_limits_is_optional(overlay: str) -> None:
             named[name] = variable["name"]
     expected = {
         "http-shim": "TOKENWIRE_HTTP_SHIM_LIMITS_URL",
+        "jobs": "TOKENWIRE_JOBS_LIMITS_URL",
         "tokenizer": "TOKENWIRE_TOKENIZER_LIMITS_URL",
     }
     if overlay == "llm-d":
-        del expected["tokenizer"]
+        del expected["tokenizer"], expected["jobs"]
     assert named == expected

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import FileDescriptor, ServiceDescriptor
 from tokenwire.pb.completion.v1 import completion_pb2, models_pb2
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.grammar.v1 import grammar_pb2
+from tokenwire.pb.jobs.v1 import jobs_pb2
 from tokenwire.pb.options.v1 import bounds_pb2
 from tokenwire.pb.orca.v1 import orca_pb2
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -25,6 +26,7 @@ FILES: list[FileDescriptor] = [
     tokenizer_pb2.DESCRIPTOR,
     engine_pb2.DESCRIPTOR,
     grammar_pb2.DESCRIPTOR,
+    jobs_pb2.DESCRIPTOR,
     types_pb2.DESCRIPTOR,
     bounds_pb2.DESCRIPTOR,
     orca_pb2.DESCRIPTOR,
@@ -40,7 +42,7 @@ NO_REASONS = {
     *("NAME", "OTHER", "TEXT"),  # parts of chat templates and tool calls
     *("PATH", "PYTHONPATH"),
     *("INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED"),  # codes of gRPC
-    *("DELETE", "POST", "FINISH_REASON_", "UNKNOWN"),
+    *("DELETE", "HEAD", "POST", "FINISH_REASON_", "UNKNOWN"),
 }
 """Texts in capitals that modules with errors have beside their reasons"""
 
@@ -93,7 +95,7 @@ def test_contract_names_every_message_and_enum(file: FileDescriptor) -> None:
 def test_contract_names_every_reason_of_the_grpc_services_and_the_client() -> None:
     """A client decides by the reason whether it tries again."""
     client = (file for file in modules("tokenwire") if not {"pb", "cli"} & {*file.parts})
-    services = modules("services/common", "services/engine", "services/grammar")
+    services = modules("services/common", "services/engine", "services/grammar", "services/jobs")
     tokenizer = modules("services/tokenizer")
     raised = reasons_of(file for group in (client, services, tokenizer) for file in group)
     assert {"QUEUE_FULL", "KV_CACHE_TOO_SMALL", "NO_CHAT_TEMPLATE", "UNREACHABLE"} <= raised

@@ -85,9 +85,10 @@ def test_standard_input_that_is_not_utf8_is_refused_in_one_sentence() -> None:
 
 
 def test_unwritable_log_folder_is_refused_in_one_sentence() -> None:
-    http, tokenizer, engine, grammar = map(str, free_ports(4))
-    ports = ("--port", http, "--tokenizer-port", tokenizer, "--engine-port", engine)
-    result = tokenwire("serve", *ports, "--grammar-port", grammar, "--log-dir", "/proc/x")
+    http, tokenizer, engine, grammar, jobs = map(str, free_ports(5))
+    edge = ("--port", http, "--tokenizer-port", tokenizer, "--jobs-port", jobs)
+    ports = (*edge, "--engine-port", engine, "--grammar-port", grammar)
+    result = tokenwire("serve", *ports, "--log-dir", "/proc/x")
     assert_sentence(result, 2, "No log", "/proc/x")
 
 

@@ -88,7 +88,7 @@ def read_response(fields: JsonObject, context: bytes, keep: Keep) -> Reading:
         )
     )
     reading.note_text("grammar.json_schema", "text.format.schema")
-    reading.is_streamed = bool(body.stream)
+    reading.is_streamed = is_streamed
     reading.priority, reading.timeout = body.priority, body.timeout
     items = msgspec.json.encode(_items(body.input))
     reading.writer = ResponseWriter(body, items, context, keep, has_logprobs=has_logprobs)

@@ -40,7 +40,6 @@ __all__ = [
     "ResponseWriter",
     "fail_response",
     "has_ended",
-    "interrupted_response",
 ]
 
 CANCELLED = "RESPONSE_CANCELLED"
@@ -375,13 +374,6 @@ def fail_response(response: ResponseObject, error: ServiceError) -> None:
 def has_ended(response: ResponseObject) -> bool:
     """Return whether a response is in its final state."""
     return response.status not in (_QUEUED, _IN_PROGRESS)
-
-
-def interrupted_response(encoded: bytes) -> bytes:
-    """Return the JSON of a running response as one that failed because its server ended."""
-    response = msgspec.json.decode(encoded)
-    error = ResponseFailure("server_error", "The server ended before the response was complete.")
-    return _encode(response | {"status": _FAILED, "error": error})
 
 
 def _id(prefix: str) -> str:

@@ -14,7 +14,6 @@ from services import http_shim
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
-from services.http_shim.batches.batch_runner import BatchRunner
 from services.http_shim.dialects import tools
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.chat import types as chats
@@ -25,8 +24,8 @@ from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
 from services.http_shim.endpoints import adapters, batches, multi_completion, tokenization
 from services.http_shim.http.gate import Gate
+from services.http_shim.jobs.jobs_client import JobsClient
 from services.http_shim.settings import HttpShimSettings
-from services.http_shim.stored.file_store import FileStore
 from services.http_shim.vectors import embeddings, rankings
 
 DOCUMENT = document()
@@ -53,12 +52,8 @@ async def test_document_is_served_unchanged() -> None:
 async def test_document_has_every_route(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
-    files = FileStore("", 1000)
-    runner = BatchRunner(files, lambda _: None, 1000, 1000)
-    app = create_app(
-        Catalog(path, BackendSettings()), Gate(), HttpShimSettings(), None, files, runner
-    )
-    files.close()
+    catalog, settings = Catalog(path, BackendSettings()), HttpShimSettings()
+    app = create_app(catalog, Gate(), settings, None, JobsClient(""))
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes

@@ -17,7 +17,7 @@ OF_SERVE = {
     *("cors_origins", "allowed_hosts", "otlp_endpoint"),
 }
 """Settings that `tokenwire serve` has flags of its own for"""
-WIRING = {"fd", "engine", "tokenizer", "grammar", "peer_ca", "peer_cert", "peer_key"}
+WIRING = {"fd", "engine", "tokenizer", "grammar", "jobs", "peer_ca", "peer_cert", "peer_key"}
 """Settings by which the services of a stack find each other"""
 
 
@@ -38,11 +38,18 @@ def test_every_other_setting_of_a_service_is_a_flag_of_serve() -> None:
 
 def test_flag_goes_to_the_services_that_have_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    flags = ("--fetch-images", "--vllm-metrics", "--log-level", "debug", "--no-vllm-api")
+    flags = (
+        *("--fetch-images", "--vllm-metrics", "--log-level", "debug", "--no-vllm-api"),
+        *("--file-folder", "files"),
+    )
     services = plan(ServeOptions(model=tmp_path, service_flags=flags))
     given = {service.name: set(service.arguments) for service in services}
     assert all("--log-level=debug" in arguments for arguments in given.values())
-    assert [name for name, each in given.items() if "--fetch-images" in each] == ["http_shim"]
+    assert [name for name, each in given.items() if "--fetch-images" in each] == [
+        "http_shim",
+        "jobs",
+    ]
+    assert [name for name, each in given.items() if "--file-folder=files" in each] == ["jobs"]
     assert [name for name, each in given.items() if "--no-vllm-api" in each] == ["tokenizer"]
     assert "--vllm-metrics" not in given["grammar"]
 

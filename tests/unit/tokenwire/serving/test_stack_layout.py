@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from services.common.model_files.catalog_file import NO_TOKEN
 from tokenwire.serving.stack_layout import (
     ServeError,
     ServeOptions,
+    edge_of_catalog,
     plan,
     plan_catalog,
-    shim_of_catalog,
 )
 
 
@@ -100,7 +101,7 @@ def test_metrics_port_beyond_the_last_port_is_refused_in_one_sentence(
     result = serve(
         *("--model", str(checkpoint), "--tokenizer-port", "65000"),
         *("--port", str(unused_ports[0]), "--engine-port", str(unused_ports[1])),
-        *("--grammar-port", str(unused_ports[2])),
+        *("--grammar-port", str(unused_ports[2]), "--jobs-port", str(unused_ports[3])),
     )
     assert_refused(result, "tokenizer metrics port", "not 66000")
 
@@ -115,15 +116,18 @@ def test_each_service_gets_the_target_of_the_next_one(checkpoint: Path) -> None:
     options = ServeOptions(
         host="0.0.0.0", port=1, model=checkpoint, engine_args="--kv-memory '1 GiB'", open=True
     )
-    shim, tokenizer, engine, grammar = plan(options)
-    assert [service.name for service in (shim, tokenizer, engine, grammar)] == [
+    shim, jobs, tokenizer, engine, grammar = plan(options)
+    assert [service.name for service in (shim, jobs, tokenizer, engine, grammar)] == [
         "http_shim",
+        "jobs",
         "tokenizer",
         "engine",
         "grammar",
     ]
     for service, flag, target in (
         (shim, "--tokenizer", tokenizer.target),
+        (shim, "--jobs", jobs.target),
+        (jobs, "--tokenizer", tokenizer.target),
         (tokenizer, "--engine", engine.target),
         (engine, "--grammar", grammar.target),
     ):
@@ -131,6 +135,12 @@ def test_each_service_gets_the_target_of_the_next_one(checkpoint: Path) -> None:
         assert target.startswith("127.0.0.1:")
     assert engine.arguments[-2:] == ("--kv-memory", "1 GiB")
     assert "0.0.0.0" not in grammar.arguments  # only the engine calls it
+
+
+def test_stack_without_jobs_has_no_flag_of_them(checkpoint: Path) -> None:
+    shim, *others = plan(ServeOptions(model=checkpoint, no_jobs=True))
+    assert "--jobs" not in shim.arguments
+    assert [service.name for service in others] == ["tokenizer", "engine", "grammar"]
 
 
 def test_only_the_shim_gets_the_cors_origins(checkpoint: Path) -> None:
@@ -142,7 +152,7 @@ def test_only_the_shim_gets_the_cors_origins(checkpoint: Path) -> None:
 
 def test_tokenizer_and_engine_get_the_same_model_id(checkpoint: Path) -> None:
     """Without --model-id both use the directory's name."""
-    _, *named, _ = plan(ServeOptions(model=checkpoint, model_id="acme/small"))
+    _, _, *named, _ = plan(ServeOptions(model=checkpoint, model_id="acme/small"))
     for service in named:
         at = service.arguments.index("--model-id")
         assert service.arguments[at + 1] == "acme/small"
@@ -164,7 +174,7 @@ def test_no_service_starts_beyond_loopback_without_keys_or_open(checkpoint: Path
     with pytest.raises(ServeError, match="--open"):
         plan(options)
     with pytest.raises(ServeError, match="--open"):
-        shim_of_catalog(options, checkpoint)
+        edge_of_catalog(options, checkpoint)
 
 
 def test_unreadable_engine_arguments_are_refused(checkpoint: Path) -> None:
@@ -196,10 +206,11 @@ def test_unknown_engine_flag_exits_with_2(
     tmp_path: Path, unused_ports: list[int], flags: tuple[str, str], message: str
 ) -> None:
     """Exit code 2 tells a service manager that a restart would not help."""
-    http, tokenizer, engine, grammar = map(str, unused_ports)
+    http, tokenizer, engine, grammar, jobs = map(str, unused_ports)
     result = serve(
         *flags, "--log-dir", str(tmp_path), "--port", http,
         "--tokenizer-port", tokenizer, "--engine-port", engine, "--grammar-port", grammar,
+        "--jobs-port", jobs,
     )  # fmt: skip
     assert_refused(result, message)
 
@@ -208,11 +219,11 @@ def test_startup_error_of_a_service_is_the_error_of_serve(
     checkpoint: Path, unused_ports: list[int]
 ) -> None:
     """The user sees the service's sentence without opening its log."""
-    http, tokenizer, engine, grammar = map(str, unused_ports)
+    http, tokenizer, engine, grammar, jobs = map(str, unused_ports)
     result = serve(
         "--model", str(checkpoint), "--log-dir", str(checkpoint / "logs"),
         "--port", http, "--tokenizer-port", tokenizer,
-        "--engine-port", engine, "--grammar-port", grammar,
+        "--engine-port", engine, "--grammar-port", grammar, "--jobs-port", jobs,
     )  # fmt: skip
     assert_refused(result, "tokenwire: ")
 
@@ -221,13 +232,13 @@ def test_full_disk_is_reported_once_per_log(checkpoint: Path, unused_ports: list
     """A full disk must not turn every log line into a traceback."""
     logs = checkpoint / "logs"
     logs.mkdir()
-    for name in ("http_shim", "tokenizer", "engine", "grammar"):
+    for name in ("http_shim", "jobs", "tokenizer", "engine", "grammar"):
         (logs / f"{name}.log").symlink_to("/dev/full")
-    http, tokenizer, engine, grammar = map(str, unused_ports)
+    http, tokenizer, engine, grammar, jobs = map(str, unused_ports)
     result = serve(
         "--model", str(checkpoint), "--log-dir", str(logs),
         "--port", http, "--tokenizer-port", tokenizer,
-        "--engine-port", engine, "--grammar-port", grammar,
+        "--engine-port", engine, "--grammar-port", grammar, "--jobs-port", jobs,
     )  # fmt: skip
     assert result.returncode == 2, result.stderr
     *lost, why = result.stderr.splitlines()
@@ -249,7 +260,7 @@ def test_with_keys_grpc_listens_beyond_loopback_only_by_consent(checkpoint: Path
         dataclasses.replace(options, plaintext=True),
     ):
         opened = plan(consenting)
-        assert sum("0.0.0.0" in service.arguments for service in opened) == 3
+        assert sum("0.0.0.0" in service.arguments for service in opened) == 4
 
 
 def test_services_get_keys_and_the_token_by_which_they_know_each_other(checkpoint: Path) -> None:
@@ -265,8 +276,7 @@ def test_token_of_the_stack_goes_to_no_other_installation(checkpoint: Path) -> N
     text = f'[[models]]\nid = "a"\npath = "{checkpoint}"\n[[models]]\nid = "b"\ntarget = "far:1"'
     options = dataclasses.replace(catalog_of(checkpoint, text), peer_token_file=Path("token"))
     near, far = plan_catalog(options).models
-    assert (near.peer_token_file, far.peer_token_file) == (Path("token"), None)
-    assert "--peer-token-file" not in shim_of_catalog(options, Path("resolved")).arguments
+    assert (near.peer_token_file, far.peer_token_file) == (Path("token"), NO_TOKEN)
 
 
 def catalog_of(checkpoint: Path, text: str) -> ServeOptions:
@@ -356,7 +366,7 @@ def test_wrong_catalog_is_refused_in_one_sentence(checkpoint: Path) -> None:
 def test_every_service_sends_its_traces_to_the_collector(checkpoint: Path) -> None:
     collector = "http://127.0.0.1:4317"
     services = plan(ServeOptions(model=checkpoint, otlp_endpoint=collector))
-    assert len(services) == 4
+    assert len(services) == 5
     for service in services:
         flag = service.arguments.index("--otlp-endpoint")
         assert service.arguments[flag + 1] == collector

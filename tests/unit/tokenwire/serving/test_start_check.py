@@ -11,8 +11,8 @@ from tests.unit.tokenwire.serving.test_stack_layout import assert_refused, serve
 
 
 def ports() -> list[str]:
-    names = ("--port", "--tokenizer-port", "--engine-port", "--grammar-port")
-    pairs = zip(names, map(str, free_ports(4)), strict=True)
+    names = ("--port", "--tokenizer-port", "--engine-port", "--grammar-port", "--jobs-port")
+    pairs = zip(names, map(str, free_ports(5)), strict=True)
     return [word for pair in pairs for word in pair]
 
 

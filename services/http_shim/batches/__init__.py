@@ -1,1 +1,0 @@
-"""Batches that the server runs by itself."""

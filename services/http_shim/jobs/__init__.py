@@ -1,0 +1,1 @@
+"""The jobs service as the shim uses it."""

@@ -1,1 +1,0 @@
-"""State of the shim that outlives a request."""

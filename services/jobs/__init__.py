@@ -1,0 +1,1 @@
+"""Jobs service: files, batches, kept responses, and responses in the background."""

@@ -1,0 +1,1 @@
+"""Batches, which the service runs by itself."""

@@ -1,0 +1,1 @@
+"""Documents, which become text of a prompt: PDFs and text files."""

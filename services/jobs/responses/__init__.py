@@ -1,0 +1,1 @@
+"""Responses that are kept, and those that run in the background."""

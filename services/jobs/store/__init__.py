@@ -1,0 +1,1 @@
+"""State that outlives a request: files, batches and responses in SQLite, events in memory."""
