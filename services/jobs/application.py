@@ -73,6 +73,7 @@ class JobsApplication(Application):
         self._file_servicer = FileServicer(
             self._files, reader, settings.max_file_bytes, settings.stall_seconds
         )
+        self._response_servicer = ResponseServicer(self._responses, settings.heartbeat_seconds)
         self._checking: asyncio.Task[None] | None = None
 
     @property
@@ -82,7 +83,7 @@ class JobsApplication(Application):
     def register(self, server: grpc.aio.Server) -> Sequence[str]:
         add_FileServiceServicer_to_server(self._file_servicer, server)
         add_BatchServiceServicer_to_server(BatchServicer(self._files, self._runner), server)
-        add_ResponseServiceServicer_to_server(ResponseServicer(self._responses), server)
+        add_ResponseServiceServicer_to_server(self._response_servicer, server)
         return _SERVICES
 
     async def start(self) -> None:

@@ -1,6 +1,8 @@
 """The gRPC servicer of ResponseService."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -34,8 +36,10 @@ class _Body(Struct):
 class ResponseServicer(ResponseServiceServicer):
     """The responses of all owners."""
 
-    def __init__(self, responses: Responses) -> None:
+    def __init__(self, responses: Responses, heartbeat_seconds: float) -> None:
+        """heartbeat_seconds: longest silence of a stream of events."""
         self._responses = responses
+        self._heartbeat_seconds = heartbeat_seconds
 
     async def PutResponse(
         self, request: jobs_pb2.PutResponseRequest, context: Context
@@ -99,14 +103,15 @@ class ResponseServicer(ResponseServiceServicer):
         log.read(number, 0)
         yield jobs_pb2.WatchResponseResponse()
         while not (log.has_ended and number >= log.next):
-            await log.grown(number)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    await log.grown(number)
             answer = jobs_pb2.WatchResponseResponse()
             for encoded in log.read(number, _MOST_SENT):
                 for event in events_of(encoded):
                     answer.events.add(number=number, type=event.type, event_json=event.json)
                 number += 1
-            if answer.events:
-                yield answer
+            yield answer
 
     async def CancelResponse(
         self, request: jobs_pb2.CancelResponseRequest, context: Context

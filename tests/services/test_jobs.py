@@ -28,7 +28,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HANG_SECONDS = 120
 ASKED = {"input": "def f():", "max_output_tokens": 2}
-LONG = ASKED | {"max_output_tokens": 1_900, "background": True}
+NUMBERS = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 600, "maxItems": 600}
+LONG = ASKED | {
+    "text": {"format": {"type": "json_schema", "name": "numbers", "schema": NUMBERS}},
+    "max_output_tokens": 1_800,
+    "background": True,
+}
+"""A response that takes some seconds"""
 PURPOSE = {"purpose": "batch"}
 
 
@@ -388,4 +394,18 @@ async def test_file_that_is_too_large_is_refused_by_grpc(stack: Stack) -> None:
         assert (await refusal(caller.upload(bytes(101)))).reason == "FILE_TOO_LARGE"
         assert (await caller.upload(bytes(100))).bytes == 100
         assert len((await caller.files.ListFiles(jobs_pb2.ListFilesRequest())).files) == 1
+        await caller.channel.close()
+
+
+async def test_silent_stream_of_events_has_signs_of_life(stack: Stack) -> None:
+    """A proxy would close it else."""
+    async with shim_with_jobs(stack.tokenizer, "--heartbeat-seconds", "0.001") as (_, jobs):
+        caller = Caller(jobs.target)
+        body = json.dumps(LONG).encode()
+        request = jobs_pb2.StartResponseRequest(body_json=body, keep_events=True)
+        begun = await caller.responses.StartResponse(request)
+        watched = jobs_pb2.WatchResponseRequest(response_id=begun.response_id)
+        sizes = [len(answer.events) async for answer in caller.responses.WatchResponse(watched)]
+        assert sizes.count(0) > 1  # more than the first one
+        assert sum(sizes) > 2
         await caller.channel.close()

@@ -124,10 +124,12 @@ def _next_body(
         return _error_event(error, number), number, True
     if events is None:
         return b"", number, True
+    if not events:  # a sign of life
+        return PING, number, False
     body = b"".join(
         b"event: %b\ndata: %b\n\n" % (event.type.encode(), event.event_json) for event in events
     )
-    return body, events[-1].number + 1 if events else number, False
+    return body, events[-1].number + 1, False
 
 
 def _error_event(error: ServiceError, number: int) -> bytes:

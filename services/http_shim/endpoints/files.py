@@ -173,6 +173,7 @@ class _FormParser(MultiPartParser):
 
     async def keep_file(self) -> jobs_pb2.File:
         """Read the form, and return the kept file. Raises ServiceError and BodyTooLargeError."""
+        await self._jobs.reach()
         try:
             form = await self._form()
             self._exchange.ignored = sorted({*form} - {"file", "purpose"})

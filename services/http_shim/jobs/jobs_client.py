@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -69,6 +70,13 @@ class JobsClient:
         self._patient_until = asyncio.get_running_loop().time() + _START_SECONDS
         self._peer.start(self._ask)
 
+    async def reach(self) -> None:
+        """Wait for the service, which may start beside this process; not longer after that."""
+        if self._peer is not None and self._is_patient:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._patient_until):
+                    await self._peer.reach()
+
     async def close(self) -> None:
         if self._peer is not None:
             await self._peer.close()
@@ -87,7 +95,7 @@ class JobsClient:
     # Files.
 
     def upload(self, context: jobs_pb2.RequestContext, name: str, purpose: str) -> "Upload":
-        """Begin to keep a file. purpose: empty = not known yet."""
+        """Begin to keep a file, after `reach`. purpose: empty = not known yet."""
         head = jobs_pb2.UploadFileRequest(context=context, name=name, purpose=purpose)
         call = self._stubs.files.UploadFile(**self._options(None))
         return Upload(call, head, self._translated)
@@ -187,6 +195,7 @@ class JobsClient:
         request: object,
         seconds: float | None = _CALL_SECONDS,
     ) -> Answer:
+        await self.reach()
         try:
             return await rpc(request, **self._options(seconds))
         except grpc.aio.AioRpcError as failure:
@@ -195,6 +204,7 @@ class JobsClient:
     async def _stream(
         self, rpc: Callable[..., "grpc.aio.UnaryStreamCall[Any, Answer]"], request: object
     ) -> AsyncGenerator[Answer, None]:
+        await self.reach()
         call = rpc(request, **self._options(None))
         try:
             async for answer in call:
@@ -206,7 +216,7 @@ class JobsClient:
 
     @property
     def _is_patient(self) -> bool:
-        """True while calls wait for a connection."""
+        """True while calls wait for the service."""
         return asyncio.get_running_loop().time() < self._patient_until
 
     def _options(self, seconds: float | None) -> dict[str, Any]:
@@ -214,7 +224,6 @@ class JobsClient:
         return {
             "timeout": seconds,
             "metadata": [entry for entry in ids if entry[1]],
-            "wait_for_ready": self._is_patient,
         }
 
     def _translated(self, failure: grpc.aio.AioRpcError) -> ServiceError:
