@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.pdfs import pdf
-from tests.services.shim import Shim, assert_documented, running_shim
+from tests.services.shim import Shim, assert_documented, running_shim, shim_with_jobs
 from tests.stack import Stack, is_busy, is_idle, left_early, watch_load
 from tokenwire.pb.engine.v1.engine_pb2 import Load
 
@@ -522,11 +522,11 @@ async def test_request_that_needs_a_process_that_can_not_start_asks_for_another_
     file = {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{data}"}}
     chat = {"messages": [{"role": "user", "content": [file]}]}
     async with (
-        running_shim("--tokenizer", "127.0.0.1:1") as shim,
+        shim_with_jobs("127.0.0.1:1") as (shim, jobs),
         httpx.AsyncClient(base_url=shim.url, timeout=60) as http,
     ):
-        assert (await http.get("/health")).status_code == 200
-        with shim.out_of_descriptors():
+        assert (await http.get("/v1/batches")).status_code == 200  # their connection is open
+        with jobs.out_of_descriptors():
             reply = await http.post("/v1/chat/completions", json=chat)
         assert reply.status_code == 503
         assert reply.json()["error"]["code"] == "out_of_resources"
