@@ -100,7 +100,7 @@ def assert_documented(value: object, name: str) -> None:
 async def running_shim(*flags: str) -> AsyncIterator[Shim]:
     """Run `python -m services.http_shim` on a free port; yield it once it listens.
 
-    The shim must exit with status 0.
+    It must exit with status 0, or be killed by the block.
     """
     async with _running("http_shim", *flags) as shim:
         yield shim

@@ -183,8 +183,7 @@ async def test_streams_of_a_killed_shim_are_free_after_a_while(pair: Pair) -> No
             await shim.process.wait()
             assert (await complete(survivor)).status_code == 429
             await until(200, survivor)
-    with pytest.raises(AssertionError):
-        await mortal.__aexit__(None, None, None)
+    await mortal.__aexit__(None, None, None)
 
 
 async def test_lost_redis_leaves_each_shim_its_own_limits_until_it_is_back(pair: Pair) -> None:
