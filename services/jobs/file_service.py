@@ -89,7 +89,8 @@ class FileServicer(FileServiceServicer):
     ) -> AsyncIterator[jobs_pb2.DownloadFileResponse]:
         owner = (await admit(request.context)).owner
         stored = await self._store.thread.run(self._store.file, request.file_id, owner)
-        content = await asyncio.to_thread(_opened, self._store.path(stored.id))
+        offset = min(request.offset, stored.bytes)
+        content = await asyncio.to_thread(_opened, self._store.path(stored.id), offset)
         sent = 0
         try:
             while piece := await asyncio.to_thread(content.read, _PIECE):
@@ -173,10 +174,12 @@ class FileServicer(FileServiceServicer):
             raise invalid("piece", message, reason="FILE_TOO_LARGE")
 
 
-def _opened(path: Path) -> BinaryIO:
-    """Open the content of a file. Raises NOT_FOUND."""
+def _opened(path: Path, offset: int) -> BinaryIO:
+    """Open the content of a file behind its first bytes. Raises NOT_FOUND."""
     try:
-        return path.open("rb")
+        content = path.open("rb")
+        content.seek(offset)
+        return content
     except OSError:
         message = f"The content of file {path.name!r} is gone from the server's folder."
         raise ServiceError(grpc.StatusCode.NOT_FOUND, "FILE_NOT_FOUND", message) from None

@@ -205,6 +205,20 @@ async def test_files_are_listed_read_and_deleted(
         assert (await http.get(path)).status_code == 404
 
 
+async def test_download_goes_on_where_it_was_interrupted(http: httpx.AsyncClient) -> None:
+    """An output may have 512 MiB."""
+    form: dict[str, Any] = {"files": {"file": ("a", b"0123456789")}, "data": {"purpose": "batch"}}
+    path = f"/v1/files/{(await http.post('/v1/files', **form)).json()['id']}/content"
+    rest = await http.get(path, headers={"range": "bytes=4-"})
+    assert (rest.status_code, rest.content) == (206, b"456789")
+    assert rest.headers["content-range"] == "bytes 4-9/10"
+    whole = await http.get(path, headers={"range": "bytes=4-", "if-range": '"other"'})
+    assert (whole.status_code, whole.content) == (200, b"0123456789")
+    assert (await http.get(path, headers={"range": "bytes=10-"})).status_code == 416
+    head = await http.head(path)
+    assert (head.status_code, head.headers["content-length"], head.content) == (200, "10", b"")
+
+
 async def test_unknown_fields_of_a_form_are_named(http: httpx.AsyncClient) -> None:
     fields = {"purpose": "user_data", "expires_after[anchor]": "created_at"}
     answer = await http.post("/v1/files", data=fields, files={"file": ("a", b"x")})

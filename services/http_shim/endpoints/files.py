@@ -1,6 +1,7 @@
 """Endpoints of files: /v1/files."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 from io import BytesIO
 
@@ -29,6 +30,7 @@ _MOST_UPLOADS = 4
 """Most uploads at once of one owner; all owners together have twice as many"""
 _FIELDS = 16
 """Fields of a form besides the file"""
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-")
 _MOST_FIELD_BYTES = 32 * 1024 * 1024
 """Bytes of a form besides the content of the file"""
 
@@ -110,12 +112,17 @@ class Files:
         return json_response(DeletedFile(identity))
 
     async def content(self, request: Request) -> Response:
-        """Return a file's content."""
+        """Return a file's content, with `Range: bytes=N-` from byte N on."""
         found = await self._found(request)
-        asked = jobs_pb2.DownloadFileRequest(context=_context(request), file_id=found.id)
+        begin = _first_byte(request)
+        if begin is not None and begin >= found.bytes:
+            return Response(status_code=416, headers={"content-range": f"bytes */{found.bytes}"})
+        asked = jobs_pb2.DownloadFileRequest(
+            context=_context(request), file_id=found.id, offset=begin or 0
+        )
         pieces = self._jobs.download(asked)
         first = await anext(pieces, b"")  # raises before the status is sent
-        return _Content(found, first, pieces)
+        return _Content(found, begin, first, pieces)
 
     async def _found(self, request: Request) -> jobs_pb2.File:
         identity = request.path_params["file_id"]
@@ -127,19 +134,29 @@ class _Content(Response):
     """The content of a file, which comes in pieces."""
 
     def __init__(
-        self, file: jobs_pb2.File, first: bytes, pieces: AsyncGenerator[bytes, None]
+        self,
+        file: jobs_pb2.File,
+        begin: int | None,
+        first: bytes,
+        pieces: AsyncGenerator[bytes, None],
     ) -> None:
+        """begin: first byte of the part that is asked for; None = the whole file."""
         is_of_user = file.purpose == "user_data"
+        self._left = file.bytes - (begin or 0)
+        headers = {"content-length": str(self._left), "accept-ranges": "bytes"}
+        if begin is not None:
+            headers["content-range"] = f"bytes {begin}-{file.bytes - 1}/{file.bytes}"
         super().__init__(
-            headers={"content-length": str(file.bytes)},
+            status_code=200 if begin is None else 206,
+            headers=headers,
             media_type="application/octet-stream" if is_of_user else "application/jsonl",
         )
-        self._left = file.bytes
         self._first = first
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        start = {"type": "http.response.start", "status": self.status_code}
+        head = start | {"headers": self.raw_headers}
         leaving = asyncio.ensure_future(client_left(receive))
         try:
             await send(head)
@@ -225,6 +242,15 @@ class _SentFile(UploadFile):
 
     async def write(self, data: bytes) -> None:
         await self._upload.write(data)
+
+
+def _first_byte(request: Request) -> int | None:
+    """Return the first byte that a request asks for; None for the whole file.
+
+    A server may answer other ranges, and those of a state that it can't compare, by the whole.
+    """
+    found = _RANGE.fullmatch(request.headers.get("range", ""))
+    return None if found is None or "if-range" in request.headers else int(found[1])
 
 
 def _no_file() -> ServiceError:
