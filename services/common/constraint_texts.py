@@ -1,6 +1,5 @@
 """Constraints in the form of other servers: grammars as text, and structural tags in JSON."""
 
-import json
 import re
 from typing import Annotated, Any, TypeAlias
 
@@ -47,12 +46,7 @@ _TAG = msgspec.json.Decoder(StructuralTagFormat)
 
 def json_text(value: str | JsonObject | bool) -> str:
     """Return JSON as text; what a client wrote as text stays as it is."""
-    if isinstance(value, str):
-        return value
-    try:
-        return msgspec.json.encode(value).decode()
-    except OverflowError:  # an integer of more than 64 bits
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def grammar_of_text(text: str) -> types_pb2.GrammarSpec:
