@@ -228,6 +228,21 @@ async def test_response_in_the_background_outlives_the_shim_that_took_it(stack: 
             assert last["response"] == done
 
 
+async def test_limit_of_bodies_counts_no_images_in_the_background_either(stack: Stack) -> None:
+    served = ("--tokenizer", stack.tokenizer)
+    url = f"data:image/png;base64,{base64.b64encode(bytes(7_500_000)).decode()}"
+    content = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "x"}]
+    body = {"input": [{"role": "user", "content": content}], "background": True}
+    async with (
+        running_jobs(*served) as jobs,
+        running_shim(*served, "--jobs", jobs.target) as shim,
+        client_of(shim.url) as http,
+    ):
+        refused = await http.post("/v1/responses", json=body)
+        assert refused.status_code == 400, refused.text
+        assert "takes text alone" in refused.json()["error"]["message"]
+
+
 class Caller:
     """A client of the jobs by gRPC, perhaps with a key."""
 

@@ -129,7 +129,10 @@ def _path_of_wrong_number(text: bytes) -> str:
     """Return the path of the first number out of range; msgspec omits the names of fields."""
     path, value = "", Raw(text.lstrip())
     for _ in range(_MAX_STEPS):
-        found = next(((step, each) for step, each in _members(value) if _is_wrong(each)), None)
+        try:
+            found = next(((step, each) for step, each in _members(value) if _is_wrong(each)), None)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            break  # what follows the number is malformed
         if found is None:
             break
         step, value = found
@@ -160,7 +163,7 @@ def _wrong_bias(fields: JsonObject) -> ServiceError | None:
     """Return the error of the first invalid entry of logit_bias; msgspec omits the key."""
     entries = fields.get("logit_bias")
     for key, bias in entries.items() if isinstance(entries, dict) else ():
-        if not re.fullmatch(r"0|[1-9]\d*", key) or int(key) >= 2**32:
+        if not re.fullmatch(r"0|[1-9]\d{0,9}", key) or int(key) >= 2**32:
             return invalid(f"logit_bias.{key}", f"logit_bias.{key}: the key must be a token id.")
         if not isinstance(bias, int | float) or isinstance(bias, bool):
             what = f"Expected `float`, got `{_kind(bias)}`"

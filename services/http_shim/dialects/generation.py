@@ -249,8 +249,7 @@ def read_generation(body: GenerationBody, ignored: list[str], names: Mapping[str
     )
     if body.context_length_exceeded_behavior is not None:
         reading.request.context_overflow = _OVERFLOWS[body.context_length_exceeded_behavior]
-    for token in body.logit_bias or ():
-        reading.note(f"sampling.logit_bias[{token}]", f"logit_bias.{token}")
+    reading.note_entries("sampling.logit_bias", "logit_bias")
     if body.max_tokens is None and body.max_completion_tokens is not None:
         reading.note("stopping.max_tokens", "max_completion_tokens")
     read_constraint(reading, body)

@@ -53,6 +53,8 @@ class Change:
 
     step: Step
     part: Part
+    number: int
+    """Number of the part among all, from 0"""
     pieces: list[str] = field(default_factory=list)
     """The text by which the part has grown, as it came"""
     deltas: list[completion_pb2.ChoiceDelta] = field(default_factory=list)
@@ -68,28 +70,40 @@ class Change:
 class PartAssembler:
     """Divides the deltas of a choice into parts. The arguments of custom tools become their input.
 
-    A part ends when another one begins.
+    A part ends when another one begins; only the arguments of a call may still come then.
     """
 
-    def __init__(self, custom_tools: Collection[str] = ()) -> None:
-        """custom_tools: names of the tools whose input is text."""
+    def __init__(self, custom_tools: Collection[str] = (), *, keeps_text: bool = True) -> None:
+        """custom_tools: names of the tools whose input is text.
+
+        keeps_text: whether the parts have their text, which a stream may need no more.
+        """
         self.parts: list[Part] = []
         """All parts, of which the last may still grow"""
         self._custom_tools = custom_tools
+        self._keeps_text = keeps_text
         self._is_open = False
-        self._input = CustomInput()
-        """Input of the last part, if it calls a custom tool"""
+        self._calls: dict[int, int] = {}
+        """Number of the part of each call, by the call's index"""
+        self._inputs: dict[int, CustomInput] = {}
+        """Input of each call of a custom tool, by the number of its part"""
 
     def add(self, deltas: Iterable[completion_pb2.ChoiceDelta]) -> list[Change]:
         """Add deltas; return the steps of the parts. Neighbours of one kind become one step."""
         changes: list[Change] = []
         for delta in deltas:
+            calls = delta.tool_calls
+            for call in calls:  # the arguments of known calls come before what follows them
+                if call.index in self._calls:
+                    self._add_call(changes, call)
             if text := delta.reasoning:
                 self._add_text(changes, PartKind.REASONING, text, delta)
             if text := delta.text:
                 self._add_text(changes, PartKind.TEXT, text, delta)
-            for call in delta.tool_calls:
-                self._add_call(changes, call)
+            known = {*self._calls} if calls else ()
+            for call in calls:
+                if call.index not in known:
+                    self._add_call(changes, call)
         return changes
 
     def close(self) -> list[Change]:
@@ -97,10 +111,10 @@ class PartAssembler:
         changes: list[Change] = []
         if self._is_open:
             self._is_open = False
-            part = self.parts[-1]
-            if part.kind is PartKind.CUSTOM_CALL:
-                self._grow(changes, part, self._input.finish())
-            changes.append(Change(Step.CLOSED, part))
+            number = len(self.parts) - 1
+            if (reader := self._inputs.get(number)) is not None:
+                self._grow(changes, number, reader.finish())
+            changes.append(Change(Step.CLOSED, self.parts[-1], number))
         return changes
 
     def _add_text(
@@ -112,39 +126,40 @@ class PartAssembler:
     ) -> None:
         if not (self._is_open and self.parts[-1].kind is kind):
             self._open(changes, Part(kind))
-        last = changes[-1] if changes else None
-        if last is not None and last.step is Step.GROWN:  # of the same part, which is open
-            last.part.pieces.append(text)
+        number, last = len(self.parts) - 1, changes[-1] if changes else None
+        if last is not None and last.step is Step.GROWN and last.number == number:
+            if self._keeps_text:
+                last.part.pieces.append(text)
             last.pieces.append(text)
-            last.deltas.append(delta)
         else:
-            self._grow(changes, self.parts[-1], text)
-            changes[-1].deltas.append(delta)
+            self._grow(changes, number, text)
+        changes[-1].deltas.append(delta)
 
     def _add_call(self, changes: list[Change], call: completion_pb2.ToolCallDelta) -> None:
-        last = self.parts[-1] if self._is_open else None
-        is_call = last is not None and last.kind in (PartKind.CALL, PartKind.CUSTOM_CALL)
-        if last is None or not is_call or last.index != call.index:
+        number = self._calls.get(call.index)
+        if number is None:
             is_custom = call.name in self._custom_tools
             kind = PartKind.CUSTOM_CALL if is_custom else PartKind.CALL
             self._open(changes, Part(kind, call.index, call.id, call.name))
-        part, arguments = self.parts[-1], call.arguments_json
-        is_custom = part.kind is PartKind.CUSTOM_CALL
-        self._grow(changes, part, self._input.feed(arguments) if is_custom else arguments)
+            number = self._calls[call.index] = len(self.parts) - 1
+            if is_custom:
+                self._inputs[number] = CustomInput()
+        reader, arguments = self._inputs.get(number), call.arguments_json
+        self._grow(changes, number, arguments if reader is None else reader.feed(arguments))
 
     def _open(self, changes: list[Change], part: Part) -> None:
         """Begin a part, after the end of the last one."""
         changes += self.close()
         self.parts.append(part)
         self._is_open = True
-        if part.kind is PartKind.CUSTOM_CALL:
-            self._input = CustomInput()
-        changes.append(Change(Step.OPENED, part))
+        changes.append(Change(Step.OPENED, part, len(self.parts) - 1))
 
-    def _grow(self, changes: list[Change], part: Part, text: str) -> None:
+    def _grow(self, changes: list[Change], number: int, text: str) -> None:
         if text:
-            part.pieces.append(text)
-            changes.append(Change(Step.GROWN, part, [text]))
+            part = self.parts[number]
+            if self._keeps_text:
+                part.pieces.append(text)
+            changes.append(Change(Step.GROWN, part, number, [text]))
 
 
 def parts_of(

@@ -40,8 +40,19 @@ class Reading:
         self._names = names
         self._noted: dict[str, str] = {}
         self._renamed: dict[str, str] = {}
+        self._entries: dict[str, str] = {}
         self._texts: dict[str, str] = {}
         self._writer: Writer | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in memory until the model accepts the request."""
+        return self.images.size
+
+    @property
+    def exempt_length(self) -> int:
+        """Characters of the body that its limit does not count: the data URLs of its images."""
+        return self.images.url_length
 
     @property
     def writer(self) -> Writer:
@@ -61,6 +72,10 @@ class Reading:
         """Note the client's name of a field; what follows in a path follows the name."""
         self._renamed[path] = name
 
+    def note_entries(self, path: str, name: str) -> None:
+        """Note the client's name of a map, whose entries the client names "name.key"."""
+        self._entries[path] = name
+
     def note_text(self, path: str, name: str) -> None:
         """Note the client's name of a JSON text, within which paths name parts of a schema."""
         self._texts[path] = name
@@ -72,6 +87,8 @@ class Reading:
                 return self._noted[head]
             if head in self._renamed:
                 return self._renamed[head] + rest
+            if head in self._entries and rest:
+                return f"{self._entries[head]}.{rest.strip('[]')}"
             if head in self._names:
                 return self._names[head]
         for prefix in _INPUTS + _GROUPS:

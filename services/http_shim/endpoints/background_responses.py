@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 from starlette.responses import Response
@@ -39,10 +39,13 @@ class BackgroundResponses:
         self._jobs = jobs
         self._stall_seconds = stall_seconds
 
-    async def answer(self, call: AsgiCall, body: bytes, *, stream: bool) -> None:
+    async def answer(
+        self, call: AsgiCall, body: bytes, on_started: Callable[[], None], *, stream: bool
+    ) -> None:
         """Start a response, and send it as it began, or with `stream` its events.
 
-        body: the encoded body of the request. Raises ServiceError.
+        body: the encoded body of the request. on_started: called when it is held no longer.
+        Raises ServiceError.
         """
         exchange = exchange_of(call.scope)
         if len(body) > _MOST_BODY:
@@ -51,6 +54,8 @@ class BackgroundResponses:
         started = await self._jobs.start_response(
             jobs_pb2.StartResponseRequest(context=context, body_json=body, keep_events=stream)
         )
+        del body
+        on_started()
         exchange.model = started.model
         exchange.ignored = [*started.ignored]
         if not stream:

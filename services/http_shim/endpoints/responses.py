@@ -57,7 +57,8 @@ class ResponsesEndpoint(GenerationEndpoint):
     async def _run(self, reading: Reading, held: HeldBytes, call: AsgiCall) -> None:
         if isinstance(reading, _ForwardedBody):
             assert self._background is not None
-            await self._background.answer(call, reading.body, stream=reading.is_streamed)
+            stream = reading.is_streamed
+            await self._background.answer(call, reading.take(), held.release, stream=stream)
         else:
             await super()._run(reading, held, call)
 
@@ -83,8 +84,22 @@ class _ForwardedBody(Reading):
 
     def __init__(self, fields: JsonObject) -> None:
         super().__init__([], {})
-        self.body = msgspec.json.encode(fields)
+        self._body = msgspec.json.encode(fields)
         self.is_streamed = fields.get("stream") is True
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self._body)
+
+    @property
+    def exempt_length(self) -> int:
+        """All of the body: the jobs service, which reads it, applies the limit."""
+        return len(self._body)
+
+    def take(self) -> bytes:
+        """Return the encoded body, and hold it no longer."""
+        body, self._body = self._body, b""
+        return body
 
 
 def _writer(reading: Reading) -> ResponseWriter:

@@ -141,8 +141,10 @@ class Tokenization:
                 else:
                     with_texts = bool(body.return_token_strs)
                     encoding = _rendered(backend, served.backend_name, reading, with_texts)
-                tokenizing = asyncio.ensure_future(backend.tokenizer(served.backend_name))
-                encoded, tokenizer = await encoding, await tokenizing
+                encoded: _Encoded
+                encoded, tokenizer = await asyncio.gather(
+                    encoding, backend.tokenizer(served.backend_name)
+                )
         return json_response(
             Tokenized(
                 count=len(encoded.ids),

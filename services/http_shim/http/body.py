@@ -111,9 +111,9 @@ class BodyReader:
         fields = await self._run(size, lambda: _decoded(text))
         read = await prepare(fields)
         reading = await self._run(size, lambda: read(fields))
-        if size - reading.images.url_length > self._max_bytes:
+        if size - reading.exempt_length > self._max_bytes:
             raise BodyTooLargeError(self._max_bytes, has_images=True)
-        held.resize(reading.images.size)
+        held.resize(reading.held_bytes)
         return reading
 
     async def _receive(

@@ -230,7 +230,8 @@ class JobsClient:
         """Return the error of a call as clients see it."""
         error = ServiceError.from_rpc_error(failure)
         code = grpc.StatusCode.UNAVAILABLE
-        if error.reason == "UNREACHABLE" or failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        is_late = failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if error.reason == "UNREACHABLE" or (is_late and error.reason in ("", "UNKNOWN")):
             message = "The jobs service can't be reached now; try again."
             return ServiceError(code, "JOBS_UNAVAILABLE", message, retry_seconds=1)
         if failure.code() is grpc.StatusCode.UNAUTHENTICATED and self._peer is not None:

@@ -94,7 +94,10 @@ class ChatWriter(ChoicesWriter):
         finished: completion_pb2.ChoiceFinished | None,
         prompt: types_pb2.TokenIds | None,
     ) -> Sequence[ChatChunkChoice]:
-        assembler = self._assemblers.setdefault(index, PartAssembler(self._custom_tools))
+        assembler = self._assemblers.get(index)
+        if assembler is None:
+            assembler = PartAssembler(self._custom_tools, keeps_text=False)
+            self._assemblers[index] = assembler
         changes = assembler.add(deltas)
         if finished is not None:
             changes += assembler.close()

@@ -76,9 +76,7 @@ class _MessageEvents(EventWriter):
         usage = MessageUsage(sum(len(prompt.ids) for prompt in accepted.prompts), 0)
         self._message = _message(accepted, usage)
         self._request_id = request_id
-        self._assembler = PartAssembler()
-        self._index = -1
-        """Index of the last block"""
+        self._assembler = PartAssembler(keeps_text=False)
         self._finished: completion_pb2.ChoiceFinished | None = None
 
     def begin(self) -> Iterable[bytes]:
@@ -110,13 +108,11 @@ class _MessageEvents(EventWriter):
 
     def _block_event(self, change: Change) -> bytes:
         """Return the event of a step of a block."""
-        part, text = change.part, change.text
-        if change.step is Step.OPENED:
-            self._index += 1
-            empty = _block(Part(part.kind, part.index, part.call_id, part.name))
-            return _event("content_block_start", index=self._index, content_block=empty)
-        index = self._index
+        part, text, index = change.part, change.text, change.number
         match change.step, part.kind:
+            case Step.OPENED, _:
+                empty = _block(Part(part.kind, part.index, part.call_id, part.name))
+                return _event("content_block_start", index=index, content_block=empty)
             case Step.CLOSED, _:
                 return _event("content_block_stop", index=index)
             case _, PartKind.REASONING:

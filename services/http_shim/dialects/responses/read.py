@@ -90,7 +90,8 @@ def read_response(fields: JsonObject, context: bytes, keep: Keep) -> Reading:
     reading.note_text("grammar.json_schema", "text.format.schema")
     reading.is_streamed = is_streamed
     reading.priority, reading.timeout = body.priority, body.timeout
-    items = msgspec.json.encode(_items(body.input))
+    is_kept = body.store is not False
+    items = msgspec.json.encode(_items(body.input)) if is_kept else NO_ITEMS
     reading.writer = ResponseWriter(body, items, context, keep, has_logprobs=has_logprobs)
     return reading
 

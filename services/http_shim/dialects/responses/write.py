@@ -1,5 +1,6 @@
 """Writing of responses, whole and as events of a stream."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
@@ -115,11 +116,21 @@ class ResponseWriter(Writer):
         return _ResponseEvents(self._began(accepted), self._items(), self.keep)
 
     async def answer(self, output: OutputCollector, *, is_large: bool) -> bytes:
-        await super().answer(output, is_large=is_large)
+        if is_large:
+            await asyncio.to_thread(self._complete, output)
+        else:
+            self._complete(output)
         await self.keep()
+        if is_large:
+            return await asyncio.to_thread(_encode, self._response)
         return _encode(self._response)
 
     def whole(self, output: OutputCollector) -> bytes:
+        self._complete(output)
+        return _encode(self._response)
+
+    def _complete(self, output: OutputCollector) -> None:
+        """Complete the response with its whole output."""
         assert output.accepted is not None
         assert output.usage is not None
         items, finished = self._items(), output.finished[0]
@@ -128,7 +139,6 @@ class ResponseWriter(Writer):
         for _ in items.close(is_cut=_is_cut(finished)):
             pass
         _end_response(self._began(output.accepted), items.items, finished, output.usage)
-        return _encode(self._response)
 
     def _began(self, accepted: completion_pb2.Accepted) -> ResponseObject:
         self._response.model, self._response.created_at = accepted.model, int(time.time())
@@ -225,59 +235,68 @@ class _Items:
         match change.step:
             case Step.OPENED:
                 self.items.append(_item(change.part))
-                yield self._item_event("added")
+                yield self._item_event("added", change.number)
             case Step.GROWN:
                 yield from self._grown(change)
+                if change.number < len(self.items) - 1:  # of a call that seemed to have ended
+                    _fill(self.items[change.number], change.part.text)
             case Step.CLOSED:
-                _fill(self.items[-1], change.part.text)
-                yield from self._closed()
-                self.items[-1].status = last_status
-                yield self._item_event("done")
+                _fill(self.items[change.number], change.part.text)
+                yield from self._closed(change.number)
+                self.items[change.number].status = last_status
+                yield self._item_event("done", change.number)
 
     def _grown(self, change: Change) -> Iterator[bytes]:
-        match self.items[-1]:
+        number = change.number
+        match self.items[number]:
             case MessageOutput() as item:
                 if not item.content:
                     item.content = [AnswerText("", [], [])]
-                    yield self._part_event("content_part.added", part=item.content[0])
+                    yield self._part_event("content_part.added", number, part=item.content[0])
                 logprobs = logprobs_of(change.deltas) if self._has_logprobs else []
                 item.content[0].logprobs += logprobs
-                yield self._part_event("output_text.delta", delta=change.text, logprobs=logprobs)
+                yield self._part_event(
+                    "output_text.delta", number, delta=change.text, logprobs=logprobs
+                )
             case ReasoningOutput() as item:
                 if not item.content:
                     item.content = [AnswerReasoning("")]
-                    yield self._part_event("content_part.added", part=item.content[0])
-                yield self._part_event("reasoning_text.delta", delta=change.text)
+                    yield self._part_event("content_part.added", number, part=item.content[0])
+                yield self._part_event("reasoning_text.delta", number, delta=change.text)
             case CallOutput():
-                yield self._event("function_call_arguments.delta", delta=change.text)
+                yield self._event("function_call_arguments.delta", number, delta=change.text)
             case CustomCallOutput():
-                yield self._event("custom_tool_call_input.delta", delta=change.text)
+                yield self._event("custom_tool_call_input.delta", number, delta=change.text)
 
-    def _closed(self) -> Iterator[bytes]:
-        match self.items[-1]:
+    def _closed(self, number: int) -> Iterator[bytes]:
+        match self.items[number]:
             case MessageOutput(content=[text]):
-                yield self._part_event("output_text.done", text=text.text, logprobs=text.logprobs)
-                yield self._part_event("content_part.done", part=text)
+                yield self._part_event(
+                    "output_text.done", number, text=text.text, logprobs=text.logprobs
+                )
+                yield self._part_event("content_part.done", number, part=text)
             case ReasoningOutput(content=[text]):
-                yield self._part_event("reasoning_text.done", text=text.text)
-                yield self._part_event("content_part.done", part=text)
+                yield self._part_event("reasoning_text.done", number, text=text.text)
+                yield self._part_event("content_part.done", number, part=text)
             case CallOutput() as item:
                 arguments, name = item.arguments, item.name
-                yield self._event("function_call_arguments.done", arguments=arguments, name=name)
+                yield self._event(
+                    "function_call_arguments.done", number, arguments=arguments, name=name
+                )
             case CustomCallOutput() as item:
-                yield self._event("custom_tool_call_input.done", input=item.input)
+                yield self._event("custom_tool_call_input.done", number, input=item.input)
 
-    def _item_event(self, kind: str) -> bytes:
-        index = len(self.items) - 1
-        return self.event(f"response.output_item.{kind}", output_index=index, item=self.items[-1])
+    def _item_event(self, kind: str, number: int) -> bytes:
+        item = self.items[number]
+        return self.event(f"response.output_item.{kind}", output_index=number, item=item)
 
-    def _part_event(self, kind: str, **fields: Any) -> bytes:
-        """Return an event of the only part of the open item."""
-        return self._event(kind, content_index=0, **fields)
+    def _part_event(self, kind: str, number: int, **fields: Any) -> bytes:
+        """Return an event of the only part of an item."""
+        return self._event(kind, number, content_index=0, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
-        """Return an event of the open item."""
-        place = {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
+    def _event(self, kind: str, number: int, **fields: Any) -> bytes:
+        """Return an event of an item."""
+        place = {"item_id": self.items[number].id, "output_index": number}
         return self.event(f"response.{kind}", **place, **fields)
 
 

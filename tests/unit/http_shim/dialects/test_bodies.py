@@ -4,6 +4,7 @@ import json
 import re
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -142,6 +143,19 @@ def test_number_out_of_range_is_named(number: str, body: str, field: str, path: 
     assert caught.value.field == field
     assert caught.value.message.startswith(f"{path}: ")
     assert "out of range" in caught.value.message
+
+
+def test_long_key_of_logit_bias_is_refused() -> None:
+    with pytest.raises(ServiceError) as caught:
+        read(json.dumps({"prompt": "x", "logit_bias": {"1" * 5_000: 1}}).encode())
+    assert caught.value.field.startswith("logit_bias.1")
+
+
+@pytest.mark.parametrize("rest", [b", bad}", b"", b', "\\ud800": 1}', b', "\xff": 1}'])
+def test_what_is_malformed_after_a_number_out_of_range_is_refused(rest: bytes) -> None:
+    with pytest.raises(ServiceError) as caught:
+        decoded(b'{"temperature": 1e999' + rest)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize(

@@ -223,3 +223,25 @@ def test_input_of_another_form_is_told_before_the_next_part() -> None:
         (Step.GROWN, TEXT, "done"),
         (Step.CLOSED, TEXT, ""),
     ]
+
+
+def test_arguments_that_come_with_later_text_belong_to_their_call() -> None:
+    """A step of several tokens may end a call and begin a text."""
+    deltas = [
+        chat_delta(calls=[call_delta(identity="c", name="f", arguments="{")]),
+        chat_delta("Bye", calls=[call_delta(arguments='"a": 1}')]),
+    ]
+    assert shown(parts_of(deltas)) == [
+        (CALL, '{"a": 1}', 0, "c", "f"),
+        (TEXT, "Bye", 0, "", ""),
+    ]
+
+
+def test_arguments_of_calls_that_alternate_stay_apart() -> None:
+    names = {0: "f", 1: "g"}
+    starts = [
+        chat_delta(calls=[call_delta(index, identity=name, name=name, arguments="{")])
+        for index, name in names.items()
+    ]
+    ends = [chat_delta(calls=[call_delta(index, arguments="}")]) for index in names]
+    assert shown(parts_of(starts + ends)) == [(CALL, "{}", 0, "f", "f"), (CALL, "{}", 1, "g", "g")]
