@@ -92,8 +92,8 @@ def create_app(
     bodies, prompts, stall = parts.bodies, parts.prompts, settings.stall_seconds
     completions = parts.generation(read_completion)
     chat = parts.generation(read_chat)
-    responses = parts.responses(BackgroundResponses(jobs, stall))
-    stored_responses = StoredResponses(jobs, stall)
+    responses = parts.responses(BackgroundResponses(jobs, gate, stall))
+    stored_responses = StoredResponses(jobs, gate, stall)
     message_tokens = TokenCounting(always(read_counted_message), TokenCount, models, prompts)
     response_tokens = TokenCounting(responses.prepare_count, InputTokenCount, models, prompts)
     multi_completion = MultiCompletion(models, gate, bodies)

@@ -1,7 +1,7 @@
 """The gRPC servicer of ResponseService."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,13 @@ from tokenwire.pb.jobs.v1 import jobs_pb2
 from tokenwire.pb.jobs.v1.jobs_pb2_grpc import ResponseServiceServicer
 
 __all__ = ["ResponseServicer", "stored_response"]
+
+_STORED: Mapping[str, Any] = {
+    "response_json": dict[str, msgspec.Raw],
+    "input_json": list[dict[str, msgspec.Raw]],
+    "context_json": list[dict[str, msgspec.Raw]],
+}
+"""Types of the JSON texts of a stored response"""
 
 _MOST_BODY = 32 << 20
 _MOST_SENT = 64 << 10
@@ -45,6 +52,7 @@ class ResponseServicer(ResponseServiceServicer):
         self, request: jobs_pb2.PutResponseRequest, context: Context
     ) -> jobs_pb2.PutResponseResponse:
         owner = (await admit(request.context)).owner
+        await asyncio.to_thread(_check_stored, request.response)
         kept = await self._responses.keep(stored_response(request.response, owner))
         return jobs_pb2.PutResponseResponse(kept=kept)
 
@@ -131,6 +139,15 @@ def stored_response(response: jobs_pb2.StoredResponse, owner: str) -> StoredResp
         response.context_json,
         is_running=response.is_running,
     )
+
+
+def _check_stored(response: jobs_pb2.StoredResponse) -> None:
+    """Raise INVALID_ARGUMENT for JSON of another form than a response and its items have."""
+    for name, kind in _STORED.items():
+        try:
+            msgspec.json.decode(getattr(response, name), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid(f"response.{name}", f"response.{name}: {error}.") from None
 
 
 def _check_body(body: bytes) -> None:

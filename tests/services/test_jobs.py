@@ -228,6 +228,44 @@ async def test_response_in_the_background_outlives_the_shim_that_took_it(stack: 
             assert last["response"] == done
 
 
+async def test_stream_ends_with_an_error_when_its_shim_stops(stack: Stack) -> None:
+    served = ("--tokenizer", stack.tokenizer)
+    async with (
+        running_jobs(*served) as jobs,
+        running_shim(*served, "--jobs", jobs.target, "--grace", "0.1") as shim,
+        client_of(shim.url) as http,
+        http.stream("POST", "/v1/responses", json=LONG | {"stream": True}) as stream,
+    ):
+        lines = stream.aiter_lines()
+        await anext(lines)
+        shim.process.terminate()
+        *_, kind, data = [line async for line in lines if line]
+        assert kind == "event: error"
+        assert json.loads(data.removeprefix("data: "))["code"] == "stopping"
+
+
+async def test_form_without_its_end_is_no_file(stack: Stack) -> None:
+    """Otherwise a part of a file would be kept as if it were whole."""
+    served = ("--tokenizer", stack.tokenizer)
+    form = (
+        b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nhalf of it'
+    )
+    async with (
+        running_jobs(*served) as jobs,
+        running_shim(*served, "--jobs", jobs.target) as shim,
+        client_of(shim.url) as http,
+    ):
+        headers = {"content-type": "multipart/form-data; boundary=x"}
+        refused = await http.post("/v1/files", content=form, headers=headers)
+        assert refused.status_code == 400, refused.text
+        kept = await http.post("/v1/files", content=form + b"\r\n--x--\r\n", headers=headers)
+        assert kept.json()["bytes"] == len("half of it")
+        assert [each["id"] for each in (await http.get("/v1/files")).json()["data"]] == [
+            kept.json()["id"]
+        ]
+
+
 async def test_limit_of_bodies_counts_no_images_in_the_background_either(stack: Stack) -> None:
     served = ("--tokenizer", stack.tokenizer)
     url = f"data:image/png;base64,{base64.b64encode(bytes(7_500_000)).decode()}"

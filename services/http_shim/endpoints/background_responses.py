@@ -17,6 +17,7 @@ from services.http_shim.endpoints.stream_sender import (
 )
 from services.http_shim.errors import ClientGoneError, public_message
 from services.http_shim.http.exchange import exchange_of
+from services.http_shim.http.gate import Gate
 from services.http_shim.jobs.jobs import context_of
 from services.http_shim.jobs.jobs_client import JobsClient
 from tokenwire.errors import ServiceError, invalid
@@ -35,8 +36,9 @@ TOO_LARGE = (
 class BackgroundResponses:
     """Starts responses in the background."""
 
-    def __init__(self, jobs: JobsClient, stall_seconds: float) -> None:
+    def __init__(self, jobs: JobsClient, gate: Gate, stall_seconds: float) -> None:
         self._jobs = jobs
+        self._gate = gate
         self._stall_seconds = stall_seconds
 
     async def answer(
@@ -64,7 +66,7 @@ class BackgroundResponses:
             return
         watched = jobs_pb2.WatchResponseRequest(context=context, response_id=started.response_id)
         events = await started_events(self._jobs, watched)
-        await send_events(call.receive, call.send, events, self._stall_seconds)
+        await send_events(call.receive, call.send, events, self._gate, self._stall_seconds)
 
 
 async def started_events(
@@ -80,6 +82,7 @@ async def send_events(
     receive: Receive,
     send: Send,
     events: AsyncGenerator[Sequence[jobs_pb2.ResponseEvent], None],
+    gate: Gate,
     stall_seconds: float,
     ping_seconds: float = PING_SECONDS,
 ) -> None:
@@ -88,35 +91,53 @@ async def send_events(
     A silent stream gets a comment every `ping_seconds`. Raises ClientGoneError if the client
     leaves, or reads nothing for `stall_seconds`.
     """
-    leaving = asyncio.ensure_future(client_left(receive))
-    reading: asyncio.Future[Sequence[jobs_pb2.ResponseEvent] | None] | None = None
-    number = 0
-    try:
-        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS]})
-        is_last = False
-        while not is_last:
-            reading = reading or asyncio.ensure_future(anext(events, None))
-            await asyncio.wait(
-                (reading, leaving), timeout=ping_seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if leaving.done():
-                raise ClientGoneError
-            body = PING
-            if reading.done():
-                body, number, is_last = _next_body(reading, number)
-                reading = None
-            async with asyncio.timeout(stall_seconds):
-                more = {"more_body": not is_last}
-                await send({"type": "http.response.body", "body": body} | more)
-    except TimeoutError:
-        _LOG.warning("disconnected a client that read nothing for %g s", stall_seconds)
-        raise ClientGoneError from None
-    finally:
-        leaving.cancel()
-        if reading is not None:
-            reading.cancel()
-            await asyncio.wait((reading,))
-        await events.aclose()
+    stop = _Stop()
+    with gate.admit(stop):
+        leaving = asyncio.ensure_future(client_left(receive))
+        reading: asyncio.Future[Sequence[jobs_pb2.ResponseEvent] | None] | None = None
+        number = 0
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS]})
+            is_last = False
+            while not is_last:
+                reading = reading or asyncio.ensure_future(anext(events, None))
+                await asyncio.wait(
+                    (reading, leaving, stop.error),
+                    timeout=ping_seconds,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if leaving.done():
+                    raise ClientGoneError
+                body = PING
+                if reading.done():
+                    body, number, is_last = _next_body(reading, number)
+                    reading = None
+                elif stop.error.done():
+                    body, is_last = _error_event(stop.error.result(), number), True
+                async with asyncio.timeout(stall_seconds):
+                    more = {"more_body": not is_last}
+                    await send({"type": "http.response.body", "body": body} | more)
+        except TimeoutError:
+            _LOG.warning("disconnected a client that read nothing for %g s", stall_seconds)
+            raise ClientGoneError from None
+        finally:
+            leaving.cancel()
+            if reading is not None:
+                reading.cancel()
+                await asyncio.wait((reading,))
+            await events.aclose()
+
+
+class _Stop:
+    """The end of the server, which a stream of events waits for."""
+
+    def __init__(self) -> None:
+        self.error: asyncio.Future[ServiceError] = asyncio.get_running_loop().create_future()
+
+    def on_error(self, error: ServiceError) -> None:
+        """Tell the stream that the server stops."""
+        if not self.error.done():
+            self.error.set_result(error)
 
 
 def _next_body(

@@ -187,12 +187,16 @@ class _FormParser(MultiPartParser):
         self._exchange = exchange
         self._jobs = jobs
         self._upload: Upload | None = None
+        self._is_whole = False
+        """True once the end of the form came"""
 
     async def keep_file(self) -> jobs_pb2.File:
         """Read the form, and return the kept file. Raises ServiceError and BodyTooLargeError."""
         await self._jobs.reach()
         try:
             form = await self._form()
+            if not self._is_whole:
+                raise invalid("file", "The form can't be read: its last boundary is missing.")
             self._exchange.ignored = sorted({*form} - {"file", "purpose"})
             if self._upload is None:
                 raise _no_file()
@@ -213,6 +217,9 @@ class _FormParser(MultiPartParser):
         context = context_of(self._exchange)
         self._upload = self._jobs.upload(context, _encodable(part.file.filename or ""), purpose)
         part.file = _SentFile(self._upload, part.file.headers)
+
+    def on_end(self) -> None:
+        self._is_whole = True
 
     async def _form(self) -> FormData:
         try:

@@ -12,6 +12,7 @@ from services.http_shim.endpoints.background_responses import send_events, start
 from services.http_shim.endpoints.paging import page_of
 from services.http_shim.http.body import json_response
 from services.http_shim.http.exchange import exchange_of
+from services.http_shim.http.gate import Gate
 from services.http_shim.jobs.jobs import context_of
 from services.http_shim.jobs.jobs_client import JobsClient
 from tokenwire.errors import ServiceError, invalid
@@ -43,8 +44,9 @@ class InputItemList(Struct):
 class StoredResponses:
     """The endpoints."""
 
-    def __init__(self, jobs: JobsClient, stall_seconds: float) -> None:
+    def __init__(self, jobs: JobsClient, gate: Gate, stall_seconds: float) -> None:
         self._jobs = jobs
+        self._gate = gate
         self._stall_seconds = stall_seconds
 
     async def get(self, request: Request) -> Response:
@@ -65,7 +67,7 @@ class StoredResponses:
             if error.reason == "NO_EVENTS":
                 raise invalid("stream", error.message) from None
             raise
-        return _Stream(events, self._stall_seconds)
+        return _Stream(events, self._gate, self._stall_seconds)
 
     async def delete(self, request: Request) -> Response:
         """Drop a response; one that runs is cancelled."""
@@ -96,14 +98,18 @@ class _Stream(Response):
     """Events of a response."""
 
     def __init__(
-        self, events: AsyncGenerator[Sequence[jobs_pb2.ResponseEvent], None], stall_seconds: float
+        self,
+        events: AsyncGenerator[Sequence[jobs_pb2.ResponseEvent], None],
+        gate: Gate,
+        stall_seconds: float,
     ) -> None:
         super().__init__()
+        self._gate = gate
         self._events = events
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_events(receive, send, self._events, self._stall_seconds)
+        await send_events(receive, send, self._events, self._gate, self._stall_seconds)
 
 
 def _place(request: Request) -> tuple[str, jobs_pb2.RequestContext]:

@@ -186,5 +186,8 @@ def _add_headers(message: Message, exchange: Exchange) -> None:
     headers = MutableHeaders(scope=message)
     headers["x-request-id"] = exchange.request_id
     if ignored := [*exchange.ignored_headers, *exchange.ignored]:
-        paths = [quote(path, safe="[]")[:_PATH_SHOWN] for path in ignored[:_PATHS_SHOWN]]
+        paths = [
+            quote(path, safe="[]", errors="replace")[:_PATH_SHOWN]
+            for path in ignored[:_PATHS_SHOWN]
+        ]
         headers["x-tokenwire-ignored"] = ", ".join(paths)

@@ -17,10 +17,14 @@ def page_of_items(stored: StoredResponse, page: Page) -> tuple[list[dict[str, An
 
     Raises INVALID_ARGUMENT if `page.after` is none of them.
     """
-    items: list[dict[str, Any]] = [
-        {"id": _item_id(stored.id, index)} | item
-        for index, item in enumerate(msgspec.json.decode(stored.input))
-    ]
+    items: list[dict[str, Any]] = []
+    known: set[object] = set()
+    for index, item in enumerate(msgspec.json.decode(stored.input)):
+        own = item.get("id")
+        if not isinstance(own, str) or own in known:  # clients page by the ids
+            own = _item_id(stored.id, index)
+        known.add(own)
+        items.append({"id": own} | item | {"id": own})
     if not page.is_ascending:
         items.reverse()
     if page.after is not None:

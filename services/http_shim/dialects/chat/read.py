@@ -149,6 +149,8 @@ def _read_part(made: MessageReading, part: Part, name: str) -> None:
 def _read_file(made: MessageReading, file: FileData, name: str) -> None:
     if (file.file_data is None) == (file.file_id is None):
         raise invalid(f"{name}.file", f"{name}.file must have file_data or file_id, and not both.")
+    if file.file_id == "":
+        raise invalid(f"{name}.file.file_id", f"{name}.file.file_id is empty.")
     if file.file_id is not None:
         document = RequestDocument(f"{name}.file.file_id", file_id=file.file_id)
     else:

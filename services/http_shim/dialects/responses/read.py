@@ -258,6 +258,8 @@ def _read_file(made: MessageReading, file: InputFile, name: str) -> None:
         raise invalid(at, f"{at} is not supported; use file_data or file_id.")
     if (file.file_data is None) == (file.file_id is None):
         raise invalid(name, f"{name} must have file_data or file_id, and not both.")
+    if file.file_id == "":
+        raise invalid(f"{name}.file_id", f"{name}.file_id is empty.")
     if file.file_id is not None:
         document = RequestDocument(f"{name}.file_id", file_id=file.file_id)
     else:
