@@ -29,7 +29,7 @@ class Fault:
     """A value outside its bounds."""
 
     rule: str
-    """What the value must be and what it is: "must be at most 2, got 3" """
+    """The broken rule and the value, such as "must be at most 2, got 3" """
     path: str = ""
     """Path of the value within the one that was checked"""
 

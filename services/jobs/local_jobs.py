@@ -12,7 +12,7 @@ __all__ = ["LocalJobs"]
 
 
 class LocalJobs:
-    """What a shim asks of the jobs service, without a channel."""
+    """The kept responses and the texts of documents, for requests of this process."""
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents

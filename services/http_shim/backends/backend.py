@@ -38,7 +38,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """How the tokenizer services of models are called, and how long requests wait for one."""
+    """Certificates and token for the calls of tokenizer services, and limits on waiting for one."""
 
     wait_seconds: float = 60.0
     """Longest wait of a request, in seconds"""

@@ -39,11 +39,11 @@ class Part:
     name: str = ""
     """Name of the called tool"""
     pieces: list[str] = field(default_factory=list)
-    """Its text as it came"""
+    """Pieces of its text, in the order in which they came; none if the text is not kept"""
 
     @property
     def text(self) -> str:
-        """Its reasoning or text; a call's arguments as JSON text, or the input of a custom tool."""
+        """Reasoning or text; of a call its arguments as JSON text, or its input if it is custom."""
         return "".join(self.pieces)
 
 
@@ -76,7 +76,7 @@ class PartAssembler:
     def __init__(self, custom_tools: Collection[str] = (), *, keeps_text: bool = True) -> None:
         """custom_tools: names of the tools whose input is text.
 
-        keeps_text: whether the parts have their text, which a stream may need no more.
+        keeps_text: whether the parts have their text. A writer that sends each step needs none.
         """
         self.parts: list[Part] = []
         """All parts, of which the last may still grow"""

@@ -31,7 +31,7 @@ class EngineStatus(Struct):
     state: str
     """serving, away or refused"""
     reason: str | None = None
-    """Why it is refused"""
+    """Reason for which it is refused"""
     version: str | None = None
     device: str | None = None
     dtype: str | None = None

@@ -1,4 +1,4 @@
-"""What requests that generate ask of the jobs service."""
+"""Calls of the jobs service that requests to generate make."""
 
 from collections.abc import Sequence
 from typing import Protocol

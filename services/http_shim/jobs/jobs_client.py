@@ -27,11 +27,11 @@ _START_SECONDS = 10.0
 """Time after the start in which calls wait for the service, which may start beside this process"""
 _CALL_SECONDS = 30.0
 _KEEP_SECONDS = 10.0
-"""Of the keeping of a response, for which its answer waits"""
+"""Longest time to keep a response, whose client waits for it"""
 _READ_SECONDS = 180.0
-"""Of the reading of documents, with their wait for other ones"""
+"""Longest time to read documents, with their wait for the documents of other requests"""
 _CANCEL_SECONDS = 90.0
-"""Of the end of a response that is cancelled, which the store may refuse for a while"""
+"""Longest time until a cancelled response has ended and is stored"""
 _PARTS = ("batches", "files", "responses", "stores")
 """Parts of the service whose faults are faults of the shim's routes"""
 _PIECE = 256 * 1024

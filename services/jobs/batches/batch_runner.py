@@ -310,9 +310,9 @@ class _Outcome:
     """Lines of its input"""
     status: BatchStatus
     problem: str = ""
-    """Why it failed"""
+    """Reason of its failure, a sentence; empty = it did not fail"""
     reason: str = ""
-    """Reason of that error"""
+    """Reason of that failure as errors have it, such as INVALID_FILE"""
     line: int | None = None
     """Line of its input at fault"""
 

@@ -20,7 +20,7 @@ from tokenwire.pb.jobs.v1 import jobs_pb2
 __all__ = ["Documents"]
 
 _MOST_SECONDS = 60
-"""For all documents of a request, once it is its turn; as long it may wait for that"""
+"""Longest time for the documents of a request, and longest wait for its turn before"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Documents:
         self._store = store
         self._held = Shares(max_held_bytes, least=MAX_DOCUMENTS_BYTES)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By owner, while one of its requests reads"""
+        """Turn of each owner of which a request reads documents"""
 
     async def read(self, asked: Sequence[jobs_pb2.Document], owner: str) -> list[str]:
         """Return the text of each document.

@@ -24,7 +24,7 @@ class StreamedEvent:
     """The event as it is streamed, with the empty line after it"""
     type: str
     json: bytes
-    """Its data, a JSON object"""
+    """Data of the event, a JSON object"""
 
     @property
     def is_last(self) -> bool:

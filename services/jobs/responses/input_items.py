@@ -15,7 +15,7 @@ __all__ = ["page_of_items"]
 def page_of_items(stored: StoredResponse, page: Page) -> tuple[list[dict[str, Any]], bool]:
     """Return a page of the items, each with an id, and whether more follow.
 
-    Raises INVALID_ARGUMENT if `page.after` is none of them.
+    Raises INVALID_ARGUMENT for a `page.after` that is not in the list.
     """
     items: list[dict[str, Any]] = []
     known: set[object] = set()

@@ -51,7 +51,7 @@ class _Running:
         self.json = b""
         """The response as it is now"""
         self.log: EventLog | None = None
-        """Its events, if they are kept"""
+        """Events of the response; None = they are not kept"""
         self.cancelled = asyncio.Event()
         self.ended = asyncio.Event()
         self.has_last_event = False

@@ -112,9 +112,9 @@ class StoredBatch:
     answered: int = 0
     failed: int = 0
     problem: str = ""
-    """Why it failed"""
+    """Reason of its failure, a sentence; empty = it did not fail"""
     reason: str = ""
-    """Reason of that error"""
+    """Reason of that failure as errors have it, such as INVALID_FILE"""
     line: int | None = None
     """Line of its input at fault"""
 
@@ -277,7 +277,7 @@ class FileStore:
     ) -> tuple[Sequence[StoredFile], bool]:
         """Return a page of an owner's files, and whether more follow. purpose: None = any.
 
-        Raises INVALID_ARGUMENT if `page.after` is none of them.
+        Raises INVALID_ARGUMENT for a `page.after` that is not in the list.
         """
         if page.after is None and not self.is_open:
             return [], False  # a look makes no temporary folder
@@ -388,7 +388,7 @@ class FileStore:
     def batches(self, owner: str, page: Page) -> tuple[Sequence[StoredBatch], bool]:
         """Return a page of an owner's batches, and whether more follow.
 
-        Raises INVALID_ARGUMENT if `page.after` is none of them.
+        Raises INVALID_ARGUMENT for a `page.after` that is not in the list.
         """
         rows, has_more = self._page("batches", "content", owner, page)
         return [_batch(content) for [content] in rows], has_more

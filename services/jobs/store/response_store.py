@@ -47,7 +47,7 @@ class StoredResponse:
     context: bytes
     """JSON array of all items up to its output: those before its input, its input, its output"""
     is_running: bool = False
-    """Whether it has no output yet: it runs in the background"""
+    """True while it runs in the background and has no output"""
 
     @property
     def size(self) -> int:

@@ -321,7 +321,7 @@ class ResponseFailure(Struct):
 
 
 class IncompleteDetails(Struct):
-    """Why a response is incomplete."""
+    """Reason for which a response is incomplete."""
 
     reason: str
 
