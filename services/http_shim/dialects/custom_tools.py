@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["CustomInput", "InputGrammar", "arguments_of", "custom_tool", "input_of"]
+__all__ = ["CustomInput", "InputGrammar", "arguments_of", "custom_tool"]
 
 _OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _BEGINNING = re.compile(r'\s*(\{\s*("(i(n(p(u(t("\s*(:\s*)?)?)?)?)?)?)?)?)?')
@@ -59,12 +59,6 @@ def custom_tool(
 def arguments_of(text: str) -> str:
     """Return the arguments of a call with this input."""
     return _json({"input": text}).decode()
-
-
-def input_of(arguments: str) -> str:
-    """Return the input of a call with these arguments."""
-    reader = CustomInput()
-    return reader.feed(arguments) + reader.finish()
 
 
 class CustomInput:

@@ -3,12 +3,12 @@
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 from starlette.types import Message, Receive, Scope, Send
 
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
+from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.http.exchange import exchange_of
 
@@ -18,7 +18,6 @@ __all__ = [
     "PING_SECONDS",
     "STREAM_HEADERS",
     "AsgiCall",
-    "Events",
     "client_left",
     "send_stream",
 ]
@@ -47,26 +46,12 @@ class AsgiCall:
     send: Send
 
 
-class Events(Protocol):
-    """The server-sent events of an answer."""
-
-    @property
-    def max_choice_tokens(self) -> int:
-        """Tokens sent of the choice with the most."""
-
-    def take(self) -> bytes:
-        """Return the events of pending output; some of it may wait for the next call."""
-
-    async def last(self) -> bytes:
-        """Return the last events, after the end of the request."""
-
-
 async def send_stream(
     scope: Scope,
     send: Send,
     collector: OutputCollector,
     submission: Submission,
-    events: Events,
+    events: EventStream,
     *,
     stall_seconds: float,
     ping_seconds: float = PING_SECONDS,
@@ -107,7 +92,7 @@ async def _send_events(
     send: Send,
     collector: OutputCollector,
     submission: Submission,
-    events: Events,
+    events: EventStream,
     timer: "_StreamTimer",
 ) -> None:
     """Send the body of a stream, and grant credit for the tokens that were sent."""
@@ -126,7 +111,7 @@ async def _send_events(
 
 
 async def _next_body(
-    collector: OutputCollector, events: Events, timer: "_StreamTimer"
+    collector: OutputCollector, events: EventStream, timer: "_StreamTimer"
 ) -> tuple[bytes, bool]:
     """Wait for the next bytes of a stream; return them, and whether they are the last."""
     while True:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.http_shim.backends.output_collector import OutputCollector
+from services.http_shim.dialects.custom_tools import CustomInput
 from services.http_shim.dialects.writer import Writer
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.http.exchange import Exchange
@@ -81,6 +82,12 @@ def chat_delta(
         top_bytes=[data for _, data, _ in candidates],
         token_ids=ids,
     )
+
+
+def input_of(arguments: str) -> str:
+    """Return the input of a call of a custom tool with these arguments."""
+    reader = CustomInput()
+    return reader.feed(arguments) + reader.finish()
 
 
 def call_delta(

@@ -13,8 +13,8 @@ from services.http_shim.dialects.custom_tools import (
     InputGrammar,
     arguments_of,
     custom_tool,
-    input_of,
 )
+from tests.unit.http_shim.synthetic import input_of
 
 TEXTS = st.text(max_size=30) | st.text(alphabet='"\\\n\u00e9😀\ufffd{}: input')
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.http_shim.dialects.custom_tools import arguments_of, input_of
+from services.http_shim.dialects.custom_tools import arguments_of
 from services.http_shim.dialects.parts import (
     Change,
     Part,
@@ -15,7 +15,7 @@ from services.http_shim.dialects.parts import (
     Step,
     parts_of,
 )
-from tests.unit.http_shim.synthetic import call_delta, chat_delta
+from tests.unit.http_shim.synthetic import call_delta, chat_delta, input_of
 from tokenwire.pb.completion.v1 import completion_pb2
 
 Deltas = list[completion_pb2.ChoiceDelta]
