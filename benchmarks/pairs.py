@@ -50,7 +50,10 @@ class _Checkout(Tokenwire):
         launch = super().launch(python, model, port)
         # the services are started as modules, which Python would find in the working directory
         found = {"PYTHONPATH": str(self._folder), "PYTHONSAFEPATH": "1"}
-        return replace(launch, environment={**launch.environment, **found})
+        command = list(launch.command)
+        if not Path(self._folder, "services", "jobs").exists():
+            command.remove("--no-jobs")  # a commit from before this service and its option
+        return replace(launch, command=command, environment={**launch.environment, **found})
 
 
 @contextmanager
