@@ -26,6 +26,11 @@ def add_commands(commands: Commands) -> None:
         "--tier", default="default", help="One of the file's tiers (default: %(default)s)."
     )
     new.add_argument("--name", default="", help="Owner, shown by `list`.")
+    new.add_argument(
+        "--admin",
+        action="store_true",
+        help="Let the key operate the server: usage of all keys, models that load and unload.",
+    )
     listing = add_command(
         actions, "list", _keys, "Print id, tier, creation date, state and name of each key."
     )
@@ -62,7 +67,7 @@ async def _keys(options: argparse.Namespace) -> int:
 def _add_key(options: argparse.Namespace) -> None:
     from services.common.accounts.key_file import add_key
 
-    key = add_key(options.file, options.tier, options.name)
+    key = add_key(options.file, options.tier, options.name, admin=options.admin)
     if options.json:
         print_json({"key": key})
     else:
@@ -82,6 +87,7 @@ def _list_keys(options: argparse.Namespace) -> None:
                 "name": key.name,
                 "created": key.created,
                 "revoked": key.revoked,
+                "admin": key.admin,
             }
             for key in keys
         ]
@@ -89,6 +95,8 @@ def _list_keys(options: argparse.Namespace) -> None:
         return
     for key in keys:
         state = "active" if key.revoked is None else f"revoked {_day(key.revoked)}"
+        if key.admin:
+            state += ", admin"
         print(f"{key.id}\t{key.tier}\t{_day(key.created)}\t{state}\t{key.name}")
 
 

@@ -90,6 +90,8 @@ class Account:
         self.name = name
         self.shared = shared
         self.streams = 0
+        self.is_admin = False
+        """True if the key's holder may operate the server"""
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
         self.set_tier(tier, now)

@@ -10,7 +10,7 @@ from services.common.accounts.keyring import Keyring
 from services.common.priority import PRIORITY_LIMIT
 from tokenwire.errors import ServiceError
 
-__all__ = ["ANYONE", "Identity", "current"]
+__all__ = ["ANYONE", "Identity", "admin_key_required", "current"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,19 @@ class Identity:
     def key_id(self) -> str:
         """Id of the API key, for logs; empty = none."""
         return self.account.id if self.account is not None else ""
+
+    @property
+    def is_admin(self) -> bool:
+        """True if the caller may operate the server."""
+        return self.is_peer or (self.account is not None and self.account.is_admin)
+
+    def require_admin(self, action: str) -> None:
+        """Raise PERMISSION_DENIED unless the caller may operate the server.
+
+        action: what the caller asks for, as the subject of a sentence.
+        """
+        if not self.is_admin:
+            raise admin_key_required(action)
 
     def require_valid(self) -> None:
         """Raise UNAUTHENTICATED if the key was revoked since the call began."""
@@ -101,6 +114,14 @@ ANYONE = Identity(is_peer=True, may_schedule=True)
 """Caller as a server sees it that checks no caller"""
 current: ContextVar[Identity] = ContextVar("identity", default=ANYONE)
 """Caller of the rpc that the task answers"""
+
+
+def admin_key_required(action: str) -> ServiceError:
+    """Return the error of an operator's action by a key that is no admin key."""
+    return _denied(
+        "ADMIN_KEY_REQUIRED",
+        f"{action} needs an admin key (`tokenwire keys add --admin`).",
+    )
 
 
 def _denied(reason: str, message: str, field: str = "") -> ServiceError:

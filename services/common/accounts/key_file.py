@@ -79,6 +79,8 @@ class Key(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     name: str = ""
     revoked: int | None = None
     """Time of revocation, in Unix seconds; None = the key is valid"""
+    admin: bool = False
+    """True if the holder may operate the server"""
 
 
 class KeyFile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -118,7 +120,7 @@ def read_keys(path: Path) -> KeyFile:
     return file
 
 
-def add_key(path: Path, tier: str = "default", name: str = "") -> str:
+def add_key(path: Path, tier: str = "default", name: str = "", *, admin: bool = False) -> str:
     """Make a key, store its hash, and return the key. Creates a missing file."""
     with _locked(path):
         file = read_keys(path) if path.exists() else _EMPTY
@@ -127,7 +129,7 @@ def add_key(path: Path, tier: str = "default", name: str = "") -> str:
             raise KeyFileError(f"There is no tier {tier} in {path}; there are: {known}.")
         secret = _new_secret({key.id for key in file.keys})
         digest = hashlib.sha256(secret.encode()).hexdigest()
-        key = Key(key_id(secret), digest, tier, int(time.time()), name)
+        key = Key(key_id(secret), digest, tier, int(time.time()), name, admin=admin)
         _write(path, KeyFile(file.tiers, (*file.keys, key)))
     return secret
 

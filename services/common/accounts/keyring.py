@@ -109,6 +109,7 @@ class Keyring:
                 account = Account(key.id, key.name, tier, now, self._shared)
             else:
                 account.set_tier(tier, now)
+            account.is_admin = key.admin
             accounts[key.id] = account
         self._accounts = accounts
         self._keys = {key.id: key for key in file.keys}

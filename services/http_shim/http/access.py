@@ -7,7 +7,9 @@ tokens, such as files and kept responses, count by their size as well.
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
+import grpc
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,6 +19,7 @@ from services.common.accounts.account import (
     estimated_tokens,
     sequence_count,
 )
+from services.common.accounts.identity import admin_key_required
 from services.common.accounts.keyring import Keyring
 from services.common.accounts.metering import Charge, begin, charge_requests, count_request
 from services.http_shim.backends.model_source import ModelSource, ServedModel
@@ -27,7 +30,14 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 _REQUEST_BYTES = 1 << 20
 """Bytes of an answer to a GET that count as one more request"""
-__all__ = ["AccessMiddleware", "assign_model", "authorized_model", "charging", "reserve"]
+__all__ = [
+    "AccessMiddleware",
+    "assign_model",
+    "authorized_model",
+    "charging",
+    "require_admin",
+    "reserve",
+]
 
 
 class AccessMiddleware:
@@ -77,6 +87,30 @@ def _shown_key(headers: Headers) -> str | None:
     """Return the authorization; Anthropic's clients send the key alone, in a header of its own."""
     key = headers.get("x-api-key")
     return headers.get("authorization", None if key is None else f"Bearer {key}")
+
+
+def require_admin(scope: Scope, action: str) -> None:
+    """Raise PERMISSION_DENIED unless the client may operate the server.
+
+    action: what the client asks for, as the subject of a sentence.
+
+    With keys, only an admin key may. Without keys, the server is on loopback or has --open, and
+    whoever reaches it may, except for the pages of other origins: a browser sends their requests
+    without asking its user.
+    """
+    account = exchange_of(scope).account
+    if account is not None:
+        if not account.is_admin:
+            raise admin_key_required(action)
+        return
+    headers = Headers(scope=scope)
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        raise ServiceError(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "OTHER_ORIGIN",
+            f"{action} is refused to pages of other origins on a server without keys.",
+        )
 
 
 async def authorized_model(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.accounts.identity import ANYONE, Identity
 from services.common.accounts.key_file import KeyFileError, add_key, key_id, revoke_key
 from services.common.accounts.keyring import Keyring
 from services.http_shim.errors import to_response
@@ -49,6 +50,29 @@ def test_changes_of_the_file_apply(path: Path) -> None:
     revoke_key(path, key_id(first))
     keyring.reload_if_changed()
     assert refused(keyring, f"Bearer {first}") == "REVOKED_API_KEY"
+
+
+def test_only_an_admin_key_may_operate_the_server(path: Path) -> None:
+    users, admins = add_key(path), add_key(path, admin=True)
+    keyring = Keyring(path)
+    user, admin = (
+        Identity(is_peer=False, may_schedule=False, account=keyring.account(f"Bearer {secret}"))
+        for secret in (users, admins)
+    )
+    admin.require_admin("Unloading a model")
+    ANYONE.require_admin("Unloading a model")
+    with pytest.raises(ServiceError, match=r"Unloading a model needs an admin key") as caught:
+        user.require_admin("Unloading a model")
+    assert to_response(caught.value).status_code == 403
+
+
+def test_key_that_is_no_admin_any_more_loses_its_rights_with_the_file(path: Path) -> None:
+    secret = add_key(path, admin=True)
+    keyring = Keyring(path)
+    account = keyring.account(f"Bearer {secret}")
+    path.write_text(path.read_text().replace('"admin": true', '"admin": false'))
+    keyring.reload_if_changed()
+    assert not account.is_admin
 
 
 def test_change_that_could_not_be_read_once_is_read_later(
