@@ -1,6 +1,8 @@
 """The commands `complete` and `chat`."""
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,7 @@ from tokenwire.cli.arguments import (
     read_text,
     whole_number,
 )
-from tokenwire.cli.output import print_json
+from tokenwire.cli.output import print_error, print_json, print_text
 from tokenwire.errors import invalid
 
 if TYPE_CHECKING:
@@ -50,16 +52,31 @@ def add_commands(commands: Commands) -> None:
         commands,
         "chat",
         _chat,
-        "Answer a message.",
+        "Answer a message, or chat in the terminal.",
+        "chat",
         'chat "Say hello." --stream',
         'chat "What is this?" --image photo.jpg',
+        "chat < question.txt",
     )
-    chat.add_argument("message", help="The message; - reads standard input.")
+    chat.add_argument(
+        "message",
+        nargs="?",
+        help="The message; - reads standard input. Without one, a chat begins, or standard input "
+        "is the message if it is no terminal.",
+    )
     chat.add_argument("--system", help="System message.")
     _add_options(
         chat,
         "Most tokens to generate; by default as many as fit.",
         "Image before the message; repeatable.",
+    )
+    add_chat_options(chat)
+    chat.add_argument(
+        "--jobs",
+        default=os.environ.get("TOKENWIRE_JOBS", ""),
+        metavar="HOST:PORT",
+        help="Jobs service, which reads PDFs for /file; by default port 50054 of the target's "
+        "host [TOKENWIRE_JOBS].",
     )
 
 
@@ -88,6 +105,13 @@ def _add_options(command: argparse.ArgumentParser, max_tokens: str, images: str)
     add_target(command)
 
 
+def add_chat_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of a chat in the terminal."""
+    command.add_argument(
+        "--verbose", action="store_true", help="In a chat, show tokens and speed of each answer."
+    )
+
+
 async def _complete(options: argparse.Namespace) -> int:
     from tokenwire.requests import with_image_marks
 
@@ -109,7 +133,7 @@ async def _complete(options: argparse.Namespace) -> int:
                 if options.json:
                     print_json(result_objects.delta(delta))
                 else:
-                    print(delta.text, end="", flush=True)
+                    print_text(delta.text, end="")
             _end_stream(options, stream)
     return 0
 
@@ -117,7 +141,10 @@ async def _complete(options: argparse.Namespace) -> int:
 async def _chat(options: argparse.Namespace) -> int:
     from tokenwire.client import Message
 
-    text = read_text(options.message, "message")
+    if options.message is None and sys.stdin.isatty() and sys.stdout.isatty():
+        return await _interactive(options)
+    text = read_text("-" if options.message is None else options.message, "message")
+    options.stream = options.stream or (options.message is None and options.n is None)
     messages = [Message("user", text, images=_read_images(options))]
     if options.system is not None:
         messages.insert(0, Message("system", options.system))
@@ -135,9 +162,31 @@ async def _chat(options: argparse.Namespace) -> int:
                 if options.json:
                     print_json(result_objects.chat_delta(delta))
                 else:
-                    print(delta.text, end="", flush=True)
+                    print_text(delta.text, end="")
             _end_stream(options, stream)
     return 0
+
+
+async def _interactive(options: argparse.Namespace) -> int:
+    try:
+        from tokenwire.cli.chat.start import chat_at_target
+    except ModuleNotFoundError as error:
+        return require_chat_packages(error)
+    if options.json or options.n is not None or options.image:
+        print_error("--json, --n and --image need a message; a chat has /image.")
+        return 2
+    return await chat_at_target(options, _request_options(options))
+
+
+def require_chat_packages(error: ModuleNotFoundError) -> int:
+    """Name the packages of a chat that are not installed. Return the exit code."""
+    if error.name is None or error.name.startswith(("tokenwire", "services")):
+        raise error
+    print_error(
+        f"A chat in the terminal needs {error.name}: `pip install prompt_toolkit rich` installs "
+        "what it uses."
+    )
+    return 2
 
 
 def _end_stream(options: argparse.Namespace, stream: "AnswerStream") -> None:
@@ -169,4 +218,4 @@ def _print_choices(texts: list[str]) -> None:
     for index, text in enumerate(texts):
         if len(texts) > 1:
             print(f"--- {index}")
-        print(text)
+        print_text(text)

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-__all__ = ["JsonObject", "JsonValue", "discard_output", "print_error", "print_json"]
+from tokenwire.cli.visible_text import visible
+
+__all__ = ["JsonObject", "JsonValue", "discard_output", "print_error", "print_json", "print_text"]
 
 JsonValue: TypeAlias = (
     "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
@@ -17,6 +19,11 @@ JsonObject: TypeAlias = Mapping[str, JsonValue]
 def print_json(value: JsonObject) -> None:
     """Print one JSON object on a line of its own."""
     print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """Print text of a model at once; on a terminal without sequences that this would obey."""
+    print(visible(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def print_error(message: str) -> None:
