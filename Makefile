@@ -52,7 +52,7 @@ help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTYPE, REPLICAS, ENGINE_ARGS, SERVE_ARGS, …
-	@exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
+	@TOKENWIRE_STARTED_BY=make exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
 	  --tokenizer-port "$(TOKENIZER_PORT)" --engine-port "$(ENGINE_PORT)" \
 	  --grammar-port "$(GRAMMAR_PORT)" --jobs-port "$(JOBS_PORT)" --engine-args="$(ENGINE_ARGS)" --replicas "$(REPLICAS)" \
 	  $(if $(MODEL),--model "$(MODEL)") $(if $(MODEL_ID),--model-id "$(MODEL_ID)") $(if $(CHAT_TEMPLATE),--chat-template "$(CHAT_TEMPLATE)") \

@@ -8,8 +8,11 @@ from collections.abc import Coroutine, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from services.common.model_files.hub import HubError
+from services.common.model_files.model_name import ModelNameError
 from tokenwire.cli import batch, generation, health, keys, pull, serve, shell_completion, text
 from tokenwire.cli.arguments import tls_of
+from tokenwire.cli.model_argument import DownloadError
 from tokenwire.cli.output import discard_output, print_error
 from tokenwire.errors import ServiceError
 from tokenwire.tls import TlsError
@@ -47,12 +50,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of a command; `serve` passes unknown options to its services."""
+    """Return the options of a command; `serve` passes the flags of its services on."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
-    options, further = parser.parse_known_args(arguments)
-    if further and "service_flags" not in options:
+    flags: tuple[str, ...] = ()
+    if given[:1] == ["serve"]:
+        from tokenwire.serving.service_flags import FlagError, take_flags
+
+        try:
+            flags, given = take_flags(given)
+        except FlagError as error:
+            print_error(str(error))
+            sys.exit(2)
+    options, further = parser.parse_known_args(given)
+    if further and given[:1] != ["serve"]:
         parser.error(f"unrecognized arguments: {' '.join(further)}")
-    options.service_flags = tuple(further)
+    options.service_flags = (*flags, *further)  # `serve` says why it can't pass one on
     return options
 
 
@@ -62,7 +75,9 @@ def _run(options: argparse.Namespace) -> int:
     except ServiceError as error:
         print_error(_sentence(options, error))
         return 1
-    except (TlsError, TokenError) as error:
+    except DownloadError:
+        return 2
+    except (TlsError, TokenError, ModelNameError, HubError) as error:
         print_error(str(error))
         return 2
     except UnicodeError as error:  # from an argument, standard input, or the terminal's encoding

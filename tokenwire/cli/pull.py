@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 from tokenwire.cli.arguments import Commands, add_command
+from tokenwire.cli.model_argument import MODEL_HELP
 from tokenwire.cli.output import print_error
 
 __all__ = ["add_commands"]
@@ -17,23 +18,25 @@ def add_commands(commands: Commands) -> None:
         "pull",
         _pull,
         "Download a model from the Hugging Face hub, and print its directory.",
-        "pull hf:Qwen/Qwen2.5-Coder-0.5B",
-        "pull hf:Qwen/Qwen2.5-Coder-0.5B@main --to ./qwen",
+        "pull smollm2",
+        "pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M",
+        "pull Qwen/Qwen2.5-Coder-0.5B@main --to ./qwen",
     )
-    pull.add_argument("model", metavar="MODEL", help="hf:owner/name or hf:owner/name@revision")
+    pull.add_argument("model", metavar="MODEL", help=f"Model of the hub: {MODEL_HELP}.")
     pull.add_argument(
         "--to", type=Path, metavar="DIR", help="Directory to use; by default the hub's cache."
     )
 
 
 async def _pull(options: argparse.Namespace) -> int:
-    from services.common.model_files.hub import HubCheckpoint, HubError
+    from services.common.model_files.hub import HubCheckpoint
+    from services.common.model_files.model_name import find_model
 
     # asyncio's handler would only cancel this task, which has no effect during a download
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        print(HubCheckpoint.parse(options.model).download(options.to))
-    except HubError as error:
-        print_error(str(error))
-        return 2
-    return 0
+    source = find_model(options.model).source
+    if isinstance(source, HubCheckpoint):
+        print(source.chosen().download(options.to))
+        return 0
+    print_error(f"{source} is on this machine already.")
+    return 2

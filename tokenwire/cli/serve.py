@@ -1,14 +1,18 @@
 """The command `serve`."""
 
 import argparse
-import asyncio
 import os
-import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenwire.cli.arguments import Commands, add_command, amount_of_memory
+from tokenwire.cli.model_argument import MODEL_HELP, add_download, provide_model
 from tokenwire.cli.output import print_error
+
+if TYPE_CHECKING:
+    from tokenwire.serving.stack_layout import ServeOptions
 
 __all__ = ["add_commands"]
 
@@ -22,13 +26,13 @@ def add_commands(commands: Commands) -> None:
         "Start the services and run them until Ctrl-C. Flags of the services, such as "
         "--fetch-images, are handed to those that have them; `python -m services.NAME --help` "
         "lists them.",
-        "serve --model models/small --model-id small",
-        "serve --model hf:Qwen/Qwen2.5-Coder-0.5B",
+        "serve smollm2",
+        "serve models/small --model-id small",
+        "serve Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M --download",
         "serve --host 0.0.0.0 --keys keys.json --log-dir /var/log/tokenwire",
         "serve --catalog catalog.toml",
         "serve --replicas 2",
     )
-    serve.set_defaults(service_flags=())
     _add_addresses(serve)
     _add_models(serve)
     _add_access(serve)
@@ -65,41 +69,42 @@ def add_commands(commands: Commands) -> None:
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    from tokenwire.serving.stack_layout import ServeError, ServeOptions, hub_checkpoints
-    from tokenwire.serving.start_check import check_before_download
+    from tokenwire.serving.stack_layout import ServeError, ServeOptions
     from tokenwire.serving.supervisor import supervise
 
+    if options.model is not None and options.named_model is not None:
+        print_error("MODEL and --model say the same: leave one out.")
+        return 2
+    model = options.named_model if options.model is None else options.model
     if options.catalog is not None and (
-        options.model is not None or options.model_id or options.chat_template is not None
+        model is not None or options.model_id or options.chat_template is not None
     ):
-        print_error(
-            "--catalog names the models; leave out --model, --model-id and --chat-template."
-        )
+        print_error("--catalog names the models; leave out MODEL, --model-id and --chat-template.")
         return 2
     try:
         given = {field.name: getattr(options, field.name) for field in fields(ServeOptions)}
-        wanted = ServeOptions(**given)
-        for checkpoint, flags in hub_checkpoints(wanted).items():
-            await asyncio.to_thread(check_before_download, checkpoint, flags)
-            if await _pull(str(checkpoint)) != 0:
-                return 2
-        await supervise(wanted)
+        await supervise(await _with_models(ServeOptions(**given | {"model": None}), model, options))
     except ServeError as error:
         print_error(str(error))
         return error.exit_code
     return 0
 
 
-async def _pull(model: str) -> int:
-    """Download a model in a process of its own, which Ctrl-C can end; return its exit code."""
-    command = [sys.executable, "-m", "tokenwire", "pull", model]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
-    try:
-        return await process.wait()
-    except asyncio.CancelledError:
-        process.terminate()
-        await process.wait()
-        raise
+async def _with_models(
+    wanted: "ServeOptions", model: str | None, options: argparse.Namespace
+) -> "ServeOptions":
+    """Return the options with the model's files; download what the machine does not have."""
+    from tokenwire.serving.stack_layout import engine_flags, hub_checkpoints
+    from tokenwire.serving.start_check import check_before_download
+
+    check = partial(check_before_download, flags=engine_flags(wanted))
+    for checkpoint, flags in hub_checkpoints(wanted).items():
+        await provide_model(str(checkpoint), check=partial(check_before_download, flags=flags))
+    if model is None:
+        return wanted
+    provided = await provide_model(model, may_download=options.download, check=check)
+    named = wanted.model_id or provided.model_id
+    return replace(wanted, model=provided.path, model_id=named)
 
 
 def _add_addresses(serve: argparse.ArgumentParser) -> None:
@@ -131,12 +136,13 @@ def _add_addresses(serve: argparse.ArgumentParser) -> None:
 
 def _add_models(serve: argparse.ArgumentParser) -> None:
     serve.add_argument(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="Directory of a checkpoint, or hf:owner/name[@revision] to download one; by default "
-        "the embedded one.",
+        "named_model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"Model to serve: {MODEL_HELP}. Without one, the small one that comes with Tokenwire.",
     )
+    serve.add_argument("--model", metavar="MODEL", help="The same as a flag.")
+    add_download(serve)
     serve.add_argument(
         "--model-id",
         "--served-model-name",

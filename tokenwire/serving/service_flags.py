@@ -15,7 +15,7 @@ from services.http_shim.settings import HttpShimSettings
 from services.jobs.settings import JobsSettings
 from services.tokenizer.settings import TokenizerSettings
 
-__all__ = ["SETTINGS", "FlagError", "Settings", "engine_arguments", "split_flags"]
+__all__ = ["SETTINGS", "FlagError", "Settings", "engine_arguments", "split_flags", "take_flags"]
 
 Settings: TypeAlias = (
     EngineSettings | GrammarSettings | HttpShimSettings | JobsSettings | TokenizerSettings
@@ -44,19 +44,19 @@ class FlagError(Exception):
     """Flag that can't be handed on. The message is one sentence."""
 
 
+def take_flags(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the flags of services among arguments, and all other arguments. Raises FlagError.
+
+    A parser that does not know these flags would take their values for positional arguments.
+    """
+    parser, _ = _parser()
+    values, others = parser.parse_known_args(arguments)
+    return tuple(_written(name, value) for name, value in vars(values).items()), others
+
+
 def split_flags(arguments: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     """Return the flags that each service gets: those that it has. Raises FlagError."""
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    owners: dict[str, list[str]] = {}
-    for service, settings in SETTINGS.items():
-        for field in dataclasses.fields(settings):
-            if field.name in _OWN_FLAGS or (field.name in _SHIM_FLAGS and service != "http_shim"):
-                continue
-            if field.name not in owners:
-                is_switch = isinstance(field.default, bool)
-                action = argparse.BooleanOptionalAction if is_switch else "store"
-                parser.add_argument(_flag(field.name), action=action)
-            owners.setdefault(field.name, []).append(service)
+    parser, owners = _parser()
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise FlagError(_complaint(unknown[0]))
@@ -79,6 +79,22 @@ def engine_arguments(text: str) -> tuple[str, ...]:
                 f"The engine's arguments can't have {argument}: `tokenwire serve` sets it itself."
             )
     return tuple(arguments)
+
+
+def _parser() -> "tuple[_Parser, Mapping[str, list[str]]]":
+    """Return the parser of the flags that are handed on, and the services that have each."""
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    owners: dict[str, list[str]] = {}
+    for service, settings in SETTINGS.items():
+        for field in dataclasses.fields(settings):
+            if field.name in _OWN_FLAGS or (field.name in _SHIM_FLAGS and service != "http_shim"):
+                continue
+            if field.name not in owners:
+                is_switch = isinstance(field.default, bool)
+                action = argparse.BooleanOptionalAction if is_switch else "store"
+                parser.add_argument(_flag(field.name), action=action)
+            owners.setdefault(field.name, []).append(service)
+    return parser, owners
 
 
 class _Parser(argparse.ArgumentParser):

@@ -42,6 +42,7 @@ __all__ = [
     "Service",
     "edge_of_catalog",
     "embedded_checkpoint",
+    "engine_flags",
     "hub_checkpoints",
     "plan",
     "plan_catalog",
@@ -82,7 +83,7 @@ class ServeOptions:
     no_jobs: bool = False
     """Start no jobs service: files, batches, kept responses and PDFs are then refused"""
     model: Path | None = None
-    """Directory of a checkpoint, or hf:owner/name; None = the embedded one"""
+    """Directory of a checkpoint, or GGUF file; None = the embedded one"""
     model_id: str = ""
     """Name under which the model is served; empty = the directory's name"""
     chat_template: Path | None = None
@@ -261,13 +262,12 @@ def _checkpoint_of(model: CatalogModel) -> Checkpoint | None:
 
 
 def hub_checkpoints(options: ServeOptions) -> Mapping[HubCheckpoint, tuple[str, ...]]:
-    """Return the checkpoints of a hub, each with flags of an engine of it. Raises ServeError."""
+    """Return the catalog's checkpoints of a hub, each with its engine's flags.
+
+    Raises ServeError.
+    """
     try:
-        rows = (
-            (CatalogModel(id="", path=options.model),)
-            if options.catalog is None
-            else read_catalog(options.catalog)
-        )
+        rows = () if options.catalog is None else read_catalog(options.catalog)
         return {
             HubCheckpoint.parse(str(row.path)): _engine_flags(options, row)
             for row in rows
@@ -275,6 +275,11 @@ def hub_checkpoints(options: ServeOptions) -> Mapping[HubCheckpoint, tuple[str, 
         }
     except (CatalogError, HubError) as error:
         raise ServeError(str(error)) from None
+
+
+def engine_flags(options: ServeOptions) -> tuple[str, ...]:
+    """Return the flags of the engines of the only model. Raises ServeError."""
+    return _engine_flags(options, CatalogModel(id=""))
 
 
 def edge_of_catalog(options: ServeOptions, resolved: Path) -> tuple[Service, ...]:
@@ -456,7 +461,7 @@ def _checkpoint(model: Path | None) -> Path:
         require_config(model)
     except (CheckpointFolderError, HubError) as error:
         raise ServeError(str(error)) from None
-    return model.resolve()
+    return model.resolve() if model.is_dir() else model.absolute()  # a link has the file's name
 
 
 def embedded_checkpoint() -> Path:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import secrets
 import signal
 import socket
@@ -71,6 +72,16 @@ async def supervise(options: ServeOptions) -> None:
             flush_logs(_FLUSH_SECONDS)
     if not clean:
         raise ServeError("Not every service stopped by itself.", exit_code=1)
+
+
+def _report_next_command() -> None:
+    """Say what the embedded model is for, and how to serve one that can talk."""
+    by_make = os.environ.get("TOKENWIRE_STARTED_BY") == "make"
+    command = "make serve MODEL=smollm2" if by_make else "tokenwire serve smollm2"
+    report(
+        "this is the embedded model of 6 million parameters: it shows the machinery, and can't "
+        f"talk. `{command}` serves one that can: 271 MB, Apache-2.0."
+    )
 
 
 def _new_token(folder: Path) -> Path:
@@ -152,6 +163,8 @@ class _Stack:
             _until_ready(backend, f"{self._options.scheme}://{shim.target}/ready")
         )
         self._announce(shim)
+        if self._options.model is None:
+            _report_next_command()
         await self._while_alive(asyncio.Event().wait())
 
     async def run_catalog(self, resolved: Path) -> None:

@@ -34,6 +34,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.common.model_files.hub import HubCheckpoint
+from services.common.model_files.short_list import listed_model
 from services.common.network.addresses import split_targets
 
 __all__ = ["NO_TOKEN", "CatalogError", "CatalogModel", "read_catalog", "write_catalog"]
@@ -68,7 +69,8 @@ class CatalogModel:
     """Token that the service at the target is shown; None = that of the whole server, if any;
     NO_TOKEN = none"""
     path: Path | None = None
-    """Directory of a checkpoint, or hf:owner/name, whose services `tokenwire serve` starts"""
+    """Directory of a checkpoint, or hf:owner/name, whose services `tokenwire serve` starts; a short
+    name is written as hf:owner/name"""
     adapter_of: str = ""
     """Id of the base model of a LoRA adapter, whose directory is `path`; empty = not an adapter"""
     adapters: tuple[tuple[str, Path], ...] = ()
@@ -225,8 +227,7 @@ def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> Catalo
         _require_target(model, deployment.target)
         model = replace(model, target=deployment.target, peer_token_file=None, path=None)
     if deployment.path is not None:
-        is_of_hub = HubCheckpoint.is_named_by(deployment.path)
-        path = Path(deployment.path) if is_of_hub else (folder / deployment.path).absolute()
+        path = _checkpoint(deployment.path, folder)
         model = replace(model, target=None, peer_token_file=None, path=path)
     if deployment.peer_token_file is not None:
         if model.target is None:
@@ -252,6 +253,16 @@ def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> Catalo
         max_output_length=deployment.max_output_length or model.max_output_length,
         context=deployment.context or model.context,
     )
+
+
+def _checkpoint(text: str, folder: Path) -> Path:
+    """Return the path of a row's checkpoint; a model of the hub as hf:owner/name."""
+    path = (folder / text).absolute()
+    if HubCheckpoint.is_named_by(text):
+        return Path(text)
+    if not path.exists() and (listed := listed_model(text)) is not None:
+        return Path(f"hf:{listed.source}")
+    return path
 
 
 def _require_target(model: CatalogModel, target: str) -> None:

@@ -92,7 +92,7 @@ def _no_directory(path: Path) -> str:
     if HubCheckpoint.is_named_by(str(path)):
         return f"{path} is not a directory; `tokenwire pull {path}` downloads it and prints one."
     if _HUB_ID.fullmatch(str(path)):
-        return f"There is no directory {path}; hf:{path} serves that repository of the hub."
+        return f"There is no directory {path}; hf:{path} is that repository of the hub."
     return f"The model directory {path} does not exist."
 
 

@@ -7,9 +7,16 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from services.common.model_files.quantisation import (
+    QuantisationError,
+    choose_file,
+    quantisation_of,
+    quantisations_of,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -17,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["HubCheckpoint", "HubError"]
 
 _PREFIX = "hf:"
-_NAME = re.compile(r"hf:(\w[\w.-]*/\w[\w.-]*)(?:/([^@]+\.gguf))?(?:@(.+))?", re.ASCII)
+_NAME = re.compile(r"hf:(\w[\w.-]*/\w[\w.-]*)(?:/([^@]+\.gguf)|:([\w.-]+))?(?:@(.+))?", re.ASCII)
 _PART = re.compile(r"-\d{5}-of-(\d{5}\.gguf)$")
 _NEEDED = (
     *("*.safetensors", "*.json", "*.jinja"),
@@ -47,6 +54,8 @@ class HubCheckpoint:
     """GGUF file in the repository; None = its safetensors files"""
     revision: str | None
     """Branch, tag or commit; None = the main branch"""
+    quantisation: str | None = None
+    """Quantisation whose GGUF file is meant, in any case; None = not stated"""
 
     @staticmethod
     def is_named_by(text: str) -> bool:
@@ -55,45 +64,89 @@ class HubCheckpoint:
 
     @staticmethod
     def parse(text: str) -> "HubCheckpoint":
-        """Read hf:owner/name or hf:owner/name/FILE.gguf, with or without @revision.
+        """Read hf:owner/name, hf:owner/name/FILE.gguf or hf:owner/name:Q4_K_M, or with @revision.
 
         Raises HubError.
         """
         match = _NAME.fullmatch(text)
         if match is None:
             raise HubError(
-                "A model of the hub is named hf:owner/name or hf:owner/name/FILE.gguf, with or "
-                f"without @revision, not {text}."
+                "A model of the hub is named hf:owner/name, hf:owner/name/FILE.gguf or "
+                f"hf:owner/name:Q4_K_M, with or without @revision, not {text}."
             )
-        return HubCheckpoint(*match.groups())
+        repository, file, quantisation, revision = match.groups()
+        return HubCheckpoint(repository, file, revision, quantisation)
 
     def __str__(self) -> str:
         file = f"/{self.file}" if self.file else ""
-        return f"{_PREFIX}{self.repository}{file}" + (f"@{self.revision}" if self.revision else "")
+        kind = f":{self.quantisation}" if self.quantisation else ""
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{_PREFIX}{self.repository}{file}{kind}{revision}"
 
     @property
     def _wanted(self) -> list[str]:
         """Patterns of the files to download."""
         return list(_NEEDED) if self.file is None else [_PART.sub(r"-*-of-\1", self.file)]
 
-    def cached(self) -> Path:
-        """Return the directory or file in the cache. Raises HubError unless it is complete."""
+    def on_disk(self) -> Path | None:
+        """Return the directory or GGUF file in the cache; None unless all of it is there.
+
+        The hub is not asked. Where the name leaves several GGUF files, the most sensible one of
+        those in the cache is meant.
+        """
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
+        folder = self._snapshot()
+        if folder is None:
+            return None
         try:
-            folder = snapshot_download(
+            chosen = self._chosen_of(_names_below(folder))
+            made = snapshot_download(
                 self.repository,
                 revision=self.revision,
-                allow_patterns=self._wanted,
+                allow_patterns=chosen._wanted,
                 ignore_patterns=list(_LEFT_OUT),
                 local_files_only=True,
             )
-        except LocalEntryNotFoundError:
+        except (LocalEntryNotFoundError, QuantisationError):
+            return None
+        path = Path(made, chosen.file or "")
+        has_weights = path.is_file() or any(path.glob("*.safetensors"))
+        return path if has_weights else None
+
+    def cached(self) -> Path:
+        """Return the directory or file in the cache. Raises HubError unless it is complete."""
+        path = self.on_disk()
+        if path is None:
             raise HubError(
                 f"{self} is not in the cache of the hub; `tokenwire pull {self}` downloads it."
-            ) from None
-        return Path(folder, self.file or "")
+            )
+        return path
+
+    def chosen(self) -> "HubCheckpoint":
+        """Return the checkpoint with the GGUF file that its quantisation names.
+
+        A repository that has GGUF files alone gets the most sensible one, and a line on stderr says
+        so. Without a connection, the cache decides. Raises HubError.
+        """
+        if self.file is not None:
+            return self
+        with self._explained():
+            names = self._names()
+        try:
+            chosen = self._chosen_of(names)
+        except QuantisationError as error:
+            raise HubError(str(error)) from None
+        if chosen.file is not None and self.quantisation is None:
+            there = ", ".join(quantisations_of(_ggufs(names)))
+            which = quantisation_of(chosen.file) or chosen.file
+            print(
+                f"{self.repository} has GGUF files alone ({there}): taking {which}. "
+                f"{self.repository}:QUANTISATION names another.",
+                file=sys.stderr,
+            )
+        return chosen
 
     def download(self, folder: Path | None = None) -> Path:
         """Download the files that are not in the cache yet, and return the directory or file.
@@ -136,6 +189,19 @@ class HubCheckpoint:
             except EntryNotFoundError:
                 return None
 
+    def missing_bytes(self) -> int:
+        """Return the bytes that a download would fetch; 0 without a connection. Raises HubError."""
+        from huggingface_hub.errors import DryRunError
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
+        with self._explained():
+            try:
+                files = self._listed(self._wanted)
+            except DryRunError:
+                return 0
+        return sum(file.file_size or 0 for file in files if file.will_download)
+
     def weight_bytes(self) -> int:
         """Return the total bytes of the weights; 0 without a connection. Raises HubError."""
         from huggingface_hub.errors import DryRunError
@@ -148,6 +214,42 @@ class HubCheckpoint:
             except DryRunError:
                 return 0
         return sum(file.file_size or 0 for file in files if file.filename.endswith(_WEIGHTS))
+
+    def _chosen_of(self, names: list[str]) -> "HubCheckpoint":
+        """Return the checkpoint with a file of these. Raises QuantisationError."""
+        if self.file is not None:
+            return self
+        ggufs = _ggufs(names)
+        has_safetensors = any(name.endswith(".safetensors") for name in names)
+        if self.quantisation is None and (has_safetensors or not ggufs):
+            return self
+        file = choose_file(self.repository, ggufs, self.quantisation)
+        return replace(self, file=file, quantisation=None)
+
+    def _names(self) -> list[str]:
+        """Return the names of the repository's files, or without a connection of those on disk."""
+        import httpx2
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
+        try:
+            return HfApi().list_repo_files(self.repository, revision=self.revision)
+        except (OfflineModeIsEnabled, httpx2.TransportError):
+            folder = self._snapshot()
+            return [] if folder is None else _names_below(folder)
+
+    def _snapshot(self) -> Path | None:
+        """Return the folder of the revision in the cache, which may lack files."""
+        from huggingface_hub import constants
+        from huggingface_hub.file_download import repo_folder_name
+
+        name = repo_folder_name(repo_id=self.repository, repo_type="model")
+        folder = Path(constants.HF_HUB_CACHE, name)
+        revision = self.revision or constants.DEFAULT_REVISION
+        reference = folder / "refs" / revision
+        commit = reference.read_text().strip() if reference.is_file() else revision
+        snapshot = folder / "snapshots" / commit
+        return snapshot if snapshot.is_dir() else None
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -212,6 +314,13 @@ class HubCheckpoint:
     def _without_weights(self, ggufs: list[str]) -> str:
         if not ggufs:
             return f"{self} has no safetensors and no GGUF files; docs/models.md says what is read."
-        wrong = f"{self} does not exist" if self.file else f"{self} has GGUF files only"
         names = " or ".join(f"hf:{self.repository}/{file}" for file in sorted(ggufs)[:3])
-        return f"{wrong}; name one of its {len(ggufs)} files, such as {names}."
+        return f"{self} does not exist; name one of its {len(ggufs)} files, such as {names}."
+
+
+def _names_below(folder: Path) -> list[str]:
+    return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+
+
+def _ggufs(names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".gguf")]

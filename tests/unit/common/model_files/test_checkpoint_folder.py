@@ -64,8 +64,11 @@ def test_bad_config_is_refused_before_a_service_starts(
     assert_refused(serve("--model", str(tmp_path)), reason)
 
 
-def test_repository_is_downloaded_only_where_the_user_asks_for_it() -> None:
-    assert_refused(serve("--model", "Owner/Name-7B"), "hf:Owner/Name-7B serves that repository")
+def test_repository_is_downloaded_only_where_the_user_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert_refused(serve("Owner/Name-7B"), "no Owner/Name-7B on this machine", "--download")
 
 
 def test_file_is_refused_with_its_remedy(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from services.common.model_files.model_name import find_model
 from tests.unit.common.model_files.hub_server import COMMIT, Hub, running_hub
 from tests.unit.tokenwire.serving.test_stack_layout import assert_refused
 from tokenwire.serving.stack_layout import ServeOptions, plan, plan_catalog
@@ -55,6 +57,7 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         "a/pickle": make("pickle", "config.json", "pytorch_model.bin"),
         "a/quantised": make("quantised", "m-Q4_0.gguf", "m-Q8_0.gguf", "README.md"),
         "a/split": make("split", *(f"s-0000{i}-of-00002.gguf" for i in (1, 2)), "s-Q8_0.gguf"),
+        "a/parts": make("parts", *(f"p-Q4_K_M-0000{i}-of-00002.gguf" for i in (1, 2))),
         "a/gated": make("gated", *NEEDED),
     }
     with running_hub(Hub(repositories, gated="a/gated")) as hub:
@@ -133,6 +136,70 @@ def test_split_gguf_file_is_downloaded_whole(hub: Hub) -> None:
     assert sorted(hub.downloaded) == ["s-00001-of-00002.gguf", "s-00002-of-00002.gguf"]
 
 
+def test_repository_of_gguf_files_gives_the_most_sensible_one_and_says_so(hub: Hub) -> None:
+    result = tokenwire("pull", "hf:a/quantised")
+    assert result.stdout.strip().endswith("m-Q4_0.gguf")
+    assert "a/quantised has GGUF files alone (Q4_0, Q8_0): taking Q4_0." in result.stderr
+    assert hub.downloaded == ["m-Q4_0.gguf"]
+
+
+def test_tag_picks_a_quantisation_of_one_file_or_of_several(hub: Hub) -> None:
+    assert pulled("a/quantised:q8_0").name == "m-Q8_0.gguf"
+    assert pulled("hf:a/parts:Q4_K_M@main").name == "p-Q4_K_M-00001-of-00002.gguf"
+    parts = [f"p-Q4_K_M-0000{part}-of-00002.gguf" for part in (1, 2)]
+    assert sorted(hub.downloaded) == ["m-Q8_0.gguf", *parts]
+
+
+def test_what_is_on_disk_is_served_without_asking_the_hub(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = pulled("a/quantised:Q8_0")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    for name in ("a/quantised:q8_0", "a/quantised", "hf:a/quantised/m-Q8_0.gguf"):
+        assert find_model(name).on_disk() == file
+    assert find_model("a/quantised:Q4_0").on_disk() is None
+    assert find_model("a/model").on_disk() is None
+
+
+def test_plain_name_is_downloaded_only_with_consent(hub: Hub) -> None:
+    refused = tokenwire("serve", "a/model")
+    assert_refused(refused, "no a/model on this machine; --download downloads it from the hub (")
+    assert hub.downloaded == []
+    tokenwire("serve", "a/model", "--download")
+    assert sorted(set(hub.downloaded)) == NEEDED
+
+
+@pytest.mark.parametrize(("answer", "downloads"), [("\n", True), ("n\n", False), ("\x04", False)])
+def test_person_on_a_terminal_is_asked_once_with_the_size(
+    hub: Hub, answer: str, downloads: bool
+) -> None:
+    output = on_terminal(answer, "serve", "a/model")
+    assert output.count("Download it from the hub (") == 1
+    assert ("a/model was not downloaded" in output) == (not downloads)
+    assert bool(hub.downloaded) == downloads
+    if downloads:
+        assert "Download it from the hub" not in on_terminal(answer, "serve", "a/model")
+
+
+def on_terminal(answer: str, *arguments: str) -> str:
+    """Run a command on a terminal of its own, answer its question, and return what it shows."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "tokenwire", *arguments])
+    shown = b""
+    try:
+        while part := os.read(terminal, 4096):
+            shown += part
+            if b"[Y/n] " in part:
+                os.write(terminal, answer.encode())
+    except OSError:  # Linux reports the end of a terminal's process so
+        pass
+    os.waitpid(pid, 0)
+    os.close(terminal)
+    return shown.decode()
+
+
 def test_revision_may_be_a_commit(hub: Hub) -> None:
     assert pulled(f"hf:a/model@{COMMIT}").name == COMMIT
 
@@ -141,14 +208,13 @@ def test_revision_may_be_a_commit(hub: Hub) -> None:
     ("name", "reason"),
     [
         ("hf:a/pickle", "no safetensors and no GGUF files"),
-        ("hf:a/quantised", "such as hf:a/quantised/m-Q4_0.gguf or hf:a/quantised/m-Q8_0.gguf"),
+        ("hf:a/quantised:Q5_K_M", "no GGUF file Q5_K_M; its quantisations: Q4_0, Q8_0"),
         ("hf:a/quantised/m-Q5_0.gguf", "m-Q5_0.gguf does not exist; name one of its 2 files"),
         ("hf:a/none", "no model a/none that you may read"),
         ("hf:a/model@v9", "a/model has no revision v9"),
         ("hf:a/gated", "set HF_TOKEN"),
         ("hf:model", "hf:owner/name"),
         ("hf:../model", "hf:"),
-        ("a/model", "hf:owner/name"),
     ],
 )
 def test_wrong_name_is_refused_in_one_sentence(hub: Hub, name: str, reason: str) -> None:

@@ -50,7 +50,7 @@ def assert_refused(result: subprocess.CompletedProcess[str], *messages: str) -> 
 
 
 def test_wrong_model_directory_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    assert_refused(serve("--model", str(tmp_path / "none")), "none does not exist")
+    assert_refused(serve("--model", str(tmp_path / "none")), "none' does not exist")
     assert_refused(serve("--model", str(tmp_path)), "no config.json")
 
 
@@ -359,8 +359,8 @@ def test_wrong_catalog_is_refused_in_one_sentence(checkpoint: Path) -> None:
     assert_refused(serve("--catalog", str(path)), "nowhere does not exist")
     path.write_text('[[models]]\nid = "m"\npath = "."\nengine_args = "\'"')
     assert_refused(serve("--catalog", str(path)), "engine's arguments")
-    assert_refused(serve("--catalog", str(path), "--model", str(checkpoint)), "leave out --model")
-    assert_refused(serve("--catalog", str(path), "--model-id", "m"), "leave out --model")
+    assert_refused(serve("--catalog", str(path), "--model", str(checkpoint)), "leave out MODEL")
+    assert_refused(serve("--catalog", str(path), "--model-id", "m"), "leave out MODEL")
 
 
 def test_every_service_sends_its_traces_to_the_collector(checkpoint: Path) -> None:
