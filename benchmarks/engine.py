@@ -19,7 +19,6 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.prompts import Prompts
-from benchmarks.scenarios import ClosedLoop, Workload
 from services.common.block_hash import hash_block
 from services.engine import engine
 from services.engine.batch.step_batch import StepBatch
@@ -37,6 +36,7 @@ from services.engine.model.operators.interface import Gate, Operators, Projectio
 from services.engine.model.operators.recording import Recording
 from services.engine.sampling.sampler import sample
 from services.engine.settings import EngineSettings
+from tokenwire.load.workloads import ClosedLoop, Workload
 
 __all__ = ["PARTS", "MeasuredEngine", "Stopwatch"]
 

@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks.client import Client
 from benchmarks.processes import Launch, free_port, running
 from benchmarks.tables import markdown
 from services.common.accounts.key_file import add_key
+from tokenwire.load.http_client import HttpClient
 
 _BODIES = {
     "/v1/completions": {"prompt": "import", "max_tokens": 1, "temperature": 0},
@@ -57,7 +57,7 @@ def _redis() -> Iterator[str]:
         server.wait()
 
 
-async def _latencies(client: Client, path: str, requests: int, at_once: int) -> list[float]:
+async def _latencies(client: HttpClient, path: str, requests: int, at_once: int) -> list[float]:
     """Return the seconds of each request."""
     body, left, taken = json.dumps(_BODIES[path]).encode(), iter(range(requests)), []
 
@@ -87,9 +87,9 @@ async def _measure(arguments: argparse.Namespace) -> None:
         own = (*tokenizer, "--keys", str(keys))
         shared = (*own, "--limits-url", processes.enter_context(_redis()))
         clients = {
-            "no keys": Client(processes.enter_context(_shim("none", folder, *tokenizer))),
-            "own counts": Client(processes.enter_context(_shim("own", folder, *own)), key=key),
-            "Redis": Client(processes.enter_context(_shim("redis", folder, *shared)), key=key),
+            "no keys": HttpClient(processes.enter_context(_shim("none", folder, *tokenizer))),
+            "own counts": HttpClient(processes.enter_context(_shim("own", folder, *own)), key=key),
+            "Redis": HttpClient(processes.enter_context(_shim("redis", folder, *shared)), key=key),
         }
         rows = [["request", "at once", *clients]]
         cases = [(path, at_once) for path in _BODIES for at_once in (1, 32)]
@@ -100,7 +100,7 @@ async def _measure(arguments: argparse.Namespace) -> None:
 
 
 async def _row(
-    clients: dict[str, Client], path: str, at_once: int, arguments: argparse.Namespace
+    clients: dict[str, HttpClient], path: str, at_once: int, arguments: argparse.Namespace
 ) -> list[str]:
     """Measure the shims in turn; return the medians of their rounds."""
     medians: dict[str, list[float]] = {name: [] for name in clients}

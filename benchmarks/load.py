@@ -6,95 +6,24 @@ python -m benchmarks.load --url http://127.0.0.1:8000 --model models/embedded --
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import math
 import os
-import random
 import time
-from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import islice, pairwise
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Self, TypeAlias, TypedDict
 
 import uvloop
 
-from benchmarks.client import Client, Response
 from benchmarks.processes import ProcessTree
 from benchmarks.prompts import Prompts, vocabulary_size
-from benchmarks.scenarios import SCENARIOS, ClosedLoop, Figure, OpenLoop, Scenario, Workload
+from benchmarks.scenarios import SCENARIOS, Figure, Scenario
+from tokenwire.load.exchanges import Latency, WorkloadReport, read_exchange, report
+from tokenwire.load.http_client import HttpClient
+from tokenwire.load.load_run import LoadRun, Target
+from tokenwire.load.workloads import ClosedLoop, OpenLoop, Workload
 
-__all__ = [
-    "OPENAI_FIELDS",
-    "Json",
-    "Latency",
-    "Measurement",
-    "Target",
-    "WorkloadReport",
-    "measure",
-    "served_model",
-    "warm_up",
-]
-
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-
-OPENAI_FIELDS: Mapping[str, Json] = {
-    "ignore_eos": True,
-    "stream_options": {"include_usage": True},
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A running server, and the further fields of its completion requests."""
-
-    url: str
-    model: str
-    fields: Mapping[str, Json] = field(default_factory=lambda: OPENAI_FIELDS)
-    text_prompts: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Percentiles in milliseconds."""
-
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Self | None:
-        if not seconds:
-            return None
-        ordered = sorted(seconds)
-
-        def percentile(share: float) -> float:
-            return round(1000 * ordered[math.ceil(share * len(ordered)) - 1], 2)
-
-        return cls(percentile(0.5), percentile(0.9), percentile(0.99), percentile(1.0))
-
-
-@dataclass(frozen=True, slots=True)
-class WorkloadReport:
-    """Counts and latencies of one workload's requests.
-
-    `inter_token` is the time between events that carry tokens, and `tokens_per_event` the mean
-    number of tokens in one. `inter_token_beside_prefill` is limited to the times in which a
-    request of another workload waits for its first token.
-    """
-
-    requests: int
-    errors: Mapping[str, int]
-    prompt_tokens: int
-    output_tokens: int
-    output_tokens_per_second: float
-    tokens_per_event: float
-    ttft: Latency | None
-    inter_token: Latency | None
-    inter_token_beside_prefill: Latency | None
+__all__ = ["Measurement", "describe", "measure", "served_model", "warm_up"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,49 +52,37 @@ class Measurement:
 
     @property
     def errors(self) -> int:
-        return sum(sum(report.errors.values()) for report in self.workloads.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """One request. Times are of `time.perf_counter`; `events` are the times of tokens."""
-
-    sent: float
-    ended: float
-    events: Sequence[float] = ()
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    error: str | None = None
+        return sum(sum(each.errors.values()) for each in self.workloads.values())
 
 
 async def measure(
     target: Target, scenario: Scenario, prompts: Prompts, tree: ProcessTree | None = None
 ) -> Measurement:
     """Run a scenario. `tree` gives the server's CPU time and memory."""
-    client = Client(target.url)
+    client = HttpClient(target.url)
     load_average = os.getloadavg()[0]
     server_before = tree.cpu_seconds() if tree else 0.0
     client_before = time.process_time()
     started = time.perf_counter()
-    raw = await _run(client, target, scenario.workloads, prompts)
+    raw = await LoadRun(client, target, prompts).run(scenario.workloads)
     client_cpu = time.process_time() - client_before
     server_cpu = tree.cpu_seconds() - server_before if tree else None
     client.close()
 
     exchanges = {
-        workload.name: [_read(outcome, workload) for outcome in outcomes]
+        workload.name: [read_exchange(outcome, workload) for outcome in outcomes]
         for workload, outcomes in zip(scenario.workloads, raw, strict=True)
     }
     seconds = max(one.ended for several in exchanges.values() for one in several) - started
     reports = {}
     for name, several in exchanges.items():
         others = [one for other, those in exchanges.items() if other != name for one in those]
-        reports[name] = _report(several, others)
+        reports[name] = report(several, others)
     return Measurement(
         scenario=scenario.name,
         seconds=round(seconds, 3),
         output_tokens_per_second=round(
-            sum(report.output_tokens for report in reports.values()) / seconds, 2
+            sum(each.output_tokens for each in reports.values()) / seconds, 2
         ),
         workloads=reports,
         client_cpu=round(client_cpu, 3),
@@ -184,8 +101,8 @@ async def warm_up(target: Target, scenario: Scenario, prompts: Prompts) -> None:
         replace(workload, output=min(workload.output, 4), requests=_at_a_time(workload))
         for workload in scenario.workloads
     )
-    client = Client(target.url)
-    await _run(client, target, short, prompts)
+    client = HttpClient(target.url)
+    await LoadRun(client, target, prompts).run(short)
     client.close()
 
 
@@ -193,196 +110,9 @@ def _at_a_time(workload: Workload) -> int:
     return workload.arrivals.concurrency if isinstance(workload.arrivals, ClosedLoop) else 1
 
 
-# Sending. Responses are not parsed here.
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    sent: float
-    ended: float
-    response: Response | OSError
-
-
-async def _run(
-    client: Client, target: Target, workloads: Sequence[Workload], prompts: Prompts
-) -> list[list[_Outcome]]:
-    """Run workloads concurrently. Workloads without a number of requests end with the others."""
-    done = asyncio.Event()
-    outcomes: list[list[_Outcome]] = [[] for _ in workloads]
-    bounded: list[Coroutine[None, None, None]] = []
-    unbounded: list[Coroutine[None, None, None]] = []
-    for workload, results in zip(workloads, outcomes, strict=True):
-        bodies = _bodies(target, workload, prompts)
-        if workload.requests is not None:
-            bodies = islice(bodies, workload.requests)
-        if isinstance(workload.arrivals, ClosedLoop):
-            running = _closed_loop(client, bodies, workload.arrivals.concurrency, results)
-        else:
-            running = _open_loop(client, bodies, workload.arrivals.rate, results, done)
-        (unbounded if workload.requests is None else bounded).append(running)
-
-    async with asyncio.TaskGroup() as group:
-        for running in unbounded:
-            group.create_task(running)
-        await asyncio.gather(*bounded)
-        done.set()
-    return outcomes
-
-
-async def _closed_loop(
-    client: Client, bodies: Iterator[bytes], concurrency: int, results: list[_Outcome]
-) -> None:
-    async def worker() -> None:
-        results.extend([await _complete(client, body, time.perf_counter()) for body in bodies])
-
-    await asyncio.gather(*(worker() for _ in range(concurrency)))
-
-
-async def _open_loop(
-    client: Client,
-    bodies: Iterator[bytes],
-    rate: float,
-    results: list[_Outcome],
-    done: asyncio.Event,
-) -> None:
-    async def arrive(body: bytes, due: float) -> None:
-        results.append(await _complete(client, body, due))
-
-    gaps = random.Random(rate)
-    due = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for body in bodies:
-            due += gaps.expovariate(rate)
-            try:
-                async with asyncio.timeout(due - time.perf_counter()):
-                    await done.wait()
-                return
-            except TimeoutError:
-                group.create_task(arrive(body, due))
-
-
-async def _complete(client: Client, body: bytes, sent: float) -> _Outcome:
-    try:
-        response: Response | OSError = await client.post("/v1/completions", body)
-    except OSError as error:  # includes TimeoutError
-        response = error
-    return _Outcome(sent, time.perf_counter(), response)
-
-
-def _bodies(target: Target, workload: Workload, prompts: Prompts) -> Iterator[bytes]:
-    fields = dict(target.fields)
-    if workload.json_schema is not None:
-        schema: dict[str, Json] = {"name": "bench", "schema": json.loads(workload.json_schema)}
-        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        fields.pop("ignore_eos", None)  # The schema decides where the output may end.
-    for prompt in prompts.of(workload):
-        body = {
-            "model": target.model,
-            "prompt": prompt,
-            "max_tokens": workload.output,
-            "temperature": workload.temperature,
-            "top_p": workload.top_p,
-            "stream": True,
-            **fields,
-        }
-        yield json.dumps(body, separators=(",", ":")).encode()
-
-
-# Parsing, after the measurement.
-
-
-class _Choice(TypedDict, total=False):
-    text: str
-    token_ids: list[int] | None
-    finish_reason: str | None
-
-
-class _Usage(TypedDict):
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class _Chunk(TypedDict, total=False):
-    choices: list[_Choice]
-    usage: _Usage | None
-    error: Json
-
-
-def _read(outcome: _Outcome, workload: Workload) -> _Exchange:
-    failed = _Exchange(outcome.sent, outcome.ended)
-    response = outcome.response
-    if isinstance(response, OSError):
-        return replace(failed, error=f"{type(response).__name__}: {response}")
-    if response.status != 200:
-        body = response.body.decode(errors="replace")
-        return replace(failed, error=f"HTTP {response.status}: {body[:200]}")
-
-    times: list[float] = []
-    usage: _Usage | None = None
-    for arrived, chunk in _chunks(response.pieces):
-        if chunk.get("error"):
-            return replace(failed, error=f"in the stream: {chunk['error']}")
-        usage = chunk.get("usage") or usage
-        if any(_has_tokens(choice) for choice in chunk.get("choices", ())):
-            times.append(arrived)
-    # The finish reason may come in an event of its own, after the last token's.
-    output_tokens = usage["completion_tokens"] if usage else len(times)
-    if len(times) > output_tokens:
-        times = times[:output_tokens]
-    wrong = output_tokens != workload.output
-    return _Exchange(
-        outcome.sent,
-        outcome.ended,
-        events=times,
-        prompt_tokens=usage["prompt_tokens"] if usage else workload.prompt,
-        output_tokens=output_tokens,
-        error=f"{output_tokens} tokens instead of {workload.output}" if wrong else None,
-    )
-
-
-def _chunks(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, _Chunk]]:
-    """Yield the stream's data events, each with the arrival time of its last byte."""
-    rest = b""
-    for arrived, piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            data = line.strip().removeprefix(b"data:").lstrip()
-            if data.startswith(b"{"):
-                yield arrived, json.loads(data)
-
-
-def _has_tokens(choice: _Choice) -> bool:
-    return bool(choice.get("text") or choice.get("token_ids") or choice.get("finish_reason"))
-
-
-def _report(exchanges: Sequence[_Exchange], others: Sequence[_Exchange]) -> WorkloadReport:
-    served = [exchange for exchange in exchanges if exchange.events]
-    prefills = [(other.sent, other.events[0]) for other in others if other.events]
-    gaps = [gap for exchange in served for gap in pairwise(exchange.events)]
-    beside = [
-        (start, end)
-        for start, end in gaps
-        if any(start < first and sent < end for sent, first in prefills)
-    ]
-    tokens = sum(exchange.output_tokens for exchange in exchanges)
-    span = max(e.ended for e in exchanges) - min(e.sent for e in exchanges) if exchanges else 0.0
-    events = sum(len(exchange.events) for exchange in exchanges)
-    return WorkloadReport(
-        requests=len(exchanges),
-        errors=dict(Counter(e.error for e in exchanges if e.error is not None)),
-        prompt_tokens=sum(exchange.prompt_tokens for exchange in exchanges),
-        output_tokens=tokens,
-        output_tokens_per_second=round(tokens / span, 2) if span else 0.0,
-        tokens_per_event=round(tokens / events, 3) if events else 0.0,
-        ttft=Latency.of([exchange.events[0] - exchange.sent for exchange in served]),
-        inter_token=Latency.of([end - start for start, end in gaps]),
-        inter_token_beside_prefill=Latency.of([end - start for start, end in beside]),
-    )
-
-
 async def served_model(url: str) -> str:
     """Return the id of the first model that a server lists."""
-    client = Client(url, timeout=10)
+    client = HttpClient(url, timeout=10)
     response = await client.get("/v1/models")
     client.close()
     name = json.loads(response.body)["data"][0]["id"]
@@ -393,17 +123,17 @@ async def served_model(url: str) -> str:
 def describe(measurement: Measurement) -> str:
     """Return a measurement as a few lines of text."""
     lines = []
-    for name, report in measurement.workloads.items():
-        beside = report.inter_token_beside_prefill
+    for name, each in measurement.workloads.items():
+        beside = each.inter_token_beside_prefill
         figures = [
-            f"{report.output_tokens_per_second:8.1f} tokens/s",
-            f"TTFT {_latency(report.ttft)}",
-            f"inter-token {_latency(report.inter_token)}",
+            f"{each.output_tokens_per_second:8.1f} tokens/s",
+            f"TTFT {_latency(each.ttft)}",
+            f"inter-token {_latency(each.inter_token)}",
             f"beside prefill {_latency(beside)}" if beside else "",
-            f"{report.tokens_per_event:.2f} tokens/event",
+            f"{each.tokens_per_event:.2f} tokens/event",
         ]
         lines.append(f"{measurement.scenario:6} {name:8} " + "  ".join(f for f in figures if f))
-        lines.extend(f"       {count} × {error}" for error, count in report.errors.items())
+        lines.extend(f"       {count} × {error}" for error, count in each.errors.items())
     cpu = f"CPU s: client {measurement.client_cpu:.2f}"
     if measurement.server_cpu is not None:
         cores = measurement.server_cpu / measurement.seconds

@@ -16,13 +16,15 @@ from pathlib import Path
 import uvloop
 
 from benchmarks import CACHE
-from benchmarks.load import Target, measure
+from benchmarks.load import measure
 from benchmarks.peers import Tokenwire
 from benchmarks.processes import ProcessTree, free_port, running
 from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
-from benchmarks.scenarios import ClosedLoop, Scenario, Workload
+from benchmarks.scenarios import Scenario
 from benchmarks.tables import markdown
+from tokenwire.load.load_run import Target
+from tokenwire.load.workloads import ClosedLoop, Workload
 
 SHORT = Workload("short", ClosedLoop(32), prompt=32, output=4, requests=None)
 SAMPLES = 4

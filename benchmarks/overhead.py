@@ -23,15 +23,17 @@ from pathlib import Path
 import uvloop
 
 from benchmarks import CACHE
-from benchmarks.load import Target, measure, warm_up
+from benchmarks.load import measure, warm_up
 from benchmarks.peers import Tokenwire
 from benchmarks.processes import ProcessTree, ServiceUse, free_port, running
 from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
-from benchmarks.scenarios import SCENARIOS, ClosedLoop, Scenario, Workload
+from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.tables import markdown
 from services.engine.frontend.child_process import limit_thread_spinning
 from tokenwire.client import AnswerStream, Client, EngineClient, GenerationStream
+from tokenwire.load.load_run import Target
+from tokenwire.load.workloads import ClosedLoop, Workload
 
 PATHS = ("in process", "gRPC, tokens", "gRPC, text", "HTTP")
 

@@ -21,13 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import CACHE
-from benchmarks.load import Measurement, Target, measure, warm_up
+from benchmarks.load import Measurement, measure, warm_up
 from benchmarks.peers import Tokenwire
 from benchmarks.processes import Launch, ProcessTree, free_port, running
 from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.run import chosen_scenarios
 from benchmarks.scenarios import Scenario
 from benchmarks.tables import markdown
+from tokenwire.load.load_run import Target
 
 ROOT = Path(__file__).resolve().parents[1]
 _BUILD = """

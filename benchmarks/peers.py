@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from benchmarks.load import OPENAI_FIELDS, Json
 from benchmarks.processes import Launch, ServerError, free_port
+from tokenwire.load.load_run import OPENAI_FIELDS, Json
 
 __all__ = ["PEERS", "VLLM", "LlamaCpp", "Peer", "Server", "Tokenwire", "Transformers"]
 

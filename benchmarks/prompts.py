@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from benchmarks.scenarios import Workload
+from tokenwire.load.workloads import Workload
 
 __all__ = ["Prompts", "vocabulary_size"]
 

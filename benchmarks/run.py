@@ -21,7 +21,7 @@ import uvloop
 from tokenizers import Tokenizer
 
 from benchmarks import CACHE
-from benchmarks.load import Measurement, Target, describe, measure, served_model, warm_up
+from benchmarks.load import Measurement, describe, measure, served_model, warm_up
 from benchmarks.peers import PEERS, Server, Tokenwire
 from benchmarks.plot import BarChart, bar_chart
 from benchmarks.processes import ProcessTree, ServerError, free_port, running
@@ -29,6 +29,7 @@ from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
 from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.tables import markdown, number
+from tokenwire.load.load_run import Target
 
 
 @dataclass(frozen=True, slots=True)

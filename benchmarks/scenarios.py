@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-__all__ = ["SCENARIOS", "ClosedLoop", "Figure", "OpenLoop", "Scenario", "Workload"]
+from tokenwire.load.workloads import ClosedLoop, OpenLoop, Workload
+
+__all__ = ["SCENARIOS", "Figure", "Scenario"]
 
 
 class Figure(Enum):
@@ -18,40 +20,6 @@ class Figure(Enum):
     @property
     def higher_is_better(self) -> bool:
         return self is Figure.THROUGHPUT
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedLoop:
-    """A constant number of running requests: the next one starts when one ends."""
-
-    concurrency: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLoop:
-    """Poisson arrivals of `rate` requests per second, independent of the server's answers."""
-
-    rate: float
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Requests of one kind. All lengths are in tokens. Every prompt is new and random.
-
-    `shared` is the length of the prefix that all requests of one run share.
-    If `requests` is None, requests arrive until the scenario's other workloads end.
-    """
-
-    name: str
-    arrivals: ClosedLoop | OpenLoop
-    prompt: int
-    output: int
-    requests: int | None
-    shared: int = 0
-    json_schema: str | None = None
-    """JSON text of the schema of the output. It allows no end before `output` tokens."""
-    temperature: float = 0.0
-    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

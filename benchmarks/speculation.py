@@ -23,9 +23,10 @@ from tokenizers import Tokenizer
 
 from benchmarks.prompts import Prompts, vocabulary_size
 from benchmarks.results import RESULTS, Machine, now, save
-from benchmarks.scenarios import SCENARIOS, ClosedLoop
+from benchmarks.scenarios import SCENARIOS
 from benchmarks.tables import markdown
 from services.engine.frontend.child_process import limit_thread_spinning
+from tokenwire.load.workloads import ClosedLoop
 
 SOURCES = ("scenarios", "prompts", "results", "tables")
 """Modules of this folder that are the editing prompts' sources"""

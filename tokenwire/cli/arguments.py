@@ -7,10 +7,12 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+from urllib.parse import urlsplit
 
 from tokenwire.errors import invalid
+from tokenwire.loopback import is_loopback
 from tokenwire.tls import ClientTls, TlsError
-from tokenwire.token_file import TokenFile
+from tokenwire.token_file import TokenError, TokenFile
 
 if TYPE_CHECKING:
     from tokenwire.client import Client
@@ -23,8 +25,10 @@ __all__ = [
     "add_key",
     "add_target",
     "add_tls",
+    "add_url",
     "amount_of_memory",
     "connected",
+    "key_for_url",
     "key_of",
     "number",
     "read_text",
@@ -36,6 +40,8 @@ Command: TypeAlias = Callable[[argparse.Namespace], Awaitable[int]]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _VARIABLE = "TOKENWIRE_TARGET"
 _TARGET = "127.0.0.1:50051"
+_URL_VARIABLE = "TOKENWIRE_URL"
+_URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "TOKENWIRE_API_KEY"
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _AMOUNT = re.compile(r"([0-9]{1,12})(|KiB|MiB|GiB)")
@@ -98,6 +104,30 @@ def key_of(options: argparse.Namespace) -> str:
     if options.key_file is not None:
         return TokenFile(options.key_file).first
     return os.environ.get(_KEY_VARIABLE, "")
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Add --url, whose default may come from the environment."""
+    parser.add_argument(
+        "--url",
+        type=_url,
+        default=os.environ.get(_URL_VARIABLE) or _URL,
+        help=f"HTTP server; the variable {_URL_VARIABLE} sets it too (default: %(default)s).",
+    )
+
+
+def key_for_url(options: argparse.Namespace) -> str:
+    """Return the API key for --url; "" without one.
+
+    Raises TokenError, also if the key would go to another machine in clear text.
+    """
+    key, parts = key_of(options), urlsplit(options.url)
+    is_safe = options.plaintext or parts.scheme == "https" or is_loopback(parts.hostname or "")
+    if key and not is_safe:
+        raise TokenError(
+            f"{options.url} would get the API key in clear text: use https, or --plaintext."
+        )
+    return key
 
 
 def add_tls(parser: argparse.ArgumentParser) -> None:
@@ -178,4 +208,15 @@ def read_text(argument: str, field: str) -> str:
 def _target(text: str) -> str:
     if "://" in text or ":" not in text:
         raise argparse.ArgumentTypeError(f"must be host:port, got {text!r}")
+    return text
+
+
+def _url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise argparse.ArgumentTypeError(f"must be an http(s):// URL, got {text!r}")
     return text

@@ -2,16 +2,21 @@
 
 import argparse
 import asyncio
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
-from tokenwire.cli.arguments import Commands, add_command, add_key, add_tls, key_of, tls_of
+from tokenwire.cli.arguments import (
+    Commands,
+    add_command,
+    add_key,
+    add_tls,
+    add_url,
+    key_for_url,
+    tls_of,
+)
 from tokenwire.cli.arguments import whole_number as whole
 from tokenwire.cli.output import print_error
-from tokenwire.loopback import is_loopback
 
 if TYPE_CHECKING:
     from tokenwire.batch_run import BatchRun
@@ -19,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["add_commands"]
 
 _PROGRESS_SECONDS = 0.5
-_URL = "http://127.0.0.1:8000"
 _LOWEST = 2**31 - 1
 
 
@@ -44,12 +48,7 @@ def add_commands(commands: Commands) -> None:
         help="Answers, in the order in which they come. Requests that it has answers to are not "
         "run again.",
     )
-    batch.add_argument(
-        "--url",
-        type=_url,
-        default=os.environ.get("TOKENWIRE_URL") or _URL,
-        help="HTTP server; the variable TOKENWIRE_URL sets it too (default: %(default)s).",
-    )
+    add_url(batch)
     batch.add_argument(
         "--concurrency",
         type=whole(1, 1024),
@@ -82,17 +81,7 @@ async def _batch(options: argparse.Namespace) -> int:
     from tokenwire.batch_run import BatchRun, InputError
     from tokenwire.cli.http_sender import HttpSender
 
-    key, tls = key_of(options), tls_of(options)
-    parts = urlsplit(options.url)
-    if (
-        key
-        and parts.scheme == "http"
-        and not (options.plaintext or is_loopback(parts.hostname or ""))
-    ):
-        print_error(
-            f"{options.url} would get the API key in clear text: use https, or --plaintext."
-        )
-        return 2
+    key, tls = key_for_url(options), tls_of(options)
     sender = HttpSender(options.url.rstrip("/"), key, None if tls is None else tls.context())
     run = BatchRun(
         options.input,
@@ -127,14 +116,3 @@ async def _show_progress(run: "BatchRun") -> None:
         bar = ("#" * int(20 * share)).ljust(20, "-")
         print(f"\r\x1b[K[{bar}] {summary.text}", end="", file=sys.stderr, flush=True)
         await asyncio.sleep(_PROGRESS_SECONDS)
-
-
-def _url(text: str) -> str:
-    try:
-        parts = urlsplit(text)
-        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise argparse.ArgumentTypeError(f"must be an http(s):// URL, got {text!r}")
-    return text

@@ -10,7 +10,17 @@ from typing import Any
 
 from services.common.model_files.hub import HubError
 from services.common.model_files.model_name import ModelNameError
-from tokenwire.cli import batch, generation, health, keys, pull, serve, shell_completion, text
+from tokenwire.cli import (
+    batch,
+    bench,
+    generation,
+    health,
+    keys,
+    pull,
+    serve,
+    shell_completion,
+    text,
+)
 from tokenwire.cli.arguments import tls_of
 from tokenwire.cli.model_argument import DownloadError
 from tokenwire.cli.output import discard_output, print_error
@@ -122,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tokenwire')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for group in (serve, pull, generation, batch, text, keys, health):
+    for group in (serve, pull, generation, batch, bench, text, keys, health):
         group.add_commands(commands)
     shell_completion.add_commands(commands, parser)
     return parser

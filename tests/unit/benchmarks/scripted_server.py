@@ -18,6 +18,8 @@ class Seen:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
+    refuses: set[str] = field(default_factory=set)
+    """Fields of a body that are answered with status 400"""
 
 
 @asynccontextmanager
@@ -42,7 +44,8 @@ async def scripted_server(
             seen.most_running = max(seen.most_running, seen.running)
             pieces = await answer(seen.bodies[-1])
             seen.running -= 1
-            writer.write(b"HTTP/1.1 %d X\r\ntransfer-encoding: chunked\r\n\r\n" % status)
+            code = 400 if seen.refuses & seen.bodies[-1].keys() else status
+            writer.write(b"HTTP/1.1 %d X\r\ntransfer-encoding: chunked\r\n\r\n" % code)
             for piece in pieces:
                 writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 await writer.drain()

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.load import Latency, Measurement, Target, measure, warm_up
+from benchmarks.load import Measurement, measure, warm_up
 from benchmarks.prompts import Prompts
-from benchmarks.scenarios import ClosedLoop, OpenLoop, Scenario, Workload
+from benchmarks.scenarios import Scenario
+from tokenwire.load.exchanges import Latency
+from tokenwire.load.load_run import Target
+from tokenwire.load.workloads import ClosedLoop, OpenLoop, Workload
 
 from .scripted_server import Answer, event, scripted_server, stream
 

@@ -5,13 +5,15 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from benchmarks.load import Latency, Measurement, WorkloadReport
+from benchmarks.load import Measurement
 from benchmarks.plot import BarChart, bar_chart
 from benchmarks.prompts import Prompts
 from benchmarks.results import Machine
 from benchmarks.roofline import ByteFloor
 from benchmarks.run import Run, against_baseline, chart, chosen_scenarios, table
-from benchmarks.scenarios import SCENARIOS, ClosedLoop, Workload
+from benchmarks.scenarios import SCENARIOS
+from tokenwire.load.exchanges import Latency, WorkloadReport
+from tokenwire.load.workloads import ClosedLoop, Workload
 
 
 def measured(

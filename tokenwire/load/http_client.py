@@ -1,12 +1,11 @@
 """HTTP/1.1 client with low CPU use during a measurement.
 
-The client shares its cores with the server. It only records the pieces of a response and their
+The client shares its cores with the server. It only records the pieces of a reply and their
 times of arrival; the caller parses them after the measurement.
 """
 
-from __future__ import annotations
-
 import asyncio
+import ssl
 import time
 from dataclasses import dataclass, field
 from typing import cast
@@ -14,12 +13,12 @@ from urllib.parse import urlsplit
 
 import httptools
 
-__all__ = ["Client", "Response"]
+__all__ = ["HttpClient", "HttpReply"]
 
 
 @dataclass(slots=True)
-class Response:
-    """A response body in the pieces that arrived, each with its time (`time.perf_counter`)."""
+class HttpReply:
+    """The body of a reply in the pieces that arrived, each with its time (`time.perf_counter`)."""
 
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
@@ -35,18 +34,18 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._response = Response()
-        self._complete: asyncio.Future[Response] | None = None
+        self._reply = HttpReply()
+        self._complete: asyncio.Future[HttpReply] | None = None
         self._arrived = 0.0
         self.reusable = True
         self.answered = False
 
-    async def request(self, message: bytes) -> Response:
+    async def request(self, message: bytes) -> HttpReply:
         assert self._transport is not None
         self.answered = False
         self._complete = asyncio.get_running_loop().create_future()
         self._parser = httptools.HttpResponseParser(self)
-        self._response = Response()
+        self._reply = HttpReply()
         self._transport.write(message)
         return await self._complete
 
@@ -76,37 +75,47 @@ class _Connection(asyncio.Protocol):
     # httptools callbacks
 
     def on_body(self, piece: bytes) -> None:
-        self._response.pieces.append((self._arrived, piece))
+        self._reply.pieces.append((self._arrived, piece))
 
     def on_message_complete(self) -> None:
-        self._response.status = self._parser.get_status_code()
+        self._reply.status = self._parser.get_status_code()
         self.reusable = self.reusable and self._parser.should_keep_alive()
         if self._complete is not None and not self._complete.done():
-            self._complete.set_result(self._response)
+            self._complete.set_result(self._reply)
 
     def _fail(self, error: Exception) -> None:
         if self._complete is not None and not self._complete.done():
             self._complete.set_exception(error)
 
 
-class Client:
+class HttpClient:
     """Requests to one server over as many connections as there are requests at a time."""
 
-    def __init__(self, url: str, *, timeout: float = 300.0, key: str = "") -> None:
-        """key: API key of each request; empty = none."""
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 300.0,
+        key: str = "",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """key: API key of each request; empty = none. tls: for https; None = the system's."""
         parts = urlsplit(url)
-        if parts.scheme != "http" or parts.hostname is None:
+        if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ValueError(f"expected a URL such as http://127.0.0.1:8000, not {url!r}")
+        is_secure = parts.scheme == "https"
+        self._tls = (tls or ssl.create_default_context()) if is_secure else None
         self._host = parts.hostname
-        self._port = parts.port or 80
+        self._port = parts.port or (443 if is_secure else 80)
+        self._path = parts.path.rstrip("/")
         self._timeout = timeout
         self._authorization = f"authorization: Bearer {key}\r\n" if key else ""
         self._idle: list[_Connection] = []
 
-    async def get(self, path: str) -> Response:
+    async def get(self, path: str) -> HttpReply:
         return await self._send(self._head("GET", path) + b"\r\n")
 
-    async def post(self, path: str, body: bytes) -> Response:
+    async def post(self, path: str, body: bytes) -> HttpReply:
         """Send a JSON body. Raises OSError or TimeoutError when no whole response comes back."""
         head = self._head("POST", path)
         head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -117,10 +126,11 @@ class Client:
             self._idle.pop().close()
 
     def _head(self, method: str, path: str) -> bytes:
-        head = f"{method} {path} HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        head = f"{method} {self._path}{path} HTTP/1.1\r\nhost: {host}:{self._port}\r\n"
         return (head + self._authorization).encode()
 
-    async def _send(self, message: bytes) -> Response:
+    async def _send(self, message: bytes) -> HttpReply:
         while connection := self._idle_connection():
             try:
                 return await self._exchange(connection, message)
@@ -130,7 +140,7 @@ class Client:
                 # A server may close an idle connection at any time: try another one.
         return await self._exchange(await self._fresh_connection(), message)
 
-    async def _exchange(self, connection: _Connection, message: bytes) -> Response:
+    async def _exchange(self, connection: _Connection, message: bytes) -> HttpReply:
         try:
             async with asyncio.timeout(self._timeout):
                 response = await connection.request(message)
@@ -152,5 +162,7 @@ class Client:
 
     async def _fresh_connection(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(_Connection, self._host, self._port)
+        _, connection = await loop.create_connection(
+            _Connection, self._host, self._port, ssl=self._tls
+        )
         return connection
