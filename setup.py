@@ -4,6 +4,7 @@ Reading the metadata runs none of them. An editable install writes stubs and ker
 checkout, where `services` is a top-level package. In a wheel it is `tokenwire.services`.
 """
 
+import importlib.resources
 import importlib.util
 import os
 import re
@@ -59,7 +60,7 @@ def _run_protoc(output: str) -> None:
     ]
     if None in plugins:
         raise SystemExit("mypy-protobuf is not installed: pip install mypy-protobuf")
-    google_protobuf = Path(protoc.__file__).parent / "_proto"
+    google_protobuf = importlib.resources.files("grpc_tools") / "_proto"
     files = sorted(str(path) for path in (ROOT / "protos").rglob("*.proto"))
     arguments = [
         "protoc",
