@@ -46,6 +46,7 @@ class _RequestOptions(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     repetition_penalty: float
+    penalty_window: int
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
     bad_token_ids: Sequence[Sequence[int]]

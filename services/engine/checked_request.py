@@ -83,6 +83,9 @@ class SamplingSettings:
     None = every id is allowed"""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Non-empty runs of ids that must never be generated"""
+    penalty_window: int | None = None
+    """Last tokens of prompt and output that the three penalties count; None = repetition_penalty
+    counts all tokens, the others all generated ones"""
 
     @property
     def limits_ids(self) -> bool:

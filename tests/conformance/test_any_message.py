@@ -96,6 +96,7 @@ NONSENSE: dict[str, Values] = {
     "prompts": st.sampled_from([[], [{}], [{"token_ids": {}}], [{"token_ids": {"ids": [2**31]}}]]),
     "sampling": optional(
         temperature=FLOAT, top_p=FLOAT, top_k=COUNT, min_p=FLOAT, repetition_penalty=FLOAT,
+        penalty_window=COUNT,
         frequency_penalty=FLOAT, logit_bias=st.dictionaries(COUNT, FLOAT, max_size=2),
         dry=optional(multiplier=FLOAT, base=FLOAT, breaker_ids=st.lists(COUNT, max_size=1)),
         mirostat=optional(target_perplexity=FLOAT, learning_rate=FLOAT),

@@ -266,6 +266,7 @@ class Admission:
             mirostat=_mirostat(params.mirostat) if params.HasField("mirostat") else None,
             allowed=self._allowed(params),
             bad_words=self._bad_words(params),
+            penalty_window=params.penalty_window if params.HasField("penalty_window") else None,
         )
 
     def _allowed(self, params: SamplingParams) -> bytes | None:

@@ -112,6 +112,7 @@ def _sampling_params(settings: SamplingSettings) -> SamplingParams:
         frequency_penalty=settings.frequency_penalty,
         presence_penalty=settings.presence_penalty,
         repetition_penalty=settings.repetition_penalty,
+        penalty_window=settings.penalty_window,
     )
     if settings.allowed is not None:
         bits = np.unpackbits(np.frombuffer(settings.allowed, np.uint8), bitorder="little")

@@ -4,7 +4,8 @@ A request's sampling parameters apply to its row of logits in this order, as in 
 
 1. logit_bias is added;
 2. repetition_penalty, over prompt and generated tokens;
-3. frequency_penalty and presence_penalty, over generated tokens;
+3. frequency_penalty and presence_penalty, over generated tokens; with penalty_window, these three
+   count the last tokens of prompt and output;
 4. DRY;
 5. the grammar's mask, allowed_token_ids and bad_words, which override all of the above; then the
    ids that min_tokens bans, unless no other id is left;

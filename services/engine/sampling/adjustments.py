@@ -33,7 +33,7 @@ def adjust(logits: Tensor, rows: Sequence[Row]) -> None:
     _add_bias(logits, rows)
     if any(row.penalties is not None for row in rows):
         _penalise_seen(logits, rows)
-        _penalise_generated(logits, rows)
+        _penalise_counted(logits, rows)
         _penalise_repetitions(logits, rows)
     _mask(logits, rows)
     _forbid(logits, rows)
@@ -68,9 +68,9 @@ def _penalise_seen(logits: Tensor, rows: Sequence[Row]) -> None:
         logits.view(-1)[places] = after  # a repeated id gets the same value twice
 
 
-def _penalise_generated(logits: Tensor, rows: Sequence[Row]) -> None:
+def _penalise_counted(logits: Tensor, rows: Sequence[Row]) -> None:
     entries = [
-        (i, *penalties.generated)
+        (i, *penalties.counted)
         for i, row in enumerate(rows)
         if (penalties := row.penalties) is not None and penalties.counts_tokens
     ]

@@ -26,13 +26,18 @@ def adjusted(logits: Sequence[float], settings: SamplingSettings, so_far: SoFar)
     if settings.logit_bias is not None:
         for token, bias in zip(settings.logit_bias.ids, settings.logit_bias.values, strict=True):
             values[token] += bias
+    tokens = counted = [*so_far.prompt, *so_far.generated]
+    if (window := settings.penalty_window) is None:
+        counted = list(so_far.generated)
+    else:
+        tokens = counted = tokens[max(0, len(tokens) - window) :]
     if settings.repetition_penalty != 1:
-        for token in {*so_far.prompt, *so_far.generated}:
+        for token in set(tokens):
             value, factor = values[token], settings.repetition_penalty
             value = value / factor if value > 0 else value * factor
             values[token] = max(-MOST, min(value, MOST))
-    for token in set(so_far.generated):
-        count = list(so_far.generated).count(token)
+    for token in set(counted):
+        count = counted.count(token)
         values[token] -= settings.frequency_penalty * count + settings.presence_penalty
     if settings.dry is not None:
         losses = dry_penalties([*so_far.prompt, *so_far.generated], settings.dry)

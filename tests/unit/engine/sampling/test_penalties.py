@@ -35,10 +35,12 @@ def make_settings(
     repetition: float = 1.0,
     bias: dict[int, float] | None = None,
     dry: DrySettings | None = None,
+    window: int | None = None,
 ) -> SamplingSettings:
     return SamplingSettings(
-        temperature, 1.0, 0, 0.0, 1, frequency, presence, repetition, make_bias(bias or {}), dry
-    )
+        temperature, 1.0, 0, 0.0, 1, frequency, presence, repetition, make_bias(bias or {}), dry,
+        penalty_window=window,
+    )  # fmt: skip
 
 
 def make_mask(allowed: Sequence[int]) -> bytes:
@@ -76,6 +78,7 @@ SAMPLING = st.builds(
     repetition=st.sampled_from([1.0, 1.3, 0.5, 2.0, TINY]),
     bias=st.dictionaries(IDS, st.floats(-100, 100, width=32), max_size=VOCABULARY),
     dry=st.one_of(st.none(), DRY),
+    window=st.sampled_from([None, 0, 1, 4, 10, 2**32 - 1]),
 )
 SO_FAR = st.builds(
     SoFar,
