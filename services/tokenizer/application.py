@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import grpc
 from prometheus_client import REGISTRY
 
+from services.common.model_files.checkpoint_facts import checkpoint_facts
 from services.common.model_files.checkpoint_folder import served_name
 from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.server import Application
@@ -110,6 +111,7 @@ class TokenizerApplication(Application):
             self._pool,
             model,
             int((directory / "tokenizer.json").stat().st_mtime),
+            checkpoint_facts(directory),
             settings,
         )
         self._tokenizer_servicer = TokenizerServicer(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from functools import partial
 
 from services.common.accounts import identity
@@ -10,6 +11,7 @@ from services.common.accounts.identity import Identity
 from services.common.bounds import check_bounds
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
+from services.common.model_files.checkpoint_facts import CheckpointFacts
 from services.common.settings import StreamSettings
 from services.common.sharing.tenant import current_tenant
 from services.tokenizer.completion.completion_registry import CompletionRegistry
@@ -52,15 +54,17 @@ class CompletionServicer(CompletionServiceServicer):
         pool: EnginePool,
         model: str,
         created: int,
+        facts: CheckpointFacts,
         settings: StreamSettings,
     ) -> None:
-        """created: Unix time of the checkpoint, for the list of models."""
+        """created: Unix time of the checkpoint, for the list of models, as are its facts."""
         self._registry = registry
         self._processors = processors
         self._embeddings = embeddings
         self._pool = pool
         self._model = model
         self._created = created
+        self._facts = facts
         self._settings = settings
         self._stalled = StalledCalls(settings)
 
@@ -150,6 +154,10 @@ class CompletionServicer(CompletionServiceServicer):
             only_embeds=limits.only_embeds,
             model_code=limits.model_code,
             labels=self._embeddings.labels_of(limits),
+            tools=self._processors.templates.shows_tools,
+            reasoning=self._processors.templates.has_reasoning,
+            images=self._processors.templates.takes_images,
+            checkpoint=models_pb2.CheckpointFacts(**asdict(self._facts)),
         )
         models = [model]
         for name in sorted(self._pool.adapters):

@@ -171,6 +171,21 @@ class ChatTemplates:
         """True if the checkpoint has any template."""
         return bool(self._vocabulary.chat_templates)
 
+    @property
+    def shows_tools(self) -> bool:
+        """True if a template shows the tools of a request."""
+        return any("tools" in source for source in self._vocabulary.chat_templates.values())
+
+    @property
+    def has_reasoning(self) -> bool:
+        """True if answers may have reasoning, apart from their text."""
+        return self.answers.reasoning is not None
+
+    @property
+    def takes_images(self) -> bool:
+        """True if messages may have images."""
+        return bool(self._image_mark)
+
     def _take_formats(self, calls: ToolFormat, reasoning: ReasoningFormat | None) -> None:
         """Read answers in these forms from now on, and update the ids that depend on them."""
         vocabulary = self._vocabulary
