@@ -4,10 +4,16 @@ import enum
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+from msgspec import Raw
+
 from services.http_shim.dialects.custom_tools import CustomInput
 from tokenwire.pb.completion.v1 import completion_pb2
 
-__all__ = ["Change", "Part", "PartAssembler", "PartKind", "Step", "parts_of"]
+__all__ = ["Change", "Part", "PartAssembler", "PartKind", "Step", "arguments_object", "parts_of"]
+
+
+_EMPTY_OBJECT = Raw(b"{}")
 
 
 class PartKind(enum.Enum):
@@ -170,3 +176,16 @@ def parts_of(
     assembler.add(deltas)
     assembler.close()
     return assembler.parts
+
+
+def arguments_object(text: str) -> Raw:
+    """Return the JSON object of the arguments that a model wrote.
+
+    Text that is no object becomes the field "arguments" of one.
+    """
+    try:
+        if isinstance(msgspec.json.decode(text), dict):
+            return Raw(text.encode())
+    except msgspec.DecodeError:
+        pass
+    return Raw(msgspec.json.encode({"arguments": text})) if text else _EMPTY_OBJECT

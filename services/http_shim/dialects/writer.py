@@ -3,17 +3,25 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from services.http_shim.backends.output_collector import OutputCollector
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
-__all__ = ["EventWriter", "Writer", "generated_tokens"]
+__all__ = ["EVENT_STREAM", "PING", "EventWriter", "Writer", "generated_tokens"]
+
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+"""Media type of server-sent events"""
+PING = b": ping\n\n"
+"""A comment among server-sent events, which clients ignore"""
 
 
 class EventWriter(ABC):
-    """Writer of the server-sent events of one answer."""
+    """Writer of the events of one answer: server-sent events, unless it says otherwise."""
+
+    media_type: ClassVar[bytes] = EVENT_STREAM
 
     def begin(self) -> Iterable[bytes]:
         """Return the events before the output."""
@@ -41,6 +49,10 @@ class EventWriter(ABC):
     @abstractmethod
     def fail(self, error: ServiceError) -> Iterable[bytes]:
         """Return the events of a failure, whose field has the client's name."""
+
+    def ping(self) -> bytes:
+        """Return what clients ignore, for a stream that has long been silent."""
+        return PING
 
     async def end(self) -> bytes:
         """Return the events after completion or failure."""

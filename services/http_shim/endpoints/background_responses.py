@@ -8,12 +8,12 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
+from services.http_shim.dialects.writer import EVENT_STREAM, PING
 from services.http_shim.endpoints.stream_sender import (
-    PING,
     PING_SECONDS,
-    STREAM_HEADERS,
     AsgiCall,
     client_left,
+    stream_headers,
 )
 from services.http_shim.errors import ClientGoneError, public_message
 from services.http_shim.http.exchange import exchange_of
@@ -97,7 +97,8 @@ async def send_events(
         reading: asyncio.Future[Sequence[jobs_pb2.ResponseEvent] | None] | None = None
         number = 0
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS]})
+            headers = stream_headers(EVENT_STREAM)
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             is_last = False
             while not is_last:
                 reading = reading or asyncio.ensure_future(anext(events, None))

@@ -1,4 +1,4 @@
-"""Stream of an answer: the output of a request becomes server-sent events of its dialect."""
+"""Stream of an answer: the output of a request becomes the events of its dialect."""
 
 import time
 from collections.abc import Callable
@@ -33,6 +33,15 @@ class EventStream:
         self._sent = SentTokens(exchange)
         self._has_begun = False
         exchange.prompt_tokens = sum(len(prompt.ids) for prompt in output.accepted.prompts)
+
+    @property
+    def media_type(self) -> bytes:
+        """Media type of the stream."""
+        return self._events.media_type
+
+    def ping(self) -> bytes:
+        """Return what clients ignore."""
+        return self._events.ping()
 
     @property
     def max_choice_tokens(self) -> int:

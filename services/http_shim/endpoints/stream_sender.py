@@ -14,26 +14,18 @@ from services.http_shim.http.exchange import exchange_of
 
 __all__ = [
     "CREDIT",
-    "PING",
     "PING_SECONDS",
-    "STREAM_HEADERS",
     "AsgiCall",
     "client_left",
     "send_stream",
+    "stream_headers",
 ]
 
 _LOG = logging.getLogger("stream")
 CREDIT = 1024
 """Tokens per choice that may be on their way to a client that does not read"""
-PING = b": ping\n\n"
-"""A comment, which clients ignore"""
 PING_SECONDS = 10.0
-"""Silence after which a stream gets one"""
-STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
+"""Silence after which a stream gets a ping"""
 _TRAILER = b"x-tokens-used"
 
 
@@ -44,6 +36,15 @@ class AsgiCall:
     scope: Scope
     receive: Receive
     send: Send
+
+
+def stream_headers(media_type: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a stream."""
+    return [
+        (b"content-type", media_type),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ]
 
 
 async def send_stream(
@@ -59,10 +60,10 @@ async def send_stream(
     """Send a whole stream, with the number of used tokens in a trailer if the connection has them.
 
     While a send waits for the socket, deltas gather in `collector`. Raises ClientGoneError if the
-    client reads nothing for `stall_seconds`. A silent stream gets a comment every `ping_seconds`.
+    client reads nothing for `stall_seconds`. A silent stream gets a ping every `ping_seconds`.
     """
     has_trailers = "http.response.trailers" in scope.get("extensions", ())
-    await send(_start(has_trailers=has_trailers))
+    await send(_start(events.media_type, has_trailers=has_trailers))
     try:
         async with asyncio.timeout(None) as timeout:
             timer = _StreamTimer(collector, timeout, ping_seconds, stall_seconds)
@@ -78,12 +79,12 @@ async def send_stream(
         await send({"type": "http.response.trailers", "headers": [used], "more_trailers": False})
 
 
-def _start(*, has_trailers: bool) -> Message:
+def _start(media_type: bytes, *, has_trailers: bool) -> Message:
     announced = [(b"trailer", _TRAILER)] if has_trailers else []
     return {
         "type": "http.response.start",
         "status": 200,
-        "headers": [*STREAM_HEADERS, *announced],
+        "headers": [*stream_headers(media_type), *announced],
         "trailers": has_trailers,
     }
 
@@ -127,7 +128,7 @@ async def _next_body(
         if body:
             return body, False
         if timer.ping_is_due:
-            return PING, False
+            return events.ping(), False
 
 
 async def client_left(receive: Receive) -> None:

@@ -16,11 +16,11 @@ from services.http_shim.dialects.chat.read import read_template
 from services.http_shim.dialects.chat.types import TemplateBody
 from services.http_shim.dialects.fields import JsonObject
 from services.http_shim.dialects.reading import render_request
-from services.http_shim.endpoints.stream_sender import client_left
+from services.http_shim.endpoints.stream_sender import AsgiCall, client_left
 from services.http_shim.errors import ClientGoneError, client_field_names
 from services.http_shim.http.access import authorized_model, charging, reserve
 from services.http_shim.http.body import BodyReader, json_response
-from services.http_shim.http.exchange import exchange_of
+from services.http_shim.http.exchange import Exchange, exchange_of
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
 from services.http_shim.vectors.embeddings import (
@@ -83,8 +83,8 @@ class VectorApi(Generic[Asked, Request, Answer]):
     """Returns the client's name of a field of the request"""
     ask: Callable[[Backend, Request, str, int, float | None], Awaitable[Answer]]
     """Asks a backend, for a tenant, with a priority and a timeout in seconds"""
-    to_answer: Callable[[Asked, Answer, str, str], Struct]
-    """Makes the JSON of an answer, with the model's name and the request's id"""
+    to_answer: Callable[[Asked, Answer, Exchange], Struct]
+    """Makes the JSON of an answer; the exchange has the model's name"""
 
 
 EMBEDDINGS = VectorApi(
@@ -93,7 +93,7 @@ EMBEDDINGS = VectorApi(
     to_embed_request,
     input_param_of,
     Backend.embed,
-    lambda body, answer, model, _: embedding_list(body, answer, model),
+    lambda body, answer, exchange: embedding_list(body, answer, exchange.model),
 )
 RERANK = VectorApi(
     "rerank",
@@ -101,7 +101,7 @@ RERANK = VectorApi(
     to_rerank_request,
     rerank_param_of,
     Backend.score,
-    reranking,
+    lambda body, answer, made: reranking(body, answer, made.model, made.request_id),
 )
 SCORE = VectorApi(
     "score",
@@ -109,7 +109,7 @@ SCORE = VectorApi(
     to_score_request,
     score_param_of,
     Backend.score,
-    lambda _, answer, model, request_id: score_list(answer, model, request_id),
+    lambda _, answer, made: score_list(answer, made.model, made.request_id),
 )
 CLASSIFY = VectorApi(
     "classify",
@@ -117,7 +117,7 @@ CLASSIFY = VectorApi(
     to_classify_request,
     input_param_of,
     Backend.classify,
-    lambda _, answer, model, request_id: classification(answer, model, request_id),
+    lambda _, answer, made: classification(answer, made.model, made.request_id),
 )
 POOLING = VectorApi(
     "pooling",
@@ -125,7 +125,7 @@ POOLING = VectorApi(
     to_pooling_request,
     input_param_of,
     Backend.embed,
-    pooling_list,
+    lambda body, answer, made: pooling_list(body, answer, made.model, made.request_id),
 )
 
 
@@ -145,8 +145,13 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange, api = exchange_of(scope), self._api
+        exchange = exchange_of(scope)
         body, request, exchange.ignored = await self._bodies.read(scope, receive, self._parse)
+        await self._answer(body, request, AsgiCall(scope, receive, send))
+
+    async def _answer(self, body: Asked, request: Request, call: AsgiCall) -> None:
+        """Answer a body that was read."""
+        exchange, api, receive = exchange_of(call.scope), self._api, call.receive
         served = await authorized_model(exchange, self._models, body.model)
         request.model = served.backend_name
         exchange.span.set({"gen_ai.operation.name": api.operation})
@@ -154,27 +159,27 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
         left = _SecondsLeft(body.timeout)
         template = template_body(body) if isinstance(body, InputBody) else None
         if template is not None and not isinstance(request, completion_pb2.ScoreRequest):
-            call = _Call()
-            with self._gate.admit(call), served.connection.lease() as backend:
+            waiting = _Call()
+            with self._gate.admit(waiting), served.connection.lease() as backend:
                 rendering = _rendered(template, served.backend_name, backend, left())
-                ids = await call.result_of(rendering, receive)
+                ids = await waiting.result_of(rendering, receive)
             request.inputs.append(completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)))
-        call = _Call()
+        waiting = _Call()
         with (
             charging(exchange, await reserve(exchange, request)),
-            self._gate.admit(call),
+            self._gate.admit(waiting),
             served.connection.lease() as backend,
             client_field_names(api.param_of),
         ):
             asking = api.ask(backend, request, exchange.tenant, priority, left())
-            answer = await call.result_of(asking, receive)
+            answer = await waiting.result_of(asking, receive)
             exchange.model = served.id or answer.model
             exchange.prompt_tokens = answer.usage.prompt_tokens
-        made = partial(api.to_answer, body, answer, exchange.model, exchange.request_id)
+        made = partial(api.to_answer, body, answer, exchange)
         # numbers of a large answer take long to write
         response = await asyncio.to_thread(lambda: json_response(made()))
         response.headers["x-tokens-used"] = str(exchange.tokens_used)
-        await response(scope, receive, send)
+        await response(call.scope, receive, call.send)
 
     def _parse(self, fields: JsonObject) -> tuple[Asked, Request, list[str]]:
         body, ignored = body_of(self._api.body, fields)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import UNSET
 
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.dialects.messages.types import (
@@ -25,6 +25,7 @@ from services.http_shim.dialects.parts import (
     PartAssembler,
     PartKind,
     Step,
+    arguments_object,
     parts_of,
 )
 from services.http_shim.dialects.writer import EventWriter, Writer
@@ -47,7 +48,6 @@ _ERRORS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_EMPTY_OBJECT = Raw(b"{}")
 THREAD_NOT_FOUND = "THREAD_NOT_FOUND"
 """Reason for which Anthropic's clients send the whole conversation again"""
 
@@ -136,7 +136,7 @@ def _block(part: Part) -> AnswerBlock:
             return AnswerThinking(part.text)
         case PartKind.TEXT:
             return AnswerText(part.text)
-    return AnswerToolUse(part.call_id, part.name, _object(part.text))
+    return AnswerToolUse(part.call_id, part.name, arguments_object(part.text))
 
 
 def _has_calls(parts: Iterable[Part]) -> bool:
@@ -182,16 +182,3 @@ MESSAGE_ERRORS = ErrorForm(message_error, _other_error)
 def _event(name: str, **fields: Any) -> bytes:
     """Return a server-sent event."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode({"type": name} | fields))
-
-
-def _object(text: str) -> Raw:
-    """Return the JSON object that a model wrote.
-
-    Text that is no object becomes the field "arguments" of one.
-    """
-    try:
-        if isinstance(msgspec.json.decode(text), dict):
-            return Raw(text.encode())
-    except msgspec.DecodeError:
-        pass
-    return Raw(_encode({"arguments": text})) if text else _EMPTY_OBJECT
