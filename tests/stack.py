@@ -222,6 +222,7 @@ def served_stack(model: Path, logs: Path, *flags: str) -> Iterator[Stack]:
             "--jobs-port", str(jobs),
             "--dtype", "float32",
             "--engine-args", "--kv-memory 512MiB",
+            "--ollama",
             "--log-dir", str(logs),
             *flags,
         ],

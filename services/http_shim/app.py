@@ -19,6 +19,7 @@ from services.http_shim.dialects.completions.read import read_completion
 from services.http_shim.dialects.messages.read import read_counted_message, read_message
 from services.http_shim.dialects.messages.types import TokenCount
 from services.http_shim.dialects.messages.write import MESSAGE_ERRORS
+from services.http_shim.dialects.ollama.write import OLLAMA_ERRORS
 from services.http_shim.dialects.reading import Read
 from services.http_shim.dialects.responses.types import InputTokenCount
 from services.http_shim.documentation.openapi import openapi
@@ -50,6 +51,7 @@ from services.http_shim.http.scheduling import SchedulingMiddleware
 from services.http_shim.images.image_fetcher import ImageFetcher
 from services.http_shim.jobs.jobs import InnerJobs
 from services.http_shim.jobs.jobs_client import JobsClient
+from services.http_shim.ollama.routes import ollama_routes
 from services.http_shim.settings import HttpShimSettings
 from services.http_shim.vectors.endpoint import (
     CLASSIFY,
@@ -63,7 +65,15 @@ from services.http_shim.vectors.endpoint import (
 
 __all__ = ["create_app", "create_inner_app"]
 
-_PUBLIC_PATHS = {"/health", "/ready", "/metrics", "/version", "/openapi.json", *PAGES}
+_PUBLIC_PATHS = {
+    "/health",
+    "/ready",
+    "/metrics",
+    "/version",
+    "/api/version",
+    "/openapi.json",
+    *PAGES,
+}
 """Paths that need no key"""
 _VECTOR_PATHS: Mapping[str, VectorApi[Any, Any, Any]] = {
     "/v1/embeddings": EMBEDDINGS,
@@ -77,7 +87,7 @@ _VECTOR_PATHS: Mapping[str, VectorApi[Any, Any, Any]] = {
     "/v1/pooling": POOLING,
     "/pooling": POOLING,
 }
-_ERROR_FORMS: Mapping[str, ErrorForm] = {"/v1/messages": MESSAGE_ERRORS}
+_ERROR_FORMS: Mapping[str, ErrorForm] = {"/v1/messages": MESSAGE_ERRORS, "/api": OLLAMA_ERRORS}
 
 
 def create_app(
@@ -141,6 +151,7 @@ def create_app(
         Route("/status.json", probes.status),
         Route("/version", probes.version),
         *page_routes(),
+        *(parts.ollama_routes(gate) if settings.ollama else ()),
     ]
     names = [name.strip() for name in settings.allowed_hosts.split(",") if name.strip()]
     middleware = [
@@ -207,6 +218,11 @@ class _Parts:
         """Return the endpoint of responses, as it says."""
         stall = self._stall_seconds
         return ResponsesEndpoint(self._jobs, background, self.prompts, self._generator, stall)
+
+    def ollama_routes(self, gate: Gate) -> list[Route]:
+        """Return the routes of Ollama's API."""
+        stall = self._stall_seconds
+        return ollama_routes(self._models, gate, self.prompts, self._generator, stall)
 
     def vector_routes(self) -> list[Route]:
         """Return the routes that make vectors."""

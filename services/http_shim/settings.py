@@ -85,6 +85,9 @@ class HttpShimSettings(PeerSettings, LimitSettings):
         "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter: clients then name directories of "
         "the engines' machines.",
     )
+    ollama: bool = setting(
+        False, "Serve Ollama's API below /api, for tools that speak no other (docs/ollama.md)."
+    )
     max_body_bytes: int = setting(
         8 * 1024 * 1024, "Largest request body without its images, in bytes.", least=1
     )

@@ -19,7 +19,9 @@ from services.http_shim.dialects.fields import STATED, keywords_of
 from services.http_shim.dialects.foreign_fields import ForeignFields
 from services.http_shim.dialects.generation import GenerationBody
 from services.http_shim.dialects.messages.types import MessageError
+from services.http_shim.dialects.ollama.types import OllamaError
 from services.http_shim.dialects.tools import Typed
+from services.http_shim.documentation.ollama_operations import OLLAMA_OPERATIONS
 from services.http_shim.documentation.operations import OPERATIONS, Operation
 from services.http_shim.errors import ErrorBody
 from tokenwire.pb.types.v1 import types_pb2
@@ -30,7 +32,8 @@ Json = dict[str, Any]
 
 _INTRODUCTION = (
     "Language models with OpenAI's APIs (completions, chats, responses, embeddings, files and "
-    "batches), Anthropic's messages, rankings, scores and classes of texts, and routes for tokens. "
+    "batches), Anthropic's messages, Ollama's API if the operator allows it, rankings, scores and "
+    "classes of texts, and routes for tokens. "
     "GET /v1/models lists the models with what they do."
 )
 _ERRORS: Mapping[int, str] = {
@@ -82,20 +85,22 @@ _HEADERS: Mapping[str, str] = {
     "x-ratelimit-remaining-tokens": "Tokens that the API key has left.",
     "x-ratelimit-reset-tokens": "Time until all tokens are available again.",
 }
+_OPERATIONS: Sequence[Operation] = (*OPERATIONS, *OLLAMA_OPERATIONS)
 _RATE_HEADERS = [name for name in _HEADERS if name.startswith("x-ratelimit-")]
 
 
 def document() -> Json:
     """Return the OpenAPI 3.1 document."""
-    types = [part for each in OPERATIONS for part in (each.body, each.answer, each.chunk)]
+    types = [part for each in _OPERATIONS for part in (each.body, each.answer, each.chunk)]
+    errors = (ErrorBody, MessageError, OllamaError)
     _, schemas = msgspec.json.schema_components(
-        [*dict.fromkeys(each for each in types if each is not None), ErrorBody, MessageError],
+        [*dict.fromkeys(each for each in types if each is not None), *errors],
         ref_template="#/components/schemas/{name}",
     )
     for schema in schemas.values():
         for field in schema.get("properties", {}).values():
             _state(field, field.pop(STATED, {}))
-    bodies = {each.body: each.required for each in OPERATIONS if each.body is not None}
+    bodies = {each.body: each.required for each in _OPERATIONS if each.body is not None}
     for body, required in bodies.items():
         _require(schemas[body.__name__], required)
         if issubclass(body, GenerationBody):
@@ -109,7 +114,7 @@ def document() -> Json:
         kinds = get_args(get_type_hints(typed)["type"])
         schemas[typed.__name__]["allOf"] = [_typed(kind, kinds) for kind in kinds]
     paths: dict[str, Json] = {}
-    for operation in OPERATIONS:
+    for operation in _OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
     return {
         "openapi": "3.1.0",
@@ -185,7 +190,7 @@ def _answer(operation: Operation) -> Json:
         }
     if operation.chunk is not None:
         schema = {**_reference(operation.chunk), "description": operation.last_event}
-        content["text/event-stream"] = {"schema": schema}
+        content[operation.stream] = {"schema": schema}
     return {
         "description": operation.summary,
         "headers": _header_references(headers),

@@ -63,7 +63,7 @@ from services.http_shim.vectors.rankings import (
     ScoreList,
 )
 
-__all__ = ["OPERATIONS", "Operation"]
+__all__ = ["OPERATIONS", "POST_ERRORS", "SCHEDULING", "Operation"]
 
 Json = dict[str, Any]
 
@@ -138,6 +138,8 @@ class Operation:
     """Media types of the answer; any but JSON is text"""
     chunk: type[Struct] | None = None
     """Data of a stream's events"""
+    stream: str = "text/event-stream"
+    """Media type of a stream"""
     last_event: str = "The data of each event; the last event's data is [DONE]."
     errors: Sequence[int] = ()
     """HTTP statuses of errors"""
@@ -152,7 +154,7 @@ class Operation:
     needs_key: bool = True
 
 
-_SCHEDULING: Sequence[Json] = [
+SCHEDULING: Sequence[Json] = [
     {
         "name": "x-priority",
         "in": "header",
@@ -167,12 +169,10 @@ _SCHEDULING: Sequence[Json] = [
         "schema": {"type": "string"},
     },
 ]
-_post = partial(
-    Operation,
-    method="post",
-    errors=(400, 401, 403, 404, 408, 413, 429, 431, 499, 500, 501, 503, 504),
-)
-_generate = partial(_post, counts_tokens=True, parameters=_SCHEDULING)
+POST_ERRORS = (400, 401, 403, 404, 408, 413, 429, 431, 499, 500, 501, 503, 504)
+"""HTTP statuses of the errors of requests with a body"""
+_post = partial(Operation, method="post", errors=POST_ERRORS)
+_generate = partial(_post, counts_tokens=True, parameters=SCHEDULING)
 _message = partial(_post, error=MessageError)
 _get = partial(Operation, method="get")
 _probe = partial(_get, needs_key=False)
@@ -248,7 +248,7 @@ OPERATIONS: Sequence[Operation] = (
         chunk=MessageEvent,
         last_event="The data of each event, whose name is its type; the last is message_stop.",
         counts_tokens=True,
-        parameters=_SCHEDULING,
+        parameters=SCHEDULING,
         example={
             "model": "default",
             "max_tokens": 100,

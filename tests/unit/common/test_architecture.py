@@ -40,11 +40,12 @@ PACKAGES = {
 LAYERS = {
     "services.http_shim": [
         "documentation",
+        "ollama",
         "vectors",
         "endpoints",
         "jobs",
         "http",
-        "dialects.completions dialects.chat dialects.messages dialects.responses",
+        "dialects.completions dialects.chat dialects.messages dialects.responses dialects.ollama",
         "dialects",
         "backends documents",
         "images",

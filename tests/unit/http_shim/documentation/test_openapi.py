@@ -19,12 +19,15 @@ from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.chat import types as chats
 from services.http_shim.dialects.completions import types as completions
 from services.http_shim.dialects.messages import types as messages
+from services.http_shim.dialects.ollama import types as ollama_types
 from services.http_shim.dialects.responses import types as responses
 from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
 from services.http_shim.endpoints import adapters, batches, multi_completion, tokenization
 from services.http_shim.http.gate import Gate
 from services.http_shim.jobs.jobs_client import JobsClient
+from services.http_shim.ollama import embeddings as ollama_embeddings
+from services.http_shim.ollama import models as ollama_models
 from services.http_shim.settings import HttpShimSettings
 from services.http_shim.vectors import embeddings, rankings
 
@@ -52,7 +55,7 @@ async def test_document_is_served_unchanged() -> None:
 async def test_document_has_every_route(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
-    catalog, settings = Catalog(path, BackendSettings()), HttpShimSettings()
+    catalog, settings = Catalog(path, BackendSettings()), HttpShimSettings(ollama=True)
     app = create_app(catalog, Gate(), settings, None, JobsClient(""))
     routes = {
         (route.path.replace(":path", ""), method.lower())
@@ -81,6 +84,7 @@ def test_parser_accepts_the_examples(name: str, example: dict[str, object]) -> N
     modules = (
         *(completions, chats, messages, responses),
         *(tokenization, adapters, batches, multi_completion, rankings, embeddings),
+        *(ollama_types, ollama_embeddings, ollama_models),
     )
     body = next(getattr(module, name) for module in modules if hasattr(module, name))
     _, ignored = body_of(body, example)

@@ -1,0 +1,1 @@
+"""Chats and generation, as in Ollama's API."""
