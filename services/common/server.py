@@ -37,6 +37,7 @@ from services.common.settings import (
     StartupError,
     StreamSettings,
     parse,
+    print_startup_error,
 )
 from services.common.sharing.fair_executor import use_fair_threads
 from services.common.telemetry import LOST_LOG_LINES, serve_metrics
@@ -117,7 +118,7 @@ def main(name: str, settings_type: type[S], make: Callable[[S], Application]) ->
     try:
         settings = parse(settings_type, f"python -m services.{name}", f"TOKENWIRE_{name.upper()}")
     except StartupError as error:
-        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        print_startup_error(name, error)
         sys.exit(2)
     run(name, settings, make)
 

@@ -12,12 +12,14 @@ variable.
 import argparse
 import dataclasses
 import os
+import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from services.common.network.addresses import LAST_PORT, METRICS_PORT_OFFSET
+from tokenwire.flag_parser import FlagParser
 from tokenwire.tls import ClientTls, ServerTls, TlsError
 from tokenwire.token_file import TokenError, TokenFile
 
@@ -32,6 +34,7 @@ __all__ = [
     "StartupError",
     "StreamSettings",
     "parse",
+    "print_startup_error",
     "server_tls",
     "setting",
 ]
@@ -45,6 +48,15 @@ INSTANT = 0.001
 
 class StartupError(Exception):
     """A service can't start. The message is one sentence for the person who started it."""
+
+    usage = ""
+    """How the service is started, in a line, if its flags are at fault"""
+
+
+def print_startup_error(service: str, error: Exception) -> None:
+    """Print why a service can't start. The sentence comes last: `tokenwire serve` shows it."""
+    usage = f"{error.usage}\n" if isinstance(error, StartupError) and error.usage else ""
+    print(f"{usage}{service}: {error}", file=sys.stderr, flush=True)
 
 
 _LEAST_TOKEN = 32
@@ -218,9 +230,9 @@ def parse(settings: type[S], prog: str, prefix: str, arguments: Sequence[str] | 
     """
     parser = _Parser(
         prog=prog,
+        usage=f"{prog} [--FLAG VALUE] ...; {prog} --help lists the flags",
         description=(settings.__doc__ or "").strip(),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
     fields = dataclasses.fields(typing.cast(Any, settings))
     for field in fields:
@@ -251,10 +263,12 @@ def parse(settings: type[S], prog: str, prefix: str, arguments: Sequence[str] | 
     return settings(**values)
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(FlagParser):
     def error(self, message: str) -> NoReturn:
-        """Raise StartupError. argparse would print the usage and exit."""
-        raise StartupError(f"{message}.")
+        """Raise StartupError, where argparse would end the process."""
+        complaint = StartupError(message if message.endswith(("?", ".")) else f"{message}.")
+        complaint.usage = self.format_usage().strip()
+        raise complaint
 
 
 def _flag(field: Field) -> str:

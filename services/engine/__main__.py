@@ -5,7 +5,7 @@ from functools import partial
 from typing import NoReturn
 
 from services.common.process import collector_paused, open_standard_files, raise_file_limit
-from services.common.settings import StartupError, parse
+from services.common.settings import StartupError, parse, print_startup_error
 from services.engine.frontend.child_process import Child, limit_thread_spinning
 from services.engine.frontend.loop_client import spawn_loop
 from services.engine.ranks.rank import Rank
@@ -38,6 +38,6 @@ if __name__ == "__main__":
             raise_file_limit()  # the loop process inherits the limit
             loop = spawn_loop()  # at first, because importing torch is the longest part
     except StartupError as error:
-        print(f"engine: {error}", file=sys.stderr, flush=True)
+        print_startup_error("engine", error)
         sys.exit(2)
     _lead(settings, loop) if leads else _follow(settings)

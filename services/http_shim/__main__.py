@@ -27,7 +27,7 @@ from services.common.network.addresses import address, listen, why_unusable
 from services.common.peers.peer import ChannelSettings
 from services.common.peers.targets import parse_targets, warn_of_clear_text
 from services.common.process import open_standard_files, raise_file_limit, stop_signal
-from services.common.settings import StartupError, parse
+from services.common.settings import StartupError, parse, print_startup_error
 from services.common.sharing.fair_executor import use_fair_threads
 from services.common.telemetry import LOST_LOG_LINES, describe_build, serve_metrics
 from services.common.vllm_metrics import VllmLoadMetrics
@@ -85,7 +85,7 @@ def main() -> None:
             uvloop.run(serve(settings))
     except (StartupError, CatalogError) as error:
         service_logging.flush()
-        print(f"http_shim: {error}", file=sys.stderr)
+        print_startup_error("http_shim", error)
         sys.exit(2)
 
 

@@ -120,13 +120,13 @@ async def test_only_known_clients_are_served_from_the_edge_to_the_engine(
                     await client.generate("import", max_tokens=1)
                 assert refused.value.reason == "SESSION_LOST"
         command = [sys.executable, "-m", "tokenwire", "complete", "import", "--max-tokens", "4"]
-        command += ["--target", service.target, "--ca", f"{ours.folder}/ca.pem"]
-        command += ["--cert", f"{ours.folder}/cert.pem"]
-        known = os.environ | {"TOKENWIRE_KEY": f"{ours.folder}/key.pem"}
+        command += ["--target", service.target, "--tls-ca", f"{ours.folder}/ca.pem"]
+        command += ["--tls-cert", f"{ours.folder}/cert.pem"]
+        known = os.environ | {"TOKENWIRE_TLS_KEY": f"{ours.folder}/key.pem"}
         run = await asyncio.to_thread(subprocess.run, command, env=known, capture_output=True)
         assert run.returncode == 0, run.stderr
         health = [sys.executable, "-m", "tokenwire", "health", f"{url}/ready"]
-        ca = ["--ca", f"{ours.folder}/ca.pem"]
+        ca = ["--tls-ca", f"{ours.folder}/ca.pem"]
         run = await asyncio.to_thread(subprocess.run, [*health, *ca], capture_output=True)
         assert run.returncode == 0, run.stderr
         run = await asyncio.to_thread(subprocess.run, health, capture_output=True)

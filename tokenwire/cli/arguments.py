@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from tokenwire.errors import invalid
+from tokenwire.flag_parser import FlagParser
 from tokenwire.loopback import is_loopback
 from tokenwire.tls import ClientTls, TlsError
 from tokenwire.token_file import TokenError, TokenFile
@@ -37,19 +38,24 @@ __all__ = [
 ]
 
 Command: TypeAlias = Callable[[argparse.Namespace], Awaitable[int]]
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[FlagParser]"
 _VARIABLE = "TOKENWIRE_TARGET"
 _TARGET = "127.0.0.1:50051"
 _URL_VARIABLE = "TOKENWIRE_URL"
 _URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "TOKENWIRE_API_KEY"
+_KEY_PREFIX = "tw-"
+_KEY_PLACES = (
+    f"write the API key to a file and name it with --key-file, or set {_KEY_VARIABLE}. The key of "
+    "a TLS certificate goes in --tls-key."
+)
 _UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _AMOUNT = re.compile(r"([0-9]{1,12})(|KiB|MiB|GiB)")
 
 
 def add_command(
     commands: Commands, name: str, command: Command, description: str, *examples: str
-) -> argparse.ArgumentParser:
+) -> FlagParser:
     """Add a command with its description and examples; return its parser."""
     lines = "".join(f"\n  tokenwire {example}" for example in examples)
     parser = commands.add_parser(
@@ -58,13 +64,12 @@ def add_command(
         description=description,
         epilog=f"examples:{lines}" if examples else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.set_defaults(command=command)
     return parser
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
+def add_target(parser: FlagParser) -> None:
     """Add --target, whose default may come from the environment."""
     parser.add_argument(
         "--target",
@@ -77,7 +82,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     add_key(parser)
 
 
-def add_key(parser: argparse.ArgumentParser) -> None:
+def add_key(parser: FlagParser) -> None:
     """Add --key-file, which a variable of the environment may replace, and --plaintext."""
     parser.add_argument(
         "--key-file",
@@ -90,6 +95,8 @@ def add_key(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Send the API key to another machine without TLS, in clear text.",
     )
+    for flag in ("--key", "--api-key"):
+        parser.hints[flag] = f"{flag} is no flag: {_KEY_PLACES}"
 
 
 def connected(options: argparse.Namespace) -> "Client":
@@ -131,25 +138,30 @@ def key_for_url(options: argparse.Namespace) -> str:
 
 
 def add_tls(parser: argparse.ArgumentParser) -> None:
-    """Add --ca, --cert and --key, whose defaults may come from the environment."""
+    """Add --tls-ca, --tls-cert and --tls-key, whose defaults may come from the environment."""
     for flag, meaning in (
-        ("--ca", "Authorities (PEM) that sign the server's certificate; without them, plaintext."),
-        ("--cert", "Certificate (PEM) to show the server."),
-        ("--key", "Key of --cert (PEM)."),
+        (
+            "--tls-ca",
+            "Authorities (PEM) that sign the server's certificate; without them, plaintext.",
+        ),
+        ("--tls-cert", "Certificate (PEM) to show the server."),
+        ("--tls-key", "Key of --tls-cert (PEM)."),
     ):
-        variable = f"TOKENWIRE_{flag[2:].upper()}"
+        variable = f"TOKENWIRE_{flag[2:].upper().replace('-', '_')}"
         default = os.environ.get(variable)
-        parser.add_argument(flag, metavar="FILE", default=default, help=f"{meaning} [{variable}]")
+        parser.add_argument(
+            flag, type=_pem_file, metavar="FILE", default=default, help=f"{meaning} [{variable}]"
+        )
 
 
 def tls_of(options: argparse.Namespace) -> ClientTls | None:
     """Return the certificates of the options; None for plaintext. Raises TlsError."""
-    if not options.ca:
+    if not options.tls_ca:
         return None
-    if bool(options.cert) != bool(options.key):
-        raise TlsError("--cert and --key need each other.")
-    own = (Path(options.cert), Path(options.key)) if options.cert else (None, None)
-    return ClientTls(Path(options.ca), *own)
+    if bool(options.tls_cert) != bool(options.tls_key):
+        raise TlsError("--tls-cert and --tls-key need each other.")
+    own = (Path(options.tls_cert), Path(options.tls_key)) if options.tls_cert else (None, None)
+    return ClientTls(Path(options.tls_ca), *own)
 
 
 def add_json(parser: argparse.ArgumentParser, meaning: str = "Print one JSON object.") -> None:
@@ -203,6 +215,13 @@ def read_text(argument: str, field: str) -> str:
         return sys.stdin.read()
     except OSError as error:
         raise invalid(field, f"Standard input can't be read: {error.strerror}.") from None
+
+
+def _pem_file(text: str) -> str:
+    """Return the name of a file. A key in the place of one must not appear in a message."""
+    if text.startswith(_KEY_PREFIX):
+        raise argparse.ArgumentTypeError(f"this is an API key and no file: {_KEY_PLACES}")
+    return text
 
 
 def _target(text: str) -> str:

@@ -35,7 +35,7 @@ def add_commands(commands: Commands) -> None:
         _batch,
         "Run the requests of a JSONL file, and write the answers to another.",
         "batch input.jsonl output.jsonl",
-        "batch input.jsonl output.jsonl --url https://models.example.org --ca ca.pem",
+        "batch input.jsonl output.jsonl --url https://models.example.org --tls-ca ca.pem",
     )
     batch.add_argument(
         "input",

@@ -25,6 +25,7 @@ from tokenwire.cli.arguments import tls_of
 from tokenwire.cli.model_argument import DownloadError
 from tokenwire.cli.output import discard_output, print_error
 from tokenwire.errors import ServiceError
+from tokenwire.flag_parser import FlagParser
 from tokenwire.tls import TlsError
 from tokenwire.token_file import TokenError
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         try:
-            code = _run(_parsed(arguments))
+            code = _run(_parser().parse_args(arguments))
         finally:  # an error of the last write must not wait for the end of the interpreter
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -57,26 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_error(f"{place}{os.strerror(error.errno or 0)}.")
         code = 1
     sys.exit(code)
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of a command; `serve` passes the flags of its services on."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
-    flags: tuple[str, ...] = ()
-    if given[:1] == ["serve"]:
-        from tokenwire.serving.service_flags import FlagError, take_flags
-
-        try:
-            flags, given = take_flags(given)
-        except FlagError as error:
-            print_error(str(error))
-            sys.exit(2)
-    options, further = parser.parse_known_args(given)
-    if further and given[:1] != ["serve"]:
-        parser.error(f"unrecognized arguments: {' '.join(further)}")
-    options.service_flags = (*flags, *further)  # `serve` says why it can't pass one on
-    return options
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -123,12 +104,11 @@ _OPTIONS = {
 """Options that have the name of the request's field"""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> FlagParser:
+    parser = FlagParser(
         prog="tokenwire",
         description="A language-model server and its client.",
         epilog="`tokenwire COMMAND --help` shows the options of a command, with examples.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tokenwire')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

@@ -19,6 +19,7 @@ from tokenwire.cli.arguments import (
 )
 from tokenwire.cli.output import print_error, print_json, print_text
 from tokenwire.errors import invalid
+from tokenwire.flag_parser import FlagParser
 
 if TYPE_CHECKING:
     from tokenwire.stream import AnswerStream
@@ -80,7 +81,7 @@ def add_commands(commands: Commands) -> None:
     )
 
 
-def _add_options(command: argparse.ArgumentParser, max_tokens: str, images: str) -> None:
+def _add_options(command: FlagParser, max_tokens: str, images: str) -> None:
     one = command.add_mutually_exclusive_group()
     one.add_argument("--stream", action="store_true", help="Print text as it is generated.")
     one.add_argument("--n", type=whole_number(1, _MOST_CHOICES), help="Number of choices.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tokenwire.cli.arguments import Commands, add_command, amount_of_memory
 from tokenwire.cli.model_argument import MODEL_HELP, add_download, provide_model
 from tokenwire.cli.output import print_error
+from tokenwire.flag_parser import FlagParser
 
 if TYPE_CHECKING:
     from tokenwire.serving.stack_layout import ServeOptions
@@ -33,6 +34,8 @@ def add_commands(commands: Commands) -> None:
         "serve --catalog catalog.toml",
         "serve --replicas 2",
     )
+    serve.set_defaults(service_flags=())
+    serve.add_further = _add_service_flags
     _add_addresses(serve)
     _add_models(serve)
     _add_access(serve)
@@ -105,6 +108,13 @@ async def _with_models(
     provided = await provide_model(model, may_download=options.download, check=check)
     named = wanted.model_id or provided.model_id
     return replace(wanted, model=provided.path, model_id=named)
+
+
+def _add_service_flags(serve: FlagParser) -> None:
+    # imported here, because the other commands need no settings of services
+    from tokenwire.serving.service_flags import add_service_flags
+
+    add_service_flags(serve)
 
 
 def _add_addresses(serve: argparse.ArgumentParser) -> None:

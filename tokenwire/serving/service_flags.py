@@ -14,8 +14,16 @@ from services.grammar.settings import GrammarSettings
 from services.http_shim.settings import HttpShimSettings
 from services.jobs.settings import JobsSettings
 from services.tokenizer.settings import TokenizerSettings
+from tokenwire.flag_parser import FlagParser, unknown_flag
 
-__all__ = ["SETTINGS", "FlagError", "Settings", "engine_arguments", "split_flags", "take_flags"]
+__all__ = [
+    "SETTINGS",
+    "FlagError",
+    "Settings",
+    "add_service_flags",
+    "engine_arguments",
+    "split_flags",
+]
 
 Settings: TypeAlias = (
     EngineSettings | GrammarSettings | HttpShimSettings | JobsSettings | TokenizerSettings
@@ -44,27 +52,39 @@ class FlagError(Exception):
     """Flag that can't be handed on. The message is one sentence."""
 
 
-def take_flags(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Return the flags of services among arguments, and all other arguments. Raises FlagError.
-
-    A parser that does not know these flags would take their values for positional arguments.
-    """
-    parser, _ = _parser()
-    values, others = parser.parse_known_args(arguments)
-    return tuple(_written(name, value) for name, value in vars(values).items()), others
-
-
 def split_flags(arguments: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
     """Return the flags that each service gets: those that it has. Raises FlagError."""
     parser, owners = _parser()
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
-        raise FlagError(_complaint(unknown[0]))
+        raise FlagError(_complaint(unknown[0], parser))
     flags: dict[str, tuple[str, ...]] = dict.fromkeys(SETTINGS, ())
     for name, value in vars(values).items():
         for service in owners[name]:
             flags[service] += (_written(name, value),)
     return flags
+
+
+def add_service_flags(parser: FlagParser) -> None:
+    """Add the flags that `tokenwire serve` hands on; the option `service_flags` collects them."""
+    for settings in SETTINGS.values():
+        for field in dataclasses.fields(settings):
+            flag = _flag(field.name)
+            if flag in parser._option_string_actions:
+                continue
+            if field.name in _OWN_FLAGS:
+                parser.hints[flag] = _set_by_serve(flag)
+                continue
+            is_switch = isinstance(field.default, bool)
+            for name in (flag, f"--no-{flag[2:]}") if is_switch else (flag,):
+                parser.add_argument(
+                    name,
+                    dest="service_flags",
+                    action=_HandOn,
+                    nargs=0 if is_switch else None,
+                    default=argparse.SUPPRESS,
+                    help=argparse.SUPPRESS,
+                )
 
 
 def engine_arguments(text: str) -> tuple[str, ...]:
@@ -97,6 +117,20 @@ def _parser() -> "tuple[_Parser, Mapping[str, list[str]]]":
     return parser, owners
 
 
+class _HandOn(argparse.Action):
+    """Collects flags as they are handed on."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        written = option_string if self.nargs == 0 else f"{option_string}={values}"
+        namespace.service_flags = (*namespace.service_flags, written)
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise FlagError(f"{message}.")
@@ -112,8 +146,12 @@ def _written(name: str, value: Any) -> str:
     return f"{_flag(name)}={value}"
 
 
-def _complaint(argument: str) -> str:
+def _complaint(argument: str, parser: argparse.ArgumentParser) -> str:
     flag = argument.partition("=")[0]
     if flag in {_flag(name) for name in _OWN_FLAGS}:
-        return f"{flag} is set by `tokenwire serve` itself: leave it out."
-    return f"unrecognized argument: {argument}."
+        return _set_by_serve(flag)
+    return unknown_flag(flag, list(parser._option_string_actions))
+
+
+def _set_by_serve(flag: str) -> str:
+    return f"{flag} is set by `tokenwire serve` itself: leave it out."

@@ -112,7 +112,7 @@ def test_option_out_of_range_is_named_as_typed(arguments: tuple[str, ...], messa
     """Exit code 2 tells a script that the command is wrong, not the server."""
     result = tokenwire(*arguments)
     assert result.returncode == 2
-    assert f"error: argument {message}" in result.stderr
+    assert f"argument {message}" in result.stderr
 
 
 def test_health_says_why_a_service_does_not_answer() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.tokenwire.serving.test_stack_layout import assert_refused, serve
+from tests.unit.tokenwire.serving.test_stack_layout import serve
 from tokenwire.serving.service_flags import SETTINGS, FlagError, split_flags
 from tokenwire.serving.stack_layout import ServeOptions, plan
 
@@ -22,7 +22,7 @@ WIRING = {"fd", "engine", "tokenizer", "grammar", "jobs", "peer_ca", "peer_cert"
 
 
 def test_every_other_setting_of_a_service_is_a_flag_of_serve() -> None:
-    """Messages name flags of services; who follows one must not meet "unrecognized arguments"."""
+    """Messages name flags of services; who follows one must not meet "unknown flag"."""
     for service, settings in SETTINGS.items():
         for field in dataclasses.fields(settings):
             if field.name in OF_SERVE | WIRING:
@@ -66,7 +66,7 @@ def test_engine_arguments_take_precedence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--fetch-imges",), "unrecognized argument: --fetch-imges"),
+        (("--fetch-imges",), "unknown flag --fetch-imges. Did you mean --fetch-images"),
         (("--engine", "h:1"), "--engine is set by `tokenwire serve` itself"),
         (("--response-store",), "--response-store: expected one argument"),
     ],
@@ -74,4 +74,6 @@ def test_engine_arguments_take_precedence(tmp_path: Path) -> None:
 def test_flag_of_no_service_is_refused_by_its_name(flags: tuple[str, ...], reason: str) -> None:
     with pytest.raises(FlagError, match=re.escape(reason)):
         split_flags(flags)
-    assert_refused(serve(*flags), reason)
+    refused = serve(*flags)
+    assert refused.returncode == 2
+    assert reason in refused.stderr.splitlines()[-1]

@@ -198,7 +198,10 @@ def test_engine_arguments_that_serve_sets_itself_are_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--engine-args", "--kv-memroy 1GiB"), "engine: unrecognized arguments: --kv-memroy 1GiB"),
+        (
+            ("--engine-args", "--kv-memroy 1GiB"),
+            "engine: unknown flag --kv-memroy. Did you mean --kv-memory?",
+        ),
         (("--dtype", "float8"), "engine: --dtype must be one of auto, float32,"),
     ],
 )
