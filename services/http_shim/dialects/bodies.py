@@ -14,6 +14,7 @@ import grpc
 import msgspec
 from msgspec import Raw, Struct
 
+from services.http_shim.dialects.field_errors import field_error, kind_of
 from services.http_shim.dialects.fields import JsonObject, LeftOut
 from tokenwire.errors import ServiceError, invalid
 
@@ -25,10 +26,6 @@ _EXACT_FLOATS = 2**53
 _INDEX = re.compile(r"\[\d+\]")
 _MAX_UNKNOWN = 1_000  # unknown fields that are collected
 _MAX_STEPS = 8  # of the path of a number out of range: each reads the body again
-_PLACE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
-_DEEP = frozenset({"images", "messages", "structured_outputs", "system", "tools"})
-"""Fields within which `param` is a path"""
 
 
 def decoded(text: bytes) -> JsonObject:
@@ -37,7 +34,8 @@ def decoded(text: bytes) -> JsonObject:
         value = msgspec.json.decode(text)
     except msgspec.ValidationError as error:
         what = str(error).partition(" - at ")[0]
-        raise _wrong_type(f"{what} - at `${_path_of_wrong_number(text)}`") from None
+        where = f"{what} - at `${_path_of_wrong_number(text)}`"
+        raise field_error(where, dict, None) from None
     except UnicodeDecodeError:
         raise _malformed("it is not UTF-8") from None
     except RecursionError:
@@ -46,7 +44,7 @@ def decoded(text: bytes) -> JsonObject:
         hint = " (or it has half of a surrogate pair)" if b"\\ud" in text.lower() else ""
         raise _malformed(str(error) + hint) from None
     if not isinstance(value, dict):
-        raise _wrong_type(f"Expected `object`, got `{_kind(value)}`")
+        raise field_error("Expected `object`", dict, value)
     return value
 
 
@@ -60,7 +58,7 @@ def body_of(kind: type[Body], fields: JsonObject) -> tuple[Body, list[str]]:
     try:
         body = _converted(kind, fields)
     except msgspec.ValidationError as error:
-        raise _wrong_bias(fields) or _wrong_type(str(error)) from None
+        raise _wrong_bias(fields) or field_error(str(error), kind, fields) from None
     except RecursionError:
         raise nested_too_deeply() from None
     unknown: dict[str, str] = {}
@@ -166,15 +164,9 @@ def _wrong_bias(fields: JsonObject) -> ServiceError | None:
         if not re.fullmatch(r"0|[1-9]\d{0,9}", key) or int(key) >= 2**32:
             return invalid(f"logit_bias.{key}", f"logit_bias.{key}: the key must be a token id.")
         if not isinstance(bias, int | float) or isinstance(bias, bool):
-            what = f"Expected `float`, got `{_kind(bias)}`"
-            return invalid(f"logit_bias.{key}", f"logit_bias.{key}: {what}.")
+            what = f"must be a number, got {kind_of(bias)}"
+            return invalid(f"logit_bias.{key}", f"logit_bias.{key} {what}.")
     return None
-
-
-def _kind(value: Any) -> str:
-    """Return msgspec's name of a value's kind."""
-    names = {list: "array", dict: "object", type(None): "null"}
-    return names.get(type(value), type(value).__name__)
 
 
 def nested_too_deeply() -> ServiceError:
@@ -186,18 +178,3 @@ def _malformed(why: str) -> ServiceError:
     return ServiceError(
         grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_JSON", f"The body can't be parsed: {why}."
     )
-
-
-def _wrong_type(message: str) -> ServiceError:
-    place = _PLACE.fullmatch(message)
-    if place is None or not place["path"]:
-        return ServiceError(
-            grpc.StatusCode.INVALID_ARGUMENT, "INVALID_BODY", f"The body: {message}."
-        )
-    path, what = place["path"], place["what"]
-    field = re.split(r"[.\[]", path, maxsplit=1)[0]
-    missing = _MISSING.fullmatch(what)
-    param = field
-    if field in _DEEP:
-        param = path if missing is None else f"{path}.{missing['name']}"
-    return invalid(param, f"{path}: {what}.")

@@ -9,6 +9,7 @@ from msgspec import Struct
 from services.common.constraint_texts import json_text
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.custom_tools import InputGrammar, arguments_of, custom_tool
+from services.http_shim.dialects.field_errors import field_error
 from services.http_shim.dialects.fields import JsonObject
 from services.http_shim.dialects.reading import MessageReading, Reading
 from services.http_shim.dialects.responses.types import (
@@ -272,9 +273,7 @@ def _converted(item: JsonObject, kind: type[_Item], name: str) -> _Item:
     try:
         return msgspec.convert(item, kind)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        at = name + path.rstrip("`")
-        raise invalid(at, f"{at}: {message[:1].lower()}{message[1:]}.") from None
+        raise field_error(str(error), kind, item, name) from None
 
 
 def _read_tools(reading: Reading, body: ResponseBody) -> None:
