@@ -107,10 +107,12 @@ class ServerTls:
             require_client_authentication=self.client_ca is not None,
         )
 
-    def context(self) -> ssl.SSLContext:
-        """Return the context of an HTTP server. Raises TlsError."""
+    def context(self, kind: type[ssl.SSLContext] = ssl.SSLContext) -> ssl.SSLContext:
+        """Return the context of an HTTP server, of some class. Raises TlsError."""
         self.require()
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        default = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context = kind(ssl.PROTOCOL_TLS_SERVER)
+        context.options, context.verify_flags = default.options, default.verify_flags
         context.load_cert_chain(self.certificate, self.key)
         context.set_alpn_protocols(["http/1.1"])
         if self.client_ca is not None:

@@ -36,6 +36,7 @@ from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
 from services.http_shim.backends.model_source import ModelSource, SingleBackend
 from services.http_shim.http.gate import Gate
+from services.http_shim.http.https_context import HttpsContext
 from services.http_shim.http.protocol import protocol_class
 from services.http_shim.images.kept_images import KeptImages
 from services.http_shim.jobs.jobs_client import JobsClient
@@ -99,7 +100,7 @@ async def serve(settings: HttpShimSettings) -> None:
         check(settings)
         models, gate = _models(settings), Gate()
         describe_build("http_shim")
-        context = None if settings.tls is None else settings.tls.context()
+        context = None if settings.tls is None else settings.tls.context(HttpsContext)
         jobs = _jobs(settings)
         app = create_app(models, gate, settings, keyring, jobs)
         server = _server(settings, app, context)

@@ -112,8 +112,7 @@ async def test_only_known_clients_are_served_from_the_edge_to_the_engine(
         url = shim.url.replace("http://", "https://")
         answer = await http.post(f"{url}/v1/completions", json=BODY)
         assert answer.json()["usage"]["completion_tokens"] == 4
-        with pytest.raises(httpx.TransportError):
-            await http.get(f"{shim.url}/health")
+        assert (await http.get(f"{shim.url}/health")).status_code == 400
         for stranger in (None, ours.anyone, theirs.client):
             async with Client(service.target, stranger) as client:
                 with pytest.raises(ServiceError) as refused:
@@ -222,6 +221,24 @@ async def test_replaced_certificate_is_used_at_the_edge(tmp_path: Path, ours: Au
         assert await is_ready(health, ours.anyone.context())
         ours.issue()
         await shim.logged("is in use")
+        assert await is_ready(health, ours.anyone.context())
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE", "POST"])
+async def test_plain_http_at_the_https_port_is_answered_with_a_sentence(
+    tmp_path: Path, ours: Authority, method: str
+) -> None:
+    """A body larger than the kernel's buffers must not turn the answer into a reset connection."""
+    flags = ("--tls-cert", f"{ours.folder}/cert.pem", "--tls-key", f"{ours.folder}/key.pem")
+    async with (
+        running_shim("--tokenizer", "127.0.0.1:9", *flags) as shim,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        body = b"x" * 3_000_000 if method == "POST" else None
+        refused = await http.request(method, f"{shim.url}/v1/models", content=body)
+        assert refused.status_code == 400
+        assert "use https://" in refused.json()["error"]["message"]
+        health = f"{shim.url.replace('http://', 'https://')}/health"
         assert await is_ready(health, ours.anyone.context())
 
 
