@@ -15,9 +15,11 @@ from tokenwire.errors import ServiceError
 
 __all__ = [
     "BATCH_PATHS",
+    "INVALID_LINE",
     "BatchRun",
     "BatchSummary",
     "Connect",
+    "FailureReason",
     "InputError",
     "NotReachedError",
     "Reply",
@@ -36,6 +38,8 @@ BATCH_PATHS = (
     "/v1/pooling",
 )
 """Paths that a line may name"""
+INVALID_LINE = "invalid_line"
+"""Code of the error of a line that is no request"""
 _RETRY_STATUSES = frozenset({429, 502, 503})
 """Statuses after which a request is repeated: the server is full, or a proxy can't reach it"""
 _OK = 200
@@ -43,6 +47,7 @@ _MOST_WAIT = 30.0
 _LONGEST_LINE = 64 << 20
 _LARGE_ANSWER = 1 << 16
 """Bytes above which an answer is handled in a thread"""
+_MOST_REASONS = 100
 _LINE_BEGIN = '{"custom_id": '
 """Beginning of every line that a run writes"""
 
@@ -78,6 +83,15 @@ Connect: TypeAlias = Callable[[], AbstractAsyncContextManager[Send]]
 
 
 @dataclass(slots=True)
+class FailureReason:
+    """Lines that failed for the same reason."""
+
+    line: int
+    """Number of the first of them"""
+    count: int = 1
+
+
+@dataclass(slots=True)
 class BatchSummary:
     """Counts of a batch."""
 
@@ -88,7 +102,16 @@ class BatchSummary:
     failed: int = 0
     tokens: int = 0
     """Number of generated tokens of all answers"""
+    reasons: dict[str, FailureReason] = field(default_factory=dict)
+    """First reasons of failures by their sentence, in the order of their appearance"""
     started: float = field(default_factory=time.monotonic)
+
+    def add_reason(self, sentence: str, line: int) -> None:
+        """Count a failed line under its reason."""
+        if (known := self.reasons.get(sentence)) is not None:
+            known.count += 1
+        elif len(self.reasons) < _MOST_REASONS:
+            self.reasons[sentence] = FailureReason(line)
 
     @property
     def text(self) -> str:
@@ -110,7 +133,9 @@ class _Request:
     content: bytes = b""
     """Body of the request as JSON"""
     problem: str = ""
-    """Reason why the line can't be sent; empty if it can be sent"""
+    """Reason why the line can't be sent, a sentence; empty if it can be sent"""
+    line: int = 0
+    """Its number in the input"""
 
 
 class BatchRun:
@@ -221,8 +246,8 @@ class BatchRun:
             request = self._parse(line, number)
             if request.custom_id is not None:
                 if request.custom_id in self._seen:
-                    problem = f"Line {number}: this custom_id stands in an earlier line."
-                    yield _Request(request.custom_id, problem=problem)
+                    problem = "This custom_id stands in an earlier line."
+                    yield _Request(request.custom_id, problem=problem, line=number)
                     continue
                 self._seen.add(request.custom_id)
                 if (was_good := done.get(request.custom_id)) is not None:
@@ -238,6 +263,8 @@ class BatchRun:
             try:
                 while line := lines.readline(self._longest + 1):
                     number += 1
+                    if not count and (why := _other_format(line)):
+                        raise InputError(self._source, why, number)
                     count += bool(line.strip())
                     if len(line) > self._longest:
                         why = f"line {number} has more than {self._longest:,} characters"
@@ -253,7 +280,7 @@ class BatchRun:
     async def _answer(self, send: Send, request: _Request) -> str:
         """Return the line that answers a request."""
         line: dict[str, Any] = {"custom_id": request.custom_id, "response": None, "error": None}
-        problem, code = request.problem, "invalid_line"
+        problem, code = request.problem, INVALID_LINE
         if not problem:
             response = await self._send(send, request)
             if isinstance(response, str):
@@ -261,9 +288,10 @@ class BatchRun:
             else:
                 line["response"] = response
         if problem:
-            line["error"] = {"code": code, "message": problem}
+            line["error"] = {"code": code, "message": problem, "line": request.line}
         if line["response"] is None or line["response"]["status_code"] != _OK:
             self.summary.failed += 1
+            self.summary.add_reason(problem or _reason(line["response"]), request.line)
         else:
             self.summary.answered += 1
             self.summary.tokens += _generated(line["response"]["body"])
@@ -298,20 +326,22 @@ class BatchRun:
         """Read a line of the input."""
 
         def invalid(why: str, custom_id: str | None = None) -> _Request:
-            return _Request(custom_id, problem=f"Line {number}: {why}.")
+            return _Request(custom_id, problem=f"{why}.", line=number)
 
         try:
             self._check_line(line.encode())
             given = json.loads(line)
+        except json.JSONDecodeError as error:
+            return invalid(f"The line is not JSON: {error.msg} at character {error.colno}")
         except (ValueError, RecursionError) as error:
-            return invalid(f"it is not JSON: {error}")
+            return invalid(f"The line is not JSON: {error}")
         except ServiceError as error:
-            return invalid(error.message)
+            return invalid(error.message.rstrip("."))
         if not isinstance(given, dict):
-            return invalid("it is no object")
+            return invalid("The line is no JSON object")
         custom_id = given.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
-            return invalid("custom_id must be a text")
+            return invalid("custom_id must be a string that is not empty")
         if given.get("method", "POST") != "POST":
             return invalid("method must be POST", custom_id)
         url, body = given.get("url"), given.get("body")
@@ -325,9 +355,28 @@ class BatchRun:
         if self._priority:
             body.setdefault("priority", self._priority)
         try:
-            return _Request(custom_id, url, json.dumps(body).encode())
+            return _Request(custom_id, url, json.dumps(body).encode(), line=number)
         except RecursionError:
             return invalid("body is nested too deeply", custom_id)
+
+
+def _other_format(line: str) -> str:
+    """Return why a first line shows that the file is no batch; empty = it may be one."""
+    lines = "a batch has one JSON object a line"
+    if line.startswith("%PDF-"):
+        return f"the file is a PDF: {lines}"
+    if line.lstrip().startswith("["):
+        return f"the file is a JSON array: {lines}, without brackets and commas around them"
+    if line.strip() == "{":
+        return f"a JSON object goes over several lines: {lines}"
+    return ""
+
+
+def _reason(response: Mapping[str, Any]) -> str:
+    """Return the sentence of a refused request."""
+    error = response["body"].get("error") if isinstance(response["body"], dict) else None
+    message = error.get("message") if isinstance(error, dict) else None
+    return str(message or f"The server answered {response['status_code']}.")
 
 
 def _result(reply: Reply) -> dict[str, Any]:

@@ -121,4 +121,6 @@ def _message(batch: StoredBatch) -> jobs_pb2.Batch:
     if batch.problem:
         problem = jobs_pb2.BatchProblem(reason=batch.reason, message=batch.problem, line=batch.line)
         message.problem.CopyFrom(problem)
+    for each in batch.invalid_lines:
+        message.invalid_lines.add(reason="INVALID_LINE", message=each.message, line=each.line)
     return message

@@ -70,6 +70,7 @@ def test_every_line_gets_an_answer_and_bad_ones_an_error(stack: Stack, tmp_path:
     assert code == 1
     assert "4 of 10 requests answered" in summary
     assert "6 failed" in summary
+    assert "line 6: The line is not JSON" in summary
     for custom_id in "bcd":
         answer = answers[custom_id]["response"]
         assert answer["status_code"] == 200
@@ -78,7 +79,7 @@ def test_every_line_gets_an_answer_and_bad_ones_an_error(stack: Stack, tmp_path:
     assert answers["unknown"]["response"]["status_code"] == 404
     assert answers["unknown"]["response"]["body"]["error"]["param"] == "model"
     for faulty, why in (
-        (None, "Line 6: it is not JSON"),
+        (None, "The line is not JSON: Expecting value at character 1."),
         ("streams", "body.stream"),
         ("later", "body.background"),
         ("a", "an earlier line"),
@@ -183,3 +184,34 @@ def test_key_is_not_sent_in_clear_text(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "clear text" in done.stderr
+
+
+def test_file_of_wrong_lines_is_answered_with_its_first_reasons(tmp_path: Path) -> None:
+    """No server is needed: nothing could be sent."""
+    lines = ["a;b", *["1;2"] * 138, '{"custom_id": ""}']
+    source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    code, summary, _ = run(source, target, "http://127.0.0.1:9")
+    assert code == 1
+    assert "140 failed" in summary
+    assert "line 1: The line is not JSON: Expecting value at character 1." in summary
+    assert "line 2 (and 137 other lines): The line is not JSON: Extra data" in summary
+    assert "line 140: custom_id must be a string that is not empty." in summary
+
+
+@pytest.mark.parametrize(
+    ("begin", "why"),
+    [("%PDF-1.4", "the file is a PDF"), ("[", "a JSON array"), ("{", "goes over several lines")],
+)
+def test_file_of_another_format_is_refused_by_its_name(
+    tmp_path: Path, begin: str, why: str
+) -> None:
+    source = write(tmp_path / "in.jsonl", [begin, "x"])
+    done = subprocess.run(
+        command(source, tmp_path / "out.jsonl", "http://127.0.0.1:9"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert why in done.stderr

@@ -138,7 +138,12 @@ async def test_every_line_gets_an_answer_or_an_error(client: AsyncOpenAI) -> Non
     assert good["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
     bad = await answers(client, batch.error_file_id)
     assert bad["c"]["response"]["status_code"] == 404
-    assert "Line 3: it is not JSON" in bad[None]["error"]["message"]
+    assert "The line is not JSON" in bad[None]["error"]["message"]
+    assert batch.errors is not None
+    assert [(error.code, error.line) for error in batch.errors.data or []] == [
+        ("invalid_line", 3),
+        ("invalid_line", 5),
+    ]
     assert "url must be one of /v1/completions" in bad["d"]["error"]["message"]
     listed = await client.batches.list(limit=1)
     assert listed.data[0].id == batch.id
@@ -372,6 +377,27 @@ async def test_file_that_is_not_utf_8_fails_with_its_line_and_no_path(
     assert batch.errors is not None
     [error] = batch.errors.data or []
     assert (error.line, error.message) == (201, "Line 201 is not UTF-8.")
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "why"),
+    [
+        (["%PDF-1.7", "1 0 obj"], 1, "The file is a PDF: a batch has one JSON object a line."),
+        (["[", line("a"), "]"], 1, "The file is a JSON array: a batch has one JSON object a line"),
+        (["name;age", *["Ann;3"] * 20], 1, "The line is not JSON: Expecting value at character 1."),
+    ],
+)
+async def test_file_without_a_request_fails_and_says_why(
+    client: AsyncOpenAI, lines: list[str], number: int, why: str
+) -> None:
+    """Its owner would otherwise read a count of failures."""
+    batch = await ended(client, await started(client, lines))
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    errors = batch.errors.data or []
+    assert 0 < len(errors) <= 10
+    assert errors[0].line == number
+    assert (errors[0].message or "").startswith(why)
 
 
 async def test_file_of_too_many_lines_fails_and_others_go_on(client: AsyncOpenAI) -> None:

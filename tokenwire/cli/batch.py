@@ -19,12 +19,13 @@ from tokenwire.cli.arguments import whole_number as whole
 from tokenwire.cli.output import print_error
 
 if TYPE_CHECKING:
-    from tokenwire.batch_run import BatchRun
+    from tokenwire.batch_run import BatchRun, BatchSummary
 
 __all__ = ["add_commands"]
 
 _PROGRESS_SECONDS = 0.5
 _LOWEST = 2**31 - 1
+_SHOWN_REASONS = 3
 
 
 def add_commands(commands: Commands) -> None:
@@ -102,7 +103,17 @@ async def _batch(options: argparse.Namespace) -> int:
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     print_error(summary.text)
+    _print_reasons(summary, options.output)
     return 0 if summary.failed == 0 else 1
+
+
+def _print_reasons(summary: "BatchSummary", output: Path) -> None:
+    """Print the first reasons of failures, each once."""
+    for sentence, reason in list(summary.reasons.items())[:_SHOWN_REASONS]:
+        others = f" (and {reason.count - 1:,} other lines)" if reason.count > 1 else ""
+        print_error(f"line {reason.line}{others}: {sentence}")
+    if len(summary.reasons) > _SHOWN_REASONS:
+        print_error(f"{output} has the reasons of all failures.")
 
 
 async def _show_progress(run: "BatchRun") -> None:

@@ -181,15 +181,21 @@ def _object(batch: jobs_pb2.Batch) -> BatchObject:
         cancelled_at=ended_as(jobs_pb2.BATCH_STATUS_CANCELLED),
         request_counts=RequestCounts(batch.total, batch.completed, batch.failed),
         metadata=dict(batch.metadata),
-        errors=_errors(batch.problem) if batch.HasField("problem") else None,
+        errors=_errors(batch),
     )
 
 
-def _errors(problem: jobs_pb2.BatchProblem) -> dict[str, Any]:
-    error = {
+def _errors(batch: jobs_pb2.Batch) -> dict[str, Any] | None:
+    """Return why a batch failed, and the first lines that are no requests."""
+    problems = [batch.problem] if batch.HasField("problem") else []
+    problems += batch.invalid_lines
+    return {"object": "list", "data": list(map(_error, problems))} if problems else None
+
+
+def _error(problem: jobs_pb2.BatchProblem) -> dict[str, Any]:
+    return {
         "code": problem.reason.lower() or "batch_failed",
         "message": problem.message,
         "line": problem.line if problem.HasField("line") else None,
         "param": None,
     }
-    return {"object": "list", "data": [error]}

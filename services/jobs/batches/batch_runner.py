@@ -6,11 +6,11 @@ import fcntl
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import grpc
 
@@ -25,11 +25,12 @@ from services.jobs.store.file_store import (
     PAGE_BYTES,
     BatchStatus,
     FileStore,
+    InvalidLine,
     StoredBatch,
     StoredFile,
     full,
 )
-from tokenwire.batch_run import BatchRun, BatchSummary, InputError, Reply
+from tokenwire.batch_run import INVALID_LINE, BatchRun, BatchSummary, InputError, Reply
 from tokenwire.errors import ServiceError
 
 __all__ = ["BatchRunner"]
@@ -50,6 +51,7 @@ _FIRST_PAUSE, _MOST_PAUSE = 2.0, 60.0
 """Seconds after which a batch that the disk or the database stopped goes on"""
 _OK = 200
 _KINDS = ("output", "error")
+_MOST_INVALID = 10
 _PIECE = 1 << 20
 """Bytes that an output reserves at a time"""
 _ID_BYTES = 40
@@ -270,13 +272,14 @@ class BatchRunner:
         good, bad = map(self._store.path, names)
         source = self._store.path(batch.id)
         try:
-            answered, failed = await asyncio.to_thread(_divide, source, good, bad)
+            division = await asyncio.to_thread(_divide, source, good, bad)
         except OSError:  # other work needs the room that the halves take
             good.unlink(missing_ok=True)
             bad.unlink(missing_ok=True)
             raise
         files = []
-        for name, count, kind in zip(names, (answered, failed), _KINDS, strict=True):
+        counts = division.answered, division.failed
+        for name, count, kind in zip(names, counts, _KINDS, strict=True):
             path = self._store.path(name)
             if count:
                 shown, size = f"{batch.id}_{kind}.jsonl", path.stat().st_size
@@ -286,10 +289,12 @@ class BatchRunner:
                 path.unlink()
         ended = replace(
             batch,
-            output_file=names[0] if answered else None,
-            error_file=names[1] if failed else None,
-            answered=answered,
-            failed=failed,
+            status="failed" if division.has_no_request else batch.status,
+            output_file=names[0] if division.answered else None,
+            error_file=names[1] if division.failed else None,
+            answered=division.answered,
+            failed=division.failed,
+            invalid_lines=tuple(division.invalid),
         )
         return ended, files
 
@@ -383,18 +388,44 @@ async def _locked(lock: BinaryIO) -> None:
             return
 
 
-def _divide(source: Path, good: Path, bad: Path) -> tuple[int, int]:
+@dataclass(slots=True)
+class _Division:
+    """Numbers of the answers and errors of a batch."""
+
+    answered: int = 0
+    failed: int = 0
+    invalid: list[InvalidLine] = field(default_factory=list)
+    """First lines of the input that are no requests"""
+    num_invalid: int = 0
+
+    @property
+    def has_no_request(self) -> bool:
+        """True if every line of the input is invalid."""
+        return not self.answered and 0 < self.failed == self.num_invalid
+
+    def add(self, answer: Mapping[str, Any]) -> bool:
+        """Count a line of the output; return whether it is an error."""
+        response, error = answer["response"], answer["error"]
+        if response is not None and response["status_code"] == _OK:
+            self.answered += 1
+            return False
+        self.failed += 1
+        if error is not None and error["code"] == INVALID_LINE:
+            self.num_invalid += 1
+            if len(self.invalid) < _MOST_INVALID:
+                self.invalid.append(InvalidLine(error["line"], error["message"]))
+        return True
+
+
+def _divide(source: Path, good: Path, bad: Path) -> _Division:
     """Divide the lines of a batch into answers and errors; return their numbers."""
-    counts = [0, 0]
+    division = _Division()
     with good.open("w") as answers, bad.open("w") as errors:
         for line in _lines(source):
-            answer = json.loads(line)
-            response = answer["response"]
-            fails = response is None or response["status_code"] != _OK
-            identity = f"batch_req_{sum(counts)}"
-            (errors if fails else answers).write(f'{{"id": "{identity}", {line[1:]}')
-            counts[fails] += 1
-    return counts[0], counts[1]
+            identity = f"batch_req_{division.answered + division.failed}"
+            file = errors if division.add(json.loads(line)) else answers
+            file.write(f'{{"id": "{identity}", {line[1:]}')
+    return division
 
 
 def _lines(source: Path) -> Iterator[str]:

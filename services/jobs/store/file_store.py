@@ -25,6 +25,7 @@ __all__ = [
     "PAGE_BYTES",
     "BatchStatus",
     "FileStore",
+    "InvalidLine",
     "Page",
     "StoredBatch",
     "StoredFile",
@@ -88,6 +89,15 @@ class StoredFile:
 
 
 @dataclass(frozen=True, slots=True)
+class InvalidLine:
+    """A line of a batch that is no request."""
+
+    line: int
+    """Its number, from 1"""
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class StoredBatch:
     """A batch. Times are Unix times in seconds; None = not reached."""
 
@@ -117,6 +127,8 @@ class StoredBatch:
     """Reason of that failure as errors have it, such as INVALID_FILE"""
     line: int | None = None
     """Line of its input at fault"""
+    invalid_lines: tuple[InvalidLine, ...] = ()
+    """First lines of its input that are no requests"""
 
     @property
     def owner(self) -> str:
