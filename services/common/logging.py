@@ -1,4 +1,4 @@
-"""Logs as JSON lines on stderr, each with the ids of its request."""
+"""Logs on stderr, as JSON lines or as text, each line with the ids of its request."""
 
 import contextlib
 import json
@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from services.common.line_writer import LineWriter, write_to
+from services.common.log_text import is_text, record_text, wants_colours
 
 __all__ = ["configure", "flush", "request_fields", "request_id", "traceparent"]
 
@@ -25,12 +26,14 @@ _FLUSH_SECONDS = 1.0
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
-class _JsonFormatter(logging.Formatter):
-    """One JSON object per record, with `extra` as fields."""
+class _Formatter(logging.Formatter):
+    """One JSON object or one text per record, with `extra` as fields."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, *, is_text: bool, colours: bool) -> None:
         super().__init__()
         self._service = service
+        self._is_text = is_text
+        self._colours = colours
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
@@ -44,6 +47,8 @@ class _JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)[-_MOST_TRACEBACK:]
         line |= {key: _cut(value) for key, value in line.items() if key != "exception"}
+        if self._is_text:
+            return record_text(line, colours=self._colours)
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
@@ -61,14 +66,19 @@ def _cut(value: object) -> object:
     return value
 
 
-def configure(service: str, level: str, on_lost: Callable[[], None] = lambda: None) -> None:
-    """Log all records of `level` and above to stderr as JSON lines.
+def configure(
+    service: str, level: str, log_format: str, on_lost: Callable[[], None] = lambda: None
+) -> None:
+    """Log all records of `level` and above to stderr.
 
-    A log that nobody reads loses lines instead of delaying a request. on_lost: called for each
-    lost line.
+    log_format: "json", "text", or "auto" = text on a terminal and JSON elsewhere. on_lost: called
+    for each lost line. A log that nobody reads loses lines instead of delaying a request.
     """
     _unblock_stderr()
-    handler = _LineHandler(service, on_lost)
+    stderr = sys.stderr.fileno()
+    text = is_text(log_format, stderr)
+    formatter = _Formatter(service, is_text=text, colours=text and wants_colours(stderr))
+    handler = _LineHandler(formatter, on_lost)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -84,9 +94,9 @@ def flush() -> None:
 class _LineHandler(logging.Handler):
     """Handler that passes the lines to a thread that writes them."""
 
-    def __init__(self, service: str, on_lost: Callable[[], None]) -> None:
+    def __init__(self, formatter: logging.Formatter, on_lost: Callable[[], None]) -> None:
         super().__init__()
-        self.setFormatter(_JsonFormatter(service))
+        self.setFormatter(formatter)
         self._on_lost = on_lost
         self._writer = LineWriter(partial(write_to, sys.stderr.fileno()), self._notice)
 

@@ -135,7 +135,7 @@ def run(
     waits for `hold_on_error` seconds.
     """
     try:
-        service_logging.configure(name, settings.log_level, LOST_LOG_LINES.inc)
+        service_logging.configure(name, settings.log_level, settings.log_format, LOST_LOG_LINES.inc)
         raise_file_limit()
         with (
             held or nullcontext(),

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+from services.common.log_text import LOG_FORMATS
 from services.common.network.addresses import LAST_PORT, METRICS_PORT_OFFSET
 from tokenwire.flag_parser import FlagParser
 from tokenwire.tls import ClientTls, ServerTls, TlsError
@@ -125,6 +126,9 @@ class ServerSettings(PeerTokenSettings):
     )
     log_level: str = setting(
         "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = setting(
+        "auto", "Form of log lines; auto = text on a terminal, else JSON.", choices=LOG_FORMATS
     )
     otlp_endpoint: str = setting(
         "",

@@ -80,7 +80,9 @@ def main() -> None:
         settings = parse(HttpShimSettings, "python -m services.http_shim", "TOKENWIRE_HTTP_SHIM")
         if settings.fd < 0:
             check(settings)
-        service_logging.configure("http_shim", settings.log_level, LOST_LOG_LINES.inc)
+        service_logging.configure(
+            "http_shim", settings.log_level, settings.log_format, LOST_LOG_LINES.inc
+        )
         raise_file_limit()
         with tracing.exporting("http_shim", settings.otlp_endpoint):
             uvloop.run(serve(settings))

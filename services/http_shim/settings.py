@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from services.common.log_text import LOG_FORMATS
 from services.common.network.addresses import is_loopback, why_closed
 from services.common.peers.targets import parse_targets
 from services.common.settings import (
@@ -119,6 +120,9 @@ class HttpShimSettings(PeerSettings, LimitSettings):
     grace: float = setting(30.0, "Seconds that running requests have after SIGTERM.")
     log_level: str = setting(
         "info", "Least severe log lines.", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = setting(
+        "auto", "Form of log lines; auto = text on a terminal, else JSON.", choices=LOG_FORMATS
     )
     otlp_endpoint: str = setting(
         "",

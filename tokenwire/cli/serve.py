@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.common.log_text import LOG_FORMATS
 from tokenwire.cli.arguments import Commands, add_command, amount_of_memory
 from tokenwire.cli.model_argument import MODEL_HELP, add_download, provide_model
 from tokenwire.cli.output import print_error
@@ -55,6 +56,13 @@ def add_commands(commands: Commands) -> None:
         default="",
         metavar="URL",
         help="OTLP collector (gRPC) for traces, such as http://127.0.0.1:4317.",
+    )
+    serve.add_argument(
+        "--log-format",
+        choices=LOG_FORMATS,
+        default="auto",
+        help="Form of log lines on stderr; auto = text on a terminal, else JSON. Log files have "
+        "JSON.",
     )
     serve.add_argument(
         "--log-dir",

@@ -38,7 +38,7 @@ SETTINGS: Mapping[str, type[Settings]] = {
 }
 _OWN_FLAGS = frozenset(
     {
-        *("host", "port", "fd", "grace", "model", "model_id", "catalog", "dtype"),
+        *("host", "port", "fd", "grace", "log_format", "model", "model_id", "catalog", "dtype"),
         *("engine", "tokenizer", "grammar", "jobs", "keys", "limits_url", "peer_token_file"),
         *("peer_ca", "peer_cert", "peer_key", "tls_cert", "tls_key", "plaintext", "open"),
     }

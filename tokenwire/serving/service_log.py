@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.common.line_writer import LineWriter, write_to
+from services.common.log_text import is_text, rendered, wants_colours
 from tokenwire.serving.log_file import LogFile
 
 __all__ = ["FileLog", "ServiceLog", "StderrLog", "flush_logs", "report"]
@@ -34,12 +35,16 @@ class ServiceLog(Protocol):
 class StderrLog:
     """stderr. Output may be held back until the services are known to be startable."""
 
-    def __init__(self, *, holds: bool = False) -> None:
+    def __init__(self, log_format: str = "json", *, holds: bool = False) -> None:
+        self._is_text = is_text(log_format, _STDERR)
+        self._colours = self._is_text and wants_colours(_STDERR)
         self._held: list[bytes] | None = [] if holds else None
         self._held_bytes = 0
 
     def put(self, lines: bytes) -> None:
-        """Queue whole lines, or hold them."""
+        """Queue whole lines, or hold them; JSON becomes text where people read it."""
+        if self._is_text:
+            lines = rendered(lines, colours=self._colours)
         if self._held is None:
             _stderr.put(lines)
             return

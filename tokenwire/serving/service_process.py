@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import tty
 from typing import Any
 
 from services.common.exit_status import exit_status
@@ -51,6 +52,8 @@ class ServiceProcess:
         # A service that sees a terminal shows its progress.
         is_seen = logs is None and sys.stderr.isatty()
         source, stderr = os.openpty() if is_seen else os.pipe()
+        if is_seen:
+            tty.setraw(stderr)  # the terminal behind the supervisor is the one that ends lines
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", f"services.{service.name}", *arguments,
             stdin=asyncio.subprocess.DEVNULL,

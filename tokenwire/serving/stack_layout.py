@@ -120,6 +120,8 @@ class ServeOptions:
     """Seconds that running requests may take when the stack stops"""
     otlp_endpoint: str = ""
     """URL of the OTLP collector that the services send traces to; empty = standard variables"""
+    log_format: str = "auto"
+    """Form of the log lines on stderr: json, text, or auto = text on a terminal"""
     log_dir: Path | None = None
     """Directory of a log file per service; None = stderr"""
     log_size: int = 64 * 2**20
@@ -447,7 +449,8 @@ def _count_gpus() -> int:
 def _common(options: ServeOptions) -> tuple[str, ...]:
     """Return the flags of all services."""
     traces = ("--otlp-endpoint", options.otlp_endpoint) if options.otlp_endpoint else ()
-    return ("--grace", f"{options.grace:g}", *traces)
+    # the supervisor reads the lines, and turns them into text where people read them
+    return ("--grace", f"{options.grace:g}", "--log-format", "json", *traces)
 
 
 def _checkpoint(model: Path | None) -> Path:

@@ -133,7 +133,7 @@ class _Stack:
             self._signals.on_hangup(self._on_hangup)
         self._began = time.monotonic()
         self._is_up = False
-        self._stderr_log = StderrLog(holds=True)
+        self._stderr_log = StderrLog(options.log_format, holds=True)
         """Output of the services, held back until they serve: a wrong setting is then one sentence
         and nothing else. A slow start shows its progress"""
         asyncio.get_running_loop().call_later(_HELD_SECONDS, self._stderr_log.release)

@@ -45,7 +45,7 @@ def run(link: socket.socket) -> NoReturn:
         end_process(0)  # the gRPC process has refused to start, and has reported the reason
     # The gRPC process decides when to stop. It ends a loop process without settings by this signal.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    service_logging.configure("engine", settings.log_level)
+    service_logging.configure("engine", settings.log_level, settings.log_format)
     try:
         with ends_with_peer(link):
             loaded = load_loop(settings)

@@ -41,7 +41,7 @@ def run(settings: EngineSettings, link: socket.socket) -> NoReturn:
     """Encode images until the gRPC process closes `link`; exit with 1 or 2 after a failure."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the gRPC process decides when to stop
-    service_logging.configure("engine", settings.log_level)
+    service_logging.configure("engine", settings.log_level, settings.log_format)
     os.nice(_NICENESS)
     try:
         with ends_with_peer(link):

@@ -22,7 +22,7 @@ def test_long_values_are_cut(
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
-    service_logging.configure("test", "info")
+    service_logging.configure("test", "info", "json")
     try:
         raise ValueError("x" * 60_000)
     except ValueError:

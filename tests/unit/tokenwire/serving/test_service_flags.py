@@ -12,7 +12,18 @@ from tokenwire.serving.service_flags import SETTINGS, FlagError, split_flags
 from tokenwire.serving.stack_layout import ServeOptions, plan
 
 OF_SERVE = {
-    *("host", "port", "grace", "model", "model_id", "catalog", "dtype", "keys", "limits_url"),
+    *(
+        "host",
+        "port",
+        "grace",
+        "log_format",
+        "model",
+        "model_id",
+        "catalog",
+        "dtype",
+        "keys",
+        "limits_url",
+    ),
     *("peer_token_file", "tls_cert", "tls_key", "plaintext", "open", "chat_template"),
     *("cors_origins", "allowed_hosts", "otlp_endpoint"),
 }

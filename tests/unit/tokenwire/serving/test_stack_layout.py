@@ -373,3 +373,10 @@ def test_every_service_sends_its_traces_to_the_collector(checkpoint: Path) -> No
     for service in services:
         flag = service.arguments.index("--otlp-endpoint")
         assert service.arguments[flag + 1] == collector
+
+
+@pytest.mark.parametrize("log_format", ["auto", "text", "json"])
+def test_services_log_json_whatever_people_read(checkpoint: Path, log_format: str) -> None:
+    """The supervisor explains an exit by the last record, and log files are read by programs."""
+    for service in plan(ServeOptions(model=checkpoint, log_format=log_format)):
+        assert service.arguments[service.arguments.index("--log-format") + 1] == "json"
