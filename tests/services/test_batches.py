@@ -302,7 +302,7 @@ async def test_restart_repeats_no_line_and_no_custom_id(stack: Stack, tmp_path: 
     for custom_id, request_id in before.items():
         sent = [each for each in answered if each["custom_id"] == custom_id and each["response"]]
         assert [each["response"]["request_id"] for each in sent] == [request_id]
-    assert "this custom_id stands in an earlier line" in bad
+    assert "This custom_id stands in an earlier line" in bad
 
 
 async def test_output_is_bounded(stack: Stack, tmp_path: Path) -> None:
