@@ -11,6 +11,7 @@ from services.common.constraint_texts import json_text
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.fields import JsonObject
 from services.http_shim.dialects.foreign_fields import check_foreign
+from services.http_shim.dialects.ollama.closed_schema import closed_schema
 from services.http_shim.dialects.ollama.durations import keep_alive_seconds
 from services.http_shim.dialects.ollama.types import (
     FOREIGN_OPTIONS,
@@ -255,7 +256,7 @@ def _grammar(body: OllamaGenerationBody) -> types_pb2.GrammarSpec | None:
         case str():
             shown = body.format[:64]
             raise invalid("format", f"format must be json or a JSON Schema, got {shown!r}.")
-    return types_pb2.GrammarSpec(json_schema=json_text(body.format))
+    return types_pb2.GrammarSpec(json_schema=json_text(closed_schema(body.format)))
 
 
 def _read_think(reading: OllamaReading, body: OllamaGenerationBody) -> None:
