@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ollama
 import pytest
 import pytest_asyncio
 import torch
@@ -66,7 +67,7 @@ async def running_stack(model: Path, logs: Path) -> AsyncIterator[httpx.AsyncCli
         memory = ("--dtype", "float32", "--kv-memory", "64MiB")
         engine = await start("engine", *memory, "--grammar", grammar)
         tokenizer = await start("tokenizer", "--engine", engine)
-        shim = await running.enter_async_context(running_shim("--tokenizer", tokenizer))
+        shim = await running.enter_async_context(running_shim("--tokenizer", tokenizer, "--ollama"))
         yield await running.enter_async_context(httpx.AsyncClient(base_url=shim.url, timeout=60))
 
 
@@ -174,6 +175,23 @@ async def test_openai_sdk_sends_images_to_chats(http: httpx.AsyncClient) -> None
     content.pop()
     less = await client.chat.completions.create(messages=messages, **asked)  # type: ignore[call-overload]
     assert answer.usage.prompt_tokens == less.usage.prompt_tokens + IMAGE_TOKENS
+
+
+async def test_ollamas_client_sends_images_to_chats_and_prompts(http: httpx.AsyncClient) -> None:
+    client = ollama.AsyncClient(host=str(http.base_url))
+    [model] = (await client.list()).models
+    name = model.model or ""
+    assert "vision" in ((await client.show(name)).capabilities or ())
+    options = {"temperature": 0, "num_predict": 4}
+    counts = []
+    for images in ([], [CAT], [CAT, DOG]):
+        messages = [{"role": "user", "content": "What differs?", "images": images}]
+        counts.append((await client.chat(name, messages, options=options)).prompt_eval_count or 0)
+    assert counts == [counts[0] + IMAGE_TOKENS * number for number in range(3)]
+    shown = await client.generate(name, "What differs?", images=[CAT], options=options)
+    assert shown.prompt_eval_count == counts[1]
+    raw = await client.generate(name, PROMPT, images=[CAT], raw=True, options=options)
+    assert (raw.prompt_eval_count or 0) > IMAGE_TOKENS
 
 
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4, images see ahead"])
