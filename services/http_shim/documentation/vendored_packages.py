@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePath
 
-__all__ = ["integrity"]
+__all__ = ["integrity", "path_below"]
 
 VENDOR = Path(__file__).resolve().parents[1] / "web" / "vendor"
 PACKAGES = VENDOR / "packages.json"
@@ -39,9 +40,14 @@ def main() -> None:
     PACKAGES.write_text(json.dumps(list(packages.values()), indent=2) + "\n")
 
 
+def path_below(target: Path, name: str, names: Sequence[str]) -> Path:
+    """Return the path of a package's file: relative to the first one's folder, else its name."""
+    file, folder = PurePath(name), PurePath(names[0]).parent
+    return target / (file.relative_to(folder) if file.is_relative_to(folder) else file.name)
+
+
 def extract(archive: Path, target: Path, names: list[str]) -> dict[str, str]:
     """Write these files of an npm package into `target`; return the integrity of each."""
-    target.mkdir(parents=True, exist_ok=True)
     hashes = {}
     with tarfile.open(archive) as opened:
         for name in names:
@@ -49,16 +55,17 @@ def extract(archive: Path, target: Path, names: list[str]) -> dict[str, str]:
             assert member is not None
             content = member.read()
             hashes[name] = integrity("sha384", content)
-            file = target / Path(name).name
+            file = path_below(target, name, names)
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
             write_integrity(file.relative_to(VENDOR.parent).as_posix(), hashes[name])
     return hashes
 
 
 def write_integrity(path: str, value: str) -> None:
-    """Replace the `integrity` of the scripts that load `path`."""
+    """Replace the `integrity` of the scripts and style sheets at `path`."""
     for page in VENDOR.parent.glob("*.html"):
-        pattern = rf'(src="{re.escape(path)}" integrity=")[^"]*'
+        pattern = rf'((?:src|href)="{re.escape(path)}" integrity=")[^"]*'
         page.write_text(re.sub(pattern, rf"\g<1>{value}", page.read_text()))
 
 

@@ -9,18 +9,18 @@ import pytest
 
 from services import http_shim
 from services.http_shim.documentation.pages import PAGES
-from services.http_shim.documentation.vendored_packages import integrity
+from services.http_shim.documentation.vendored_packages import integrity, path_below
 
 WEB = Path(http_shim.__file__).parent / "web"
 VENDOR = WEB / "vendor"
 PACKAGES: list[dict[str, Any]] = json.loads((VENDOR / "packages.json").read_text())
 HASHES = {
-    f"{each['package']}/{Path(name).name}": value
+    path_below(Path(each["package"]), name, [*each["files"]]).as_posix(): value
     for each in PACKAGES
     for name, value in each["files"].items()
 }
 """Integrity of each file by its path below vendor/"""
-SCRIPT = re.compile(r'<script [^>]*src="vendor/([^"]+)"[^>]*>')
+LOADED = re.compile(r'<(?:script|link) [^>]*(?:src|href)="vendor/([^"]+)"[^>]*>')
 
 
 def test_files_are_those_of_the_packages() -> None:
@@ -41,14 +41,15 @@ def test_package_names_its_version_and_comes_with_its_licence(package: dict[str,
     assert any(name.startswith("LICENSE") for name in package["files"])
 
 
-def test_pages_load_each_vendored_script_by_its_hash() -> None:
-    """A browser refuses a script that a proxy or a broken installation changed."""
+def test_pages_load_each_vendored_file_by_its_hash() -> None:
+    """A browser refuses a file that a proxy or a broken installation changed."""
     loaded = [
         (script[1], script[0])
         for page in WEB.glob("*.html")
-        for script in SCRIPT.finditer(page.read_text())
+        for script in LOADED.finditer(page.read_text())
     ]
-    assert {path for path, _ in loaded} == {path for path in HASHES if path.endswith(".min.js")}
+    minified = (".min.js", ".min.css")
+    assert {path for path, _ in loaded} == {path for path in HASHES if path.endswith(minified)}
     for path, tag in loaded:
         assert f'integrity="{HASHES[path]}"' in tag
         assert f"/vendor/{path}" in PAGES

@@ -1,5 +1,6 @@
 // Markdown as DOM nodes, while it streams. A complete block is not parsed again as the answer grows.
 import { CodeColours } from "./code_colours.js";
+import { drawFormulas } from "./formulas.js";
 import { fill, inlineOf, nodeOf, parse, setInline } from "./markdown_nodes.js";
 
 const MARKS = /^[\s>\-+*=_#|:~`\d.)]*$/; // such a line is drawn later: it does not show yet which block it begins
@@ -42,6 +43,7 @@ export class Markdown {
     const { blocks, definitions } = parse(text);
     this.#hasDefinitions ||= Object.keys(definitions).length > 0;
     patch(this.#parent, blocks.map(nodeOf), definitions, this.#closed);
+    for (const block of this.#openNodes()) drawFormulas(block);
     this.#close(text, blocks);
   }
 
@@ -82,7 +84,7 @@ function patch(parent, nodes, definitions, first = 0) {
 
 function update(old, node, definitions) {
   if (old.nodeType === Node.TEXT_NODE) return updateText(old, node.data);
-  if (old.tagName === "BUTTON") return; // it may say "Copied"
+  if (old.tagName === "BUTTON" || old.matches(".formula")) return; // it may say "Copied", or be drawn
   if (old.matches("pre code")) return updateCode(old, node.textContent);
   const inline = inlineOf(node);
   if (inline !== undefined) {
@@ -95,6 +97,7 @@ function update(old, node, definitions) {
 
 function isAlike(old, node) {
   if (old.nodeType === Node.TEXT_NODE) return node.nodeType === Node.TEXT_NODE;
+  if (old.matches?.(".formula")) return node.nodeName === old.nodeName && old.dataset.source === node.dataset.source;
   if (old.nodeName !== node.nodeName || old.attributes.length !== node.attributes.length) return false;
   return [...node.attributes].every(({ name, value }) => old.getAttribute(name) === value);
 }

@@ -1,5 +1,6 @@
 // Blocks of markdown-it's tokens as DOM nodes. Its HTML is not used: no string is ever parsed as HTML.
 import { button, copyText, element } from "./elements.js";
+import { addFormulas, formula, openFormula } from "./formulas.js";
 
 const blockParser = globalThis.markdownit();
 blockParser.core.ruler.enableOnly(["normalize", "block"]);
@@ -7,6 +8,7 @@ const inlineParser = globalThis.markdownit({ linkify: true });
 inlineParser.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
 // Only these schemes: a javascript: link would run in the page, a data: link imitates one.
 inlineParser.validateLink = (url) => /^(?:https?:\/\/|mailto:)/i.test(url);
+addFormulas(blockParser, inlineParser);
 
 const inlines = new WeakMap(); // inline text of each element that holds one
 
@@ -97,11 +99,20 @@ function leaf(token) {
     case "fence":
     case "code_block":
       return codeBlock(token.content, token.info.trim().split(/\s/)[0]);
+    case "formula":
+      return token.block ? blockFormula(token) : formula(token.content, false);
+    case "open_formula":
+      return openFormula(token.content);
     case "image":
       return link(token.attrGet("src"), token.content || token.attrGet("src")); // the page loads nothing from other servers
     default:
       return token.content;
   }
+}
+
+// The punctuation after a formula stays.
+function blockFormula(token) {
+  return element("div", { className: "formula-block" }, formula(token.content, true), token.info);
 }
 
 function link(target, ...children) {
