@@ -23,6 +23,7 @@ from services.http_shim.dialects.ollama.write import OLLAMA_ERRORS
 from services.http_shim.dialects.reading import Read
 from services.http_shim.dialects.responses.types import InputTokenCount
 from services.http_shim.documentation.openapi import openapi
+from services.http_shim.documentation.page_policy import mcp_origins_of
 from services.http_shim.documentation.pages import PAGES, page_routes
 from services.http_shim.endpoints.adapters import Adapters
 from services.http_shim.endpoints.background_responses import BackgroundResponses
@@ -150,7 +151,7 @@ def create_app(
         *([] if settings.metrics_port else [Route("/metrics", probes.metrics)]),
         Route("/status.json", probes.status),
         Route("/version", probes.version),
-        *page_routes(),
+        *page_routes(mcp_origins_of(settings.mcp_origins)),
         *(parts.ollama_routes(gate) if settings.ollama else ()),
     ]
     names = [name.strip() for name in settings.allowed_hosts.split(",") if name.strip()]

@@ -14,6 +14,7 @@ from services.common.settings import (
     server_tls,
     setting,
 )
+from services.http_shim.documentation.page_policy import mcp_origins_of
 from services.http_shim.http.cors import origins_of
 from services.http_shim.images.remote_urls import AllowedSources
 from tokenwire.channel_options import LOST_SECONDS
@@ -54,6 +55,11 @@ class HttpShimSettings(PeerSettings, LimitSettings):
     )
     cors_origins: str = setting(
         "", "Origins whose pages may call the API, separated by commas; * = all; empty = none."
+    )
+    mcp_origins: str = setting(
+        "",
+        "Origins of MCP servers whose tools the playground may call from a browser, separated by "
+        "commas; empty = none but its own.",
     )
     tokenizer_wait: float = setting(
         60.0, "Seconds that new requests wait for a tokenizer service that restarts."
@@ -158,6 +164,7 @@ def check(settings: HttpShimSettings) -> None:
         raise StartupError(closed)
     try:
         origins_of(settings.cors_origins)
+        mcp_origins_of(settings.mcp_origins)
         _ = settings.image_sources
     except ValueError as error:
         raise StartupError(str(error)) from None

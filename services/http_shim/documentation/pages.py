@@ -1,11 +1,12 @@
 """Pages: the playground (GET /), the reference (/docs), the status (/status), and /llms.txt.
 
 Their files are in services/http_shim/web. The pages need no key, but their requests do. The
-content-security-policy header forbids them to load from other servers, and to parse text as HTML.
+content-security-policy header forbids them to load from other servers, to parse text as HTML, and
+to send to other servers than the MCP servers that the operator names.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.http_shim.documentation.openapi import document
+from services.http_shim.documentation.page_policy import page_policy
 from services.http_shim.documentation.reference import reference
 
 __all__ = ["PAGES", "page_routes"]
@@ -24,11 +26,9 @@ _MEDIA_TYPES = {
     ".css": "text/css",
     ".svg": "image/svg+xml",
     ".txt": "text/plain",
+    ".woff2": "font/woff2",
 }
 _HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'; require-trusted-types-for 'script'",
     "cache-control": "no-cache",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -54,14 +54,19 @@ PAGES = frozenset(_FILES)
 """Paths of the pages and their files, a list fixed at the start"""
 
 
-def page_routes() -> list[Route]:
-    """Return a route for each file."""
-    return [Route(path, _page(*file)) for path, file in _FILES.items()]
+def page_routes(mcp_origins: Sequence[str]) -> list[Route]:
+    """Return a route for each file.
+
+    mcp_origins: origins that the pages may send requests to, besides their own.
+    """
+    policy = page_policy(mcp_origins)
+    return [Route(path, _page(*file, policy)) for path, file in _FILES.items()]
 
 
-def _page(media_type: str, content: bytes) -> Callable[[Request], Awaitable[Response]]:
-    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {**_HEADERS, "etag": etag}
+def _page(media_type: str, content: bytes, policy: str) -> Callable[[Request], Awaitable[Response]]:
+    # browsers keep the policy that they stored when the answer is 304: the tag changes with it
+    etag = f'"{hashlib.sha256(content + policy.encode()).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "content-security-policy": policy, "etag": etag}
 
     async def page(request: Request) -> Response:
         # browsers ask each time, and get the file only if it differs from theirs
