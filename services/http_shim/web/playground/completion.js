@@ -1,7 +1,8 @@
 // Completions: text after a prompt, infill before a suffix, and the token probabilities.
 import { element } from "./elements.js";
-import { stream, Usage } from "./requests.js";
+import { stream } from "./requests.js";
 import { TokenRow, tokensOf } from "./tokens.js";
+import { Usage, usageText } from "./usage.js";
 
 export class Completion {
   #form;
@@ -25,8 +26,8 @@ export class Completion {
 
   request() {
     const { prompt, suffix, echo } = this.#form.elements;
-    const { settings, model } = this.#host;
-    const body = { ...settings.common(model()), prompt: prompt.value };
+    const { settings, models } = this.#host;
+    const body = { ...settings.common(models.id), prompt: prompt.value };
     if (suffix.value) body.suffix = suffix.value;
     if (echo.checked) body.echo = true;
     if (settings.probabilities) body.logprobs = 5;
@@ -42,7 +43,8 @@ export class Completion {
     try {
       const times = new Usage();
       for await (const event of stream(...this.request(), controller.signal)) {
-        usage.textContent = times.record(event) ?? usage.textContent;
+        const figures = times.record(event);
+        if (figures) usage.textContent = usageText(figures);
         for (const choice of event.choices) this.#choice(choices, choice.index).add(choice);
         this.#host.scroller.follow();
       }

@@ -41,7 +41,7 @@ function draw(node) {
   const tex = source.slice(opener.length, source.length - closer.length);
   if (source.length > MAX_CHARACTERS) return;
   try {
-    globalThis.katex.render(tex, node, { displayMode, throwOnError: true, strict: false, maxSize: 20, maxExpand: 500 });
+    globalThis.katex.render(tex, node, { displayMode, throwOnError: true, strict: false, errorColor: "currentColor", maxSize: 20, maxExpand: 500 });
     if (displayMode) makeScrollable(node);
   } catch (error) {
     node.replaceChildren(element("code", { title: error.message }, source));

@@ -1,31 +1,57 @@
 // The playground: connects the parts of the page, and keeps the state of the mode that is not shown.
+import { Attachments } from "./attachments.js";
 import { Chat } from "./chat.js";
 import { Completion } from "./completion.js";
 import { newConversation, shownMessages } from "./conversation.js";
-import { Images } from "./images.js";
+import { ConversationHead } from "./conversation_head.js";
+import { Gauge } from "./gauge.js";
+import { McpServers } from "./mcp_servers.js";
+import { ModelPicker } from "./models.js";
 import { Panels } from "./panels.js";
-import { curl, hasKey, listModels, useKey } from "./requests.js";
+import { curl, hasKey, useKey } from "./requests.js";
 import { SavedConversations } from "./saved.js";
 import { Scroller } from "./scroller.js";
 import { Settings } from "./settings.js";
+import { Toast } from "./toast.js";
 
 const at = (id) => document.getElementById(id);
 const settings = new Settings(at("settings-form"));
 const scroller = new Scroller(at("scroll"));
+const toast = new Toast(at("toast"), () => host.focus());
+const models = new ModelPicker(at("model"), at("model-state"), { say, changed: showModel });
+const tools = new McpServers({ list: at("mcp-servers"), form: at("mcp-form") }, showTools);
+const gauge = new Gauge(
+  { box: at("context"), warning: at("context-warning") },
+  { card: () => models.card, model: () => models.id, typed: typedText },
+);
 const host = {
-  settings,
-  scroller,
-  model: () => at("model").value,
-  changed: (conversation) => saved.save(conversation),
+  settings, scroller, models, tools, toast, say,
+  changed: (conversation, newFiles) => {
+    showConversation();
+    return saved.save(conversation, newFiles);
+  },
   grown: (conversation) => saved.saveGrowing(conversation),
   running: showRunning,
-  say,
   focus: () => mode() === "chat" && at("box").focus(),
 };
 const chat = new Chat(at("messages"), host);
 const completion = new Completion(at("completion"), at("completion-output"), host);
-const saved = new SavedConversations(at("conversations"), { open, say });
-const images = new Images({ list: at("attached"), input: at("images"), box: at("composer"), say });
+const saved = new SavedConversations(
+  { list: at("conversations"), search: at("search"), count: at("found") },
+  { open, say, toast, renamed: showConversation },
+);
+const head = new ConversationHead(
+  { title: at("title"), suggest: at("suggest"), system: at("system"), summary: at("system-summary") },
+  {
+    say, toast,
+    model: () => models.id,
+    changed: () => saved.save(chat.conversation),
+    defaultSystem: () => settings.system,
+  },
+);
+const attachments = new Attachments({
+  list: at("attached"), input: at("files"), box: at("box"), area: document.querySelector("main"), say, changed: () => gauge.typed(),
+});
 const panels = new Panels();
 
 at("composer").addEventListener("submit", (event) => {
@@ -46,12 +72,19 @@ at("stop").addEventListener("click", () => {
   host.focus();
 });
 document.addEventListener("keydown", (event) => {
+  if (event.key === "k" && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    panels.open("saved");
+    saved.focusSearch();
+  }
   if (event.key !== "Escape") return;
   if (current().running) current().stop();
   else panels.close();
 });
 at("modes").addEventListener("change", showMode);
-at("new").addEventListener("click", () => open(null));
+at("new").addEventListener("click", () => open(null, []));
+at("delete-all").addEventListener("click", () => saved.deleteAll());
+at("box").addEventListener("input", () => gauge.typed());
 at("export-json").addEventListener("click", () => saved.export(chat.conversation, "json"));
 at("export-markdown").addEventListener("click", () => saved.export(chat.conversation, "markdown"));
 at("import").addEventListener("change", (event) => saved.import(event.target.files[0]));
@@ -66,10 +99,15 @@ at("forget-key").addEventListener("click", () => {
   showModels();
 });
 at("curl-details").addEventListener("toggle", showCurl);
-at("settings-form").addEventListener("input", showCurl);
+at("settings-form").addEventListener("input", () => {
+  showCurl();
+  showConversation();
+});
+head.open(chat.conversation);
+tools.start();
 await showModels();
 const last = await saved.load();
-if (!chat.conversation.children.length) open(last); // no message was sent while it was loaded
+if (!chat.conversation.children.length) open(last, []); // no message was sent while it was loaded
 
 function mode() {
   return document.querySelector("[name=mode]:checked").value;
@@ -83,16 +121,19 @@ function send() {
   if (current().running) return;
   if (mode() === "completion") return completion.send();
   const content = at("box").value;
-  if (!content.trim() && !images.count) return at("box").focus();
+  if (!content.trim() && !attachments.count) return at("box").focus();
   at("box").value = "";
   say("");
-  chat.send(content, images.take());
+  chat.send(content, attachments.take());
+  gauge.typed();
   saved.current(chat.conversation);
 }
 
-function open(conversation) {
+function open(conversation, words) {
   chat.stop();
-  chat.open(conversation ?? newConversation());
+  chat.open(conversation ?? newConversation(), words);
+  head.open(chat.conversation);
+  showConversation();
   saved.current(chat.conversation);
   panels.close();
   host.focus();
@@ -100,9 +141,11 @@ function open(conversation) {
 
 function showMode() {
   const isChat = mode() === "chat";
-  for (const [id, isShown] of [["chat", isChat], ["completion", !isChat], ["box", isChat], ["attach", isChat], ["attached", isChat]]) {
+  for (const [id, isShown] of [["chat", isChat], ["head", isChat], ["completion", !isChat], ["box", isChat], ["attach", isChat]]) {
     at(id).hidden = !isShown;
   }
+  at("attached").hidden = !isChat || !attachments.count;
+  showModel();
   showRunning();
   showCurl();
 }
@@ -117,10 +160,29 @@ function say(text) {
   at("status").textContent = text;
 }
 
-function showCurl() {
+function typedText() {
+  return [at("box").value, ...attachments.texts].join("");
+}
+
+function showConversation() {
+  head.draw();
+  gauge.show(chat.conversation, chat.conversation.system ?? settings.system);
+}
+
+function showModel() {
+  settings.showLimit(mode() === "chat", models.card);
+  gauge.draw();
+}
+
+function showTools() {
+  chat.renewCalls();
+  showCurl();
+}
+
+async function showCurl() {
   if (!at("curl-details").open) return;
   try {
-    const request = mode() === "chat" ? chat.request(shownMessages(chat.conversation)) : completion.request();
+    const request = mode() === "chat" ? await chat.request(shownMessages(chat.conversation)) : completion.request();
     at("curl").textContent = curl(...request);
   } catch (error) {
     at("curl").textContent = error.message;
@@ -130,10 +192,7 @@ function showCurl() {
 async function showModels() {
   at("key-state").textContent = hasKey() ? "A key is in use, for this tab alone." : "No key is in use.";
   try {
-    const models = await listModels();
-    const chosen = at("model").value;
-    at("model").replaceChildren(...models.map((model) => new Option(model.id)));
-    if (models.some((model) => model.id === chosen)) at("model").value = chosen;
+    await models.refresh();
     say("");
   } catch (error) {
     at("key-state").textContent = error.message;

@@ -13,6 +13,10 @@ export class Panels {
     this.#arrange();
   }
 
+  open(name) {
+    this.#show(name, true);
+  }
+
   close() {
     for (const name of NAMES) if (!panel(name).hidden && !WIDE.matches) this.#show(name, false);
   }

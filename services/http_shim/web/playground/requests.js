@@ -30,6 +30,12 @@ export async function getJson(path, signal) {
   return response.json();
 }
 
+export async function postJson(path, body, signal) {
+  const response = await send(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body), signal });
+  if (!response.ok) throw await errorOf(response);
+  return response.json();
+}
+
 // Yields the parsed events of the answer, up to [DONE].
 export async function* stream(path, body, signal) {
   const response = await send(path, {
@@ -76,27 +82,5 @@ async function errorOf(response) {
     return new ServerError((await response.json()).error.message, response.status);
   } catch {
     return new ServerError(`${response.status} ${response.statusText}`, response.status);
-  }
-}
-
-// Usage and times of one request, as a line of text.
-export class Usage {
-  #began = performance.now();
-  #first = null;
-  #last = null;
-
-  // Takes each event of the stream. Returns the line once the server has sent the usage, else null.
-  record(event) {
-    const now = performance.now();
-    if (event.choices.length) {
-      this.#first ??= now;
-      this.#last = now;
-    }
-    if (!event.usage) return null;
-    const { prompt_tokens: prompt, completion_tokens: output } = event.usage;
-    const all = (this.#last ?? now) - this.#began;
-    const rate = all > 0 ? Math.round((1000 * output) / all) : 0;
-    const first = Math.round((this.#first ?? now) - this.#began);
-    return `${prompt} prompt + ${output} answer tokens, ${rate} tokens/s, first token after ${first} ms`;
   }
 }

@@ -5,6 +5,7 @@ const NUMBERS = [
   "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
   "frequency_penalty", "presence_penalty", "repetition_penalty",
 ];
+const DEFAULT_COMPLETION_TOKENS = 16; // of /v1/completions without max_tokens
 
 export class Settings {
   #fields;
@@ -34,6 +35,14 @@ export class Settings {
     return this.#fields.logprobs.checked;
   }
 
+  // Shows what the server does without max_tokens.
+  showLimit(isChat, card) {
+    const field = this.#fields.max_tokens;
+    const isBounded = card?.max_output_length < card?.max_model_len;
+    if (!isChat) field.placeholder = `${DEFAULT_COMPLETION_TOKENS}`;
+    else field.placeholder = isBounded ? `up to ${card.max_output_length.toLocaleString()}` : "rest of context";
+  }
+
   // Returns the fields that chats and completions share. Throws with the reason if one is not valid.
   common(model) {
     const body = { model };
@@ -47,10 +56,11 @@ export class Settings {
     return { ...body, ...this.#constraint(), ...this.#json("further", "Further fields") };
   }
 
-  chat() {
-    const tools = this.#json("tools", "Tools", []);
-    const body = {};
-    if (Array.isArray(tools) && tools.length) body.tools = tools.map((tool) => (tool.type ? tool : { type: "function", function: tool }));
+  // `servedTools` are those of MCP servers.
+  chat(servedTools) {
+    const written = this.#json("tools", "Tools", []);
+    const own = Array.isArray(written) ? written.map((tool) => (tool.type ? tool : { type: "function", function: tool })) : [];
+    const body = own.length + servedTools.length ? { tools: [...own, ...servedTools] } : {};
     if (body.tools && this.#fields.tool_choice.value) body.tool_choice = this.#fields.tool_choice.value;
     if (this.#fields.reasoning_effort.value) body.reasoning_effort = this.#fields.reasoning_effort.value;
     if (this.probabilities) Object.assign(body, { logprobs: true, top_logprobs: 5 });
