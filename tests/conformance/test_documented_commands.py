@@ -28,6 +28,7 @@ NOT_RUN = {
     'pip install "tokenwire': "tests/conformance/test_wheel.py installs a wheel",
     ".venv/bin/pip install": "needs the network",
     ".venv/bin/python -m benchmarks": "takes long",
+    ".venv/bin/python examples/mcp_server.py": "does not end; tests/browser/test_mcp.py runs it",
     "systemd-run ": "needs systemd and a model that is larger than memory",
     "tokenwire chat --image": "needs a vision-language model",
     "tokenwire keys revoke": "its key is made up",
