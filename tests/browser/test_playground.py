@@ -1,47 +1,11 @@
 """The playground in Chromium: the history sent is the history shown, and nothing shown is lost."""
 
-import json
 import re
 from typing import Any
 
 from playwright.async_api import Page, Request, Route, expect
 
-ANSWER = ".message.assistant"
-
-
-def chunk(**choice: Any) -> str:
-    """Return one event of a streamed chat."""
-    whole = {"object": "chat.completion.chunk", "choices": [{"index": 0, **choice}]}
-    return f"data: {json.dumps(whole)}\n\n"
-
-
-def body_of(request: Request) -> dict[str, Any]:
-    """Return the request's JSON object."""
-    body: dict[str, Any] = json.loads(request.post_data or "")
-    return body
-
-
-async def answer_with(page: Page, *events: str) -> list[dict[str, Any]]:
-    """Answer the page's next chats with these events. Return the list of the bodies they send."""
-    bodies: list[dict[str, Any]] = []
-
-    async def fulfil(route: Route, request: Request) -> None:
-        bodies.append(body_of(request))
-        await route.fulfill(
-            content_type="text/event-stream", body="".join(events) + "data: [DONE]\n\n"
-        )
-
-    await page.route("**/v1/chat/completions", fulfil)
-    return bodies
-
-
-async def say(page: Page, text: str) -> None:
-    await page.fill("#box", text)
-    await page.press("#box", "Enter")
-
-
-async def answered(page: Page, count: int) -> None:
-    await expect(page.locator(f"{ANSWER} .actions")).to_have_count(count)
+from tests.browser.answers import ANSWER, answer_with, answered, body_of, chunk, say
 
 
 async def test_model_answers_and_the_next_request_carries_what_is_shown(page: Page) -> None:
@@ -275,3 +239,43 @@ async def test_phone_shows_the_answer_and_the_message_box_together(page: Page) -
     await expect(page.locator("#box")).to_be_in_viewport()
     await expect(page.get_by_text("End.")).to_be_in_viewport()
     assert await page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+async def test_settings_are_sent_only_when_they_are_set(page: Page) -> None:
+    bodies = await answer_with(page, chunk(delta={"content": "Yes."}))
+    await say(page, "Hello")
+    await answered(page, 1)
+    assert set(bodies[0]) == {"model", "messages", "stream", "stream_options"}
+    await page.fill("#settings-form [name=temperature]", "0")
+    await page.fill("#settings-form [name=max_tokens]", "9")
+    await say(page, "Hello")
+    await answered(page, 2)
+    assert (bodies[1]["temperature"], bodies[1]["max_tokens"]) == (0, 9)
+
+
+async def test_empty_settings_show_what_the_server_uses(page: Page) -> None:
+    """The defaults of the page are those of the API's document."""
+    document = await page.evaluate("fetch('openapi.json').then(answer => answer.json())")
+    schemas = document["components"]["schemas"]
+    numbers = page.locator("#settings-form .numbers input")
+    for field in await numbers.all():
+        name = await field.get_attribute("name")
+        default = schemas["ChatBody"]["properties"][name].get("default")
+        if default is not None and name != "top_k":
+            assert float(await field.get_attribute("placeholder") or "nan") == default, name
+    limit = page.locator("#settings-form [name=max_tokens]")
+    await expect(limit).to_have_attribute("placeholder", "rest of context")
+    await page.check("[name=mode][value=completion]")
+    default = schemas["CompletionBody"]["properties"]["max_tokens"]["default"]
+    await expect(limit).to_have_attribute("placeholder", str(default))
+
+
+async def test_speed_of_an_answer_is_kept_with_it(page: Page) -> None:
+    await page.fill("#settings-form [name=max_tokens]", "8")
+    await say(page, "What is Python?")
+    await answered(page, 1)
+    line = page.locator(f"{ANSWER} .usage")
+    await expect(line).to_contain_text(re.compile(r"\d answer tokens, .*tokens/s, first token"))
+    shown = await line.inner_text()
+    await page.reload()
+    await expect(line).to_have_text(shown)

@@ -11,26 +11,31 @@ const MAX_DOCUMENT_BYTES = 5 * MIB; // of all PDFs and texts of a message
 export class Attachments {
   #list;
   #files = []; // {id, name, type, size, data}
+  #accepts;
   #say;
   #changed;
 
-  // `box` takes pasted files, `area` dropped ones.
-  constructor({ list, input, box, area, say, changed }) {
+  // `box` takes pasted files, `area` dropped ones, if `accepts()`.
+  constructor({ list, input, box, area, accepts, say, changed }) {
     this.#list = list;
+    this.#accepts = accepts;
     this.#say = say;
     this.#changed = changed;
     input.addEventListener("change", () => {
       this.#add([...input.files]);
       input.value = "";
     });
-    box.addEventListener("paste", (event) => this.#take(event, event.clipboardData));
+    box.addEventListener("paste", (event) => {
+      const hasText = event.clipboardData.types.includes("text/plain"); // word processors add a picture of their text
+      if (!hasText) this.#take(event, event.clipboardData);
+    });
     area.addEventListener("dragover", (event) => {
       if (!event.dataTransfer.types.includes("Files")) return;
       event.preventDefault();
       area.classList.add("dropping");
     });
     area.addEventListener("dragleave", (event) => {
-      if (!area.contains(event.relatedTarget)) area.classList.remove("dropping");
+      if (!event.relatedTarget) area.classList.remove("dropping");
     });
     area.addEventListener("drop", (event) => {
       area.classList.remove("dropping");
@@ -57,8 +62,9 @@ export class Attachments {
 
   #take(event, { files }) {
     if (!files.length) return;
-    event.preventDefault();
-    this.#add([...files]);
+    event.preventDefault(); // the browser would leave the page for the file
+    if (this.#accepts()) this.#add([...files]);
+    else this.#say("Files go with the messages of a chat.");
   }
 
   async #add(files) {

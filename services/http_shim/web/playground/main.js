@@ -50,7 +50,9 @@ const head = new ConversationHead(
   },
 );
 const attachments = new Attachments({
-  list: at("attached"), input: at("files"), box: at("box"), area: document.querySelector("main"), say, changed: () => gauge.typed(),
+  list: at("attached"), input: at("files"), box: at("box"), area: document.body, say,
+  accepts: () => mode() === "chat",
+  changed: () => gauge.typed(),
 });
 const panels = new Panels();
 

@@ -14,6 +14,7 @@ export class SavedConversations {
   #count;
   #host; // {open(conversation, words), say(text), toast, renamed()}
   #all = [];
+  #deleted = new Set(); // conversations of this visit; an answer that ends later must not store them again
   #current = null;
 
   constructor({ list, search: box, count }, host) {
@@ -45,6 +46,7 @@ export class SavedConversations {
 
   // Returns whether the conversation and its new files are stored. Tells the user why not.
   async save(conversation, newFiles = []) {
+    if (this.#deleted.has(conversation)) return true;
     const isKnown = this.#all.includes(conversation);
     if (!conversation.children.length && !isKnown) return true;
     conversation.updated = Date.now();
@@ -62,7 +64,7 @@ export class SavedConversations {
 
   // Stores an answer that still grows: the page may be closed before its end.
   saveGrowing(conversation) {
-    saveConversation(conversation).catch(() => {}); // `save` reports it
+    if (!this.#deleted.has(conversation)) saveConversation(conversation).catch(() => {}); // `save` reports it
   }
 
   focusSearch() {
@@ -161,9 +163,11 @@ export class SavedConversations {
     const before = this.#all;
     const current = this.#current;
     this.#all = before.filter((other) => !deleted.includes(other));
+    for (const conversation of deleted) this.#deleted.add(conversation);
     this.draw();
     if (deleted.includes(current)) this.#host.open(null, []);
     const restore = async () => {
+      for (const conversation of deleted) this.#deleted.delete(conversation);
       this.#all = [...this.#all.filter((other) => !before.includes(other)), ...before];
       this.draw();
       await markDeleted(deleted, false).catch(() => {}); // it was not stored
