@@ -8,9 +8,9 @@ from pathlib import Path
 from services.common.gguf.checkpoint_files import PARTS
 from services.common.gguf.gguf_config import config_of
 from services.common.gguf.gguf_file import GgufError, GgufFile
+from services.common.host_memory import free_host_memory, in_units
 from services.common.model_files.checkpoint_folder import gguf_of
 from services.common.settings import StartupError
-from services.engine.host_memory import free_host_memory, in_units
 from services.engine.kernels.freshness import require_current
 from services.engine.model.checkpoint.architectures import family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
@@ -25,7 +25,14 @@ from services.engine.model.checkpoint.task_names import (
 from services.engine.ranks.rank import Rank
 from services.engine.settings import EngineSettings, parse_bytes, parse_share
 
-__all__ = ["check_config", "check_room", "check_start", "require_room", "stored_weights"]
+__all__ = [
+    "check_config",
+    "check_room",
+    "check_start",
+    "needed_bytes",
+    "require_room",
+    "stored_weights",
+]
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _PROCESSOR = Path("/proc/cpuinfo")
@@ -47,17 +54,39 @@ def check_start(settings: EngineSettings) -> None:
     require_current()
     if settings.packed_cache:
         _require_directory(Path(settings.packed_cache))
-    model = settings.model
     try:
-        gguf = _gguf(model)
-        if gguf is None:
-            config = Config.read(model / "config.json")
-        else:
-            config = Config(str(gguf), config_of(GgufFile(gguf)))
+        config = _config(settings.model)
         check_config(config, settings)
-        check_room(stored_weights(model), config, settings)
+        check_room(stored_weights(settings.model), config, settings)
     except (CheckpointError, GgufError) as error:
         raise StartupError(str(error)) from None
+
+
+def needed_bytes(settings: EngineSettings) -> int:
+    """Return the bytes of weights and KV cache, whatever memory is free.
+
+    A KV cache of a share counts as that share of the free memory. Raises StartupError for a model
+    that is not served.
+    """
+    try:
+        config = _config(settings.model)
+        check_config(config, settings)
+        weights = stored_weights(settings.model)
+    except (CheckpointError, GgufError) as error:
+        raise StartupError(str(error)) from None
+    if not _can_map(config, settings):
+        weights = replace(weights, mapped_bytes=0)
+    share = 0.5 if settings.kv_memory == "auto" else parse_share(settings.kv_memory)
+    cache = parse_bytes(settings.kv_memory) if share is None else int(free_host_memory() * share)
+    return weights.num_bytes(settings.weights, _number_bytes(settings)) + cache
+
+
+def _config(model: Path) -> Config:
+    """Return the config.json of a checkpoint. Raises CheckpointError or GgufError."""
+    gguf = _gguf(model)
+    if gguf is None:
+        return Config.read(model / "config.json")
+    return Config(str(gguf), config_of(GgufFile(gguf)))
 
 
 def _require_directory(cache: Path) -> None:

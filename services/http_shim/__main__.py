@@ -34,6 +34,7 @@ from services.common.vllm_metrics import VllmLoadMetrics
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
+from services.http_shim.backends.model_manager import manager_of
 from services.http_shim.backends.model_source import ModelSource, SingleBackend
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.https_context import HttpsContext
@@ -176,7 +177,8 @@ def _models(settings: HttpShimSettings) -> ModelSource:
     if not settings.catalog:
         warn_of_clear_text(parse_targets(settings.tokenizer, "--tokenizer"), settings)
         return SingleBackend(settings.tokenizer, backend_settings)
-    catalog = Catalog(Path(settings.catalog), backend_settings)
+    manager = manager_of(settings.model_manager, settings.peer_token)
+    catalog = Catalog(Path(settings.catalog), backend_settings, manager)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, catalog.reload)
     return catalog
 

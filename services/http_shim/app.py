@@ -32,6 +32,7 @@ from services.http_shim.endpoints.documents import Documents
 from services.http_shim.endpoints.files import Files
 from services.http_shim.endpoints.generation import GenerationEndpoint
 from services.http_shim.endpoints.generator import Generator
+from services.http_shim.endpoints.model_loading import ModelLoading
 from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
 from services.http_shim.endpoints.probes import Probes
@@ -109,6 +110,7 @@ def create_app(
     response_tokens = TokenCounting(responses.prepare_count, InputTokenCount, models, prompts)
     multi_completion = MultiCompletion(models, gate, bodies)
     model_cards = Models(models)
+    model_loading = ModelLoading(models, bodies)
     tokenization = Tokenization(models, prompts)
     adapters = Adapters(models, bodies, is_allowed=settings.adapter_routes)
     probes = Probes(models, gate, jobs)
@@ -138,6 +140,8 @@ def create_app(
         Route("/v1/responses/{response_id}/input_items", stored_responses.input_items),
         Route("/v1/completion", multi_completion, methods=["POST"]),
         Route("/v1/models", model_cards.all),
+        Route("/v1/models/load", model_loading.load, methods=["POST"]),
+        Route("/v1/models/unload", model_loading.unload, methods=["POST"]),
         Route("/v1/models/{model:path}", model_cards.one),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),

@@ -8,6 +8,7 @@ __all__ = [
     "FIRST_TOKEN_SECONDS",
     "INTER_TOKEN_SECONDS",
     "IN_FLIGHT",
+    "MODEL_WAITS",
     "NO_ROUTE",
     "REQUESTS",
     "REQUEST_SECONDS",
@@ -23,6 +24,7 @@ REQUESTS = Counter(
     ["route", "status", "model"],
 )
 IN_FLIGHT = Gauge("tokenwire_http_in_flight", "Requests in progress, without probes.")
+MODEL_WAITS = Gauge("tokenwire_http_model_waits", "Requests that wait until their model is loaded.")
 REQUEST_SECONDS = Histogram(
     "tokenwire_http_request_seconds",
     "Seconds from the arrival of a request to the end of its answer.",

@@ -71,6 +71,11 @@ class HttpShimSettings(PeerSettings, LimitSettings):
         LOST_SECONDS, "Seconds of silence after which a tokenizer service counts as lost.", least=1
     )
     catalog: str = setting("", "TOML file that lists the models; reloaded on SIGHUP.")
+    model_manager: str = setting(
+        "",
+        "host:port of the service that loads the catalog's models on demand, which `tokenwire "
+        "serve` starts; empty = none.",
+    )
     allowed_hosts: str = setting(
         "",
         "Names that the Host header may have besides loopback's, separated by commas; * = any. "

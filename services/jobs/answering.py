@@ -23,6 +23,7 @@ from services.common.sharing.tenant import current_tenant
 from services.http_shim.app import create_inner_app
 from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
+from services.http_shim.backends.model_manager import manager_of
 from services.http_shim.backends.model_source import ModelSource, SingleBackend
 from services.http_shim.http.exchange import exchange_of
 from services.http_shim.http.failures import error_response
@@ -132,7 +133,8 @@ def _models(settings: JobsSettings) -> ModelSource:
         warn_of_clear_text(parse_targets(settings.tokenizer, "--tokenizer"), settings)
         return SingleBackend(settings.tokenizer, backend_settings)
     try:
-        catalog = Catalog(Path(settings.catalog), backend_settings)
+        manager = manager_of(settings.model_manager, settings.peer_token)
+        catalog = Catalog(Path(settings.catalog), backend_settings, manager)
     except CatalogError as error:
         raise StartupError(str(error)) from None
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, catalog.reload)

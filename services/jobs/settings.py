@@ -25,6 +25,11 @@ class JobsSettings(StreamSettings, PeerSettings, LimitSettings):
         "commas; unused with --catalog.",
     )
     catalog: str = setting("", "TOML file that lists the models; reloaded on SIGHUP.")
+    model_manager: str = setting(
+        "",
+        "host:port of the service that loads the catalog's models on demand, which `tokenwire "
+        "serve` starts; empty = none.",
+    )
     tokenizer_wait: float = setting(
         60.0, "Seconds that new requests wait for a tokenizer service that restarts."
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
+from services.common.model_files.keep_alive import parse_keep_alive
 from tokenwire.errors import invalid
 from tokenwire.flag_parser import FlagParser
 from tokenwire.loopback import is_loopback
@@ -29,6 +30,7 @@ __all__ = [
     "add_url",
     "amount_of_memory",
     "connected",
+    "keep_alive",
     "key_for_url",
     "key_of",
     "number",
@@ -205,6 +207,14 @@ def amount_of_memory(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"must be a size such as 64MiB or 1GiB, got {text!r}")
     return int(match[1]) * _UNITS[match[2]]
+
+
+def keep_alive(text: str) -> float:
+    """Read the time that a model stays in memory, as the argparse type."""
+    try:
+        return parse_keep_alive(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def read_text(argument: str, field: str) -> str:

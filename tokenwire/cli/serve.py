@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.common.log_text import LOG_FORMATS
-from tokenwire.cli.arguments import Commands, add_command, amount_of_memory
+from services.common.model_files.keep_alive import DEFAULT_KEEP_ALIVE
+from tokenwire.cli.arguments import Commands, add_command, amount_of_memory, keep_alive
 from tokenwire.cli.model_argument import MODEL_HELP, add_download, provide_model
 from tokenwire.cli.output import print_error
 from tokenwire.flag_parser import FlagParser
@@ -33,12 +34,14 @@ def add_commands(commands: Commands) -> None:
         "serve Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M --download",
         "serve --host 0.0.0.0 --keys keys.json --log-dir /var/log/tokenwire",
         "serve --catalog catalog.toml",
+        "serve --models ~/models",
         "serve --replicas 2",
     )
     serve.set_defaults(service_flags=())
     serve.add_further = _add_service_flags
     _add_addresses(serve)
     _add_models(serve)
+    _add_demand(serve)
     _add_access(serve)
     serve.add_argument(
         "--grace",
@@ -87,14 +90,16 @@ async def _serve(options: argparse.Namespace) -> int:
         print_error("MODEL and --model say the same: leave one out.")
         return 2
     model = options.named_model if options.model is None else options.model
+    is_named = model is not None or options.model_id
     if options.catalog is not None and (
-        model is not None or options.model_id or options.chat_template is not None
+        (is_named and options.models is None) or options.chat_template is not None
     ):
         print_error("--catalog names the models; leave out MODEL, --model-id and --chat-template.")
         return 2
     try:
         given = {field.name: getattr(options, field.name) for field in fields(ServeOptions)}
-        await supervise(await _with_models(ServeOptions(**given | {"model": None}), model, options))
+        given |= {"model": None, "models": _folders(options.models)}
+        await supervise(await _with_models(ServeOptions(**given), model, options))
     except ServeError as error:
         print_error(str(error))
         return error.exit_code
@@ -123,6 +128,16 @@ def _add_service_flags(serve: FlagParser) -> None:
     from tokenwire.serving.service_flags import add_service_flags
 
     add_service_flags(serve)
+
+
+def _folders(stated: list[str] | None) -> tuple[Path, ...] | None:
+    """Return the folders of --models; without a name, those where models are by default."""
+    from tokenwire.serving.model_folders import default_folders
+
+    if stated is None:
+        return None
+    names = [name for text in stated for name in text.split(os.pathsep) if name]
+    return tuple(Path(name).expanduser() for name in names) or default_folders()
 
 
 def _add_addresses(serve: argparse.ArgumentParser) -> None:
@@ -191,6 +206,60 @@ def _add_models(serve: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="Engines of the model, which share the cores or take a GPU each (default: 1).",
+    )
+
+
+def _add_demand(serve: argparse.ArgumentParser) -> None:
+    serve.add_argument(
+        "--models",
+        nargs="?",
+        const="",
+        action="append",
+        metavar="DIR",
+        help="Serve every model of a folder, each loaded when a request names it; may be repeated. "
+        "Without DIR, the models of the hub's cache and of the models folder.",
+    )
+    serve.add_argument(
+        "--memory",
+        type=amount_of_memory,
+        default=0,
+        metavar="SIZE",
+        help="Memory of all models on demand together, such as 12GiB (default: 80%% of what is "
+        "free at the start).",
+    )
+    serve.add_argument(
+        "--max-loaded",
+        type=int,
+        default=64,
+        metavar="N",
+        help="Models on demand in memory, at most (default: %(default)s).",
+    )
+    serve.add_argument(
+        "--keep-alive",
+        type=keep_alive,
+        default=DEFAULT_KEEP_ALIVE,
+        metavar="TIME",
+        help="Time after its last use at which a model on demand is unloaded; 0 = at once, "
+        "negative = never (default: 5m).",
+    )
+    serve.add_argument(
+        "--load-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="Longest wait of a request for the load of its model (default: %(default)g).",
+    )
+    serve.add_argument(
+        "--manager-port",
+        type=int,
+        default=50055,
+        metavar="PORT",
+        help="gRPC port of the models on demand, loopback only (default: %(default)s).",
+    )
+    serve.add_argument(
+        "--no-spare",
+        action="store_true",
+        help="Prepare no processes for the next model on demand: its load then takes seconds more.",
     )
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import tty
+from collections.abc import Callable
 from typing import Any
 
 from services.common.exit_status import exit_status
@@ -19,6 +20,7 @@ __all__ = ["ServiceProcess"]
 
 _LIBRARY_LOG = re.compile(r"[IW]\d{4} ")
 """Start of gRPC's info and warning lines"""
+_SHARE = re.compile(r'"progress": ([01](?:\.\d+)?)\b')
 _TERMINAL_CODES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -31,6 +33,8 @@ class ServiceProcess:
         self.service = service
         self._log = log
         self._last_message, self._last_is_error = "", False
+        self.on_progress: Callable[[float], None] = lambda _: None
+        """Called with the share of a slow start that is done, from 0 to 1"""
         self._process = process
         self._output: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -118,6 +122,8 @@ class ServiceProcess:
         """Keep the last message that may explain an exit: the last error, else the last line."""
         for line in _plain(output).splitlines():
             if line.strip():
+                if (progress := _progress(line)) is not None:
+                    self.on_progress(progress)
                 message, is_error = _message(line.strip())
                 if is_error or not self._last_is_error:
                     self._last_message, self._last_is_error = message, is_error
@@ -172,6 +178,12 @@ class ServiceProcess:
 def _is_progress(line: bytes) -> bool:
     """Return whether a log line says how much of a slow start is done."""
     return b'"progress": ' in line and line.startswith(b"{")
+
+
+def _progress(line: str) -> float | None:
+    """Return the share of a start that a log line says is done; None if it says none."""
+    match = _SHARE.search(line) if line.startswith("{") else None
+    return None if match is None else float(match[1])
 
 
 def _file_log(service: Service, logs: LogPlace) -> FileLog:

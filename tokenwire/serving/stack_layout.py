@@ -21,8 +21,10 @@ from services.common.model_files.checkpoint_folder import (
     CheckpointFolderError,
     require_config,
     require_readable,
+    served_name,
 )
 from services.common.model_files.hub import HubCheckpoint, HubError
+from services.common.model_files.keep_alive import DEFAULT_KEEP_ALIVE
 from services.common.network.addresses import (
     LAST_PORT,
     METRICS_PORT_OFFSET,
@@ -32,6 +34,7 @@ from services.common.network.addresses import (
     why_closed,
     why_unusable,
 )
+from tokenwire.serving.model_folders import models_in
 from tokenwire.serving.service_flags import FlagError, engine_arguments, split_flags
 
 __all__ = [
@@ -55,8 +58,12 @@ _LONGEST_GRACE = 2**31 - 1
 _REPLICA_PORTS = 10
 """Distance between the ports of a model's engines"""
 _MOST_REPLICAS = 64
-Checkpoint: TypeAlias = tuple[Path, str, str, int, Path | None, tuple[tuple[str, Path], ...]]
-"""Directory, dtype, engine's flags, replicas, chat template and adapters"""
+Checkpoint: TypeAlias = tuple[Path, str, str, int, Path | None, bool, tuple[tuple[str, Path], ...]]
+"""Directory, dtype, engine's flags, replicas, chat template, whether on demand, and adapters"""
+_LEAST_CACHE, _MOST_CACHE = 256 * 2**20, 4 * 2**30
+"""Bytes of the KV cache of a model on demand"""
+_CACHE_SHARE = 8
+"""Part of --memory that the KV cache of a model on demand takes, within these bounds"""
 _INSTALLED = Path(__file__).resolve().parents[1] / "models"
 _CHECKPOINTS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "models"
 """Folder of the embedded checkpoint: within an installed package, else in the checkout"""
@@ -88,6 +95,19 @@ class ServeOptions:
     """Name under which the model is served; empty = the directory's name"""
     chat_template: Path | None = None
     """File (Jinja) of the model's default chat template; None = the checkpoint's"""
+    models: tuple[Path, ...] | None = None
+    """Folders whose models are loaded when requests name them; None = none"""
+    memory: int = 0
+    """Bytes that the models on demand may take together; 0 = a share of what is free"""
+    max_loaded: int = 64
+    """Models on demand in memory, at most"""
+    keep_alive: float = DEFAULT_KEEP_ALIVE
+    """Seconds that a model on demand stays in memory after its last use; infinity = for ever"""
+    load_timeout: float = 600.0
+    """Longest wait of a request for the load of its model, in seconds"""
+    manager_port: int = 50055
+    no_spare: bool = False
+    """Prepare no processes for the next model on demand"""
     catalog: Path | None = None
     """Models to serve instead; their services get free ports from `tokenizer_port` upwards"""
     keys: Path | None = None
@@ -133,6 +153,21 @@ class ServeOptions:
         return "http" if self.tls_cert is None else "https"
 
     @property
+    def serves_catalog(self) -> bool:
+        """True if the server may have several models."""
+        return self.catalog is not None or self.models is not None
+
+    @property
+    def manager_target(self) -> str:
+        """Address of the manager of models on demand; only services of this machine call it."""
+        return f"127.0.0.1:{self.manager_port}"
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache of a model on demand."""
+        return min(max(self.memory // _CACHE_SHARE, _LEAST_CACHE), _MOST_CACHE)
+
+    @property
     def logs(self) -> "LogPlace | None":
         """Folder and size of the log files; None = the services log to stderr."""
         return None if self.log_dir is None else LogPlace(self.log_dir, self.log_size)
@@ -143,6 +178,11 @@ class ServeOptions:
         _require_port("--engine-port", self.engine_port)
         _require_port("--grammar-port", self.grammar_port)
         _require_port("--jobs-port", self.jobs_port)
+        _require_port("--manager-port", self.manager_port)
+        if self.max_loaded < 1:
+            raise ServeError(f"--max-loaded must be at least 1, not {self.max_loaded}.")
+        if not 1 <= self.load_timeout <= _LONGEST_GRACE:
+            raise ServeError(f"--load-timeout must be at least 1, not {self.load_timeout:g}.")
         if not 0 <= self.grace <= _LONGEST_GRACE:
             raise ServeError(f"--grace must be between 0 and {_LONGEST_GRACE}, not {self.grace}.")
         if not 1 <= self.replicas <= _MOST_REPLICAS:
@@ -170,6 +210,8 @@ class Service:
     """Catalog model that it serves; empty without a catalog"""
     replica: int = 1
     """Number of the engine among those of its model"""
+    on_demand: bool = False
+    """True if it runs only while requests use its model"""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that the process gets besides those of `tokenwire serve`"""
 
@@ -204,6 +246,8 @@ class CatalogPlan:
     """Models in the file's order, with the targets of the services started here"""
     services: Mapping[Checkpoint, tuple[Service, ...]]
     """Tokenizer, engines and grammar service of each checkpoint"""
+    first: str = ""
+    """Full name of the model on demand that is loaded at the start; empty = none"""
 
 
 def plan(options: ServeOptions) -> tuple[Service, ...]:
@@ -211,22 +255,20 @@ def plan(options: ServeOptions) -> tuple[Service, ...]:
     host = _grpc_host(options)
     ports = _Ports(options.tokenizer_port, _engine_ports(options), options.grammar_port)
     model = CatalogModel(id="", path=options.model, replicas=options.replicas)
-    backend = _backend(options, model, host, ports, options.replicas)
+    backend = _backend(options, model, host, ports, _memory_share(options.replicas, 50))
     return (*_edge(options, "--tokenizer", backend[0].target), *backend)
 
 
 def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> CatalogPlan:
-    """Read the catalog; services of the current plan keep their ports. Raises ServeError."""
-    assert options.catalog is not None
-    try:
-        rows = read_catalog(options.catalog)
-    except CatalogError as error:
-        raise ServeError(str(error)) from None
+    """Read catalog and folders. Services of `current` keep their ports. Raises ServeError."""
+    rows, first = _rows(options)
     running = {} if current is None else current.services
     services: dict[Checkpoint, tuple[Service, ...]] = {}
-    taken = {options.port, options.jobs_port, options.jobs_port + METRICS_PORT_OFFSET}
+    taken = _taken_ports(options, running)
     models = []
-    engines = sum(key[3] for key in {_checkpoint_of(row) for row in rows} if key is not None)
+    keys = {_checkpoint_of(row): row for row in rows}
+    engines = sum(row.replicas for key, row in keys.items() if key and not row.on_demand)
+    halved = any(row.on_demand for row in rows)
     for model in rows:
         if (key := _checkpoint_of(model)) is not None:
             if key not in services:
@@ -235,11 +277,13 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
                     model,
                     "127.0.0.1",
                     _free_ports(options, taken, model.replicas),
-                    engines,
+                    _kv_memory(options, model, engines, halved=halved),
                 )
             token = options.peer_token_file
             target = services[key][0].target
             model = replace(model, target=target, path=None, peer_token_file=token)
+        elif model.on_demand and not model.adapter_of:
+            raise ServeError(f"{model.full_name} has on_demand = true, which needs a path.")
         elif model.target is not None and model.peer_token_file is None:
             model = replace(model, peer_token_file=NO_TOKEN)  # it is of another installation
         models.append(model)
@@ -252,15 +296,59 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
             for model in models
         ),
         services,
+        first,
     )
+
+
+def _rows(options: ServeOptions) -> tuple[list[CatalogModel], str]:
+    """Return the rows of catalog and folders, and the name of the one to load at the start."""
+    try:
+        rows = [] if options.catalog is None else [*read_catalog(options.catalog)]
+    except CatalogError as error:
+        raise ServeError(str(error)) from None
+    if options.models is None:
+        return rows, ""
+    first = ""
+    found = models_in(options.models)
+    if options.model is not None:
+        path = options.model.absolute()
+        first = options.model_id or served_name(path)
+        found = [each for each in found if each.path != path and each.id != first]
+        found.insert(0, CatalogModel(id=first, names=(first,), path=path, on_demand=True))
+    taken = {name for row in rows for name in row.names}
+    return [*rows, *(row for row in found if row.id not in taken)], first
+
+
+def _taken_ports(
+    options: ServeOptions, running: Mapping[Checkpoint, Sequence[Service]]
+) -> set[int]:
+    """Return the ports that services of the server have, or get when they are loaded."""
+    ports = {options.port, options.jobs_port, options.manager_port}
+    ports |= {
+        int(each.target.rpartition(":")[2]) for services in running.values() for each in services
+    }
+    return ports | {port + METRICS_PORT_OFFSET for port in ports}
 
 
 def _checkpoint_of(model: CatalogModel) -> Checkpoint | None:
     """Return the checkpoint whose services are started for a model; None if there is none."""
     if model.path is None or model.adapter_of:
         return None
-    flags = (model.dtype, model.engine_args, model.replicas, model.chat_template)
+    flags = (model.dtype, model.engine_args, model.replicas, model.chat_template, model.on_demand)
     return (model.path, *flags, model.adapters)
+
+
+def _kv_memory(
+    options: ServeOptions, model: CatalogModel, num_engines: int, *, halved: bool
+) -> tuple[str, ...]:
+    """Return the flag of the KV cache of a model's engines.
+
+    num_engines: engines of all checkpoints that are not on demand; they share half of the free
+    memory, or a quarter if `halved`, because models on demand take memory too.
+    """
+    if model.on_demand:
+        return ("--kv-memory", str(options.cache_bytes))
+    return _memory_share(num_engines, 25 if halved else 50)
 
 
 def hub_checkpoints(options: ServeOptions) -> Mapping[HubCheckpoint, tuple[str, ...]]:
@@ -284,9 +372,15 @@ def engine_flags(options: ServeOptions) -> tuple[str, ...]:
     return _engine_flags(options, CatalogModel(id=""))
 
 
-def edge_of_catalog(options: ServeOptions, resolved: Path) -> tuple[Service, ...]:
-    """Return shim and jobs of a catalog file that has all targets. Raises ServeError."""
-    return _edge(options, "--catalog", str(resolved))
+def edge_of_catalog(
+    options: ServeOptions, resolved: Path, *, has_manager: bool = False
+) -> tuple[Service, ...]:
+    """Return shim and jobs of a catalog file that has all targets. Raises ServeError.
+
+    has_manager: whether models may be on demand.
+    """
+    manager = ("--model-manager", options.manager_target) if has_manager else ()
+    return _edge(options, "--catalog", str(resolved), *manager)
 
 
 def _edge(options: ServeOptions, *models: str) -> tuple[Service, ...]:
@@ -351,11 +445,15 @@ def _limits(options: ServeOptions, service: str) -> tuple[tuple[str, str], ...]:
 
 
 def _backend(
-    options: ServeOptions, model: CatalogModel, host: str, ports: _Ports, num_engines: int
+    options: ServeOptions,
+    model: CatalogModel,
+    host: str,
+    ports: _Ports,
+    kv_memory: tuple[str, ...],
 ) -> tuple[Service, ...]:
     """Return the services of a checkpoint in pipeline order.
 
-    num_engines: engines of all checkpoints, which share the memory.
+    kv_memory: flag of the engines' KV caches, which others may replace; empty = their default.
     """
     checkpoint = ("--model", str(_checkpoint(model.path)))
     name = model.id or options.model_id
@@ -371,7 +469,8 @@ def _backend(
         listen = ("--host", host, "--port", str(port), *plain, *common)
         own = () if name == "engine" else _flags_of(options, name)
         arguments = (*listen, *checkpoint, *named, *further, *own)
-        return Service(name, arguments, address(reachable(host), port), model.full_name)
+        target = address(reachable(host), port)
+        return Service(name, arguments, target, model.full_name, on_demand=model.on_demand)
 
     keys = () if options.keys is None else ("--keys", str(options.keys.absolute()))
     adapters = ",".join(f"{name}={path}" for name, path in model.adapters)
@@ -379,8 +478,7 @@ def _backend(
         message = f"{model.id} has adapters in the catalog; its engine's arguments can't have more."
         raise ServeError(message)
     loaded = ("--adapters", adapters) if adapters else ()
-    share = _memory_share(num_engines)
-    beyond = ("--grammar", grammar, *keys, *loaded, *share, *flags)
+    beyond = ("--grammar", grammar, *keys, *loaded, *kv_memory, *flags)
     return (
         replace(
             service(
@@ -435,11 +533,11 @@ def _flags_of(options: ServeOptions, service: str) -> tuple[str, ...]:
         raise ServeError(str(error)) from None
 
 
-def _memory_share(num_engines: int) -> tuple[str, ...]:
-    """Return the flag that divides half of the free memory among the KV caches of engines."""
-    if num_engines == 1 or _count_gpus():
+def _memory_share(num_engines: int, percent: int) -> tuple[str, ...]:
+    """Return the flag that divides a share of the free memory among the KV caches of engines."""
+    if (num_engines == 1 and percent == 50) or _count_gpus():
         return ()
-    return ("--kv-memory", f"{max(50 / num_engines, 1):.3g}%")
+    return ("--kv-memory", f"{max(percent / num_engines, 1):.3g}%")
 
 
 def _count_gpus() -> int:
@@ -500,7 +598,10 @@ def _fixed_ports(options: ServeOptions) -> Iterator[tuple[str, str, int]]:
     if not options.no_jobs:
         yield "jobs", host, options.jobs_port
         yield "jobs metrics", host, options.jobs_port + METRICS_PORT_OFFSET
-    if options.catalog is not None:
+    if options.models is not None:
+        yield "manager", "127.0.0.1", options.manager_port
+        yield "manager metrics", "127.0.0.1", options.manager_port + METRICS_PORT_OFFSET
+    if options.serves_catalog:
         return
     grpc_ports = (
         ("tokenizer", host, options.tokenizer_port),

@@ -10,13 +10,16 @@ from services.common.settings import StartupError, StreamSettings, parse
 from services.engine.model.checkpoint.config import CheckpointError, Config
 from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.settings import EngineSettings
-from services.engine.start_check import check_config, check_room, check_start
+from services.engine.start_check import check_config, check_room, check_start, needed_bytes
 from services.http_shim.settings import HttpShimSettings
 from services.http_shim.settings import check as check_shim
 from tokenwire.serving.service_flags import SETTINGS, Settings
 from tokenwire.serving.stack_layout import ServeError, Service
 
-__all__ = ["check_before_download", "check_services"]
+__all__ = ["check_before_download", "check_services", "needed_memory"]
+
+_OVERHEAD = 768 * 2**20
+"""Bytes that the processes of a model take besides weights and KV cache"""
 
 
 def check_services(services: Iterable[Service]) -> None:
@@ -36,6 +39,24 @@ def check_services(services: Iterable[Service]) -> None:
                 check_start(settings)
         except (KeyFileError, StartupError) as error:
             raise ServeError(f"{service.title}: {error}") from None
+
+
+def needed_memory(services: Iterable[Service]) -> int:
+    """Return the bytes that a model's services take once they serve. Raises ServeError.
+
+    The sum of weights, KV caches, and what the processes take besides. Free memory does not matter.
+    """
+    total = 0
+    for service in services:
+        if service.name != "engine":
+            continue
+        try:
+            settings = _parsed(service.name, service.arguments)
+            assert isinstance(settings, EngineSettings)
+            total += needed_bytes(settings) + _OVERHEAD
+        except StartupError as error:
+            raise ServeError(f"{service.title}: {error}") from None
+    return total
 
 
 def check_before_download(checkpoint: HubCheckpoint, flags: Sequence[str]) -> None:

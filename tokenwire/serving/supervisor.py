@@ -12,11 +12,16 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from services.common.host_memory import free_host_memory
 from services.common.model_files.catalog_file import write_catalog
 from services.common.network.addresses import address, listen
 from services.common.network.health import is_ready, is_serving, until_idle
+from tokenwire.errors import ServiceError
+from tokenwire.serving.load_plan import Room
+from tokenwire.serving.managed_model import has_on_demand, on_demand_models
+from tokenwire.serving.served_catalog import ServedCatalog
 from tokenwire.serving.service_log import StderrLog, flush_logs, report
 from tokenwire.serving.service_process import ServiceProcess
 from tokenwire.serving.stack_layout import (
@@ -29,7 +34,12 @@ from tokenwire.serving.stack_layout import (
     plan_catalog,
     require_free_ports,
 )
-from tokenwire.serving.start_check import check_services
+from tokenwire.serving.start_check import check_services, needed_memory
+
+if TYPE_CHECKING:
+    import grpc
+
+    from tokenwire.serving.model_manager import ModelManager
 
 __all__ = ["supervise"]
 
@@ -39,7 +49,13 @@ _HELD_SECONDS = 30.0
 """Seconds after which the output of a start that shows no progress is written all the same"""
 _KILL_SECONDS = 5.0
 """Seconds beyond a service's own grace after which it is killed"""
+_MEMORY_SHARE = 0.8
+"""Share of the free memory that models on demand may take by default"""
 _READERS_OF_CATALOG = ("http_shim", "jobs")
+_MOST_PRINTED = 20
+"""Most models that are printed"""
+_AT_ONCE_SECONDS = 2.0
+"""Seconds after which a service is killed whose requests are not waited for"""
 _LONGEST_PAUSE = 30.0
 """Seconds between two starts of a service that ends before it serves"""
 Result = TypeVar("Result")
@@ -56,14 +72,16 @@ async def supervise(options: ServeOptions) -> None:
     with contextlib.ExitStack() as cleanup:
         folder = None
         makes_token = options.keys is not None and options.peer_token_file is None
-        if makes_token or options.catalog is not None:
+        if makes_token or options.serves_catalog:
             folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tokenwire-")))
         if makes_token and folder is not None:
             options = replace(options, peer_token_file=_new_token(folder))
+        if options.serves_catalog and not options.memory:
+            options = replace(options, memory=int(free_host_memory() * _MEMORY_SHARE))
         stack = _Stack(options)
         try:
             with contextlib.suppress(_Stopped):
-                if options.catalog is None or folder is None:
+                if not options.serves_catalog or folder is None:
                     await stack.run_model()
                 else:
                     await stack.run_catalog(folder / "catalog.toml")
@@ -129,7 +147,7 @@ class _Stack:
         self._options = options
         self._signals = _Signals()
         self._reload_wanted = asyncio.Event()
-        if options.log_dir is not None or options.catalog is not None:
+        if options.log_dir is not None or options.serves_catalog:
             self._signals.on_hangup(self._on_hangup)
         self._began = time.monotonic()
         self._is_up = False
@@ -151,6 +169,9 @@ class _Stack:
         self._fatal_end: asyncio.Future[ServiceProcess] = asyncio.get_running_loop().create_future()
         """First required process that ended before it served"""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._catalog: ServedCatalog | None = None
+        self._manager: ModelManager | None = None
+        self._manager_server: grpc.aio.Server | None = None
 
     async def run_model(self) -> None:
         """Run the services of one model. Raises _Stopped or ServeError."""
@@ -169,24 +190,52 @@ class _Stack:
 
     async def run_catalog(self, resolved: Path) -> None:
         """Run the services of a catalog. Raises _Stopped or ServeError."""
-        current = plan_catalog(self._options)
+        current = await asyncio.to_thread(plan_catalog, self._options)
         require_free_ports(self._options)
         self._listener = _listen(self._options)
         write_catalog(resolved, current.models)
-        shim, *jobs = edge_of_catalog(self._options, resolved)
-        backend = _all_services(current)
+        has_demand = self._options.models is not None or has_on_demand(current)
+        shim, *jobs = edge_of_catalog(self._options, resolved, has_manager=has_demand)
+        backend = _lasting_services(current)
         check_services([shim, *jobs, *backend])
+        self._catalog = ServedCatalog(resolved, current)
+        if has_demand:
+            await self._start_manager(current)
         await self._start(self._processes, [shim, *jobs, *backend])
         probe = "ready" if backend else "health"  # remote backends may start later
         await self._while_alive(
             _until_ready([*jobs, *backend], f"{self._options.scheme}://{shim.target}/{probe}")
         )
+        self._serving.update(self._processes)
+        if current.first and self._manager is not None:
+            await self._while_alive(self._load_first(self._manager, current.first))
         self._announce(shim)
         _print_models(current)
         while True:
             await self._while_alive(self._reload_wanted.wait())
             self._reload_wanted.clear()
-            current = await self._while_alive(self._reload(current, resolved))
+            await self._while_alive(self._reload())
+
+    async def _start_manager(self, plan: CatalogPlan) -> None:
+        """Start the manager of the models on demand, and its gRPC service. Raises ServeError."""
+        # imported here, because most servers have no models on demand
+        from tokenwire.serving.model_manager import ModelManager
+        from tokenwire.serving.model_manager_service import ModelManagerServicer, serve_manager
+
+        options = self._options
+        room = Room(options.memory, options.max_loaded)
+        self._manager = ModelManager(self, room, options.load_timeout)
+        self._manager.replace(on_demand_models(plan, options.keep_alive))
+        servicer = ModelManagerServicer(self._manager, self._rescan)
+        self._manager_server = await serve_manager(
+            servicer, options.manager_port, options.peer_token_file
+        )
+
+    async def _load_first(self, manager: "ModelManager", name: str) -> None:
+        try:
+            await manager.load(name, None)
+        except ServiceError as error:
+            raise ServeError(error.message) from None
 
     def _on_hangup(self) -> None:
         for process in self._all_processes():
@@ -198,6 +247,10 @@ class _Stack:
 
     async def stop(self) -> bool:
         """Stop all processes in pipeline order. Return whether none had to be killed."""
+        if self._manager is not None:
+            await self._manager.close()
+        if self._manager_server is not None:
+            await self._manager_server.stop(None)
         for task in self._tasks:
             task.cancel()
         processes = self._all_processes()
@@ -230,6 +283,14 @@ class _Stack:
         restarts = has_served or (self._is_up and self._has_replica(process))
         if restarts and not self._options.no_restart:
             await self._restart(process, 0.0 if has_served else self._next_pause(process))
+        else:
+            await self._give_up(process)
+
+    async def _give_up(self, process: ServiceProcess) -> None:
+        """Note a process that can't be started again: its model is lost, or all services."""
+        if process.service.on_demand and self._manager is not None:
+            error = await process.failure(was_up=True)
+            await self._manager.lose([process.service], str(error))
         elif not self._fatal_end.done():
             self._fatal_end.set_result(process)
 
@@ -258,7 +319,7 @@ class _Stack:
             again = await self._start_one(process.service)
         except ServeError as failure:
             report(str(failure))
-            self._fatal_end.set_result(process)
+            await self._give_up(process)
             return
         if process not in self._processes:
             await self._stop(again)
@@ -278,8 +339,10 @@ class _Stack:
         self._serving.add(process)
         self._pauses.pop(process.service, None)
 
-    async def _stop(self, process: ServiceProcess) -> bool:
-        return await process.stop(self._options.grace + _KILL_SECONDS, self._signals.kill)
+    async def _stop(self, process: ServiceProcess, seconds: float | None = None) -> bool:
+        """Stop a process, and kill it after some seconds; None = its grace, and some more."""
+        seconds = self._options.grace + _KILL_SECONDS if seconds is None else seconds
+        return await process.stop(seconds, self._signals.kill)
 
     async def _while_alive(self, work: Awaitable[Result]) -> Result:
         """Return the result of `work`.
@@ -312,57 +375,109 @@ class _Stack:
         url = f"{self._options.scheme}://{shim.target}"
         print(f"Tokenwire serves {url} (up in {seconds:.1f} s)", flush=True)
 
-    async def _reload(self, current: CatalogPlan, resolved: Path) -> CatalogPlan:
+    async def _reload(self) -> None:
         """Serve the catalog as it is now; one that can't be served changes nothing."""
+        assert self._catalog is not None
+        current = self._catalog.plan
         try:
-            wanted = plan_catalog(self._options, current)
-            added = [each for each in _all_services(wanted) if each not in _all_services(current)]
+            wanted = await asyncio.to_thread(plan_catalog, self._options, current)
+            if has_on_demand(wanted) and self._manager is None:
+                raise ServeError("The catalog had no model on demand at the start: start again.")
+            lasting = _lasting_services(current)
+            added = [each for each in _lasting_services(wanted) if each not in lasting]
             check_services(added)
             await self._add(added)
         except ServeError as error:
             report(f"{error} The previous models stay.")
-            return current
-        write_catalog(resolved, wanted.models)
+            return
+        self._publish(wanted)
+        _print_models(wanted)
+        for key in current.services.keys() - wanted.services.keys():
+            if not current.services[key][0].on_demand:
+                self._spawn(self._remove(current.services[key]))
+
+    def _publish(self, plan: CatalogPlan) -> None:
+        """Let the services that read the catalog read it again."""
+        assert self._catalog is not None
+        self._catalog.publish(plan)
+        if self._manager is not None:
+            self._manager.replace(on_demand_models(plan, self._options.keep_alive))
         for process in self._processes:
             if process.service.name in _READERS_OF_CATALOG:
                 process.signal(signal.SIGHUP)
-        _print_models(wanted)
-        for key in current.services.keys() - wanted.services.keys():
-            self._spawn(self._remove(current.services[key]))
-        return wanted
 
-    async def _add(self, services: Sequence[Service]) -> None:
+    async def _rescan(self) -> bool:
+        """Look for new models in the folders. Return whether there are other ones than before."""
+        assert self._catalog is not None
+        if self._options.models is None:
+            return False
+        async with self._catalog.scanning:
+            if not self._catalog.is_old():
+                return self._catalog.has_changed
+            try:
+                plan = await asyncio.to_thread(plan_catalog, self._options, self._catalog.plan)
+            except ServeError as error:
+                report(f"{error} The previous models stay.")
+                return False
+            has_changed = plan.models != self._catalog.plan.models
+            if has_changed:
+                self._publish(plan)
+            self._catalog.note_scan(has_changed=has_changed)
+            return has_changed
+
+    async def _add(
+        self, services: Sequence[Service], on_progress: Callable[[float], None] = lambda _: None
+    ) -> None:
         """Start additional services. Raises ServeError, and stops them all, if one can't start."""
-        await self._start(self._starting, services)
-        ready = asyncio.ensure_future(_until_serving(services))
-        ends = [asyncio.ensure_future(process.wait()) for process in self._starting]
+        started: list[ServiceProcess] = []
         try:
-            await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                ended = next(each for each in self._starting if each.returncode is not None)
-                error = await ended.failure(was_up=False)
-                while self._starting:
-                    await self._stop(self._starting[0])
-                    del self._starting[0]
-                raise error
+            for service in services:
+                process = await self._start_one(service)
+                process.on_progress = on_progress
+                started.append(process)
+                self._starting.append(process)
+                self._spawn(self._watch(process))
+            await _until_up(services, started)
+        except BaseException:
+            await asyncio.gather(*map(self._stop, started))
+            raise
         finally:
-            for each in (ready, *ends):
-                each.cancel()
-        self._processes += self._starting
-        self._serving.update(self._starting)
-        self._starting.clear()
+            self._starting = [each for each in self._starting if each not in started]
+        self._processes += started
+        self._serving.update(started)
 
-    async def _remove(self, services: Sequence[Service]) -> None:
-        """Stop services once their engines are idle."""
+    async def _remove(self, services: Sequence[Service], *, at_once: bool = False) -> None:
+        """Stop services once their engines are idle, or at once."""
         retiring = [each for each in self._processes if each.service in services]
         self._processes = [each for each in self._processes if each not in retiring]
         self._retiring += retiring
-        for engine in [each for each in services if each.name == "engine"]:
-            await until_idle(engine.target, self._options.peer_token_file)
-        for process in retiring:
-            await self._stop(process)
-            self._retiring.remove(process)
-        report(f"{services[0].model} has stopped")
+        try:
+            if not at_once:
+                for engine in [each for each in services if each.name == "engine"]:
+                    await until_idle(engine.target, self._options.peer_token_file)
+            seconds = _AT_ONCE_SECONDS if at_once else None
+            await asyncio.gather(*(self._stop(process, seconds) for process in retiring))
+        finally:
+            self._retiring = [each for each in self._retiring if each not in retiring]
+        if not services[0].on_demand:
+            report(f"{services[0].model} has stopped")
+
+    # ModelProcesses
+
+    def free_memory(self) -> int:
+        return free_host_memory()
+
+    async def needed_memory(self, services: Sequence[Service]) -> int:
+        return await asyncio.to_thread(needed_memory, services)
+
+    async def start(
+        self, services: Sequence[Service], on_progress: Callable[[float], None]
+    ) -> None:
+        await asyncio.to_thread(check_services, services)
+        await self._add(services, on_progress)
+
+    async def end(self, services: Sequence[Service], *, at_once: bool) -> None:
+        await self._remove(services, at_once=at_once)
 
 
 def _listen(options: ServeOptions) -> socket.socket:
@@ -373,26 +488,47 @@ def _listen(options: ServeOptions) -> socket.socket:
         raise ServeError(f"Can't use the HTTP port {place}: {error.strerror}.") from None
 
 
-def _all_services(plan: CatalogPlan) -> list[Service]:
-    return [service for services in plan.services.values() for service in services]
+def _lasting_services(plan: CatalogPlan) -> list[Service]:
+    """Return the services that run all the time."""
+    everything = [service for services in plan.services.values() for service in services]
+    return [service for service in everything if not service.on_demand]
 
 
 def _print_models(plan: CatalogPlan) -> None:
     """Print the targets of each model."""
     backends = {services[0].target: services for services in plan.services.values()}
-    for model in plan.models:
+    for model in plan.models[:_MOST_PRINTED]:
         services = backends.get(model.target or "")
-        if services is not None:
+        if services is not None and services[0].on_demand:
+            where = "on demand"
+        elif services is not None:
             where = ", ".join(f"{each.name} {each.target}" for each in services)
         else:
             where = f"tokenizer {model.target}" if model.target else "not served"
         print(f"  {model.full_name}: {where}", flush=True)
+    if (more := len(plan.models) - _MOST_PRINTED) > 0:
+        print(f"  … and {more} more", flush=True)
 
 
 async def _until_ready(services: Sequence[Service], url: str) -> None:
     """Wait until every gRPC service is SERVING and the shim answers 200."""
     await _until_serving(services)
     await _until(_answers, url)
+
+
+async def _until_up(services: Sequence[Service], processes: Sequence[ServiceProcess]) -> None:
+    """Wait until all services serve. Raises ServeError when a process ends before."""
+    ready = asyncio.ensure_future(_until_serving(services))
+    ends = [asyncio.ensure_future(process.wait()) for process in processes]
+    try:
+        await asyncio.wait([ready, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            ended = next(each for each in processes if each.returncode is not None)
+            raise await ended.failure(was_up=False)
+        ready.result()
+    finally:
+        for each in (ready, *ends):
+            each.cancel()
 
 
 async def _until_serving(services: Sequence[Service]) -> None:

@@ -19,6 +19,12 @@ max_output_length = 4096
 target = "10.0.0.8:50051"
 
 [[models]]
+id = "night"
+path = "models/night"
+on_demand = true                 # `tokenwire serve` loads it when a request names it
+keep_alive = "10m"               # and unloads it so long after its last use
+
+[[models]]
 id = "acme/soon"
 placeholder = true               # listed, but not served
 """
@@ -34,6 +40,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.common.model_files.hub import HubCheckpoint
+from services.common.model_files.keep_alive import parse_keep_alive
 from services.common.model_files.short_list import listed_model
 from services.common.network.addresses import split_targets
 
@@ -81,6 +88,10 @@ class CatalogModel:
     """Engines that `tokenwire serve` starts for the checkpoint"""
     chat_template: Path | None = None
     """Jinja file of the default chat template; None = the checkpoint's"""
+    on_demand: bool = False
+    """True if the services run only while requests use the model"""
+    keep_alive: float | None = None
+    """Seconds that a model on demand stays in memory after its last use; None = the default"""
     max_output_length: int | None = None
     """Most tokens of a choice; None = the backend's limit"""
     context: int | None = None
@@ -108,6 +119,8 @@ class _Deployment(Struct, forbid_unknown_fields=True, kw_only=True):
     engine_args: str | None = None
     replicas: Annotated[int, Meta(ge=1, le=64)] | None = None
     chat_template: str | None = None
+    on_demand: bool | None = None
+    keep_alive: str | float | None = None
     max_output_length: _Tokens | None = None
     context: _Tokens | None = None
 
@@ -174,11 +187,11 @@ def _models(row: _Row, folder: Path) -> Iterator[CatalogModel]:
 
 def _adapter(row: _Row, base: str, folder: Path) -> CatalogModel:
     """Return the model of an adapter's row. base: id of its base model, which has the target."""
-    started = (row.dtype, row.engine_args, row.replicas, row.chat_template)
+    started = (row.dtype, row.engine_args, row.replicas, row.chat_template, row.on_demand)
     if row.target is not None or any(started) or row.placeholder or row.variants:
         raise ValueError(
             f"the adapter {row.id} can't have target, placeholder, variants, dtype, engine_args, "
-            f"replicas and chat_template: its model, {base}, has them"
+            f"replicas, chat_template and on_demand: its model, {base}, has them"
         )
     return CatalogModel(
         id=row.id,
@@ -208,8 +221,12 @@ def _with_adapters(models: Sequence[CatalogModel]) -> tuple[CatalogModel, ...]:
                 raise ValueError(f"the adapter {model.id} {which}: its model has {has}")
             if model.path is not None:
                 loaded.setdefault(base.id, []).append((model.id, model.path))
-            token = base.peer_token_file
-            model = replace(model, target=base.target, peer_token_file=token)
+            model = replace(
+                model,
+                target=base.target,
+                peer_token_file=base.peer_token_file,
+                on_demand=base.on_demand,
+            )
         completed.append(model)
     return tuple(
         replace(model, adapters=tuple(loaded[model.id]))
@@ -248,6 +265,7 @@ def _apply(model: CatalogModel, deployment: _Deployment, folder: Path) -> Catalo
         model = replace(model, replicas=deployment.replicas)
     if deployment.chat_template is not None:
         model = replace(model, chat_template=(folder / deployment.chat_template).absolute())
+    model = _apply_demand(model, deployment)
     return replace(
         model,
         max_output_length=deployment.max_output_length or model.max_output_length,
@@ -263,6 +281,19 @@ def _checkpoint(text: str, folder: Path) -> Path:
     if not path.exists() and (listed := listed_model(text)) is not None:
         return Path(f"hf:{listed.source}")
     return path
+
+
+def _apply_demand(model: CatalogModel, deployment: _Deployment) -> CatalogModel:
+    if deployment.on_demand is not None:
+        model = replace(model, on_demand=deployment.on_demand)
+    if deployment.keep_alive is not None:
+        if not model.on_demand:
+            raise ValueError(f"keep_alive of model {model.full_name} needs on_demand = true")
+        try:
+            model = replace(model, keep_alive=parse_keep_alive(deployment.keep_alive))
+        except ValueError as error:
+            raise ValueError(f"keep_alive of model {model.full_name}: {error}") from None
+    return model
 
 
 def _require_target(model: CatalogModel, target: str) -> None:
@@ -311,6 +342,8 @@ def _lines(model: CatalogModel) -> Iterator[str]:
     if model.peer_token_file is not None and not model.adapter_of:
         token = model.peer_token_file
         yield f"peer_token_file = {_string('' if token == NO_TOKEN else str(token))}"
+    if model.on_demand and not model.adapter_of:
+        yield "on_demand = true"
     if model.max_output_length is not None:
         yield f"max_output_length = {model.max_output_length}"
     if model.context is not None:

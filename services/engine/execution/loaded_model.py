@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from services.common.host_memory import in_units
 from services.common.settings import StartupError
 from services.engine.execution.cache_need import CacheNeed, GroupNeed
 from services.engine.execution.memory_budget import (
@@ -21,7 +22,6 @@ from services.engine.execution.model_loader import load_any_model
 from services.engine.execution.model_runner import StepCapacity, max_logit_rows
 from services.engine.execution.packed_cache import open_packed
 from services.engine.execution.step_memory import measure_steps
-from services.engine.host_memory import in_units
 from services.engine.kernels.library import instruction_set
 from services.engine.kernels.memory import populate_behind
 from services.engine.kernels.packed_file import PackedFile

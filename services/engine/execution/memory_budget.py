@@ -2,9 +2,9 @@
 
 import torch
 
+from services.common.host_memory import free_host_memory, in_units
 from services.common.settings import StartupError
 from services.engine.execution.cache_need import CacheNeed
-from services.engine.host_memory import free_host_memory, in_units
 from services.engine.settings import parse_bytes, parse_share, parse_tokens
 
 __all__ = [

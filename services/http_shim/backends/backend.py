@@ -58,11 +58,11 @@ class Backend:
     """The tokenizer services of a model. Create it on the event loop that uses it."""
 
     def __init__(self, targets: str, settings: BackendSettings) -> None:
-        """targets: as `parse_targets` takes them; it raises StartupError."""
+        """targets: as `parse_targets` takes them; it raises StartupError. Empty = none yet."""
         self._settings = settings
         self._waiting_room = WaitingRoom(settings.max_waiting, "the model")
         channels = ChannelSettings(settings.lost_seconds, settings.tls, settings.token)
-        addresses = parse_targets(targets, "--tokenizer")
+        addresses = parse_targets(targets, "--tokenizer") if targets else ()
         self._peers = PeerPool(addresses, TOKENIZERS, channels, TokenizerLink)
         self._peers.start()
 
@@ -243,7 +243,7 @@ class Backend:
         """Return the answer of an idempotent call, which is repeated if its service was lost."""
         losses = Losses()
         while True:
-            link = self._require_link()
+            link = await self._link()
             try:
                 return await call(link)
             except grpc.aio.AioRpcError as failure:
@@ -252,6 +252,10 @@ class Backend:
                 raise error
             self.suspend(link)
             await self.wait_until_serving(error)
+
+    async def _link(self) -> TokenizerLink:
+        """Return the service for a call. Raises ServiceError."""
+        return self._require_link()
 
     def _may_serve(self) -> bool:
         return any(link.peer.may_serve for link in self._peers.links)

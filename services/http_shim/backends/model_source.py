@@ -1,67 +1,23 @@
 """Model source: the backend of each model name."""
 
-import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import grpc
-
 from services.common.model_files.catalog_file import CatalogModel
-from services.http_shim.backends.backend import Backend, BackendSettings
-from tokenwire.errors import ServiceError
+from services.common.model_files.unknown_model import model_not_found
+from services.http_shim.backends.backend import BackendSettings
+from services.http_shim.backends.connection import Connection
 from tokenwire.pb.completion.v1 import models_pb2
+from tokenwire.pb.models.v1 import model_manager_pb2
 
 __all__ = [
-    "Connection",
     "ListedModel",
     "ModelSource",
     "ServedModel",
     "ServedStatus",
     "SingleBackend",
-    "model_not_found",
 ]
-
-_STATUS_SECONDS = 2.0  # above the time in which a tokenizer service gives up on its engine
-
-
-class Connection:
-    """A backend and the number of requests that use it."""
-
-    def __init__(self, target: str, settings: BackendSettings) -> None:
-        self.backend = Backend(target, settings)
-        self._users = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @contextmanager
-    def lease(self) -> Iterator[Backend]:
-        """Count a request as a user; `retire` waits for its end."""
-        self._users += 1
-        self._idle.clear()
-        try:
-            yield self.backend
-        finally:
-            self._users -= 1
-            if not self._users:
-                self._idle.set()
-
-    async def status(self) -> models_pb2.ModelStatus | None:
-        """Return the status of the service's model; None if it does not answer in time."""
-        try:
-            async with asyncio.timeout(_STATUS_SECONDS):
-                with self.lease() as backend:
-                    return await backend.status()
-        except (ServiceError, TimeoutError):
-            return None
-
-    async def retire(self) -> None:
-        """Close the backend when no request uses it, or when cancelled. No new one may come."""
-        try:
-            await self._idle.wait()
-        finally:
-            await self.backend.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +45,9 @@ class ListedModel:
     """Full names of its variants"""
     model: models_pb2.Model | None = None
     """The backend's description; None = no backend serves it, or it does not answer now"""
+    state: model_manager_pb2.Model | None = None
+    """State of a model on demand; None = the model is always loaded, or its state is not known"""
+    on_demand: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +57,15 @@ class ServedStatus:
     id: str
     status: models_pb2.ModelStatus | None
     """None = its tokenizer service does not answer"""
+    state: model_manager_pb2.Model | None = None
+    """State of a model on demand; None = the model is always loaded, or its state is not known"""
+    on_demand: bool = False
 
 
 class ModelSource(Protocol):
     """The models that this server offers."""
 
-    def find(self, name: str | None) -> ServedModel:
+    async def find(self, name: str | None) -> ServedModel:
         """Return the model of a name; None and "default" mean the only one. Raises ServiceError."""
 
     async def id_of(self, served: ServedModel) -> str:
@@ -136,7 +98,7 @@ class SingleBackend:
         self._known_id = "default"
         """Id of the model; "default" until the service has told it"""
 
-    def find(self, name: str | None) -> ServedModel:
+    async def find(self, name: str | None) -> ServedModel:
         return ServedModel("", name or "", self._connection)
 
     async def id_of(self, served: ServedModel) -> str:
@@ -151,11 +113,10 @@ class SingleBackend:
             known.update(model.row.names)
         for name in names:
             if name not in known:
-                raise model_not_found(name)
+                raise model_not_found(name, known)
 
     async def listed(self) -> list[ListedModel]:
-        with self._connection.lease() as backend:
-            return [_listed(model) for model in await backend.models()]
+        return [_listed(model) for model in await self._connection.models()]
 
     async def listed_as(self, name: str) -> ListedModel:
         for model in await self.listed():
@@ -170,22 +131,12 @@ class SingleBackend:
         return [ServedStatus(self._known_id, answer)]
 
     async def is_ready(self) -> bool:
-        return await self._connection.backend.is_ready()
+        return await self._connection.is_ready()
 
     async def close(self) -> None:
-        await self._connection.backend.close()
+        await self._connection.close()
 
 
 def _listed(model: models_pb2.Model) -> ListedModel:
     names = (model.id, *model.aliases)
     return ListedModel(CatalogModel(id=model.id, names=names, target=""), (), model)
-
-
-def model_not_found(name: str) -> ServiceError:
-    """Return the NOT_FOUND error for an unknown name."""
-    return ServiceError(
-        grpc.StatusCode.NOT_FOUND,
-        "MODEL_NOT_FOUND",
-        f"The model {name} does not exist; GET /v1/models lists the models.",
-        field="model",
-    )

@@ -9,6 +9,8 @@ from msgspec import Meta, Struct
 
 from services.common.bounds import bounds_of
 from services.common.constraint_texts import JsonObject
+from services.common.model_files.keep_alive import parse_keep_alive
+from tokenwire.errors import invalid
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.options.v1.bounds_pb2 import Bounds
 
@@ -23,6 +25,7 @@ __all__ = [
     "Int64",
     "IsStreamed",
     "JsonObject",
+    "KeepAlive",
     "KeptTokens",
     "LeftOut",
     "ModelName",
@@ -43,6 +46,7 @@ __all__ = [
     "about",
     "keywords_of",
     "prompt_keywords",
+    "read_keep_alive",
 ]
 
 STATED = "x-stated"
@@ -62,6 +66,14 @@ Uint32: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Int64: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 KeptTokens: TypeAlias = Annotated[int, Meta(ge=-1, le=2**31 - 1)]  # -1: as many as fit
 Strings: TypeAlias = Annotated[list[str], BOUNDED]
+
+
+def read_keep_alive(value: str | float | None) -> float | None:
+    """Return the seconds of a `keep_alive`; None without one. Raises INVALID_ARGUMENT."""
+    try:
+        return None if value is None else parse_keep_alive(value)
+    except ValueError as error:
+        raise invalid("keep_alive", f"keep_alive: {error}.") from None
 
 
 def about(
@@ -125,6 +137,13 @@ Priority: TypeAlias = Annotated[
 Timeout: TypeAlias = Annotated[
     Annotated[float, Meta(gt=0, le=86_400)] | None,
     about("Seconds after which the request fails with 504; absent = none."),
+]
+KeepAlive: TypeAlias = Annotated[
+    str | float | None,
+    about(
+        "Time that a model on demand stays in memory after the request: seconds, or a duration "
+        "such as 5m; 0 = it is unloaded at once, negative = never. No effect on other models."
+    ),
 ]
 Temperature: TypeAlias = Annotated[
     float | None, about("Temperature; 0 = greedy.", "sampling.temperature", default=1)

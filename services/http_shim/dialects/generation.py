@@ -19,6 +19,7 @@ from services.http_shim.dialects.fields import (
     FrequencyPenalty,
     Int64,
     IsStreamed,
+    KeepAlive,
     KeptTokens,
     ModelName,
     PresencePenalty,
@@ -32,6 +33,7 @@ from services.http_shim.dialects.fields import (
     Uint32,
     UserLabel,
     about,
+    read_keep_alive,
 )
 from services.http_shim.dialects.foreign_fields import ForeignFields
 from services.http_shim.dialects.reading import Reading
@@ -219,6 +221,7 @@ class GenerationBody(ConstraintFields):
     ] = None
     priority: Priority = None
     timeout: Timeout = None
+    keep_alive: KeepAlive = None
 
 
 def read_generation(body: GenerationBody, ignored: list[str], names: Mapping[str, str]) -> Reading:
@@ -231,6 +234,7 @@ def read_generation(body: GenerationBody, ignored: list[str], names: Mapping[str
     reading = Reading(ignored, names)
     reading.is_streamed = bool(body.stream)
     reading.priority, reading.timeout = body.priority, body.timeout
+    reading.keep_alive = read_keep_alive(body.keep_alive)
     reading.request = completion_pb2.GenerateRequest(
         model=body.model or "",
         sampling=_sampling(body),

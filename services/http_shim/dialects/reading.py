@@ -37,6 +37,9 @@ class Reading:
         """Priority in vLLM's order, lower first; None = that of the exchange"""
         self.timeout: float | None = None
         """Seconds after which the request fails; None = none"""
+        self.keep_alive: float | None = None
+        """Seconds that a model on demand stays in memory after the request; infinity = for ever,
+        None = the default"""
         self._names = names
         self._noted: dict[str, str] = {}
         self._renamed: dict[str, str] = {}

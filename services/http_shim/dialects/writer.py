@@ -54,6 +54,10 @@ class EventWriter(ABC):
         """Return what clients ignore, for a stream that has long been silent."""
         return PING
 
+    def progress(self, text: str) -> bytes:
+        """Return what clients ignore and people may read: what the load of the model does."""
+        return f": {text}\n\n".encode()
+
     async def end(self) -> bytes:
         """Return the events after completion or failure."""
         return b""

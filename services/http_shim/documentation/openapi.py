@@ -42,6 +42,7 @@ _ERRORS: Mapping[int, str] = {
     403: "The API key may not use the model or raise the priority.",
     404: "The model does not exist, or nothing serves it.",
     408: "The body did not arrive in time.",
+    409: "Requests use the model.",
     413: "The body is too large.",
     429: "A limit of the API key or of the server is reached.",
     431: "The request's head is too large.",

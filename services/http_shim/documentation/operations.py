@@ -35,6 +35,7 @@ from services.http_shim.endpoints.adapters import LoadAdapterBody, UnloadAdapter
 from services.http_shim.endpoints.batches import BatchBody, BatchList, BatchObject
 from services.http_shim.endpoints.files import DeletedFile, FileList, FileObject
 from services.http_shim.endpoints.model_cards import ModelCard, ModelList
+from services.http_shim.endpoints.model_loading import LoadBody, UnloadBody
 from services.http_shim.endpoints.model_statuses import Status
 from services.http_shim.endpoints.multi_completion import MultiAnswer, MultiCompletionBody
 from services.http_shim.endpoints.probes import State, Version
@@ -471,6 +472,27 @@ OPERATIONS: Sequence[Operation] = (
         parameters=[
             {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
         ],
+    ),
+    _post(
+        path="/v1/models/load",
+        name="loadModel",
+        summary="Load a model on demand, and answer with its card once it serves. For operators: "
+        "with API keys, the key must be an admin's.",
+        body=LoadBody,
+        answer=ModelCard,
+        required=("model",),
+        example={"model": "small", "keep_alive": "30m"},
+    ),
+    _post(
+        path="/v1/models/unload",
+        name="unloadModel",
+        summary="Unload a model on demand, and answer with its card once its memory is free. 409 "
+        "while requests use it, unless `force` is true. For operators, as /v1/models/load.",
+        body=UnloadBody,
+        answer=ModelCard,
+        required=("model",),
+        errors=(*POST_ERRORS, 409),
+        example={"model": "small"},
     ),
     _post(
         path="/v1/load_lora_adapter",

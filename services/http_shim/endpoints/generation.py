@@ -10,12 +10,21 @@ from starlette.types import Receive, Scope, Send
 
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.dialects.reading import Reading
+from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.endpoints.generator import Generator, Running
 from services.http_shim.endpoints.prompt_reader import Prepare, PromptReader
-from services.http_shim.endpoints.stream_sender import CREDIT, AsgiCall, client_left, send_stream
+from services.http_shim.endpoints.stream_sender import (
+    CREDIT,
+    AsgiCall,
+    client_left,
+    send_last,
+    send_stream,
+    send_while_waiting,
+)
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.http.body import HeldBytes
 from services.http_shim.http.exchange import exchange_of
+from tokenwire.errors import ServiceError
 
 __all__ = ["GenerationEndpoint", "watch_for_disconnect"]
 
@@ -60,16 +69,45 @@ class GenerationEndpoint:
 
     async def _answer(self, running: Running, call: AsgiCall) -> None:
         if running.reading.is_streamed:
-            events, stall, output = await running.events(), self._stall_seconds, running.output
-            await self._begin(running)
-            await send_stream(
-                call.scope, call.send, output, running.submission, events, stall_seconds=stall
-            )
+            await self._stream(running, call)
         else:
             whole = await running.whole()
             headers = {"x-tokens-used": str(running.exchange.tokens_used)}
             response = Response(whole, headers=headers, media_type="application/json")
             await response(call.scope, call.receive, call.send)
+
+    async def _stream(self, running: Running, call: AsgiCall) -> None:
+        """Send a stream. It begins before its admission while the model is being loaded."""
+        connection = running.model.connection
+        admission = asyncio.ensure_future(self._begun(running))
+        try:
+            has_begun = connection.waits_for_load and await send_while_waiting(
+                call, admission, running.early_writer(), connection.load_progress
+            )
+            try:
+                events = await admission
+            except ServiceError as error:
+                if not has_begun:
+                    raise
+                await send_last(call, await running.failure(error))
+                return
+        finally:
+            admission.cancel()
+        await send_stream(
+            call.scope,
+            call.send,
+            running.output,
+            running.submission,
+            events,
+            stall_seconds=self._stall_seconds,
+            has_begun=has_begun,
+        )
+
+    async def _begun(self, running: Running) -> EventStream:
+        """Wait for the admission; return the stream of the answer. Raises ServiceError."""
+        events = await running.events()
+        await self._begin(running)
+        return events
 
 
 @contextmanager

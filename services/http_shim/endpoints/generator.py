@@ -8,15 +8,16 @@ from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
 from services.http_shim.dialects.reading import Reading
-from services.http_shim.dialects.writer import generated_tokens
+from services.http_shim.dialects.writer import EventWriter, generated_tokens
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.endpoints.prompt_reader import PromptReader
-from services.http_shim.errors import client_field_names
+from services.http_shim.errors import client_field_names, http_status
 from services.http_shim.http.access import assign_model, charging, reserve
 from services.http_shim.http.body import HeldBytes
 from services.http_shim.http.exchange import Exchange
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.scheduling import priority_of
+from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.types.v1 import types_pb2
 
@@ -40,6 +41,20 @@ class Running:
         accepted = await self._accepted()
         events = self.reading.writer.events(accepted, self.exchange.request_id)
         return EventStream(self.output, events, self.exchange, self.reading.field)
+
+    def early_writer(self) -> EventWriter:
+        """Return a writer for what comes before the admission: pings, and a failure."""
+        accepted = completion_pb2.Accepted(model=self.model.id)
+        return self.reading.writer.events(accepted, self.exchange.request_id)
+
+    async def failure(self, error: ServiceError) -> bytes:
+        """Return the events of a request that failed before its admission."""
+        self.exchange.status = http_status(error.code)
+        self.exchange.error = error
+        if error.field:
+            error.field = self.reading.field(error.field)
+        writer = self.early_writer()
+        return b"".join(writer.fail(error)) + await writer.end()
 
     async def whole(self) -> bytes:
         """Wait for the end of the request, and return the answer as one JSON object."""
@@ -97,11 +112,13 @@ class Generator:
         """
         request = reading.request
         model = await assign_model(exchange, self._models, request.model, request)
+        if reading.keep_alive is not None and not model.connection.on_demand:
+            exchange.ignored.append("keep_alive")
         output = OutputCollector()
         with (
             charging(exchange, await reserve(exchange, request)),
             self._gate.admit(output),
-            model.connection.lease() as backend,
+            model.connection.lease(reading.keep_alive) as backend,
         ):
             await self._prompts.fetch_images(reading, held)
             with client_field_names(reading.field):

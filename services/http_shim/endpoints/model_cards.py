@@ -3,8 +3,30 @@
 from msgspec import Struct
 
 from services.http_shim.backends.model_source import ListedModel
+from tokenwire.pb.models.v1 import model_manager_pb2
 
-__all__ = ["ModelCard", "ModelList", "model_card"]
+__all__ = ["LoadStatus", "ModelCard", "ModelList", "load_status", "model_card"]
+
+_VALUES = {
+    model_manager_pb2.MODEL_STATE_LOADED: "loaded",
+    model_manager_pb2.MODEL_STATE_LOADING: "loading",
+    model_manager_pb2.MODEL_STATE_FAILED: "failed",
+}
+
+
+class LoadStatus(Struct):
+    """Whether a model is in memory."""
+
+    value: str
+    """loaded; idle = a request loads it; loading; failed = the last load failed"""
+    progress: float | None = None
+    """Share of the load that is done, from 0 to 1; null = unknown, or it is not loading"""
+    memory_bytes: int | None = None
+    """Bytes that it takes in memory, as estimated before its load; null = not known"""
+    idle_until: float | None = None
+    """Unix seconds at which it is unloaded unless a request uses it; null = none"""
+    error: str | None = None
+    """Reason of the failed load, one sentence"""
 
 
 class ModelCard(Struct):
@@ -36,6 +58,8 @@ class ModelCard(Struct):
     """Code that computes it: native, or transformers for modules of that library"""
     parent: str | None = None
     """Id of the model that this one is a LoRA adapter of"""
+    status: LoadStatus | None = None
+    """Whether it is in memory; null = it is not served"""
 
 
 class ModelList(Struct):
@@ -50,6 +74,7 @@ def model_card(listed: ListedModel) -> ModelCard:
     row, model = listed.row, listed.model
     context = _least(row.context, None if model is None else model.context_length)
     output = _least(row.max_output_length, None if model is None else model.max_output_length)
+    status = load_status(listed.state, on_demand=listed.on_demand)
     return ModelCard(
         id=row.full_name,
         object="model",
@@ -72,6 +97,20 @@ def model_card(listed: ListedModel) -> ModelCard:
         generates=None if model is None else not model.only_embeds,
         model_code=None if model is None else model.model_code or None,
         parent=row.adapter_of or (None if model is None else model.parent) or None,
+        status=None if row.is_placeholder else status,
+    )
+
+
+def load_status(state: model_manager_pb2.Model | None, *, on_demand: bool) -> LoadStatus:
+    """Return the status of a model. A model that is not on demand is always loaded."""
+    if state is None:
+        return LoadStatus("idle" if on_demand else "loaded")
+    return LoadStatus(
+        _VALUES.get(state.state, "idle"),
+        progress=state.progress if state.HasField("progress") else None,
+        memory_bytes=state.memory_bytes if state.HasField("memory_bytes") else None,
+        idle_until=state.idle_until if state.HasField("idle_until") else None,
+        error=state.error or None,
     )
 
 

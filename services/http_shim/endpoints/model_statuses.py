@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from services.http_shim.backends.model_source import ServedStatus
+from services.http_shim.endpoints.model_cards import LoadStatus, load_status
 from tokenwire.pb.completion.v1 import models_pb2
 
 __all__ = ["EngineStatus", "ModelStatus", "RecentTimes", "Status", "model_status"]
@@ -49,6 +50,7 @@ class ModelStatus(Struct):
 
     id: str
     reachable: bool
+    status: LoadStatus
     version: str | None = None
     uptime_seconds: float | None = None
     running_requests: int | None = None
@@ -71,11 +73,13 @@ class Status(Struct):
 def model_status(served: ServedStatus) -> ModelStatus:
     """Return the status of a model."""
     answer = served.status
+    status = load_status(served.state, on_demand=served.on_demand)
     if answer is None:
-        return ModelStatus(served.id, reachable=False)
+        return ModelStatus(served.id, reachable=False, status=status)
     return ModelStatus(
         served.id,
         reachable=True,
+        status=status,
         version=answer.version,
         uptime_seconds=answer.uptime_seconds,
         running_requests=answer.running_requests,

@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from services.http_shim.backends.output_collector import OutputCollector
 from services.http_shim.backends.submission import Submission
+from services.http_shim.dialects.writer import EventWriter
 from services.http_shim.endpoints.event_stream import EventStream
 from services.http_shim.errors import ClientGoneError
 from services.http_shim.http.exchange import exchange_of
@@ -17,7 +20,9 @@ __all__ = [
     "PING_SECONDS",
     "AsgiCall",
     "client_left",
+    "send_last",
     "send_stream",
+    "send_while_waiting",
     "stream_headers",
 ]
 
@@ -26,6 +31,10 @@ CREDIT = 1024
 """Tokens per choice that may be on their way to a client that does not read"""
 PING_SECONDS = 10.0
 """Silence after which a stream gets a ping"""
+_QUIET_SECONDS = 1.0
+"""Wait for a load after which a stream begins. A refusal before that has a status of its own"""
+_PROGRESS_SECONDS = 2.0
+"""Time between two pings about a load"""
 _TRAILER = b"x-tokens-used"
 
 
@@ -56,14 +65,17 @@ async def send_stream(
     *,
     stall_seconds: float,
     ping_seconds: float = PING_SECONDS,
+    has_begun: bool = False,
 ) -> None:
     """Send a whole stream, with the number of used tokens in a trailer if the connection has them.
 
     While a send waits for the socket, deltas gather in `collector`. Raises ClientGoneError if the
     client reads nothing for `stall_seconds`. A silent stream gets a ping every `ping_seconds`.
+    has_begun: whether `send_while_waiting` has sent the headers.
     """
-    has_trailers = "http.response.trailers" in scope.get("extensions", ())
-    await send(_start(events.media_type, has_trailers=has_trailers))
+    has_trailers = _has_trailers(scope)
+    if not has_begun:
+        await send(_start(events.media_type, has_trailers=has_trailers))
     try:
         async with asyncio.timeout(None) as timeout:
             timer = _StreamTimer(collector, timeout, ping_seconds, stall_seconds)
@@ -77,6 +89,38 @@ async def send_stream(
     if has_trailers:
         used = (_TRAILER, str(exchange_of(scope).tokens_used).encode())
         await send({"type": "http.response.trailers", "headers": [used], "more_trailers": False})
+
+
+async def send_while_waiting(
+    call: AsgiCall,
+    admission: "asyncio.Future[Any]",
+    writer: EventWriter,
+    progress: Callable[[], str],
+) -> bool:
+    """Begin a stream, and send pings about the progress, until a request is admitted or fails.
+
+    writer: of the stream's form. Returns False if the end of the wait comes before any ping.
+    """
+    await asyncio.wait([admission], timeout=_QUIET_SECONDS)
+    if admission.done():
+        return False
+    await call.send(_start(writer.media_type, has_trailers=_has_trailers(call.scope)))
+    while not admission.done():
+        ping = writer.progress(progress())
+        await call.send({"type": "http.response.body", "body": ping, "more_body": True})
+        await asyncio.wait([admission], timeout=_PROGRESS_SECONDS)
+    return True
+
+
+async def send_last(call: AsgiCall, body: bytes) -> None:
+    """Send the end of a stream that has begun."""
+    await call.send({"type": "http.response.body", "body": body, "more_body": False})
+    if _has_trailers(call.scope):
+        await call.send({"type": "http.response.trailers", "headers": [], "more_trailers": False})
+
+
+def _has_trailers(scope: Scope) -> bool:
+    return "http.response.trailers" in scope.get("extensions", ())
 
 
 def _start(media_type: bytes, *, has_trailers: bool) -> Message:

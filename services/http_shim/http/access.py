@@ -117,7 +117,7 @@ async def authorized_model(
     exchange: Exchange, models: ModelSource, name: str | None
 ) -> ServedModel:
     """Return the model of that name. Raises ServiceError if the key may not use it."""
-    served = models.find(name)
+    served = await models.find(name)
     if exchange.account is not None and exchange.account.tier.models is not None:
         exchange.account.require_model(await models.id_of(served))
     return served

@@ -25,7 +25,7 @@ async def existing_name(models: ModelSource, name: str) -> str:
     if not name.endswith(LATEST):
         return name
     try:
-        models.find(name)
+        await models.find(name)
         await models.require([name])
     except ServiceError as error:
         if error.code is not grpc.StatusCode.NOT_FOUND:

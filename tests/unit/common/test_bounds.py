@@ -19,6 +19,7 @@ from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2 as completion
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.grammar.v1 import grammar_pb2
+from tokenwire.pb.models.v1 import model_manager_pb2
 from tokenwire.pb.options.v1 import bounds_pb2
 from tokenwire.pb.options.v1.bounds_pb2 import Bounds
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -47,9 +48,12 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     grammar_pb2.CompileRequest: check_bounds,
     grammar_pb2.MasksConfiguration: check_bounds,
     grammar_pb2.MatcherPath: check_bounds,
+    model_manager_pb2.UseModelRequest: check_bounds,
+    model_manager_pb2.LoadModelRequest: check_bounds,
+    model_manager_pb2.UnloadModelRequest: check_bounds,
 }
 """The check of each request, with those of the text level as their service calls them"""
-_FILES = (completion, tokenizer_pb2, engine_pb2, grammar_pb2)
+_FILES = (completion, tokenizer_pb2, engine_pb2, grammar_pb2, model_manager_pb2)
 
 Path: TypeAlias = tuple[FieldDescriptor, ...]
 

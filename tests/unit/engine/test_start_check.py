@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.common.host_memory import in_units
 from services.common.settings import StartupError
 from services.engine import start_check
-from services.engine.host_memory import in_units
 from services.engine.model.checkpoint.config import Config
 from services.engine.settings import EngineSettings
 from services.engine.start_check import check_room, check_start, require_room, stored_weights

@@ -9,10 +9,9 @@ import msgspec
 
 from services.common.constraint_texts import json_text
 from services.http_shim.dialects.bodies import body_of
-from services.http_shim.dialects.fields import JsonObject
+from services.http_shim.dialects.fields import JsonObject, read_keep_alive
 from services.http_shim.dialects.foreign_fields import check_foreign
 from services.http_shim.dialects.ollama.closed_schema import closed_schema
-from services.http_shim.dialects.ollama.durations import keep_alive_seconds
 from services.http_shim.dialects.ollama.types import (
     FOREIGN_OPTIONS,
     OllamaBody,
@@ -82,7 +81,7 @@ class OllamaReading(Reading):
             raise invalid("model", "model is required.")
         self.named = body.model
         """Name of the model, as the client wrote it"""
-        self.keep_alive = None if body.keep_alive is None else keep_alive_seconds(body.keep_alive)
+        self.keep_alive = read_keep_alive(body.keep_alive)
         """Seconds that the unused model stays in memory; None = the server's default"""
         self.has_input = True
         """False if the model is only loaded, or unloaded"""

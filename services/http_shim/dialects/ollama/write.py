@@ -215,6 +215,9 @@ class _Lines(EventWriter):
         """Return a line without text, because JSON has no comments."""
         return _line(self._writer.line())
 
+    def progress(self, text: str) -> bytes:
+        return self.ping()
+
     def _line(self, change: Change) -> OllamaAnswer | None:
         part = change.part
         if part.kind is PartKind.CALL:

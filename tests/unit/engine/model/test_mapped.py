@@ -9,12 +9,12 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers import LlamaConfig
 
+from services.common.host_memory import in_units
 from services.common.model_files.checkpoint import opened_checkpoint
 from services.common.settings import StartupError
 from services.engine import start_check
 from services.engine.engine import Engine
 from services.engine.execution.loaded_model import _announce_mapped
-from services.engine.host_memory import in_units
 from services.engine.kernels.library import InstructionSet, native
 from services.engine.model.checkpoint.stored_weights import StoredWeights
 from services.engine.model.loader import load_model

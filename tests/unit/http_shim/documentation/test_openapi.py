@@ -23,7 +23,13 @@ from services.http_shim.dialects.ollama import types as ollama_types
 from services.http_shim.dialects.responses import types as responses
 from services.http_shim.documentation.openapi import document, openapi
 from services.http_shim.documentation.pages import PAGES
-from services.http_shim.endpoints import adapters, batches, multi_completion, tokenization
+from services.http_shim.endpoints import (
+    adapters,
+    batches,
+    model_loading,
+    multi_completion,
+    tokenization,
+)
 from services.http_shim.http.gate import Gate
 from services.http_shim.jobs.jobs_client import JobsClient
 from services.http_shim.ollama import embeddings as ollama_embeddings
@@ -85,6 +91,7 @@ def test_parser_accepts_the_examples(name: str, example: dict[str, object]) -> N
         *(completions, chats, messages, responses),
         *(tokenization, adapters, batches, multi_completion, rankings, embeddings),
         *(ollama_types, ollama_embeddings, ollama_models),
+        model_loading,
     )
     body = next(getattr(module, name) for module in modules if hasattr(module, name))
     _, ignored = body_of(body, example)

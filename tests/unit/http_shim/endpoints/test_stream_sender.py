@@ -67,7 +67,8 @@ def begin(
     *,
     choices: int = 1,
     extensions: Sequence[str] = (),
-    **intervals: float,
+    stall_seconds: float = 30.0,
+    ping_seconds: float = stream_sender.PING_SECONDS,
 ) -> tuple[OutputCollector, "asyncio.Task[None]"]:
     collector = OutputCollector()
     feed(collector, ACCEPTED)
@@ -75,8 +76,15 @@ def begin(
     asked = exchange()
     scope = {"exchange": asked, "extensions": {name: {} for name in extensions}}
     events = EventStream(collector, writer.events(ACCEPTED, "req_1"), asked, str)
-    patient = {"stall_seconds": 30.0} | intervals
-    sending = stream_sender.send_stream(scope, socket.send, collector, credits_, events, **patient)
+    sending = stream_sender.send_stream(
+        scope,
+        socket.send,
+        collector,
+        credits_,
+        events,
+        stall_seconds=stall_seconds,
+        ping_seconds=ping_seconds,
+    )
     return collector, asyncio.ensure_future(sending)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.engine.host_memory import free_host_memory, in_units
+from services.common.host_memory import free_host_memory, in_units
 
 MACHINE, LIMIT, USED, FILES = 100 << 30, 40 << 30, 18 << 30, 16 << 30
 UNLIMITED = {"memory.max": "max", "memory.limit_in_bytes": "9223372036854771712"}
