@@ -29,6 +29,8 @@ __all__ = [
     "check_config",
     "check_room",
     "check_start",
+    "checkpoint_config",
+    "memory_by_weights",
     "needed_bytes",
     "require_room",
     "stored_weights",
@@ -55,7 +57,7 @@ def check_start(settings: EngineSettings) -> None:
     if settings.packed_cache:
         _require_directory(Path(settings.packed_cache))
     try:
-        config = _config(settings.model)
+        config = checkpoint_config(settings.model)
         check_config(config, settings)
         check_room(stored_weights(settings.model), config, settings)
     except (CheckpointError, GgufError) as error:
@@ -69,7 +71,7 @@ def needed_bytes(settings: EngineSettings) -> int:
     that is not served.
     """
     try:
-        config = _config(settings.model)
+        config = checkpoint_config(settings.model)
         check_config(config, settings)
         weights = stored_weights(settings.model)
     except (CheckpointError, GgufError) as error:
@@ -79,14 +81,6 @@ def needed_bytes(settings: EngineSettings) -> int:
     share = 0.5 if settings.kv_memory == "auto" else parse_share(settings.kv_memory)
     cache = parse_bytes(settings.kv_memory) if share is None else int(free_host_memory() * share)
     return weights.num_bytes(settings.weights, _number_bytes(settings)) + cache
-
-
-def _config(model: Path) -> Config:
-    """Return the config.json of a checkpoint. Raises CheckpointError or GgufError."""
-    gguf = _gguf(model)
-    if gguf is None:
-        return Config.read(model / "config.json")
-    return Config(str(gguf), config_of(GgufFile(gguf)))
 
 
 def _require_directory(cache: Path) -> None:
@@ -111,6 +105,31 @@ def stored_weights(model: Path) -> StoredWeights:
     if gguf is not None:
         return StoredWeights.of_gguf(GgufFile(gguf))
     return StoredWeights.of_directory(model, _adapters(model))
+
+
+def memory_by_weights(model: Path) -> dict[str, int]:
+    """Return the bytes that the weights take on this machine's CPU, by value of --weights.
+
+    Only values that can start here. Raises CheckpointError, GgufError, or StartupError.
+    """
+    weights, config = stored_weights(model), checkpoint_config(model)
+    found = {}
+    for name in ("full", "mapped", "decoded", *_ROUNDED):
+        settings = EngineSettings(weights=name)
+        if name == "mapped" and not (weights.mapped_bytes and _can_map(config, settings)):
+            continue
+        if name in _ROUNDED and (weights.coded or weights.is_rounded):
+            continue
+        found[name] = weights.num_bytes(name, _number_bytes(settings))
+    return found
+
+
+def checkpoint_config(model: Path) -> Config:
+    """Return config.json, or what a GGUF file states. Raises CheckpointError or GgufError."""
+    gguf = _gguf(model)
+    if gguf is None:
+        return Config.read(model / "config.json")
+    return Config(str(gguf), config_of(GgufFile(gguf)))
 
 
 def _adapters(model: Path) -> list[Path]:

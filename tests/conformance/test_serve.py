@@ -40,6 +40,8 @@ def _started(ports: list[int], logs: Path, *flags: str) -> "subprocess.Popen[str
     assert process.stdout is not None
     line = process.stdout.readline()
     assert re.fullmatch(rf"Tokenwire serves http://127\.0\.0\.1:{http} \(up in .* s\)\n", line)
+    if "--model" not in flags and "--catalog" not in flags:
+        assert "`tokenwire serve smollm2` serves one that can" in _said(process)
     return process
 
 

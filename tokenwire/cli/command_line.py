@@ -16,6 +16,7 @@ from tokenwire.cli import (
     generation,
     health,
     keys,
+    local_models,
     pull,
     serve,
     shell_completion,
@@ -112,7 +113,7 @@ def _parser() -> FlagParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tokenwire')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for group in (serve, pull, generation, batch, bench, text, keys, health):
+    for group in (serve, pull, local_models, generation, batch, bench, text, keys, health):
         group.add_commands(commands)
     shell_completion.add_commands(commands, parser)
     return parser

@@ -17,7 +17,7 @@ __all__ = [
     "ProvidedModel",
     "add_download",
     "asks",
-    "in_megabytes",
+    "in_decimal_units",
     "provide_model",
 ]
 
@@ -25,7 +25,7 @@ MODEL_HELP = (
     "directory, GGUF file, short name such as smollm2 (`tokenwire list --available`), "
     "hf:owner/name[@revision], owner/name, or owner/name:Q4_K_M"
 )
-_MEGABYTE = 1e6
+_KILOBYTE, _MEGABYTE, _GIGABYTE = 1e3, 1e6, 1e9
 Check = Callable[[HubCheckpoint], None]
 
 
@@ -102,7 +102,7 @@ def asks(question: str) -> bool:
 async def _require_consent(named: NamedModel, chosen: HubCheckpoint) -> None:
     """Ask before a download. Raises ModelNameError without consent."""
     num_bytes = await asyncio.to_thread(chosen.missing_bytes)
-    size = f" ({in_megabytes(num_bytes)})" if num_bytes else ""
+    size = f" ({in_decimal_units(num_bytes)})" if num_bytes else ""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ModelNameError(
             f"There is no {named.text} on this machine; --download downloads it from the hub{size}."
@@ -111,8 +111,10 @@ async def _require_consent(named: NamedModel, chosen: HubCheckpoint) -> None:
         raise ModelNameError(f"{named.text} was not downloaded.")
 
 
-def in_megabytes(num_bytes: int) -> str:
-    """Return a size of files in millions or thousands of millions of bytes."""
-    if num_bytes >= 1e9:
-        return f"{num_bytes / 1e9:.2f} GB"
-    return f"{num_bytes / _MEGABYTE:.0f} MB"
+def in_decimal_units(num_bytes: int) -> str:
+    """Return a number of bytes in the decimal units of file sizes."""
+    if num_bytes >= _GIGABYTE:
+        return f"{num_bytes / _GIGABYTE:.2f} GB"
+    if num_bytes >= _MEGABYTE:
+        return f"{num_bytes / _MEGABYTE:.0f} MB"
+    return f"{num_bytes / _KILOBYTE:.0f} kB"

@@ -3,7 +3,11 @@
 import os
 from pathlib import Path
 
-__all__ = ["state_folder"]
+from services.common.model_files.last_use import last_use, record_use
+
+__all__ = ["note_use", "state_folder", "used_at"]
+
+_USES = "last-use"
 
 
 def state_folder() -> Path:
@@ -12,3 +16,13 @@ def state_folder() -> Path:
     # the XDG specification says to ignore a relative path
     root = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
     return root / "tokenwire"
+
+
+def note_use(model: Path) -> None:
+    """Note that a model is served now. model: directory of a checkpoint, or GGUF file."""
+    record_use(state_folder() / _USES, model)
+
+
+def used_at(model: Path) -> float | None:
+    """Return the Unix time at which a model was last served; None = it is not known."""
+    return last_use(state_folder() / _USES, model)

@@ -9,7 +9,7 @@ import socket
 import ssl
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,6 +35,7 @@ from tokenwire.serving.stack_layout import (
     require_free_ports,
 )
 from tokenwire.serving.start_check import check_services, needed_memory
+from tokenwire.serving.state_folder import note_use
 
 if TYPE_CHECKING:
     import grpc
@@ -90,6 +91,13 @@ async def supervise(options: ServeOptions) -> None:
             flush_logs(_FLUSH_SECONDS)
     if not clean:
         raise ServeError("Not every service stopped by itself.", exit_code=1)
+
+
+def _note_uses(services: Iterable[Service]) -> None:
+    """Note for `tokenwire list` that the services' models are in use."""
+    for service in services:
+        if service.name == "engine":
+            note_use(Path(service.arguments[service.arguments.index("--model") + 1]))
 
 
 def _report_next_command() -> None:
@@ -374,6 +382,7 @@ class _Stack:
         seconds = time.monotonic() - self._began
         url = f"{self._options.scheme}://{shim.target}"
         print(f"Tokenwire serves {url} (up in {seconds:.1f} s)", flush=True)
+        _note_uses(process.service for process in self._processes)
 
     async def _reload(self) -> None:
         """Serve the catalog as it is now; one that can't be served changes nothing."""
@@ -443,6 +452,7 @@ class _Stack:
             raise
         finally:
             self._starting = [each for each in self._starting if each not in started]
+        _note_uses(services)
         self._processes += started
         self._serving.update(started)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = ["GgufError", "GgufFile", "GgufTensor", "Value"]
+__all__ = ["GgufError", "GgufFile", "GgufTensor", "Value", "first_metadata"]
 
 Value: TypeAlias = "bool | int | float | str | list[bool] | list[int] | list[float] | list[str]"
 
@@ -38,6 +38,8 @@ _ALIGNMENT = 32
 """Default alignment of tensors, in bytes"""
 _LENGTH_BYTES = 8
 _MOST_DIMENSIONS = 4
+_TOKENIZER = "tokenizer."
+"""Beginning of the keys of the vocabulary, which writers put behind all others"""
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -196,12 +198,19 @@ class GgufFile:
         return GgufError(f"{self.path}: {key} must be {wanted}.")
 
 
+def first_metadata(path: Path) -> Mapping[str, Value]:
+    """Return the metadata before the tokenizer's: name, sizes and context. Raises GgufError."""
+    return _Header(path, only_first=True).metadata
+
+
 class _Header:
     """Everything before the tensors of one file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, only_first: bool = False) -> None:
+        """Read a file. only_first: stop before the tokenizer, which is most of the metadata."""
         self._path = path
         self._at = 0
+        self._only_first = only_first
         self.metadata: dict[str, Value] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
@@ -224,6 +233,8 @@ class _Header:
         num_tensors, num_values = int(self._number("Q")), int(self._number("Q"))
         for _ in range(num_values):
             key = self._string()
+            if self._only_first and key.startswith(_TOKENIZER):
+                return
             self.metadata[key] = self._value(int(self._number("I")))
         found = [self._tensor() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)

@@ -32,6 +32,8 @@ _NEEDED = (
     *("colbert_linear.pt", "sparse_linear.pt"),
 )
 """Patterns of the files that the services read; BGE-M3's heads are the only pickles"""
+_CARD = "README.md"
+"""Card of the model, which states its licence; a repository without one is complete, too"""
 _WEIGHTS = (".safetensors", ".gguf")
 _LEFT_OUT = (
     # subfolders hold the same weights for other programs, except 1_Pooling and adapters
@@ -165,7 +167,7 @@ class HubCheckpoint:
             made = snapshot_download(
                 self.repository,
                 revision=self.revision,
-                allow_patterns=self._wanted,
+                allow_patterns=self._wanted if self.file else [*self._wanted, _CARD],
                 ignore_patterns=list(_LEFT_OUT),
                 local_dir=folder,
             )

@@ -202,6 +202,11 @@ class ChatTemplates:
         """Start to probe the templates; `render` waits for the result."""
         self._probing = keep_running("chat_templates", self._probe)
 
+    async def until_probed(self) -> None:
+        """Wait until the templates are probed. Raises UNAVAILABLE."""
+        assert self._probing is not None, "start was not called"
+        await self._until_probed(self._probing)
+
     async def stop(self) -> None:
         """End the render process."""
         if self._probing is not None:
@@ -253,8 +258,7 @@ class ChatTemplates:
         if there are none. Raises the errors of `check_text`, `Renderer.render` and
         `ImageExpander.place_in_chat`.
         """
-        assert self._probing is not None, "start was not called"
-        await self._until_probed(self._probing)
+        await self.until_probed()
         is_large = prompt.size > _INLINE_SIZE
         prepare = asyncio.to_thread(self._prepared, prompt) if is_large else None
         prepared = await prepare if prepare is not None else self._prepared(prompt)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 SERVICES = [
     f"services.{name}" for name in ("common", "http_shim", "jobs", "tokenizer", "engine", "grammar")
 ]
-OF_SERVE = ["tokenwire.serving.service_flags", "tokenwire.serving.start_check"]
+OF_SERVE = [f"tokenwire.serving.{name}" for name in ("model_facts", "service_flags", "start_check")]
 """Modules of `tokenwire serve` that import the services' settings and checks"""
 PACKAGES = {
     "tokenwire": [],

@@ -10,7 +10,7 @@ from pathlib import Path
 from services.common.gguf.gguf_file import GgufFile
 from services.engine.model.checkpoint.config import CheckpointError, Config
 
-__all__ = ["StoredWeights"]
+__all__ = ["StoredWeights", "count_parameters"]
 
 _FLOATS = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 4, "F8_E5M2": 4}
 """Types of safetensors whose numbers are weights, and the bytes that each number takes in memory
@@ -33,6 +33,8 @@ _MXFP4 = ("_blocks", "_scales")
 """Name endings of experts in MXFP4"""
 _BYTES_OF_FORMAT = {"int8": 1.0, "w8a8": 1.0, "fp8": 1.0, "int4": 0.5625}
 """Bytes of a number by the format that rounds it; int4 has a 16-bit scale for 32 numbers"""
+_SMALL = 65536
+"""Bytes of tensors, such as positions, that are no weights"""
 _FLOAT32_BYTES = 4
 _LENGTH_BYTES = 8
 _NUMBER_BYTES = {"bfloat16": 2, "float16": 2}
@@ -112,6 +114,17 @@ class StoredWeights:
         each = _BYTES_OF_FORMAT.get(weights, number_bytes)
         floats = self.float_bytes if each is None else int(self.floats * each)
         return adapters + coded_bytes + floats
+
+
+def count_parameters(model: Path) -> int | None:
+    """Return the number of parameters of a directory; None if some are packed, several in a byte.
+
+    Raises CheckpointError for a damaged file.
+    """
+    tensors = [each for file in sorted(model.glob("*.safetensors")) for each in _tensors(file)]
+    if any(each.float_bytes == 0 and each.num_bytes > _SMALL for each in tensors):
+        return None
+    return sum(each.numbers for each in tensors if each.float_bytes)
 
 
 def _total(tensors: list[_Tensor]) -> StoredWeights:

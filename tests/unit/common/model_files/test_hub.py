@@ -20,6 +20,7 @@ EMBEDDERS = [
     *("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
     "adapters/retrieval/adapter_model.safetensors",
 ]
+CARD = "README.md"
 NEEDED = ["config.json", "model.safetensors", "tokenizer.json"]
 
 
@@ -80,7 +81,7 @@ def pulled(*arguments: str) -> Path:
 
 def test_only_the_files_that_are_read_are_downloaded(hub: Hub, cache: Path) -> None:
     folder = pulled("hf:a/model")
-    assert sorted(os.listdir(folder)) == sorted(hub.downloaded) == NEEDED
+    assert sorted(os.listdir(folder)) == sorted(hub.downloaded) == [CARD, *NEEDED]
     assert (folder / "model.safetensors").read_text() == "model model.safetensors"
     assert folder.is_relative_to(cache)
 
@@ -167,7 +168,7 @@ def test_plain_name_is_downloaded_only_with_consent(hub: Hub) -> None:
     assert_refused(refused, "no a/model on this machine; --download downloads it from the hub (")
     assert hub.downloaded == []
     tokenwire("serve", "a/model", "--download")
-    assert sorted(set(hub.downloaded)) == NEEDED
+    assert sorted(set(hub.downloaded)) == [CARD, *NEEDED]
 
 
 @pytest.mark.parametrize(("answer", "downloads"), [("\n", True), ("n\n", False), ("\x04", False)])
@@ -229,7 +230,7 @@ def test_serve_downloads_what_it_is_to_serve(hub: Hub) -> None:
     # the download is complete, and its content is then refused
     result = tokenwire("serve", "--model", "hf:a/model")
     assert result.returncode == 2
-    assert sorted(set(hub.downloaded)) == NEEDED
+    assert sorted(set(hub.downloaded)) == [CARD, *NEEDED]
     assert tokenwire("serve", "--model", "hf:a/none").returncode == 2
 
 
