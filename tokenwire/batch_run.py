@@ -313,7 +313,8 @@ class BatchRun:
             else:
                 large = len(reply.content) > _LARGE_ANSWER
                 result = await asyncio.to_thread(_result, reply) if large else _result(reply)
-                if reply.status not in _RETRY_STATUSES:
+                is_final = reply.headers.get("x-should-retry") == "false"
+                if is_final or reply.status not in _RETRY_STATUSES:
                     return result
                 wait = _retry_after(reply)
             wait = max(wait, random.uniform(pause / 2, pause))

@@ -18,7 +18,11 @@ from grpc_reflection.v1alpha import reflection
 from services.common import logging as service_logging
 from services.common import tracing
 from services.common.accounts.authenticator import Authenticator
+from services.common.accounts.key_metrics import KeyMetrics
 from services.common.accounts.keyring import Keyring, open_keyring
+from services.common.accounts.ledger import UsageLedger
+from services.common.accounts.usage_client import UsageClient
+from services.common.background import keep_running
 from services.common.failed_start import tell_reason
 from services.common.faults import follow_faults
 from services.common.interceptor import RpcInterceptor
@@ -33,9 +37,12 @@ from services.common.network.health import PART_PREFIX
 from services.common.process import open_standard_files, raise_file_limit, stop_signal
 from services.common.settings import (
     LimitSettings,
+    PeerSettings,
+    ReportSettings,
     ServerSettings,
     StartupError,
     StreamSettings,
+    UsageSettings,
     parse,
     print_startup_error,
 )
@@ -74,6 +81,8 @@ class Application(ABC):
         self._report_serving: Callable[[bool], None] = lambda serving: None
         self.keyring: Keyring | None = None
         """API keys of the callers, once the service starts; None = callers need no key"""
+        self.ledger = UsageLedger()
+        """Counts the usage of the keys"""
         self.failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         """Future whose result is the reason, one sentence, when the service can't continue"""
 
@@ -157,8 +166,13 @@ def run(
 async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     stop = stop_signal()
     use_fair_threads()
-    authenticator = _authenticator(settings)
     application = make(settings)
+    ledger, reports = application.ledger, _usage_client(settings)
+    if reports is not None:
+        ledger.report = reports.report
+    if isinstance(settings, UsageSettings):
+        ledger.metrics = KeyMetrics(settings.metrics_by_key)
+    authenticator = _authenticator(settings, ledger)
     application.keyring = authenticator.keyring
     interceptor = RpcInterceptor(authenticator, application.peer_methods)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[interceptor])
@@ -170,9 +184,9 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     _serve_metrics(settings, port, application.model)
     await server.start()
     _LOG.info("listening on %s", _place(settings, port), extra={"port": port})
-    watching = None
+    watching: list[asyncio.Future[None]] = [keep_running("usage", ledger.run)]
     if authenticator.keyring is not None:
-        watching = asyncio.ensure_future(authenticator.keyring.watch())
+        watching.append(asyncio.ensure_future(authenticator.keyring.watch()))
     starting: asyncio.Future[Any] = asyncio.ensure_future(application.start())
     ends = (stop, application.failed)
     code = 0
@@ -192,19 +206,31 @@ async def _serve(settings: S, make: Callable[[S], Application]) -> int:
     finally:
         await application.stop()
         await server.stop(1.0)
-        if watching is not None and authenticator.keyring is not None:
-            watching.cancel()
+        for each in watching:
+            each.cancel()
+        await ledger.close()
+        if reports is not None:
+            await reports.close()
+        if authenticator.keyring is not None:
             await authenticator.keyring.close()
     _LOG.info("stopped")
     return code
 
 
-def _authenticator(settings: ServerSettings) -> Authenticator:
+def _usage_client(settings: ServerSettings) -> UsageClient | None:
+    """Return the client that reports usage; None if there is no jobs service for it."""
+    if not isinstance(settings, ReportSettings) or not settings.jobs:
+        return None
+    assert isinstance(settings, PeerSettings)
+    return UsageClient(settings.jobs, settings)
+
+
+def _authenticator(settings: ServerSettings, ledger: UsageLedger) -> Authenticator:
     """Return the check of the callers. Raises StartupError."""
     if not isinstance(settings, StreamSettings):
         return Authenticator(None, settings.peer_token)
     limits_url = settings.limits_url if isinstance(settings, LimitSettings) else ""
-    keyring = open_keyring(settings.keys, limits_url)
+    keyring = open_keyring(settings.keys, limits_url, ledger)
     return Authenticator(keyring, settings.peer_token, settings.trust_scheduling_headers)
 
 

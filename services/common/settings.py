@@ -31,9 +31,11 @@ __all__ = [
     "LimitSettings",
     "PeerSettings",
     "PeerTokenSettings",
+    "ReportSettings",
     "ServerSettings",
     "StartupError",
     "StreamSettings",
+    "UsageSettings",
     "parse",
     "print_startup_error",
     "server_tls",
@@ -159,6 +161,29 @@ class LimitSettings:
         "",
         "Redis that counts the limits of keys for all processes, as redis:// or rediss://; empty = "
         "each process counts for itself. The variable keeps its password out of `ps`.",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UsageSettings:
+    """Settings of services that count the usage of API keys."""
+
+    metrics_by_key: int = setting(
+        0,
+        "Most names of keys that metrics of requests and tokens have as a label; further keys "
+        'count as "other". 0 = no such metrics.',
+        most=10_000,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportSettings(UsageSettings):
+    """Settings of services that report the usage of API keys."""
+
+    jobs: str = setting(
+        "",
+        "Jobs service, as host:port, which keeps the usage of keys. Empty = none: budgets then "
+        "count from the start of this process.",
     )
 
 

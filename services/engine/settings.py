@@ -9,6 +9,7 @@ from services.common.settings import (
     LAST_PORT,
     CheckpointSettings,
     PeerSettings,
+    ReportSettings,
     StartupError,
     StreamSettings,
     setting,
@@ -21,7 +22,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings(StreamSettings, PeerSettings, CheckpointSettings):
+class EngineSettings(StreamSettings, PeerSettings, ReportSettings, CheckpointSettings):
     """The engine: token ids in, token ids out."""
 
     port: int = setting(50052, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)

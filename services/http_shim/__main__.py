@@ -20,7 +20,9 @@ from starlette.applications import Starlette
 
 from services.common import logging as service_logging
 from services.common import tracing
+from services.common.accounts.key_metrics import KeyMetrics
 from services.common.accounts.keyring import Keyring, open_keyring
+from services.common.accounts.ledger import UsageLedger
 from services.common.background import keep_running
 from services.common.model_files.catalog_file import CatalogError
 from services.common.network.addresses import address, listen, why_unusable
@@ -97,7 +99,9 @@ async def serve(settings: HttpShimSettings) -> None:
     """Serve until SIGTERM or SIGINT; requests then have the grace period to finish."""
     stop = stop_signal()
     use_fair_threads()
-    keyring = open_keyring(settings.keys, settings.limits_url)
+    ledger = UsageLedger()
+    ledger.metrics = KeyMetrics(settings.metrics_by_key)
+    keyring = open_keyring(settings.keys, settings.limits_url, ledger)
     with _listen(settings) as bound:
         settings = dataclasses.replace(settings, host=bound.getsockname()[0])
         check(settings)
@@ -105,11 +109,13 @@ async def serve(settings: HttpShimSettings) -> None:
         describe_build("http_shim")
         context = None if settings.tls is None else settings.tls.context(HttpsContext)
         jobs = _jobs(settings)
-        app = create_app(models, gate, settings, keyring, jobs)
+        if settings.jobs:
+            ledger.report = jobs.record_usage
+        app = create_app(models, gate, settings, keyring, jobs, ledger)
         server = _server(settings, app, context)
         if settings.metrics_port > 0:
             serve_metrics(settings.host, settings.metrics_port)
-        watching = [_watch(keyring)]
+        watching = [_watch(keyring), keep_running("usage", ledger.run)]
         if settings.vllm_metrics:
             router_metrics = RouterMetrics(models)
             REGISTRY.register(VllmLoadMetrics(router_metrics.loads))
@@ -130,6 +136,7 @@ async def serve(settings: HttpShimSettings) -> None:
         await serving
     for each in watching:
         each.cancel()
+    await ledger.close()
     if keyring is not None:
         await keyring.close()
     await models.close()

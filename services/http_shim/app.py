@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from services.common.accounts.keyring import Keyring
+from services.common.accounts.ledger import UsageLedger
 from services.common.network.hosts import AllowedHosts
 from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.dialects.chat.read import read_chat
@@ -41,6 +42,7 @@ from services.http_shim.endpoints.responses import ResponsesEndpoint
 from services.http_shim.endpoints.stored_responses import StoredResponses
 from services.http_shim.endpoints.token_counting import TokenCounting
 from services.http_shim.endpoints.tokenization import Tokenization
+from services.http_shim.endpoints.usage import UsageEndpoint
 from services.http_shim.errors import ErrorForm
 from services.http_shim.http.access import AccessMiddleware
 from services.http_shim.http.body import BodyReader
@@ -98,6 +100,7 @@ def create_app(
     settings: HttpShimSettings,
     keyring: Keyring | None,
     jobs: JobsClient,
+    ledger: UsageLedger,
 ) -> Starlette:
     """Return the application that serves `models`; without a keyring, no request needs a key."""
     parts = _Parts(models, gate, settings, jobs)
@@ -114,7 +117,7 @@ def create_app(
     tokenization = Tokenization(models, prompts)
     adapters = Adapters(models, bodies, is_allowed=settings.adapter_routes)
     probes = Probes(models, gate, jobs)
-    files, batches = Files(jobs), Batches(jobs, bodies)
+    files, batches, usage = Files(jobs), Batches(jobs, bodies), UsageEndpoint(jobs, keyring, ledger)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -132,6 +135,8 @@ def create_app(
         Route("/v1/batches", batches.all),
         Route("/v1/batches/{batch_id}", batches.one),
         Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
+        Route("/v1/usage", usage.find),
+        Route("/v1/organization/usage/completions", usage.find),
         Route("/v1/messages/count_tokens", message_tokens.count, methods=["POST"]),
         Route("/v1/responses/input_tokens", response_tokens.count, methods=["POST"]),
         Route("/v1/responses/{response_id}", stored_responses.get),
@@ -160,7 +165,7 @@ def create_app(
     ]
     names = [name.strip() for name in settings.allowed_hosts.split(",") if name.strip()]
     middleware = [
-        Middleware(ExchangeMiddleware, routes=routes, error_forms=_ERROR_FORMS),
+        Middleware(ExchangeMiddleware, routes=routes, error_forms=_ERROR_FORMS, ledger=ledger),
         Middleware(HostMiddleware, allowed=AllowedHosts(settings.host, names)),
     ]
     if origins := origins_of(settings.cors_origins):
@@ -178,6 +183,7 @@ def create_inner_app(
     settings: HttpShimSettings,
     jobs: InnerJobs,
     admission: Callable[[ASGIApp], ASGIApp],
+    ledger: UsageLedger,
 ) -> Starlette:
     """Return the application that the jobs service calls for batches and background responses.
 
@@ -192,7 +198,7 @@ def create_inner_app(
         *parts.vector_routes(),
     ]
     middleware = [
-        Middleware(ExchangeMiddleware, routes=routes, error_forms=_ERROR_FORMS),
+        Middleware(ExchangeMiddleware, routes=routes, error_forms=_ERROR_FORMS, ledger=ledger),
         Middleware(FailureMiddleware),
         Middleware(admission),
     ]

@@ -53,6 +53,7 @@ _TYPES = {
 }
 
 _LOST = frozenset({"UNREACHABLE", "SESSION_LOST", "ENGINE_LOST"})
+_NO_QUOTA = "INSUFFICIENT_QUOTA"
 _UNREACHABLE = "The model can't be reached now; try again."
 INTERNAL = "The server failed; its log has the details."
 _UNTYPED = "The model's services failed to answer; the server's log may have the details."
@@ -140,7 +141,9 @@ def to_response(error: ServiceError) -> Response:
     """Return the response, with Retry-After if a retry makes sense."""
     status = http_status(error.code)
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
-    if status in (429, 503):
+    if error.reason == _NO_QUOTA:
+        headers["x-should-retry"] = "false"  # SDKs would retry a 429
+    elif status in (429, 503):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_seconds or 1)))
     return _respond(status, error_body(error), headers)
 
@@ -163,7 +166,8 @@ def other_error(
 
 
 def _encode(status: int, message: str, param: str | None, code: str | None) -> bytes:
-    kind = _TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
+    kind = code if code == _NO_QUOTA.lower() else _TYPES.get(status)
+    kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
     return msgspec.json.encode(ErrorBody(ErrorDetails(message, kind, param, code)))
 
 

@@ -11,6 +11,7 @@ from services.common.settings import (
     LimitSettings,
     PeerSettings,
     StartupError,
+    UsageSettings,
     server_tls,
     setting,
 )
@@ -24,7 +25,7 @@ __all__ = ["HttpShimSettings", "check"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HttpShimSettings(PeerSettings, LimitSettings):
+class HttpShimSettings(PeerSettings, LimitSettings, UsageSettings):
     """Serves the OpenAI API over HTTP, in front of the tokenizer service."""
 
     host: str = setting(
@@ -50,8 +51,8 @@ class HttpShimSettings(PeerSettings, LimitSettings):
     )
     jobs: str = setting(
         "",
-        "Jobs service, as host:port, which keeps files, batches and responses and reads PDFs. "
-        "Empty = none: those routes answer 501.",
+        "Jobs service, as host:port, which keeps files, batches, responses and usage and reads "
+        "PDFs. Empty = none: those routes answer 501.",
     )
     cors_origins: str = setting(
         "", "Origins whose pages may call the API, separated by commas; * = all; empty = none."

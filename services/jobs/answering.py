@@ -13,6 +13,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.accounts.account import Account
+from services.common.accounts.ledger import UsageLedger
 from services.common.accounts.metering import count_request
 from services.common.errors import internal_error
 from services.common.logging import request_id, traceparent
@@ -61,11 +62,12 @@ class ShimAnswering:
         settings: JobsSettings,
         jobs: InnerJobs,
         account_of: Callable[[str], Account | None],
+        ledger: UsageLedger,
     ) -> None:
         """jobs: keeps the responses of the requests, and reads their documents.
 
         account_of: returns the account of a key by its id; raises ServiceError if it is gone.
-        Raises StartupError.
+        ledger: counts the usage of the requests. Raises StartupError.
         """
         self._models = _models(settings)
         self._gate = Gate()
@@ -75,6 +77,7 @@ class ShimAnswering:
             _shim_settings(settings),
             jobs,
             partial(_CreatorMiddleware, account_of=account_of),
+            ledger,
         )
 
     async def answer(self, path: str, body: bytes, creator: Creator) -> Reply:

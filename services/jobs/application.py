@@ -25,12 +25,15 @@ from services.jobs.settings import JobsSettings
 from services.jobs.store.database_guard import StoreUnavailableError
 from services.jobs.store.file_store import FileStore
 from services.jobs.store.response_store import ResponseStore
+from services.jobs.store.usage_store import UsageStore
+from services.jobs.usage_service import UsageServicer
 from tokenwire.errors import ServiceError
 from tokenwire.pb.jobs.v1 import jobs_pb2
 from tokenwire.pb.jobs.v1.jobs_pb2_grpc import (
     add_BatchServiceServicer_to_server,
     add_FileServiceServicer_to_server,
     add_ResponseServiceServicer_to_server,
+    add_UsageServiceServicer_to_server,
 )
 
 __all__ = ["JobsApplication"]
@@ -46,7 +49,12 @@ _SERVICES = [service.full_name for service in jobs_pb2.DESCRIPTOR.services_by_na
 class JobsApplication(Application):
     """The stores, the runner of batches, and the responses in the background."""
 
-    peer_methods = frozenset({"/tokenwire.jobs.v1.ResponseService/PutResponse"})
+    peer_methods = frozenset(
+        {
+            "/tokenwire.jobs.v1.ResponseService/PutResponse",
+            "/tokenwire.jobs.v1.UsageService/RecordUsage",
+        }
+    )
 
     def __init__(self, settings: JobsSettings) -> None:
         """Open the stores. Raises StartupError if one, or a setting, is unusable."""
@@ -56,7 +64,9 @@ class JobsApplication(Application):
         self._responses_store = _response_store(settings)
         reader = Documents(DocumentReader(), self._files, settings.max_held_bytes)
         local = LocalJobs(reader)
-        self._answering = ShimAnswering(settings, local, self._account)
+        self._usage = _usage_store(settings)
+        self.ledger.report = self._usage.record_later
+        self._answering = ShimAnswering(settings, local, self._account, self.ledger)
         self._responses = local.responses = Responses(
             self._responses_store,
             self._answering,
@@ -84,6 +94,7 @@ class JobsApplication(Application):
         add_FileServiceServicer_to_server(self._file_servicer, server)
         add_BatchServiceServicer_to_server(BatchServicer(self._files, self._runner), server)
         add_ResponseServiceServicer_to_server(self._response_servicer, server)
+        add_UsageServiceServicer_to_server(UsageServicer(self._usage), server)
         return _SERVICES
 
     async def start(self) -> None:
@@ -106,13 +117,15 @@ class JobsApplication(Application):
                 await self._responses.drain()
         if self._checking is not None:
             self._checking.cancel()
+        await self.ledger.close()
+        self._usage.close()
         self._responses_store.close()
         self._files.close()
 
     async def _check_stores(self) -> None:
         """Note stores whose files are gone, and those that are there again."""
         while True:
-            for store in (self._files, self._responses_store):
+            for store in (self._files, self._responses_store, self._usage):
                 await asyncio.to_thread(store.guard.check)
             await asyncio.sleep(_CHECK_SECONDS)
 
@@ -151,3 +164,11 @@ def _response_store(settings: JobsSettings) -> ResponseStore:
         return store
     except (sqlite3.Error, StoreUnavailableError) as error:
         raise StartupError(f"--response-store {path} can't be opened: {error}.") from None
+
+
+def _usage_store(settings: JobsSettings) -> UsageStore:
+    path = settings.usage_store
+    try:
+        return UsageStore(path, settings.usage_days)
+    except (sqlite3.Error, StoreUnavailableError) as error:
+        raise StartupError(f"--usage-store {path} can't be opened: {error}.") from None

@@ -7,6 +7,7 @@ from services.common.settings import (
     LimitSettings,
     PeerSettings,
     StreamSettings,
+    UsageSettings,
     setting,
 )
 from tokenwire.channel_options import LOST_SECONDS
@@ -15,7 +16,7 @@ __all__ = ["JobsSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobsSettings(StreamSettings, PeerSettings, LimitSettings):
+class JobsSettings(StreamSettings, PeerSettings, LimitSettings, UsageSettings):
     """Tokenwire's jobs service: files, batches, kept responses and responses in the background."""
 
     port: int = setting(50054, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)
@@ -75,6 +76,12 @@ class JobsSettings(StreamSettings, PeerSettings, LimitSettings):
         64 * 1024 * 1024,
         "Most bytes of the kept events of streamed responses in the background; the oldest are "
         "dropped first.",
+    )
+    usage_store: str = setting(
+        "", "SQLite file of the usage of API keys; empty = it is kept in memory."
+    )
+    usage_days: int = setting(
+        400, "Days that usage is kept; at least the current month.", least=31, most=36_500
     )
     file_folder: str = setting(
         "",

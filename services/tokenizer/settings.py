@@ -7,6 +7,7 @@ from services.common.settings import (
     CheckpointSettings,
     LimitSettings,
     PeerSettings,
+    ReportSettings,
     StreamSettings,
     setting,
 )
@@ -19,7 +20,9 @@ __all__ = ["TokenizerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerSettings(StreamSettings, PeerSettings, LimitSettings, CheckpointSettings):
+class TokenizerSettings(
+    StreamSettings, PeerSettings, LimitSettings, ReportSettings, CheckpointSettings
+):
     """Encoding and decoding of text, and completions and chats in text."""
 
     port: int = setting(50051, "Port of the gRPC server; 0 = any free one.", most=LAST_PORT)

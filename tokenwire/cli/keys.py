@@ -5,7 +5,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tokenwire.cli.arguments import Commands, add_command, add_json
+from tokenwire.cli.arguments import Commands, add_command, add_json, whole_number
 from tokenwire.cli.output import print_error, print_json
 
 __all__ = ["add_commands"]
@@ -30,6 +30,12 @@ def add_commands(commands: Commands) -> None:
         "--admin",
         action="store_true",
         help="Let the key operate the server: usage of all keys, models that load and unload.",
+    )
+    new.add_argument(
+        "--monthly-tokens",
+        type=whole_number(1, 2**53),
+        metavar="N",
+        help="Budget of a calendar month (UTC), in place of the tier's.",
     )
     listing = add_command(
         actions, "list", _keys, "Print id, tier, creation date, state and name of each key."
@@ -67,7 +73,13 @@ async def _keys(options: argparse.Namespace) -> int:
 def _add_key(options: argparse.Namespace) -> None:
     from services.common.accounts.key_file import add_key
 
-    key = add_key(options.file, options.tier, options.name, admin=options.admin)
+    key = add_key(
+        options.file,
+        options.tier,
+        options.name,
+        admin=options.admin,
+        monthly_tokens=options.monthly_tokens,
+    )
     if options.json:
         print_json({"key": key})
     else:
@@ -88,6 +100,7 @@ def _list_keys(options: argparse.Namespace) -> None:
                 "created": key.created,
                 "revoked": key.revoked,
                 "admin": key.admin,
+                "monthly_tokens": key.monthly_tokens,
             }
             for key in keys
         ]

@@ -396,10 +396,16 @@ def _jobs(options: ServeOptions, *models: str) -> Service:
     plain = () if is_loopback(host) else ("--plaintext",)
     listen = ("--host", host, "--port", str(options.jobs_port), *plain)
     keys = () if options.keys is None else ("--keys", str(options.keys.absolute()))
-    own = _flags_of(options, "jobs")
+    own = (*_usage_store(options), *_flags_of(options, "jobs"))
     arguments = (*listen, *models, *_common(options), *keys, *_peer_token(options), *own)
-    target = address(reachable(host), options.jobs_port)
-    return Service("jobs", arguments, target, environment=_limits(options, "jobs"))
+    return Service("jobs", arguments, _jobs_target(options), environment=_limits(options, "jobs"))
+
+
+def _usage_store(options: ServeOptions) -> tuple[str, ...]:
+    """Return the flag that keeps usage beside the keys, whose budgets then survive a restart."""
+    if options.keys is None or not os.access(options.keys.absolute().parent, os.W_OK):
+        return ()
+    return ("--usage-store", str(options.keys.absolute().with_suffix(".usage.sqlite")))
 
 
 def _shim(options: ServeOptions, *models: str) -> Service:
@@ -472,7 +478,11 @@ def _backend(
         target = address(reachable(host), port)
         return Service(name, arguments, target, model.full_name, on_demand=model.on_demand)
 
-    keys = () if options.keys is None else ("--keys", str(options.keys.absolute()))
+    keys = (
+        ()
+        if options.keys is None
+        else ("--keys", str(options.keys.absolute()), *_usage_of_keys(options))
+    )
     adapters = ",".join(f"{name}={path}" for name, path in model.adapters)
     if adapters and "--adapters" in {argument.partition("=")[0] for argument in flags}:
         message = f"{model.id} has adapters in the catalog; its engine's arguments can't have more."
@@ -499,6 +509,15 @@ def _backend(
         ),
         service("grammar", "127.0.0.1", ports.grammar),
     )
+
+
+def _usage_of_keys(options: ServeOptions) -> tuple[str, ...]:
+    """Return the flag of services that report the usage of keys."""
+    return () if options.no_jobs else ("--jobs", _jobs_target(options))
+
+
+def _jobs_target(options: ServeOptions) -> str:
+    return address(reachable(_grpc_host(options)), options.jobs_port)
 
 
 def _share(number: int, replicas: int) -> tuple[tuple[str, str], ...]:

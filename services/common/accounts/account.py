@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
+from services.common.accounts.budget import Budget
 from services.common.accounts.key_file import Tier
+from services.common.accounts.ledger import UsageLedger
 from services.common.contract import DEFAULT_MAX_TOKENS
 from tokenwire.errors import ServiceError
 from tokenwire.pb.completion.v1 import completion_pb2
@@ -84,17 +86,28 @@ class Account:
         tier: Tier,
         now: float,
         shared: "SharedLimits | None" = None,
+        ledger: UsageLedger | None = None,
     ) -> None:
-        """shared: limits that several processes count in Redis; None = this one counts alone."""
+        """shared: limits that several processes count in Redis; None = this one counts alone.
+
+        ledger: counts the usage of all keys; None = one for this account alone.
+        """
         self.id = identity
         self.name = name
         self.shared = shared
+        self.ledger = ledger or UsageLedger()
+        self.budget = Budget(identity, self.ledger)
         self.streams = 0
         self.is_admin = False
         """True if the key's holder may operate the server"""
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
         self.set_tier(tier, now)
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the tier or the key limits the requests, in kind or in amount."""
+        return self.tier.is_limited or self.budget.limit is not None
 
     def set_tier(self, tier: Tier, now: float) -> None:
         """Change the limits, and keep the usage."""
@@ -184,7 +197,7 @@ class Account:
                 headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
                 headers[f"x-ratelimit-remaining-{name}"] = str(left)
                 headers[f"x-ratelimit-reset-{name}"] = _duration(full_in)
-        return headers
+        return headers | self.budget.headers()
 
 
 def estimated_tokens(request: TextRequest) -> int:

@@ -63,10 +63,10 @@ class Identity:
 
         Only the tokenizer service counts the usage of keys.
         """
-        if self.account is not None and self.account.tier.is_limited:
+        if self.account is not None and self.account.is_limited:
             raise _denied(
                 "TIER_HAS_LIMITS",
-                "The tier of this API key has limits, which the engine does not count: send the "
+                "This API key has limits, which the engine does not count: send the "
                 "request to the tokenizer service.",
             )
 

@@ -58,6 +58,8 @@ class Tier(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Most choices under way at a time, streamed or not"""
     models: tuple[str, ...] | None = None
     """Canonical ids of the permitted models"""
+    monthly_tokens: _Limit | None = None
+    """Tokens of prompts and output together in a calendar month (UTC)"""
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     """Priority of the tier's requests; higher is served first"""
 
@@ -81,6 +83,8 @@ class Key(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Time of revocation, in Unix seconds; None = the key is valid"""
     admin: bool = False
     """True if the holder may operate the server"""
+    monthly_tokens: _Limit | None = None
+    """Tokens of a calendar month (UTC), in place of the tier's; None = the tier's"""
 
 
 class KeyFile(Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,7 +124,14 @@ def read_keys(path: Path) -> KeyFile:
     return file
 
 
-def add_key(path: Path, tier: str = "default", name: str = "", *, admin: bool = False) -> str:
+def add_key(
+    path: Path,
+    tier: str = "default",
+    name: str = "",
+    *,
+    admin: bool = False,
+    monthly_tokens: int | None = None,
+) -> str:
     """Make a key, store its hash, and return the key. Creates a missing file."""
     with _locked(path):
         file = read_keys(path) if path.exists() else _EMPTY
@@ -129,7 +140,15 @@ def add_key(path: Path, tier: str = "default", name: str = "", *, admin: bool = 
             raise KeyFileError(f"There is no tier {tier} in {path}; there are: {known}.")
         secret = _new_secret({key.id for key in file.keys})
         digest = hashlib.sha256(secret.encode()).hexdigest()
-        key = Key(key_id(secret), digest, tier, int(time.time()), name, admin=admin)
+        key = Key(
+            key_id(secret),
+            digest,
+            tier,
+            int(time.time()),
+            name,
+            admin=admin,
+            monthly_tokens=monthly_tokens,
+        )
         _write(path, KeyFile(file.tiers, (*file.keys, key)))
     return secret
 

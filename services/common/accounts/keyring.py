@@ -3,13 +3,22 @@
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
 from services.common.accounts.account import Account
-from services.common.accounts.key_file import Key, KeyFileError, key_id, matches, read_keys
+from services.common.accounts.key_file import (
+    Key,
+    KeyFileError,
+    Tier,
+    key_id,
+    matches,
+    read_keys,
+)
+from services.common.accounts.ledger import UsageLedger
 from services.common.background import keep_running
 from services.common.settings import StartupError
 from tokenwire.errors import ServiceError
@@ -26,10 +35,16 @@ _POLL_SECONDS = 0.5  # a revoked key must fail within a second
 class Keyring:
     """Authenticates API keys."""
 
-    def __init__(self, path: Path, shared: "SharedLimits | None" = None) -> None:
-        """Read the file. shared: limits that `Account` takes. Raises KeyFileError."""
+    def __init__(
+        self,
+        path: Path,
+        shared: "SharedLimits | None" = None,
+        ledger: UsageLedger | None = None,
+    ) -> None:
+        """Read the file. shared, ledger: parameters of `Account`. Raises KeyFileError."""
         self._path = path
         self._shared = shared
+        self._ledger = ledger or UsageLedger()
         self._stamp = _stamp(path)
         self._problem = ""
         """Reason why the changed file is not used, as it was logged; empty = it is used"""
@@ -49,6 +64,15 @@ class Keyring:
         if not matches(secret, key):
             key = None
         return self._accounts[_require_valid(key).id]
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        """The public parts of all keys, in the order of the file."""
+        return [*self._keys.values()]
+
+    def tier_of(self, key: Key) -> Tier:
+        """Return the tier of a key of `keys`."""
+        return self._accounts[key.id].tier
 
     def account_by_id(self, identity: str) -> Account:
         """Return the account of a key by its id. Raises UNAUTHENTICATED if the key is gone."""
@@ -106,10 +130,12 @@ class Keyring:
             tier = file.tiers[key.tier]
             account = self._accounts.get(key.id)
             if account is None:
-                account = Account(key.id, key.name, tier, now, self._shared)
+                account = Account(key.id, key.name, tier, now, self._shared, self._ledger)
             else:
                 account.set_tier(tier, now)
             account.is_admin = key.admin
+            own = key.monthly_tokens
+            account.budget.limit = tier.monthly_tokens if own is None else own
             accounts[key.id] = account
         self._accounts = accounts
         self._keys = {key.id: key for key in file.keys}
@@ -124,10 +150,10 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def open_keyring(path: str, limits_url: str) -> Keyring | None:
+def open_keyring(path: str, limits_url: str, ledger: UsageLedger) -> Keyring | None:
     """Return the keys of --keys with the limits of --limits-url. Raises StartupError.
 
-    Must be called on the event loop that uses it.
+    ledger: counts the usage of the keys. Must be called on the event loop that uses it.
     """
     if not path:
         if limits_url:
@@ -139,7 +165,7 @@ def open_keyring(path: str, limits_url: str) -> Keyring | None:
 
         shared = SharedLimits(limits_url)
     try:
-        return Keyring(Path(path), shared)
+        return Keyring(Path(path), shared, ledger)
     except KeyFileError as error:
         raise StartupError(str(error)) from None
 

@@ -12,6 +12,7 @@ from services.common.accounts.account import (
     sequence_count,
 )
 from services.common.accounts.identity import Identity
+from services.common.accounts.usage import RequestUsage
 from tokenwire.errors import ServiceError
 
 if TYPE_CHECKING:
@@ -29,13 +30,18 @@ class Charge:
         choices: int,
         reserved: int,
         shared: "tuple[SharedLimits, Lease] | None" = None,
+        held: int = 0,
     ) -> None:
-        """shared: limits in Redis that also count the request; None = none."""
+        """shared: limits in Redis that also count the request; None = none.
+
+        held: tokens that the request holds of the key's budget.
+        """
         self.reserved = reserved
         """Tokens that the request has reserved"""
         self._account = account
         self._choices = choices
         self._shared = shared
+        self._held = held
 
     def end(self, used_tokens: int) -> None:
         """Charge the used tokens in place of the reserved ones."""
@@ -43,6 +49,7 @@ class Charge:
         if self._shared is not None:
             limits, lease = self._shared
             limits.end(self._account, lease, used_tokens)
+        self._account.budget.release(self._held)
 
 
 class Meter:
@@ -79,10 +86,11 @@ class Meter:
             beginning.add_done_callback(_give_back)
             raise
 
-    def end(self, used_tokens: int) -> None:
-        """Charge the used tokens, unless `begin` refused the request."""
+    def end(self, usage: RequestUsage) -> None:
+        """Count and charge what the request has used, unless `begin` refused it."""
         if self._charge is not None:
-            self._charge.end(used_tokens)
+            self._account.ledger.record(self._account, usage)
+            self._charge.end(usage.tokens)
             self._charge = None
 
 
@@ -108,19 +116,29 @@ def charge_requests(account: Account, more: int) -> None:
 
 async def begin(account: Account, tokens: int, choices: int) -> Charge:
     """Start a request that uses at most `tokens` tokens. Raises RESOURCE_EXHAUSTED."""
+    held = await account.budget.hold(tokens)
+    try:
+        return await _begin(account, tokens, choices, held)
+    except BaseException:
+        account.budget.release(held)
+        raise
+
+
+async def _begin(account: Account, tokens: int, choices: int, held: int) -> Charge:
     limits = account.shared
     if limits is None:
-        return Charge(account, choices, account.begin(tokens, time.monotonic(), choices))
+        reserved = account.begin(tokens, time.monotonic(), choices)
+        return Charge(account, choices, reserved, None, held)
     lease = await limits.begin(account, tokens, choices)
     if lease.is_shared:
         account.streams += choices
-        return Charge(account, choices, lease.reserved, (limits, lease))
+        return Charge(account, choices, lease.reserved, (limits, lease), held)
     try:
         reserved = account.begin(tokens, time.monotonic(), choices)
     except ServiceError:
         limits.end(account, lease, 0)
         raise
-    return Charge(account, choices, reserved, (limits, lease))
+    return Charge(account, choices, reserved, (limits, lease), held)
 
 
 def _give_back(beginning: "asyncio.Future[Charge]") -> None:

@@ -193,4 +193,5 @@ def _caller(context: Context) -> Caller:
         who.tenant(metadata_value(context, TENANT_KEY) or "", TENANT_KEY),
         who.priority(metadata_priority(context), PRIORITY_KEY),
         context.time_remaining(),
+        who.account,
     )

@@ -279,7 +279,9 @@ class Frontend:
         """End a request whose client has left. Its sink gets no further events."""
         if handle in self._live:
             self._loop.send(CancelRequest(handle))
-            self._leave(handle).span.cancel()
+            live = self._leave(handle)
+            live.count_usage(self.model_id, None)
+            live.span.cancel()
             request_accounting.count_request("cancelled")
 
     def grant(self, handle: int, tokens: int) -> None:
@@ -431,6 +433,7 @@ class Frontend:
 
     def _on_done(self, done: RequestDone, live: LiveRequest) -> None:
         self._leave(done.handle)
+        live.count_usage(self.model_id, done)
         outcome = "cancelled" if live.is_cancelled else "ok"
         live.span.complete(done, outcome)
         request_accounting.count_request(outcome)
@@ -439,6 +442,7 @@ class Frontend:
 
     def _on_refused(self, refused: Refused, live: LiveRequest) -> None:
         self._leave(refused.handle)
+        live.count_usage(self.model_id, None, is_error=True)
         request_accounting.count_error(refused.reason)
         error = events.refusal(refused)
         self._set_retry(error, live.checked.num_sequences)
@@ -476,6 +480,7 @@ class Frontend:
         if live is not None:
             self._loop.send(CancelRequest(handle))
             self._leave(handle).span.fail(error)
+            live.count_usage(self.model_id, None, is_error=True)
             request_accounting.count_request(outcome)
             live.sink.on_error(error)
 

@@ -84,12 +84,15 @@ class TokenLatency:
     """Time to first token, time between tokens and time to the end of one request."""
 
     def __init__(self, arrival: float) -> None:
+        self.tokens = 0
+        """Tokens of all sequences so far"""
         self._arrival = arrival
         self._last: dict[int, float] = {}
         """time.monotonic() of the last token, by sequence"""
 
     def observe(self, sequence: int, now: float) -> None:
         """Record a token of a sequence."""
+        self.tokens += 1
         last = self._last.get(sequence)
         if last is None:
             metrics.FIRST_TOKEN_SECONDS.observe(now - self._arrival)

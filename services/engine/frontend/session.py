@@ -195,6 +195,7 @@ class Session:
             who.tenant(start.tenant, "start.tenant"),
             who.priority(start.priority, "start.priority"),
             start.timeout_seconds if start.HasField("timeout_seconds") else None,
+            who.account,
         )
 
 

@@ -48,6 +48,7 @@ from services.http_shim.endpoints.tokenization import (
     Tokenized,
     TokenizerInfo,
 )
+from services.http_shim.endpoints.usage import UsagePage
 from services.http_shim.errors import ErrorBody
 from services.http_shim.vectors.embeddings import (
     EmbeddingBody,
@@ -205,6 +206,18 @@ def _with_unversioned(operation: Operation) -> Sequence[Operation]:
     return operation, replace(operation, path=path, name=name)
 
 
+_USAGE_PARAMETERS = [
+    {"name": name, "in": "query", "schema": {"type": kind}}
+    for name, kind in (
+        ("start", "string"),
+        ("end", "string"),
+        ("group_by", "string"),
+        ("key", "string"),
+        ("model", "string"),
+        ("limit", "integer"),
+        ("page", "string"),
+    )
+]
 OPERATIONS: Sequence[Operation] = (
     *_with_unversioned(
         _generate(
@@ -519,6 +532,20 @@ OPERATIONS: Sequence[Operation] = (
         body=TokenizeBody,
         answer=Tokenized,
         example={"prompt": "def add(a, b):", "return_token_strs": True},
+    ),
+    *(
+        _get(
+            path=path,
+            name=name,
+            summary="Return the usage of the key, or of all keys, by day, model and key.",
+            answer=UsagePage,
+            errors=(400, 401, 403, 501, 503),
+            parameters=_USAGE_PARAMETERS,
+        )
+        for path, name in (
+            ("/v1/usage", "getUsage"),
+            ("/v1/organization/usage/completions", "getCompletionsUsage"),
+        )
     ),
     _post(
         path="/detokenize",

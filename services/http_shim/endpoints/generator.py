@@ -81,6 +81,7 @@ class Running:
         if self.model.id:
             accepted.model = self.model.id
         self.exchange.model = accepted.model
+        self.exchange.cached_tokens = sum(accepted.cached_tokens)
         return accepted
 
     def _count(self, usage: types_pb2.Usage) -> None:

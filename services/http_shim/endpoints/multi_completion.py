@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from services.common.accounts.usage import RequestUsage
 from services.common.contract import DEFAULT_MAX_TOKENS, MAX_SEQUENCES
 from services.http_shim.backends.model_source import ModelSource, ServedModel
 from services.http_shim.backends.output_collector import OutputCollector
@@ -129,6 +130,7 @@ class MultiCompletion:
             usage = _total(choices)
             exchange.prompt_tokens = usage.prompt_tokens
             exchange.completion_tokens = usage.completion_tokens
+            exchange.shares = [*map(_usage_of, choices, collectors)]
             await _response(choices, usage)(scope, receive, send)
 
     async def _part(self, exchange: Exchange, name: str, body: MultiCompletionBody) -> _Part:
@@ -164,6 +166,16 @@ def _to_complete_request(body: MultiCompletionBody) -> completion_pb2.GenerateRe
         stopping=types_pb2.StoppingParams(max_tokens=body.max_tokens),
         stop=body.stop,
         delivery=completion_pb2.DELIVERY_WHOLE,
+    )
+
+
+def _usage_of(choice: ModelChoice, collector: OutputCollector) -> RequestUsage:
+    assert collector.accepted is not None
+    return RequestUsage(
+        choice.model,
+        choice.usage.prompt_tokens,
+        choice.usage.completion_tokens,
+        sum(collector.accepted.cached_tokens),
     )
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "assign_model",
     "authorized_model",
     "charging",
+    "is_admin",
     "require_admin",
     "reserve",
 ]
@@ -87,6 +88,15 @@ def _shown_key(headers: Headers) -> str | None:
     """Return the authorization; Anthropic's clients send the key alone, in a header of its own."""
     key = headers.get("x-api-key")
     return headers.get("authorization", None if key is None else f"Bearer {key}")
+
+
+def is_admin(scope: Scope) -> bool:
+    """Return whether `require_admin` lets the client pass."""
+    try:
+        require_admin(scope, "")
+    except ServiceError:
+        return False
+    return True
 
 
 def require_admin(scope: Scope, action: str) -> None:
@@ -157,7 +167,7 @@ async def reserve(exchange: Exchange, *requests: TextRequest) -> Charge | None:
 
 @contextmanager
 def charging(exchange: Exchange, charge: Charge | None) -> Iterator[None]:
-    """Charge the used tokens at the end.
+    """Count the usage at the end, and charge it to the key.
 
     A refused request costs nothing. A client that leaves before the usage is known pays the
     reservation.
@@ -165,10 +175,13 @@ def charging(exchange: Exchange, charge: Charge | None) -> Iterator[None]:
     is_refused = False
     try:
         yield
-    except ServiceError:
-        is_refused = True
+    except ServiceError as error:
+        is_refused, exchange.error = True, error
         raise
     finally:
+        if exchange.ledger is not None:
+            for usage in exchange.usages:
+                exchange.ledger.record(exchange.account, usage)
         if charge is not None:
             used = exchange.tokens_used
             charge.end(used if used or is_refused else charge.reserved)

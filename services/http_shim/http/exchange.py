@@ -15,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common import tracing
 from services.common.accounts.account import Account
+from services.common.accounts.ledger import UsageLedger
+from services.common.accounts.usage import RequestUsage
 from services.common.failures import failure
 from services.common.interceptor import sane_request_id, sane_traceparent
 from services.common.logging import request_id, traceparent
@@ -48,8 +50,14 @@ class Exchange:
     """Model that takes the request, by the name in its answer; "" = none, or several"""
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Tokens of the prompt that were in a prefix cache"""
+    shares: list[RequestUsage] = field(default_factory=list)
+    """Usage of each model of a request to several; empty = the counts above are of one model"""
     account: Account | None = None
     """Account of the API key; None on a server without keys"""
+    ledger: UsageLedger | None = None
+    """Counts the usage of the request; None = nothing does"""
     error: ServiceError | None = None
     """The failure that the client sees; None = no failure"""
     tenant: str = ""
@@ -71,6 +79,20 @@ class Exchange:
         return self.tenant if self.account is None else self.account.id
 
     @property
+    def usages(self) -> list[RequestUsage]:
+        """Usage of each model that took the request, or of none if it failed before."""
+        if self.shares:
+            return self.shares
+        usage = RequestUsage(
+            self.model,
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.cached_tokens,
+            is_error=self.error is not None,
+        )
+        return [usage]
+
+    @property
     def tokens_used(self) -> int:
         """Tokens of prompt and output so far, which are billed."""
         return self.prompt_tokens + self.completion_tokens
@@ -85,10 +107,15 @@ class ExchangeMiddleware:
     """Outermost middleware. Logs and metrics label a request with its endpoint's first path."""
 
     def __init__(
-        self, app: ASGIApp, routes: Sequence[Route], error_forms: Mapping[str, ErrorForm]
+        self,
+        app: ASGIApp,
+        routes: Sequence[Route],
+        error_forms: Mapping[str, ErrorForm],
+        ledger: UsageLedger,
     ) -> None:
         """error_forms: of dialects, by the path below which they are spoken."""
         self._app = app
+        self._ledger = ledger
         self._routes = routes
         self._error_forms = error_forms
         self._paths = {route.endpoint: route.path for route in reversed(routes)}
@@ -100,6 +127,7 @@ class ExchangeMiddleware:
         parent = sane_traceparent(headers.get("traceparent"))
         span = Span(parent) if is_probe else tracing.start(scope["method"], parent, identity)
         exchange = scope["exchange"] = Exchange(identity, time.monotonic(), span)
+        exchange.ledger = self._ledger
         exchange.error_form = self._error_form(scope["path"])
         request_id.set(identity)
         traceparent.set(span.traceparent)

@@ -113,6 +113,6 @@ def _shaped(scope: Scope, response: Response, message: str) -> Response:
 
 
 def _with_body(response: Response, body: bytes) -> Response:
-    kept = ("retry-after", "www-authenticate", "allow")
+    kept = ("retry-after", "www-authenticate", "allow", "x-should-retry")
     headers = {name: value for name, value in response.headers.items() if name in kept}
     return Response(body, response.status_code, headers, media_type="application/json")

@@ -16,6 +16,7 @@ from tokenwire.pb.jobs.v1.jobs_pb2_grpc import (
     BatchServiceStub,
     FileServiceStub,
     ResponseServiceStub,
+    UsageServiceStub,
 )
 
 __all__ = ["JobsClient", "Upload"]
@@ -28,17 +29,18 @@ _START_SECONDS = 10.0
 _CALL_SECONDS = 30.0
 _KEEP_SECONDS = 10.0
 """Longest time to keep a response, whose client waits for it"""
+_USAGE_SECONDS = 2.0
 _READ_SECONDS = 180.0
 """Longest time to read documents, with their wait for the documents of other requests"""
 _CANCEL_SECONDS = 90.0
 """Longest time until a cancelled response has ended and is stored"""
-_PARTS = ("batches", "files", "responses", "stores")
+_PARTS = ("batches", "files", "responses", "stores", "usage")
 """Parts of the service whose faults are faults of the shim's routes"""
 _PIECE = 256 * 1024
 """Bytes of a piece of an upload"""
 _ABSENT = (
-    "This server runs without the jobs service, which keeps files, batches and responses and reads "
-    "PDFs: start `python -m services.jobs`, and the shim with --jobs HOST:PORT."
+    "This server runs without the jobs service, which keeps files, batches, responses and usage "
+    "and reads PDFs: start `python -m services.jobs`, and the shim with --jobs HOST:PORT."
 )
 Answer = TypeVar("Answer")
 
@@ -50,6 +52,7 @@ class _Stubs:
         self.files = FileServiceStub(channel)
         self.batches = BatchServiceStub(channel)
         self.responses = ResponseServiceStub(channel)
+        self.usage = UsageServiceStub(channel)
 
 
 class JobsClient:
@@ -167,6 +170,16 @@ class JobsClient:
     async def cancel_response(self, request: jobs_pb2.CancelResponseRequest) -> bytes:
         answer = await self._call(self._stubs.responses.CancelResponse, request, _CANCEL_SECONDS)
         return answer.response_json
+
+    # Usage.
+
+    async def record_usage(
+        self, request: jobs_pb2.RecordUsageRequest
+    ) -> jobs_pb2.RecordUsageResponse:
+        return await self._call(self._stubs.usage.RecordUsage, request, _USAGE_SECONDS)
+
+    async def usage(self, request: jobs_pb2.GetUsageRequest) -> jobs_pb2.GetUsageResponse:
+        return await self._call(self._stubs.usage.GetUsage, request)
 
     async def _ask(self) -> None:
         """Ask whether the service knows this server. Raises PeerRefusedError if it does not."""

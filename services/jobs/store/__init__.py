@@ -1,1 +1,1 @@
-"""State that outlives a request: files, batches and responses in SQLite, events in memory."""
+"""State that outlives a request: SQLite for all but events, which are in memory."""

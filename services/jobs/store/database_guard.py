@@ -19,7 +19,11 @@ _LOG = logging.getLogger("stored")
 _OPEN_SECONDS, _LOCK_SECONDS = 5.0, 0.2
 """Longest waits for the lock of another process: at the opening, and later"""
 
-_REASONS = {"files": "FILES_UNAVAILABLE", "responses": "RESPONSES_UNAVAILABLE"}
+_REASONS = {
+    "files": "FILES_UNAVAILABLE",
+    "responses": "RESPONSES_UNAVAILABLE",
+    "usage": "USAGE_UNAVAILABLE",
+}
 
 
 class StoreUnavailableError(ServiceError):

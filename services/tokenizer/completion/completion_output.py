@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from services.common.accounts.usage import RequestUsage
 from services.tokenizer import metrics
 from services.tokenizer.completion.choice_set import ChoiceSet
 from services.tokenizer.completion.plan import CompletionPlan
@@ -47,10 +48,17 @@ class CompletionOutput:
         """True if the engine has admitted the request."""
         return self._admission is not None
 
-    @property
-    def used_tokens(self) -> int:
-        """Tokens of prompt and output so far; 0 before the admission."""
-        return self.plan.prompt_tokens + self.choices.received if self.is_admitted else 0
+    def usage(self, *, is_error: bool) -> RequestUsage:
+        """Return the tokens of prompt and output so far; none before the admission."""
+        if self._admission is None:
+            return RequestUsage("", is_error=is_error)
+        return RequestUsage(
+            self.plan.limits.model,
+            self.plan.prompt_tokens,
+            self.choices.received,
+            sum(self._admission.cached_tokens),
+            is_error=is_error,
+        )
 
     @property
     def progress(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 
 import grpc
 
+from services.common.accounts.usage import RequestUsage
 from services.common.errors import draining_error, internal_error
 from services.common.failures import failure
 from services.common.peers.losses import Losses
@@ -335,7 +336,12 @@ class CompletionStream:
             for prompt, outputs in output.computed():
                 self._pool.learn(self._context.tenant, prompt, outputs)
         if self._context.meter is not None:
-            self._context.meter.end(output.used_tokens if output is not None else 0)
+            is_error = outcome not in ("ok", "cancelled")
+            self._context.meter.end(
+                RequestUsage("", is_error=is_error)
+                if output is None
+                else output.usage(is_error=is_error)
+            )
         end_span(self._context.span, output, outcome, **why)
         _LOG.info(
             "completion %s",

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import TypeAlias, TypeVar
 
+from services.common.accounts.usage import RequestUsage
 from services.common.errors import draining_error
 from services.common.failures import failure
 from services.common.vector_sizes import check_token_states, check_vectors
@@ -298,7 +299,9 @@ class EmbeddingCalls:
             metrics.REQUESTS.labels(outcome).inc()
             metrics.PROMPT_TOKENS.inc(used_tokens)
             if context.meter is not None:
-                context.meter.end(used_tokens)
+                model = self._pool.limits.model if used_tokens else ""
+                is_error = outcome not in ("ok", "cancelled")
+                context.meter.end(RequestUsage(model, used_tokens, is_error=is_error))
             if why:
                 context.span.fail(**why)
             context.span.end()

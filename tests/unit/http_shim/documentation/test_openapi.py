@@ -11,6 +11,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
 from services import http_shim
+from services.common.accounts.ledger import UsageLedger
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
@@ -62,7 +63,7 @@ async def test_document_has_every_route(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
     catalog, settings = Catalog(path, BackendSettings()), HttpShimSettings(ollama=True)
-    app = create_app(catalog, Gate(), settings, None, JobsClient(""))
+    app = create_app(catalog, Gate(), settings, None, JobsClient(""), UsageLedger())
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes
