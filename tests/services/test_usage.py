@@ -171,9 +171,9 @@ async def test_openai_sdk_reads_the_usage_with_an_admin_key(metered: Metered) ->
         page = await sdk.admin.organization.usage.completions(
             start_time=int(time.time()) - 3600, group_by=["model", "api_key_id"], limit=2
         )
-    results = [result for bucket in page.data for result in bucket.results]
-    assert {result.object for result in results} == {"organization.usage.completions.result"}
-    assert key_id(metered.secrets["poor"]) in {result.api_key_id for result in results}
+    results = [result.to_dict() for bucket in page.data for result in bucket.results]
+    assert {result["object"] for result in results} == {"organization.usage.completions.result"}
+    assert key_id(metered.secrets["poor"]) in {result["api_key_id"] for result in results}
 
 
 @pytest.mark.parametrize(
@@ -206,9 +206,11 @@ async def test_pages_of_days_join_to_the_whole(metered: Metered) -> None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two shims with one jobs service."""
+    """Two shims with one jobs service, which runs while the test says so."""
 
     shims: tuple[Shim, Shim]
+    jobs: tuple[str, ...]
+    """Flags of the jobs service"""
     secret: str
     """Key with a budget of 100 tokens"""
 
@@ -224,20 +226,24 @@ async def pair(stack: Stack, tmp_path: Path) -> AsyncIterator[Pair]:
     with_jobs = (*known, "--jobs", f"127.0.0.1:{port}")
     store = ("--usage-store", str(tmp_path / "usage.sqlite"))
     async with running_shim(*with_jobs) as one, running_shim(*with_jobs) as other:
-        async with running_jobs("--port", str(port), *known, *store):
-            yield Pair((one, other), secret)
-            async with client_of(one.url, secret) as http:
-                before = await usage(http)  # reports what is left
-        async with (
-            running_jobs("--port", str(port), *known, *store),
-            client_of(other.url, secret) as http,
-        ):
-            assert await counted(http, 1) == before[0], "a restart keeps the usage"
+        yield Pair((one, other), ("--port", str(port), *known, *store), secret)
+
+
+async def test_budget_and_usage_survive_a_restart_of_the_jobs_service(pair: Pair) -> None:
+    one, other = (client_of(shim.url, pair.secret) for shim in pair.shims)
+    async with one, other:
+        async with running_jobs(*pair.jobs):
+            await one.post("/v1/completions", json=BODY | {"max_tokens": 60})
+            before = await usage(one)
+        async with running_jobs(*pair.jobs):
+            assert await counted(other, 1) == before[0]
+            refused = await other.post("/v1/completions", json=BODY | {"max_tokens": 60})
+            assert refused.status_code == 429
 
 
 async def test_budget_holds_over_two_shims(pair: Pair) -> None:
     one, other = (client_of(shim.url, pair.secret) for shim in pair.shims)
-    async with one, other:
+    async with one, other, running_jobs(*pair.jobs):
         first = await one.post("/v1/completions", json=BODY | {"max_tokens": 60})
         assert int(first.headers["x-ratelimit-limit-month-tokens"]) == 100
         used = first.json()["usage"]["total_tokens"]
@@ -255,12 +261,12 @@ async def test_budget_holds_over_two_shims(pair: Pair) -> None:
 
 async def test_sdk_does_not_retry_an_exhausted_budget(pair: Pair) -> None:
     shim = pair.shims[0]
-    async with openai.AsyncOpenAI(base_url=f"{shim.url}/v1", api_key=pair.secret) as sdk:
+    sdk = openai.AsyncOpenAI(base_url=f"{shim.url}/v1", api_key=pair.secret)
+    async with sdk, running_jobs(*pair.jobs), client_of(shim.url, pair.secret) as http:
         await sdk.completions.create(model="default", prompt="x", max_tokens=2)
         with pytest.raises(openai.RateLimitError) as caught:
             await sdk.completions.create(model="default", prompt="x", max_tokens=1_000)
-    assert caught.value.code == "insufficient_quota"
-    async with client_of(shim.url, pair.secret) as http:
+        assert caught.value.code == "insufficient_quota"
         [result] = await usage(http)
         metrics = (await http.get("/metrics")).text
     assert result["num_model_requests"] == 1
@@ -270,7 +276,7 @@ async def test_sdk_does_not_retry_an_exhausted_budget(pair: Pair) -> None:
 
 async def test_batch_of_a_key_without_budget_fails_its_lines_at_once(pair: Pair) -> None:
     """Lines that wait for a next month would keep the batch running until it expires."""
-    async with client_of(pair.shims[0].url, pair.secret) as http:
+    async with running_jobs(*pair.jobs), client_of(pair.shims[0].url, pair.secret) as http:
         await http.post("/v1/completions", json=BODY)
         line = {"custom_id": "a", "url": "/v1/completions", "body": BODY | {"max_tokens": 900}}
         files = {"file": ("in.jsonl", json.dumps(line).encode())}

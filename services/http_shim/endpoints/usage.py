@@ -150,8 +150,10 @@ class UsageEndpoint:
     def _ids(self, names: Sequence[str]) -> list[str]:
         """Return the ids of keys that are named by id or by name."""
         keys = () if self._keyring is None else self._keyring.keys
-        found = [key.id for key in keys if key.id in names or key.name in names]
-        return [*found, *names] if names else []
+        ids: list[str] = []
+        for name in names:
+            ids += [key.id for key in keys if name in (key.id, key.name)] or [name]
+        return ids
 
     def _buckets(
         self, asked: _Asked, usages: Sequence[jobs_pb2.Usage], is_cut: bool
