@@ -119,9 +119,15 @@ export function nameOf(conversation) {
 export function defaultName(conversation) {
   const first = shownMessages(conversation)[0];
   const words = first?.content.replace(/[\s#*`>_]+/g, " ").trim() || first?.attachments?.[0]?.name || "";
-  if (words.length <= TITLE_CHARACTERS) return words || "New conversation";
-  const cut = words.slice(0, TITLE_CHARACTERS);
-  return `${cut.slice(0, cut.lastIndexOf(" ") > TITLE_CHARACTERS / 2 ? cut.lastIndexOf(" ") : undefined)}…`;
+  return shortTitle(words) || "New conversation";
+}
+
+// Returns the text, or its first words.
+export function shortTitle(text) {
+  if (text.length <= TITLE_CHARACTERS) return text;
+  const cut = text.slice(0, TITLE_CHARACTERS);
+  const end = cut.lastIndexOf(" ");
+  return `${end > TITLE_CHARACTERS / 2 ? cut.slice(0, end) : cut}…`;
 }
 
 export function asMarkdown(conversation) {

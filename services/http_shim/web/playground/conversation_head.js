@@ -1,9 +1,8 @@
 // The line above the messages: title and system prompt of the conversation.
-import { defaultName, shownMessages } from "./conversation.js";
+import { defaultName, shortTitle, shownMessages } from "./conversation.js";
 import { stream } from "./requests.js";
 
 const EXCERPT = 1500; // characters of each message that a title is made from
-const TITLE_CHARACTERS = 80;
 const TITLE_TOKENS = 256; // a model that reasons spends most of them before the title
 
 export class ConversationHead {
@@ -82,7 +81,7 @@ async function madeTitle(conversation, model, signal) {
   let text = "";
   for await (const { choices } of stream("v1/chat/completions", body, signal)) text += choices[0]?.delta.content ?? "";
   const line = text.split("\n").find((each) => each.trim()) ?? "";
-  const title = line.replace(/^(?:title:\s*)?["'“*#\s]*|["'”*.\s]*$/gi, "").slice(0, TITLE_CHARACTERS);
+  const title = line.replace(/^(?:title:\s*)?["'“*#\s]*|["'”*.\s]*$/gi, "");
   if (!title) throw new Error("the model wrote nothing.");
-  return title;
+  return shortTitle(title);
 }

@@ -10,6 +10,7 @@ export class Scroller {
   constructor(box) {
     this.#box = box;
     box.addEventListener("scroll", () => this.#update(), { passive: true });
+    new ResizeObserver(() => this.follow()).observe(box); // a line below the box takes its room
   }
 
   follow() {
