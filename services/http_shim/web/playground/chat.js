@@ -243,7 +243,11 @@ export class Chat {
       this.#host.grown(conversation);
     };
     const begun = new AbortController(); // aborted at the first event, and at the end
-    this.#host.models.watch((text) => this.#views.get(message)?.tell(text), begun.signal);
+    const tell = (text) => {
+      this.#views.get(message)?.tell(text);
+      this.#host.scroller.follow();
+    };
+    this.#host.models.watch(tell, begun.signal);
     controller.signal.addEventListener("abort", () => begun.abort());
     try {
       for await (const event of stream(path, body, controller.signal)) {

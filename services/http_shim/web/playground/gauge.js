@@ -59,12 +59,14 @@ export class Gauge {
     this.#counting?.abort();
     const counting = (this.#counting = new AbortController());
     let tokens = Math.ceil(text.length / CHARACTERS_PER_TOKEN);
-    if (text && text.length <= MAX_CHARACTERS) {
+    const { status } = this.#host.card() ?? {};
+    const isLoaded = !status || status.value === "loaded"; // counting would load the model
+    if (text && isLoaded && text.length <= MAX_CHARACTERS) {
       const body = { model: this.#host.model(), prompt: text, add_special_tokens: false };
       try {
         tokens = (await postJson("tokenize", body, counting.signal)).count;
       } catch {
-        // the estimate stands: the model may not be loaded
+        // the estimate stands
       }
     }
     if (counting.signal.aborted) return;

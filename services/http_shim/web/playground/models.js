@@ -41,12 +41,14 @@ export class ModelPicker {
 
   // Calls `tell` with the state of the chosen model until `signal` is aborted, while it is not in memory.
   async watch(tell, signal) {
+    const hasToWait = this.card?.status && this.card.status.value !== "loaded";
     while (!signal.aborted && this.card?.status && this.card.status.value !== "loaded") {
       tell(progressText(this.card));
       await new Promise((resolve) => setTimeout(resolve, LOADING_MILLISECONDS));
       if (!signal.aborted) await this.refresh().catch(() => {}); // the request itself reports it
     }
     tell("");
+    if (hasToWait) this.#look(); // the answer began before the next look
   }
 
   get #pause() {
@@ -84,7 +86,10 @@ export class ModelPicker {
     this.#line.replaceChildren(text, ...(isLoadable ? [" ", button("Load now", () => this.#load(card.id))] : []));
   }
 
+  // The answer comes once the model is loaded; meanwhile its progress is shown.
   async #load(model) {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => this.#look(), LOADING_MILLISECONDS);
     try {
       await postJson("v1/models/load", { model });
     } catch (error) {
