@@ -12,6 +12,7 @@ from contextvars import ContextVar
 
 from services.common.settings import StartupError
 from services.common.span import Span
+from tokenwire.extras import install_command
 
 __all__ = ["current", "exporting", "start"]
 
@@ -54,7 +55,7 @@ def exporting(service: str, endpoint: str) -> Iterator[None]:
         from services.common.span_exporter import SpanExporter
     except ImportError:
         raise StartupError(
-            "Traces need OpenTelemetry, which is not installed: pip install 'tokenwire[otel]'."
+            f"Traces need OpenTelemetry, which is not installed: {install_command('otel')}"
         ) from None
     exporter = SpanExporter(service, endpoint)
     _LOG.info("traces go to %s", endpoint)

@@ -37,6 +37,7 @@ from services.tokenizer.settings import TokenizerSettings
 from services.tokenizer.text.infill import INFILL_FAMILIES, InfillTemplate, detect_infill
 from services.tokenizer.text.vocabulary import Vocabulary
 from services.tokenizer.tokenizer_service import TokenizerServicer
+from tokenwire.extras import install_command
 from tokenwire.pb.completion.v1 import completion_pb2
 from tokenwire.pb.completion.v1.completion_pb2_grpc import add_CompletionServiceServicer_to_server
 from tokenwire.pb.tokenizer.v1 import tokenizer_pb2
@@ -170,7 +171,7 @@ def _facade_type() -> "type[VllmFacade]":
     """Import the façade, which needs the extra vllm_api. Raises StartupError without it."""
     if importlib.util.find_spec("smg_grpc_proto") is None:
         raise StartupError(
-            "--vllm-api needs the package smg-grpc-proto: pip install 'tokenwire[vllm_api]'."
+            f"--vllm-api needs the package smg-grpc-proto: {install_command('vllm_api')}"
         )
     from services.tokenizer.vllm_api.facade import VllmFacade
 

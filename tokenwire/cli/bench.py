@@ -24,6 +24,7 @@ from tokenwire.cli.arguments import (
     whole_number,
 )
 from tokenwire.cli.output import print_error, print_json, print_text
+from tokenwire.extras import install_command
 
 if TYPE_CHECKING:
     from tokenwire.load.stream_bench import BenchPlan, Level, StreamBench
@@ -105,7 +106,7 @@ async def _bench(options: argparse.Namespace) -> int:
     try:
         from tokenwire.load.http_client import HttpClient
     except ModuleNotFoundError as error:
-        print_error(f"`tokenwire bench` needs {error.name}: `pip install httptools` installs it.")
+        print_error(f"`tokenwire bench` needs {error.name}: {install_command('cli')}")
         return 2
     from tokenwire.load.load_run import Endpoint, Target
     from tokenwire.load.stream_bench import BenchError, BenchPlan, StreamBench, only_model

@@ -26,6 +26,7 @@ from tokenwire.cli.arguments import tls_of
 from tokenwire.cli.model_argument import DownloadError
 from tokenwire.cli.output import discard_output, print_error
 from tokenwire.errors import ServiceError
+from tokenwire.extras import install_command
 from tokenwire.flag_parser import FlagParser
 from tokenwire.tls import TlsError
 from tokenwire.token_file import TokenError
@@ -76,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         print_error(f"The text can't be read or written: {error}.")
         return 1
     except ModuleNotFoundError as error:  # a package of an extra
-        print_error(f"{error.name} is not installed; `pip install 'tokenwire[all]'` installs it.")
+        print_error(f"{error.name} is not installed. A server needs: {install_command('all')}")
         return 2
 
 

@@ -19,6 +19,7 @@ from tokenwire.cli.arguments import (
 )
 from tokenwire.cli.output import print_error, print_json, print_text
 from tokenwire.errors import invalid
+from tokenwire.extras import install_command
 from tokenwire.flag_parser import FlagParser
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def require_chat_packages(error: ModuleNotFoundError) -> int:
     if error.name is None or error.name.startswith(("tokenwire", "services")):
         raise error
     print_error(
-        f"A chat in the terminal needs {error.name}: `pip install prompt_toolkit rich` installs "
+        f"A chat in the terminal needs {error.name}: `{install_command('cli')}` installs "
         "what it uses."
     )
     return 2

@@ -17,6 +17,7 @@ from prometheus_client import Gauge
 
 from services.common.accounts.account import Account
 from services.common.settings import StartupError
+from tokenwire.extras import install_command
 
 __all__ = ["Lease", "SharedLimits"]
 
@@ -138,7 +139,7 @@ class SharedLimits:
             from redis.exceptions import RedisError
         except ImportError:
             raise StartupError(
-                "--limits-url needs the package redis: pip install 'tokenwire[redis]'."
+                f"--limits-url needs the package redis: {install_command('redis')}"
             ) from None
         self._failures: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError)
         try:

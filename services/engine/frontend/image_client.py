@@ -38,6 +38,7 @@ from services.engine.vision.support import (
     unserved_vision,
 )
 from tokenwire.errors import ServiceError
+from tokenwire.extras import install_command
 
 __all__ = ["ClientImage", "ImageClient"]
 
@@ -110,7 +111,7 @@ class ImageClient:
         if not Rank.from_environment().is_alone:
             reason = "several ranks take text only"
         elif not all(map(find_spec, ("PIL", "transformers"))):
-            reason = "install tokenwire[vision] to read them"
+            reason = f"`{install_command('vision')}` installs what reads them"
         if reason:
             _LOG.warning("images are refused: %s", reason)
             return None

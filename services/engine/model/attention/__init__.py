@@ -14,6 +14,7 @@ from services.engine.model.attention.native_backend import NativeAttention, Tile
 from services.engine.model.attention.pair_scores import PairScores
 from services.engine.model.attention.text_backend import TextAttention
 from services.engine.model.attention.torch_backend import TorchAttention
+from tokenwire.extras import install_command
 
 __all__ = ["AttentionBackend", "AttentionStep", "KVCache", "choose_backend"]
 
@@ -77,9 +78,9 @@ def _on_cuda(
         from services.engine.model.attention.paged_backend import PagedAttention
     except ImportError as error:
         _LOG.warning(
-            "torch computes attention, several times slower: %s; "
-            "`pip install 'tokenwire[gpu]'` installs the fast kernels",
+            "torch computes attention, several times slower: %s; `%s` installs the fast kernels",
             error,
+            install_command("gpu"),
         )
         return TorchAttention(spec, dtype, device)
     return PagedAttention(spec, dtype, device)
@@ -91,6 +92,6 @@ def _with_xformers(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
         from services.engine.model.attention.xformers_backend import XformersAttention
     except ImportError as error:
         raise StartupError(
-            f"--attention xformers: {error}; `pip install 'tokenwire[gpu]'` installs it."
+            f"--attention xformers: {error}; `{install_command('gpu')}` installs it."
         ) from error
     return XformersAttention(spec, dtype, device)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.engine.model.checkpoint.architectures import UnknownArchitectureError, family_of
 from services.engine.model.checkpoint.config import CheckpointError, Config
+from tokenwire.extras import install_command
 
 __all__ = ["ModelCode", "architecture_in_transformers", "code_of"]
 
@@ -51,7 +52,7 @@ def architecture_in_transformers(config: Config) -> str:
     if (folder := _folder()) is None:
         raise CheckpointError(
             f"{config.file}: the architecture {named} would run on transformers' code, which is "
-            "not installed. Install it: pip install 'tokenwire[transformers]'."
+            f"not installed. Install it: {install_command('transformers')}"
         )
     known = (folder / _NAMES).read_text(encoding="utf-8")
     for name in architectures:
