@@ -33,6 +33,8 @@ NOT_RUN = {
     "kubectl ": "needs a cluster; tests/unit/deploy checks the manifests",
     "envoy -c ": "does not end; tests/services/test_envoy.py runs it",
     "docker compose up": "tests/container runs it",
+    "docker compose build": "tests/container builds the images",
+    "for service in grammar engine": "tests/container runs compose",
     "MODEL=$HOME/Qwen2.5-Coder-0.5B ": "needs a downloaded model",
     ".venv/bin/tokenwire pull": "needs the network",
     "tokenwire pull": "needs the network; tests/unit/common/model_files/test_hub.py has a hub",
