@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "upgrading.md"
 def block(language: str, begin: str) -> str:
     """Return the page's block of a language that has a text."""
     blocks = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    [found] = [each for each in blocks if begin in each]
+    [found] = [str(each) for each in blocks if begin in each]
     return found
 
 
