@@ -229,3 +229,33 @@ async def test_full_storage_is_told(page: Page) -> None:
     )
     await say(page, "Hello")
     await expect(page.locator("#status")).to_contain_text("the browser's storage is full")
+
+
+async def test_imported_file_brings_no_permission_and_no_foreign_data(page: Page) -> None:
+    """Whoever shares a conversation must not allow tools in the reader's browser."""
+    types = ("image/png", "image/svg+xml", "application/pdf", "text/plain")
+    attachments = [{"id": kind, "name": kind, "type": kind, "size": 1} for kind in types]
+    files = [
+        {"id": "image/png", "data": "data:image/png;base64,eA=="},
+        {"id": "image/svg+xml", "data": "data:image/svg+xml;base64,eA=="},
+        {"id": "application/pdf", "data": "https://example.org/a.pdf"},
+        {"id": "text/plain", "data": "a text"},
+    ]
+    message = {"role": "user", "content": "x", "attachments": attachments} | LEAF
+    exported = {
+        "conversation": {"allowedTools": ["http://x/mcp add"], "children": [message], "shown": 0},
+        "files": files,
+    }
+    conversation, data = await page.evaluate(
+        """async (text) => {
+            const { fromJson } = await import("/playground/conversation.js");
+            const { conversation, files } = fromJson(text);
+            return [conversation, files];
+        }""",
+        json.dumps(exported),
+    )
+    assert conversation["allowedTools"] == []
+    (message,) = conversation["children"]
+    assert [each["name"] for each in message["attachments"]] == ["image/png", "text/plain"]
+    assert [each["data"] for each in data] == ["data:image/png;base64,eA==", "a text"]
+    assert not {each["id"] for each in data} & set(types)

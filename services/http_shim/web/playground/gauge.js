@@ -12,7 +12,7 @@ export class Gauge {
   #meter;
   #text;
   #warning;
-  #host; // {card(), model(), typed()}
+  #host; // {isShown(), card(), model(), typed()}
   #timer = 0;
   #counting = null; // AbortController of the request
   #typed = { text: "", tokens: 0 };
@@ -41,8 +41,10 @@ export class Gauge {
 
   draw() {
     const length = this.#host.card()?.max_model_len;
-    this.#box.hidden = !length;
-    if (!length) return;
+    const isShown = this.#host.isShown() && length > 0;
+    this.#box.hidden = !isShown;
+    if (!isShown) this.#warning.hidden = true;
+    if (!isShown) return;
     const used = this.#used + this.#typed.tokens;
     const share = used / length;
     Object.assign(this.#meter, { max: length, high: FULL * length, value: Math.min(used, length) });

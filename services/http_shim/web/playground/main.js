@@ -14,6 +14,8 @@ import { Scroller } from "./scroller.js";
 import { Settings } from "./settings.js";
 import { Toast } from "./toast.js";
 
+const START_MILLISECONDS = 3000; // between two looks for the models of a server that starts
+
 const at = (id) => document.getElementById(id);
 const settings = new Settings(at("settings-form"));
 const scroller = new Scroller(at("scroll"));
@@ -22,7 +24,7 @@ const models = new ModelPicker(at("model"), at("model-state"), { say, changed: s
 const tools = new McpServers({ list: at("mcp-servers"), form: at("mcp-form") }, showTools);
 const gauge = new Gauge(
   { box: at("context"), warning: at("context-warning") },
-  { card: () => models.card, model: () => models.id, typed: typedText },
+  { isShown: () => mode() === "chat", card: () => models.card, model: () => models.id, typed: typedText },
 );
 const host = {
   settings, scroller, models, tools, toast, say,
@@ -199,5 +201,7 @@ async function showModels() {
   } catch (error) {
     at("key-state").textContent = error.message;
     say(error.message);
+    const isStarting = error.status === undefined || error.status >= 500;
+    if (isStarting) setTimeout(showModels, START_MILLISECONDS);
   }
 }
