@@ -175,7 +175,8 @@ class _Lines(EventWriter):
     def __init__(self, writer: OllamaWriter, accepted: completion_pb2.Accepted) -> None:
         self._writer = writer
         self._assembler = PartAssembler()
-        self._ids = list(accepted.prompts[0].ids) if writer.returns_context else []
+        prompts = accepted.prompts if writer.returns_context else ()
+        self._ids = [token for prompt in prompts for token in prompt.ids]
         self._finished: completion_pb2.ChoiceFinished | None = None
 
     def output(
