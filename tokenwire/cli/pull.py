@@ -1,6 +1,7 @@
 """The command `pull`."""
 
 import argparse
+import json
 import signal
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def add_commands(commands: Commands) -> None:
         "--to", type=Path, metavar="DIR", help="Directory to use; by default the hub's cache."
     )
 
+    pull.add_argument(
+        "--json",
+        action="store_true",
+        help="Print lines of JSON: completed and total bytes of the download, at last the path.",
+    )
+
 
 async def _pull(options: argparse.Namespace) -> int:
     from services.common.model_files.hub import HubCheckpoint
@@ -36,7 +43,16 @@ async def _pull(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     source = find_model(options.model).source
     if isinstance(source, HubCheckpoint):
-        print(source.chosen().download(options.to))
+        chosen = source.chosen()
+        if not options.json:
+            print(chosen.download(options.to))
+            return 0
+        path = chosen.download(options.to, report=_print_progress)
+        print(json.dumps({"path": str(path)}), flush=True)
         return 0
     print_error(f"{source} is on this machine already.")
     return 2
+
+
+def _print_progress(completed: int, total: int) -> None:
+    print(json.dumps({"completed": completed, "total": total}), flush=True)

@@ -21,6 +21,8 @@ from services.common.model_files.quantisation import (
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
+    from services.common.model_files.download_progress import Report
+
 __all__ = ["HubCheckpoint", "HubError"]
 
 _PREFIX = "hf:"
@@ -150,16 +152,21 @@ class HubCheckpoint:
             )
         return chosen
 
-    def download(self, folder: Path | None = None) -> Path:
+    def download(self, folder: Path | None = None, report: "Report | None" = None) -> Path:
         """Download the files that are not in the cache yet, and return the directory or file.
 
         folder: directory to use in place of the cache. Without a connection the cache must have
-        all files. Shows a bar on a terminal. Raises HubError.
+        all files. report: gets the progress; None = a bar on a terminal shows it. Raises HubError.
         """
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        if not sys.stderr.isatty():
+        bars = None
+        if report is not None:
+            from services.common.model_files.download_progress import reporting_bars
+
+            bars = reporting_bars(self.missing_bytes(), report)
+        elif not sys.stderr.isatty():
             disable_progress_bars()
         with self._explained():
             if not constants.HF_HUB_OFFLINE:
@@ -170,6 +177,7 @@ class HubCheckpoint:
                 allow_patterns=self._wanted if self.file else [*self._wanted, _CARD],
                 ignore_patterns=list(_LEFT_OUT),
                 local_dir=folder,
+                tqdm_class=bars,
             )
         return Path(made, self.file or "")
 

@@ -86,6 +86,18 @@ def test_only_the_files_that_are_read_are_downloaded(hub: Hub, cache: Path) -> N
     assert folder.is_relative_to(cache)
 
 
+def test_progress_of_a_download_can_be_read_by_programs(hub: Hub) -> None:
+    result = tokenwire("pull", "hf:a/model", "--json")
+    assert result.returncode == 0, result.stderr
+    *progress, last = [json.loads(line) for line in result.stdout.splitlines()]
+    size = sum((hub.repositories["a/model"] / name).stat().st_size for name in NEEDED)
+    assert {each["total"] for each in progress} == {size}
+    counts = [each["completed"] for each in progress]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] <= size
+    assert sorted(os.listdir(last["path"])) == NEEDED
+
+
 def test_modules_and_adapters_of_an_embedder_are_downloaded(hub: Hub) -> None:
     """Without the one that names the pooling, an engine would not start."""
     pulled("hf:a/embedder")
