@@ -10,12 +10,12 @@ from msgspec import Struct
 from starlette.responses import Response
 
 from services.http_shim.backends.backend import Backend
-from services.http_shim.dialects.fields import JsonObject, Uint32, about
-from services.http_shim.dialects.ollama.types import KeepAlive, OllamaName
+from services.http_shim.dialects.fields import JsonObject, Uint32, about, read_keep_alive
+from services.http_shim.dialects.ollama.types import OllamaName
 from services.http_shim.endpoints.stream_sender import AsgiCall
-from services.http_shim.http.access import authorized_model
 from services.http_shim.http.body import json_response
 from services.http_shim.http.exchange import Exchange, exchange_of
+from services.http_shim.ollama.loading import load_model
 from services.http_shim.ollama.model_names import existing_name, naming
 from services.http_shim.vectors.embeddings import MANY_TEXTS, VectorBody, rows_of
 from services.http_shim.vectors.endpoint import VectorApi, VectorEndpoint
@@ -39,7 +39,6 @@ class OllamaVectorBody(VectorBody):
 
     model: OllamaName = None
     options: Annotated[JsonObject | None, about("No effect: texts have no sampling.")] = None
-    keep_alive: KeepAlive = None
 
     @property
     def texts(self) -> list[str]:
@@ -114,8 +113,8 @@ class OllamaEmbeddings(
                 await super()._answer(body, request, call)
                 return
             exchange = exchange_of(call.scope)
-            await authorized_model(exchange, self._models, body.model)
-            await self._models.require([body.model])
+            keep_alive = read_keep_alive(body.keep_alive)
+            await load_model(exchange, self._models, body.model, keep_alive)
         response: Response = json_response(
             self._api.to_answer(body, completion_pb2.EmbedResponse(width=1), exchange)
         )

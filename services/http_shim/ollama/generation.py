@@ -10,15 +10,17 @@ from services.http_shim.dialects.ollama.read import OllamaReading
 from services.http_shim.dialects.ollama.write import OllamaWriter
 from services.http_shim.dialects.reading import Reading, render_request
 from services.http_shim.endpoints.generation import GenerationEndpoint
-from services.http_shim.endpoints.generator import Generator
+from services.http_shim.endpoints.generator import Generator, Running
 from services.http_shim.endpoints.prompt_reader import PromptReader, always
 from services.http_shim.endpoints.stream_sender import AsgiCall
 from services.http_shim.errors import client_field_names
 from services.http_shim.http.access import authorized_model
 from services.http_shim.http.body import HeldBytes
-from services.http_shim.http.exchange import exchange_of
+from services.http_shim.http.exchange import Exchange, exchange_of
+from services.http_shim.ollama.loading import load_model, unload_model
 from services.http_shim.ollama.model_names import existing_name, naming
 from tokenwire.errors import invalid
+from tokenwire.pb.completion.v1 import models_pb2
 
 __all__ = ["OllamaGeneration"]
 
@@ -44,25 +46,33 @@ class OllamaGeneration(GenerationEndpoint):
             if not reading.has_input:
                 await self._load(reading, call)
                 return
-            await self._fit(reading)
+            await self._fit(reading, exchange_of(call.scope))
             if reading.context:
                 await self._continue_context(reading, call)
             await super()._run(reading, held, call)
 
     async def _load(self, reading: OllamaReading, call: AsgiCall) -> None:
         """Answer a request without input."""
-        await authorized_model(exchange_of(call.scope), self._models, reading.request.model)
-        await self._models.require([reading.request.model])
-        body = _writer(reading).empty("unload" if reading.unloads else "load")
+        name, writer = reading.request.model, _writer(reading)
+        if reading.unloads:
+            await unload_model(exchange_of(call.scope), self._models, name)
+            body = writer.empty("unload")
+        else:
+            await load_model(exchange_of(call.scope), self._models, name, reading.keep_alive)
+            body = writer.empty("load")
         await Response(body, media_type="application/json")(call.scope, call.receive, call.send)
 
-    async def _fit(self, reading: OllamaReading) -> None:
+    async def _answer(self, running: Running, call: AsgiCall) -> None:
+        _writer(running.reading).waits_for_load = running.model.connection.waits_for_load
+        await super()._answer(running, call)
+
+    async def _fit(self, reading: OllamaReading, exchange: Exchange) -> None:
         """Check what a request asks of its model, and let a prompt's answer fill the context."""
         request = reading.request
         is_infill = request.HasField("prompts") and request.prompts.HasField("suffix")
         if not (is_infill or reading.must_reason or reading.takes_all_room):
             return
-        model = (await self._models.listed_as(request.model)).model
+        model = await self._described(reading, exchange)
         if model is None:
             return  # the services report why
         if is_infill and not model.infill:
@@ -71,6 +81,16 @@ class OllamaGeneration(GenerationEndpoint):
             raise invalid("", f'"{reading.named}" does not support thinking')
         if reading.takes_all_room:
             request.stopping.max_tokens = model.max_output_length
+
+    async def _described(
+        self, reading: OllamaReading, exchange: Exchange
+    ) -> models_pb2.Model | None:
+        """Return what a model says of itself, which is loaded if it never was; None = nothing."""
+        listed = await self._models.listed_as(reading.request.model)
+        if listed.model is None and listed.on_demand:
+            await load_model(exchange, self._models, reading.request.model, reading.keep_alive)
+            listed = await self._models.listed_as(reading.request.model)
+        return listed.model
 
     async def _continue_context(self, reading: OllamaReading, call: AsgiCall) -> None:
         """Put the ids of earlier turns before the prompt; the answer is then plain text."""
@@ -90,6 +110,6 @@ class OllamaGeneration(GenerationEndpoint):
             request.stopping.max_tokens = model.max_output_length
 
 
-def _writer(reading: OllamaReading) -> OllamaWriter:
+def _writer(reading: Reading) -> OllamaWriter:
     assert isinstance(reading.writer, OllamaWriter)
     return reading.writer

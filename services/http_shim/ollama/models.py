@@ -15,7 +15,7 @@ from services.http_shim.backends.model_source import ListedModel, ModelSource
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.fields import about
 from services.http_shim.dialects.ollama.types import OllamaName
-from services.http_shim.endpoints.model_cards import model_card
+from services.http_shim.endpoints.model_cards import load_status, model_card
 from services.http_shim.http.access import authorized_model
 from services.http_shim.http.body import BodyReader, json_response
 from services.http_shim.http.exchange import exchange_of
@@ -144,7 +144,7 @@ class OllamaModels:
 
     async def ps(self, request: Request) -> Response:
         """List the models in memory."""
-        loaded = [each for each in await self._models.listed() if each.model is not None]
+        loaded = [each for each in await self._models.listed() if _is_loaded(each)]
         return json_response(OllamaProcesses([_process(each) for each in loaded]))
 
     async def show(self, request: Request) -> Response:
@@ -158,8 +158,10 @@ class OllamaModels:
             name = await existing_name(self._models, named)
             listed = await self._models.listed_as(name)
             served = await authorized_model(exchange, self._models, name)
-            with served.connection.lease() as backend:
-                template = (await backend.tokenizer(served.backend_name)).chat_template
+            template = ""
+            if _is_loaded(listed):  # a model is not loaded to be described
+                with served.connection.lease() as backend:
+                    template = (await backend.tokenizer(served.backend_name)).chat_template
         return json_response(_shown(listed, template))
 
     async def unsupported(self, request: Request) -> Response:
@@ -170,6 +172,13 @@ class OllamaModels:
             f"{request.url.path} is not supported: this server makes, copies and publishes no "
             "models. Pull one, or start the server with its files.",
         )
+
+
+def _is_loaded(listed: ListedModel) -> bool:
+    if listed.on_demand:
+        status = load_status(listed.state, on_demand=True)
+        return status.value == "loaded"
+    return listed.model is not None
 
 
 def _tag(listed: ListedModel) -> OllamaTag:
@@ -187,14 +196,18 @@ def _tag(listed: ListedModel) -> OllamaTag:
 
 
 def _process(listed: ListedModel) -> OllamaProcess:
-    name, size = tagged(listed.row.full_name), _facts(listed).num_bytes
+    name, state = tagged(listed.row.full_name), listed.state
+    size = _facts(listed).num_bytes
+    if state is not None and state.HasField("memory_bytes"):
+        size = state.memory_bytes
+    has_end = state is not None and state.HasField("idle_until")
     return OllamaProcess(
         name=name,
         model=name,
         size=size,
         digest=_digest(listed),
         details=_details(listed),
-        expires_at=_FOR_EVER,
+        expires_at=_time(state.idle_until) if state is not None and has_end else _FOR_EVER,
         size_vram=0,
         context_length=_context_length(listed),
     )
@@ -255,7 +268,7 @@ def _size(parameters: int) -> str:
 
 def _capabilities(model: models_pb2.Model | None) -> list[str]:
     if model is None:
-        return []
+        return ["completion"]  # it was not loaded yet
     has = {
         "embedding": model.embedding_width > 0,
         "completion": not model.only_embeds,
@@ -269,7 +282,12 @@ def _capabilities(model: models_pb2.Model | None) -> list[str]:
 
 def _modified(listed: ListedModel) -> str:
     created = listed.row.created or (0 if listed.model is None else listed.model.created)
-    return datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+    return _time(created)
+
+
+def _time(seconds: float) -> str:
+    """Return a Unix time in RFC 3339."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _digest(listed: ListedModel) -> str:

@@ -15,6 +15,7 @@ from services.http_shim.dialects.completions.read import prompts_of
 from services.http_shim.dialects.fields import (
     Continuation,
     GenerationPrompt,
+    KeepAlive,
     KeptTokens,
     ModelName,
     Priority,
@@ -84,6 +85,7 @@ class VectorBody(Struct):
     ] = None
     priority: Priority = None
     timeout: Timeout = None
+    keep_alive: KeepAlive = None
 
 
 class ActivatedBody(VectorBody):

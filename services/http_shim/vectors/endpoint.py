@@ -14,7 +14,7 @@ from services.http_shim.backends.model_source import ModelSource
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.chat.read import read_template
 from services.http_shim.dialects.chat.types import TemplateBody
-from services.http_shim.dialects.fields import JsonObject
+from services.http_shim.dialects.fields import JsonObject, read_keep_alive
 from services.http_shim.dialects.reading import render_request
 from services.http_shim.endpoints.stream_sender import AsgiCall, client_left
 from services.http_shim.errors import ClientGoneError, client_field_names
@@ -156,11 +156,14 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
         request.model = served.backend_name
         exchange.span.set({"gen_ai.operation.name": api.operation})
         priority = priority_of(exchange, body.priority)
+        keep_alive = read_keep_alive(body.keep_alive)
+        if keep_alive is not None and not served.connection.on_demand:
+            exchange.ignored.append("keep_alive")
         left = _SecondsLeft(body.timeout)
         template = template_body(body) if isinstance(body, InputBody) else None
         if template is not None and not isinstance(request, completion_pb2.ScoreRequest):
             waiting = _Call()
-            with self._gate.admit(waiting), served.connection.lease() as backend:
+            with self._gate.admit(waiting), served.connection.lease(keep_alive) as backend:
                 rendering = _rendered(template, served.backend_name, backend, left())
                 ids = await waiting.result_of(rendering, receive)
             request.inputs.append(completion_pb2.Prompt(token_ids=types_pb2.TokenIds(ids=ids)))
@@ -168,7 +171,7 @@ class VectorEndpoint(Generic[Asked, Request, Answer]):
         with (
             charging(exchange, await reserve(exchange, request)),
             self._gate.admit(waiting),
-            served.connection.lease() as backend,
+            served.connection.lease(keep_alive) as backend,
             client_field_names(api.param_of),
         ):
             asking = api.ask(backend, request, exchange.tenant, priority, left())

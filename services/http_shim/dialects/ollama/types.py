@@ -11,6 +11,7 @@ from services.http_shim.dialects.fields import (
     FrequencyPenalty,
     Int64,
     JsonObject,
+    KeepAlive,
     PresencePenalty,
     Priority,
     Strings,
@@ -24,7 +25,6 @@ from tokenwire.pb.completion.v1 import completion_pb2
 
 __all__ = [
     "FOREIGN_OPTIONS",
-    "KeepAlive",
     "OllamaAnswer",
     "OllamaAnswerCall",
     "OllamaAnswerFunction",
@@ -48,13 +48,6 @@ __all__ = [
 _NO_EFFECT = about("No effect: it configures how Ollama loads a model.")
 OllamaName: TypeAlias = Annotated[
     str | None, about("Name of the model; `name:latest` is the same as `name`.")
-]
-KeepAlive: TypeAlias = Annotated[
-    float | str | None,
-    about(
-        "How long an unused model stays in memory: seconds, or a duration such as `5m`; "
-        "negative = for ever, 0 = unload it after the answer."
-    ),
 ]
 Images: TypeAlias = Annotated[Strings | None, about("Images in base64: PNG, JPEG, WebP or GIF.")]
 Format: TypeAlias = Annotated[

@@ -98,8 +98,8 @@ class OllamaWriter(Writer):
         self._form = form
         self._logprobs = logprobs
         self._began = time.monotonic_ns()
-        self.load_nanoseconds = 0
-        """Time that the request waited for its model to be loaded"""
+        self.waits_for_load = False
+        """True if the request found its model not in memory"""
 
     def events(self, accepted: completion_pb2.Accepted, request_id: str) -> "_Lines":
         return _Lines(self, accepted)
@@ -123,9 +123,7 @@ class OllamaWriter(Writer):
         """Return the answer to a request without input. reason: load or unload."""
         answer = self.line()
         answer.done, answer.done_reason = True, reason
-        if self.load_nanoseconds:
-            answer.load_duration = self.load_nanoseconds
-            answer.total_duration = time.monotonic_ns() - self._began
+        answer.total_duration = answer.load_duration = time.monotonic_ns() - self._began
         return _encode(answer)
 
     @property
@@ -158,7 +156,10 @@ class OllamaWriter(Writer):
         is_cut = finished.reason == types_pb2.FINISH_REASON_LENGTH
         answer.done, answer.done_reason = True, "length" if is_cut else "stop"
         answer.total_duration = time.monotonic_ns() - self._began
-        answer.load_duration = self.load_nanoseconds
+        answer.load_duration = 0
+        if self.waits_for_load:  # the rest of the time is that of the engine
+            engine = usage.queue_seconds + usage.prefill_seconds + usage.decode_seconds
+            answer.load_duration = max(0, answer.total_duration - _nanoseconds(engine))
         answer.prompt_eval_count = usage.prompt_tokens
         answer.prompt_eval_duration = _nanoseconds(usage.prefill_seconds)
         answer.eval_count = usage.completion_tokens
