@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ollama
 import pytest
 import pytest_asyncio
 
@@ -51,7 +53,8 @@ def _served(folder: Path, logs: Path, *flags: str) -> Iterator[Server]:
         [
             sys.executable, "-m", "tokenwire", "serve", "--models", str(folder), "--port", http,
             "--tokenizer-port", tokenizer, "--jobs-port", jobs, "--manager-port", manager,
-            "--log-dir", str(logs), "--max-loaded", "1", "--no-spare", "--dtype", "float32", *flags,
+            "--log-dir", str(logs), "--max-loaded", "1", "--no-spare", "--dtype", "float32",
+            "--ollama", *flags,
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -253,3 +256,38 @@ async def _unloaded(http: httpx.AsyncClient, *models: str) -> None:
 def _chat(model: str, **fields: object) -> dict[str, object]:
     messages = [{"role": "user", "content": "Hello"}]
     return {"model": model, "messages": messages, "max_tokens": 4} | fields
+
+
+async def test_ollamas_client_loads_lists_and_unloads_models(
+    server: Server, http: httpx.AsyncClient
+) -> None:
+    """As Open WebUI and `ollama stop` do."""
+    client = ollama.AsyncClient(host=server.url)
+    await _unloaded(http, "first", "second")
+    assert (await client.ps()).models == []
+    listed = {each.model for each in (await client.list()).models}
+    assert {"first:latest", "second:latest"} <= listed
+    loaded = await client.generate("first", keep_alive="1h")
+    assert loaded.done_reason == "load"
+    assert (loaded.load_duration or 0) > 0
+    [running] = (await client.ps()).models
+    assert (running.model, (running.size or 0) > 2**28) == ("first:latest", True)
+    assert running.expires_at is not None
+    left = running.expires_at.timestamp() - time.time()
+    assert 3000 < left <= 3601
+    hello = [{"role": "user", "content": "Hello!"}]
+    options = {"num_predict": 4}
+    answer = await client.chat("second", hello, options=options, keep_alive=-1)
+    assert 0 < (answer.load_duration or 0) < (answer.total_duration or 0)
+    [running] = (await client.ps()).models
+    assert running.model == "second:latest"
+    assert running.expires_at is not None
+    assert running.expires_at.year > 2100
+    assert "tools" in ((await client.show("first")).capabilities or ())
+    assert (await client.generate("second", keep_alive=0)).done_reason == "unload"
+    assert (await client.ps()).models == []
+    parts = [part async for part in await client.chat("first", hello, options=options, stream=True)]
+    assert parts[-1].done
+    assert (parts[-1].load_duration or 0) > 0
+    raw = await client.generate("second", "def ", raw=True, options={"num_ctx": 40})
+    assert (raw.eval_count or 0) > 16
