@@ -30,6 +30,8 @@ NOT_RUN = {
     "tokenwire serve": "does not end",
     "python -m services.": "does not end",
     "torchrun ": "does not end",
+    "curl http://127.0.0.1:8000/api/pull": "needs the network; tests/services/test_ollama_pull.py",
+    'curl http://127.0.0.1:8000/api/generate -d \'{"model": "smollm2"': "needs the model",
     "kubectl ": "needs a cluster; tests/unit/deploy checks the manifests",
     "envoy -c ": "does not end; tests/services/test_envoy.py runs it",
     "docker compose up": "tests/container runs it",

@@ -2,11 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from services.common.model_files.catalog_file import CatalogModel
 from services.common.model_files.checkpoint_folder import served_name
+from services.common.model_files.quantisation import quantisation_of
+from services.common.model_files.short_list import listed_models
 
 __all__ = ["default_folders", "models_in"]
 
@@ -34,7 +37,34 @@ def models_in(folders: Sequence[Path]) -> list[CatalogModel]:
             name = _name(path)
             if name and name not in rows and len(rows) < _MOST_MODELS:
                 rows[name] = CatalogModel(id=name, names=(name,), path=path, on_demand=True)
-    return list(rows.values())
+    return _with_hub_names(rows)
+
+
+def _with_hub_names(rows: Mapping[str, CatalogModel]) -> list[CatalogModel]:
+    """Return the rows with the names that the hub's models have there and in the short list."""
+    taken = set(rows)
+    named = []
+    for row in rows.values():
+        assert row.path is not None
+        further = [name for name in _hub_names(row.path) if name not in taken]
+        taken.update(further)
+        named.append(replace(row, names=(*row.names, *further)))
+    return named
+
+
+def _hub_names(path: Path) -> Iterator[str]:
+    """Yield owner/name:QUANTISATION, or owner/name, and short names of a model of the cache."""
+    repository = next(filter(None, (_REPOSITORY.fullmatch(part) for part in path.parts)), None)
+    if repository is None:
+        return
+    name = f"{repository[1]}/{repository[2]}"
+    kind = quantisation_of(path.name) if path.suffix == ".gguf" else None
+    source = f"{name}:{kind}" if kind else name
+    yield source
+    for row in listed_models():
+        if row.source == source:
+            yield row.name
+            yield from row.aliases
 
 
 def _name(path: Path) -> str:

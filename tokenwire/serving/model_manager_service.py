@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tokenwire.pb.models.v1.model_manager_pb2_grpc import (
     ModelManagerServiceServicer,
     add_ModelManagerServiceServicer_to_server,
 )
+from tokenwire.serving.cached_models import CachedModels
 from tokenwire.serving.model_manager import ModelManager
 from tokenwire.serving.stack_layout import ServeError
 from tokenwire.token_file import TokenFile
@@ -57,10 +58,13 @@ async def serve_manager(
 class ModelManagerServicer(ModelManagerServiceServicer):
     """The rpcs, which ask the manager."""
 
-    def __init__(self, manager: ModelManager, rescan: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(
+        self, manager: ModelManager, rescan: Callable[[], Awaitable[bool]], cache: CachedModels
+    ) -> None:
         """rescan: looks for new models, and returns whether there are other models than before."""
         self._manager = manager
         self._rescan = rescan
+        self._cache = cache
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: Any
@@ -125,6 +129,32 @@ class ModelManagerServicer(ModelManagerServiceServicer):
         check_bounds(request)
         model = await self._manager.unload(request.model, force=request.force)
         return pb.UnloadModelResponse(model=model)
+
+    async def PullModel(
+        self, request: pb.PullModelRequest, context: Any
+    ) -> AsyncIterator[pb.PullModelResponse]:
+        check_bounds(request)
+        self._cache.require()
+        async with aclosing(self._cache.pulls.pull(request.model)) as progress:
+            async for each in progress:
+                if each.path:
+                    name = await self._cache.name_of(each.path)
+                    yield pb.PullModelResponse(name=name)
+                else:
+                    yield pb.PullModelResponse(
+                        completed_bytes=each.completed, total_bytes=each.total
+                    )
+
+    async def RemoveModel(
+        self, request: pb.RemoveModelRequest, context: Any
+    ) -> pb.RemoveModelResponse:
+        check_bounds(request)
+        self._cache.require()
+        name = await self._cache.disk_name_of(request.model)
+        await self._manager.unload(request.model, force=False)
+        await self._cache.pulls.remove(name)
+        await self._cache.look_again()
+        return pb.RemoveModelResponse()
 
 
 def _keep_alive(request: pb.UseModelRequest | pb.LoadModelRequest) -> float | None:

@@ -315,8 +315,13 @@ def _rows(options: ServeOptions) -> tuple[list[CatalogModel], str]:
         first = options.model_id or served_name(path)
         found = [each for each in found if each.path != path and each.id != first]
         found.insert(0, CatalogModel(id=first, names=(first,), path=path, on_demand=True))
-    taken = {name for row in rows for name in row.names}
-    return [*rows, *(row for row in found if row.id not in taken)], first
+    taken = {name for row in rows for name in row.names} | {row.id for row in found}
+    for row in found:
+        if not any(row.id in each.names for each in rows):
+            others = [name for name in row.names if name not in taken]
+            taken.update(others)
+            rows.append(replace(row, names=(row.id, *others)))
+    return rows, first
 
 
 def _taken_ports(

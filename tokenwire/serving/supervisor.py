@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -227,6 +228,7 @@ class _Stack:
     async def _start_manager(self, plan: CatalogPlan) -> None:
         """Start the manager of the models on demand, and its gRPC service. Raises ServeError."""
         # imported here, because most servers have no models on demand
+        from tokenwire.serving.cached_models import CachedModels
         from tokenwire.serving.model_manager import ModelManager
         from tokenwire.serving.model_manager_service import ModelManagerServicer, serve_manager
 
@@ -234,7 +236,8 @@ class _Stack:
         room = Room(options.memory, options.max_loaded)
         self._manager = ModelManager(self, room, options.load_timeout)
         self._manager.replace(on_demand_models(plan, options.keep_alive))
-        servicer = ModelManagerServicer(self._manager, self._rescan)
+        cache = CachedModels(options.models or (), partial(self._rescan, at_once=True))
+        servicer = ModelManagerServicer(self._manager, self._rescan, cache)
         self._manager_server = await serve_manager(
             servicer, options.manager_port, options.peer_token_file
         )
@@ -415,13 +418,16 @@ class _Stack:
             if process.service.name in _READERS_OF_CATALOG:
                 process.signal(signal.SIGHUP)
 
-    async def _rescan(self) -> bool:
-        """Look for new models in the folders. Return whether there are other ones than before."""
+    async def _rescan(self, *, at_once: bool = False) -> bool:
+        """Look for new models in the folders. Return whether there are other ones than before.
+
+        at_once: although the last scan is not old.
+        """
         assert self._catalog is not None
         if self._options.models is None:
             return False
         async with self._catalog.scanning:
-            if not self._catalog.is_old():
+            if not (at_once or self._catalog.is_old()):
                 return self._catalog.has_changed
             try:
                 plan = await asyncio.to_thread(plan_catalog, self._options, self._catalog.plan)

@@ -136,14 +136,19 @@ class _Row(_Deployment, forbid_unknown_fields=True, kw_only=True):
 
 
 class _File(Struct, forbid_unknown_fields=True):
-    models: Annotated[list[_Row], Meta(min_length=1)]
+    models: list[_Row]
 
 
-def read_catalog(path: Path) -> tuple[CatalogModel, ...]:
-    """Read the models in the file's order, each before its variants. Raises CatalogError."""
+def read_catalog(path: Path, *, may_be_empty: bool = False) -> tuple[CatalogModel, ...]:
+    """Read the models in the file's order, each before its variants. Raises CatalogError.
+
+    may_be_empty: a server whose models come from folders may have none yet.
+    """
     try:
         content = tomllib.loads(path.read_text("utf-8"))
         rows = msgspec.convert(content, _File).models
+        if not (rows or may_be_empty):
+            raise ValueError("the list of models has a length of 0")
         models = _with_adapters([model for row in rows for model in _models(row, path.parent)])
         _require_distinct(models)
         _require_one_token(models)
@@ -162,7 +167,8 @@ def read_catalog(path: Path) -> tuple[CatalogModel, ...]:
 def write_catalog(path: Path, models: Sequence[CatalogModel]) -> None:
     """Write models whose targets are all known, atomically."""
     temporary = path.with_name(path.name + ".new")
-    temporary.write_text("\n".join(line for model in models for line in _lines(model)), "utf-8")
+    lines = [line for model in models for line in _lines(model)] or ["models = []"]
+    temporary.write_text("\n".join(lines), "utf-8")
     temporary.replace(path)
 
 

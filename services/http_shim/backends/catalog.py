@@ -42,7 +42,7 @@ class Catalog:
         """Read the file. Raises CatalogError. manager: loads the models on demand."""
         self._path = path
         self._settings = settings
-        self._manager = manager
+        self.manager = manager
         self._connections: dict[str, Connection] = {}
         self._targets: dict[str, tuple[Path | None, str]] = {}
         """Targets of the connections, with the files of their tokens and the names of models on
@@ -94,7 +94,7 @@ class Catalog:
         for model in models:
             if model.target is None:
                 continue
-            if model.on_demand and self._manager is None:
+            if model.on_demand and self.manager is None:
                 raise CatalogError(
                     f"The model {model.full_name} of the catalog {self._path} is on demand, which "
                     "only `tokenwire serve` can load."
@@ -106,8 +106,8 @@ class Catalog:
 
     def _connect(self, target: str, name: str, settings: BackendSettings) -> Connection:
         """Return the connection to a target. name: of a model on demand; empty = it is none."""
-        if name and self._manager is not None:
-            return OnDemandConnection(name, target, settings, self._manager)
+        if name and self.manager is not None:
+            return OnDemandConnection(name, target, settings, self.manager)
         return Connection(target, settings)
 
     def _policy(self, token_file: Path | None) -> BackendSettings:
@@ -195,8 +195,8 @@ class Catalog:
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in self._connections.values():
             await connection.close()
-        if self._manager is not None:
-            await self._manager.close()
+        if self.manager is not None:
+            await self.manager.close()
 
     async def _row(self, name: str) -> CatalogModel:
         row = self._by_name.get(name)
@@ -209,7 +209,7 @@ class Catalog:
 
     async def _rescan(self) -> None:
         """Look for models that are new in the model folders."""
-        if self._manager is not None and await self._manager.rescan():
+        if self.manager is not None and await self.manager.rescan():
             self.reload()
 
     def _state(self, row: CatalogModel) -> model_manager_pb2.Model | None:
@@ -247,7 +247,7 @@ class Catalog:
 
 
 def _read(path: Path) -> tuple[CatalogModel, ...]:
-    models = read_catalog(path)
+    models = read_catalog(path, may_be_empty=True)
     for model in models:
         if model.path is not None:
             raise CatalogError(

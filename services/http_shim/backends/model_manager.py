@@ -1,7 +1,7 @@
 """Client of the manager of the models on demand: their states, and requests to load and unload."""
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import grpc
 
@@ -69,6 +69,25 @@ class ModelManagerClient:
         request = pb.UnloadModelRequest(model=name, force=force)
         try:
             return self._note((await self._stub.UnloadModel(request, metadata=_metadata())).model)
+        except grpc.aio.AioRpcError as error:
+            raise manager_error(error) from None
+
+    async def pull(self, name: str) -> AsyncGenerator[pb.PullModelResponse, None]:
+        """Download a model; yield the progress. Raises ServiceError."""
+        call = self._stub.PullModel(pb.PullModelRequest(model=name), metadata=_metadata())
+        try:
+            async for progress in call:
+                yield progress
+        except grpc.aio.AioRpcError as error:
+            raise manager_error(error) from None
+        finally:
+            call.cancel()
+
+    async def remove(self, name: str) -> None:
+        """Unload a model, and remove its files. Raises ServiceError."""
+        request = pb.RemoveModelRequest(model=name)
+        try:
+            await self._stub.RemoveModel(request, metadata=_metadata())
         except grpc.aio.AioRpcError as error:
             raise manager_error(error) from None
 

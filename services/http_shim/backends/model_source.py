@@ -8,6 +8,7 @@ from services.common.model_files.catalog_file import CatalogModel
 from services.common.model_files.unknown_model import model_not_found
 from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.connection import Connection
+from services.http_shim.backends.model_manager import ModelManagerClient
 from tokenwire.pb.completion.v1 import models_pb2
 from tokenwire.pb.models.v1 import model_manager_pb2
 
@@ -65,6 +66,10 @@ class ServedStatus:
 class ModelSource(Protocol):
     """The models that this server offers."""
 
+    @property
+    def manager(self) -> ModelManagerClient | None:
+        """The manager of models on demand; None = there are none."""
+
     async def find(self, name: str | None) -> ServedModel:
         """Return the model of a name; None and "default" mean the only one. Raises ServiceError."""
 
@@ -92,6 +97,8 @@ class ModelSource(Protocol):
 
 class SingleBackend:
     """Model source of one tokenizer service, with the service's own model names."""
+
+    manager = None
 
     def __init__(self, target: str, settings: BackendSettings) -> None:
         self._connection = Connection(target, settings)

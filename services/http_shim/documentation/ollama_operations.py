@@ -25,6 +25,7 @@ from services.http_shim.ollama.models import (
     OllamaVersion,
     ShowBody,
 )
+from services.http_shim.ollama.pulls import DeleteBody, PullBody, PullStatus
 
 __all__ = ["OLLAMA_OPERATIONS"]
 
@@ -112,6 +113,25 @@ OLLAMA_OPERATIONS: Sequence[Operation] = (
         summary=f"Return the version of Ollama's API{_ONLY}",
         answer=OllamaVersion,
         needs_key=False,
+    ),
+    _post(
+        path="/api/pull",
+        name="ollamaPull",
+        summary=f"Download a model from the hub, for operators{_ONLY}",
+        body=PullBody,
+        answer=PullStatus,
+        chunk=PullStatus,
+        stream=_LINES,
+        last_event="Each line; the status of the last one is success.",
+        example={"model": "smollm2"},
+    ),
+    _post(
+        method="delete",
+        path="/api/delete",
+        name="ollamaDelete",
+        summary=f"Remove a model's files from the hub's cache, for operators{_ONLY}",
+        body=DeleteBody,
+        example={"model": "smollm2"},
     ),
     _unsupported("/api/create", "ollamaCreate", "it makes a model"),
     _unsupported("/api/copy", "ollamaCopy", "it copies a model"),

@@ -8,11 +8,13 @@ import grpc
 from services.http_shim.backends.model_source import ModelSource
 from tokenwire.errors import ServiceError, invalid
 
-__all__ = ["LATEST", "existing_name", "naming", "tagged"]
+__all__ = ["LATEST", "existing_name", "hub_name", "naming", "tagged"]
 
 LATEST = ":latest"
 """Tag that a name without one has"""
 _NOT_FOUND = "MODEL_NOT_FOUND"
+_HOSTS = ("hf.co/", "huggingface.co/")
+"""Hosts that Ollama's names of the hub's models begin with"""
 
 
 async def existing_name(models: ModelSource, name: str) -> str:
@@ -22,6 +24,7 @@ async def existing_name(models: ModelSource, name: str) -> str:
     """
     if not name:
         raise invalid("model", "model is required.")
+    name = hub_name(name) if name.startswith(_HOSTS) else name
     if not name.endswith(LATEST):
         return name
     try:
@@ -32,6 +35,13 @@ async def existing_name(models: ModelSource, name: str) -> str:
             raise
         return name.removesuffix(LATEST)
     return name
+
+
+def hub_name(name: str) -> str:
+    """Return the name of a model to download: without the hub's host, and without `:latest`."""
+    for host in _HOSTS:
+        name = name.removeprefix(host)
+    return name.removesuffix(LATEST)
 
 
 def tagged(name: str) -> str:

@@ -14,6 +14,7 @@ from services.http_shim.http.gate import Gate
 from services.http_shim.ollama.embeddings import EMBED, EMBEDDINGS, OllamaEmbeddings
 from services.http_shim.ollama.generation import OllamaGeneration
 from services.http_shim.ollama.models import OllamaModels
+from services.http_shim.ollama.pulls import OllamaPulls
 
 __all__ = ["ollama_routes"]
 
@@ -30,7 +31,7 @@ def ollama_routes(
 ) -> list[Route]:
     """Return the routes."""
     bodies = prompts.bodies
-    described = OllamaModels(models, bodies)
+    described, pulls = OllamaModels(models, bodies), OllamaPulls(models, bodies)
     posts: dict[str, ASGIApp] = {
         "/api/chat": OllamaGeneration(read_ollama_chat, models, prompts, generator, stall_seconds),
         "/api/generate": OllamaGeneration(
@@ -43,6 +44,8 @@ def ollama_routes(
         *(_post(path, endpoint) for path, endpoint in posts.items()),
         _post("/api/show", described.show),
         *(_post(path, described.unsupported) for path in _UNSUPPORTED),
+        _post("/api/pull", pulls.pull),
+        Route("/api/delete", pulls.delete, methods=["DELETE"]),
         Route("/api/tags", described.tags),
         Route("/api/ps", described.ps),
         Route("/api/version", described.version),

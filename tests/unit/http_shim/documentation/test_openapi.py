@@ -35,6 +35,7 @@ from services.http_shim.http.gate import Gate
 from services.http_shim.jobs.jobs_client import JobsClient
 from services.http_shim.ollama import embeddings as ollama_embeddings
 from services.http_shim.ollama import models as ollama_models
+from services.http_shim.ollama import pulls as ollama_pulls
 from services.http_shim.settings import HttpShimSettings
 from services.http_shim.vectors import embeddings, rankings
 
@@ -91,7 +92,7 @@ def test_parser_accepts_the_examples(name: str, example: dict[str, object]) -> N
     modules = (
         *(completions, chats, messages, responses),
         *(tokenization, adapters, batches, multi_completion, rankings, embeddings),
-        *(ollama_types, ollama_embeddings, ollama_models),
+        *(ollama_types, ollama_embeddings, ollama_models, ollama_pulls),
         model_loading,
     )
     body = next(getattr(module, name) for module in modules if hasattr(module, name))
