@@ -31,11 +31,12 @@ __all__ = [
     "amount_of_memory",
     "connected",
     "keep_alive",
-    "key_for_url",
+    "key_for",
     "key_of",
     "number",
     "read_text",
     "tls_of",
+    "url_of",
     "whole_number",
 ]
 
@@ -119,23 +120,21 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     """Add --url, whose default may come from the environment."""
     parser.add_argument(
         "--url",
-        type=_url,
+        type=url_of,
         default=os.environ.get(_URL_VARIABLE) or _URL,
         help=f"HTTP server; the variable {_URL_VARIABLE} sets it too (default: %(default)s).",
     )
 
 
-def key_for_url(options: argparse.Namespace) -> str:
-    """Return the API key for --url; "" without one.
+def key_for(url: str, options: argparse.Namespace) -> str:
+    """Return the API key for a URL; "" without one.
 
     Raises TokenError, also if the key would go to another machine in clear text.
     """
-    key, parts = key_of(options), urlsplit(options.url)
+    key, parts = key_of(options), urlsplit(url)
     is_safe = options.plaintext or parts.scheme == "https" or is_loopback(parts.hostname or "")
     if key and not is_safe:
-        raise TokenError(
-            f"{options.url} would get the API key in clear text: use https, or --plaintext."
-        )
+        raise TokenError(f"{url} would get the API key in clear text: use https, or --plaintext.")
     return key
 
 
@@ -240,7 +239,8 @@ def _target(text: str) -> str:
     return text
 
 
-def _url(text: str) -> str:
+def url_of(text: str) -> str:
+    """Read the URL of an HTTP server, as the argparse type."""
     try:
         parts = urlsplit(text)
         is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

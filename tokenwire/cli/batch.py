@@ -12,7 +12,7 @@ from tokenwire.cli.arguments import (
     add_key,
     add_tls,
     add_url,
-    key_for_url,
+    key_for,
     tls_of,
 )
 from tokenwire.cli.arguments import whole_number as whole
@@ -82,7 +82,7 @@ async def _batch(options: argparse.Namespace) -> int:
     from tokenwire.batch_run import BatchRun, InputError
     from tokenwire.cli.http_sender import HttpSender
 
-    key, tls = key_for_url(options), tls_of(options)
+    key, tls = key_for(options.url, options), tls_of(options)
     sender = HttpSender(options.url.rstrip("/"), key, None if tls is None else tls.context())
     run = BatchRun(
         options.input,

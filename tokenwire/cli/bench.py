@@ -18,12 +18,13 @@ from tokenwire.cli.arguments import (
     add_key,
     add_tls,
     add_url,
-    key_for_url,
+    key_for,
     number,
     tls_of,
     whole_number,
 )
 from tokenwire.cli.output import print_error, print_json, print_text
+from tokenwire.cli.progress_line import ProgressLine
 from tokenwire.extras import install_command
 
 if TYPE_CHECKING:
@@ -122,7 +123,9 @@ async def _bench(options: argparse.Namespace) -> int:
     )
     url = options.url.removesuffix("/v1")
     tls = tls_of(options)
-    client = HttpClient(url, key=key_for_url(options), tls=None if tls is None else tls.context())
+    client = HttpClient(
+        url, key=key_for(options.url, options), tls=None if tls is None else tls.context()
+    )
     try:
         earlier = _read_saved(options.compare)
         model = options.model or await only_model(client, url)
@@ -140,14 +143,14 @@ async def _measure(
     bench: "StreamBench", plan: "BenchPlan", earlier: Any, options: argparse.Namespace
 ) -> int:
     """Run the benchmark, and show it level by level. Return the exit code."""
-    with _Progress() as progress:
+    with ProgressLine() as progress:
         progress.show("first request …")
         warm = await bench.warm_up()
         if not options.json:
             progress.clear()
             _print_head(bench, plan, warm)
         levels: list[Level] = []
-        showing = asyncio.create_task(progress.follow(bench, plan, levels))
+        showing = asyncio.create_task(_follow(progress, bench, plan, levels))
         try:
             async for level in bench.levels():
                 levels.append(level)
@@ -171,37 +174,16 @@ async def _measure(
     return 1 if any(level.errors for level in levels) else 0
 
 
-class _Progress:
-    """A line of the terminal that is replaced; nothing if stderr is no terminal."""
-
-    def __init__(self) -> None:
-        self._is_shown = sys.stderr.isatty()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.clear()
-
-    def show(self, text: str) -> None:
-        """Show a text in place of the last one."""
-        if self._is_shown:
-            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Remove the text."""
-        self.show("")
-
-    async def follow(
-        self, bench: "StreamBench", plan: "BenchPlan", levels: "Sequence[Level]"
-    ) -> None:
-        """Show how many requests of the current level have ended."""
-        while True:
-            if len(levels) < len(plan.streams):
-                streams = plan.streams[len(levels)]
-                planned = plan.workload(streams).requests
-                self.show(f"{streams} streams: {bench.ended} of {planned} requests")
-            await asyncio.sleep(_PROGRESS_SECONDS)
+async def _follow(
+    line: ProgressLine, bench: "StreamBench", plan: "BenchPlan", levels: "Sequence[Level]"
+) -> None:
+    """Show how many requests of the current level have ended."""
+    while True:
+        if len(levels) < len(plan.streams):
+            streams = plan.streams[len(levels)]
+            planned = plan.workload(streams).requests
+            line.show(f"{streams} streams: {bench.ended} of {planned} requests")
+        await asyncio.sleep(_PROGRESS_SECONDS)
 
 
 def _print_head(bench: "StreamBench", plan: "BenchPlan", warm: float) -> None:

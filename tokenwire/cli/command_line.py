@@ -18,7 +18,9 @@ from tokenwire.cli import (
     keys,
     local_models,
     pull,
+    run,
     serve,
+    servers,
     shell_completion,
     text,
 )
@@ -114,7 +116,11 @@ def _parser() -> FlagParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tokenwire')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for group in (serve, pull, local_models, generation, batch, bench, text, keys, health):
+    groups = (
+        *(run, serve, servers, pull, local_models, generation, batch, bench),
+        *(text, keys, health),
+    )
+    for group in groups:
         group.add_commands(commands)
     shell_completion.add_commands(commands, parser)
     return parser

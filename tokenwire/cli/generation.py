@@ -25,7 +25,7 @@ from tokenwire.flag_parser import FlagParser
 if TYPE_CHECKING:
     from tokenwire.stream import AnswerStream
 
-__all__ = ["add_commands"]
+__all__ = ["add_chat_options", "add_commands", "add_sampling", "require_chat_packages"]
 
 _MOST_TOKENS = 2**32 - 1
 _SEEDS = (-(2**63), 2**63 - 1)
@@ -86,6 +86,15 @@ def _add_options(command: FlagParser, max_tokens: str, images: str) -> None:
     one = command.add_mutually_exclusive_group()
     one.add_argument("--stream", action="store_true", help="Print text as it is generated.")
     one.add_argument("--n", type=whole_number(1, _MOST_CHOICES), help="Number of choices.")
+    add_sampling(command, max_tokens)
+    command.add_argument("--image", type=Path, action="append", metavar="FILE", help=images)
+    command.add_argument("--model", help="Model id; required if several models are served.")
+    add_json(command, "Print one JSON object; with --stream one a line.")
+    add_target(command)
+
+
+def add_sampling(command: argparse.ArgumentParser, max_tokens: str) -> None:
+    """Add the options of sampling and of an answer's end. max_tokens: help of --max-tokens."""
     command.add_argument("--max-tokens", type=whole_number(1, _MOST_TOKENS), help=max_tokens)
     command.add_argument(
         "--temperature", type=number(0, 2), help="0 = always the most likely token."
@@ -101,10 +110,6 @@ def _add_options(command: FlagParser, max_tokens: str, images: str) -> None:
         default=None,
         help="Continue past the end of sequence, up to --max-tokens.",
     )
-    command.add_argument("--image", type=Path, action="append", metavar="FILE", help=images)
-    command.add_argument("--model", help="Model id; required if several models are served.")
-    add_json(command, "Print one JSON object; with --stream one a line.")
-    add_target(command)
 
 
 def add_chat_options(command: argparse.ArgumentParser) -> None:
@@ -182,11 +187,11 @@ async def _interactive(options: argparse.Namespace) -> int:
 
 def require_chat_packages(error: ModuleNotFoundError) -> int:
     """Name the packages of a chat that are not installed. Return the exit code."""
-    if error.name is None or error.name.startswith(("tokenwire", "services")):
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "tokenwire", "services"):
         raise error
     print_error(
-        f"A chat in the terminal needs {error.name}: `{install_command('cli')}` installs "
-        "what it uses."
+        f"A chat in the terminal needs {package}: `{install_command('cli')}` installs what it uses."
     )
     return 2
 

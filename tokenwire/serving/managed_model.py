@@ -181,4 +181,5 @@ class ManagedModel:
             error=self.error if is_failed else "",
             users=len(self.leases),
             loaded_since=None if self.is_leaving else self.loaded_since,
+            target=self.plan.services[0].target,
         )

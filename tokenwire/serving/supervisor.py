@@ -17,11 +17,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from services.common.host_memory import free_host_memory
 from services.common.model_files.catalog_file import write_catalog
+from services.common.model_files.checkpoint_folder import served_name
 from services.common.network.addresses import address, listen
 from services.common.network.health import is_ready, is_serving, until_idle
 from tokenwire.errors import ServiceError
 from tokenwire.serving.load_plan import Room
 from tokenwire.serving.managed_model import has_on_demand, on_demand_models
+from tokenwire.serving.running_servers import (
+    STARTED_BY,
+    RunningServer,
+    boot_id,
+    process_start,
+    register,
+    unregister,
+)
 from tokenwire.serving.served_catalog import ServedCatalog
 from tokenwire.serving.service_log import StderrLog, flush_logs, report
 from tokenwire.serving.service_process import ServiceProcess
@@ -31,6 +40,7 @@ from tokenwire.serving.stack_layout import (
     ServeOptions,
     Service,
     edge_of_catalog,
+    embedded_checkpoint,
     plan,
     plan_catalog,
     require_free_ports,
@@ -258,6 +268,8 @@ class _Stack:
 
     async def stop(self) -> bool:
         """Stop all processes in pipeline order. Return whether none had to be killed."""
+        with contextlib.suppress(OSError, RuntimeError):
+            unregister(os.getpid())
         if self._manager is not None:
             await self._manager.close()
         if self._manager_server is not None:
@@ -384,8 +396,46 @@ class _Stack:
         self._serving.update(self._processes)
         seconds = time.monotonic() - self._began
         url = f"{self._options.scheme}://{shim.target}"
+        self._note_server(url)
         print(f"Tokenwire serves {url} (up in {seconds:.1f} s)", flush=True)
         _note_uses(process.service for process in self._processes)
+
+    def _note_server(self, url: str) -> None:
+        """Note this server for `tokenwire run`, `ps` and `stop` of the same user."""
+        jobs = next((each for each in self._processes if each.service.name == "jobs"), None)
+        pid = os.getpid()
+        server = RunningServer(
+            pid=pid,
+            start=process_start(pid) or 0,
+            boot=boot_id(),
+            url=url,
+            jobs="" if jobs is None else jobs.service.target,
+            manager="" if self._manager is None else self._options.manager_target,
+            targets=self._targets(),
+            since=time.time(),
+            is_background=os.environ.get(STARTED_BY) == "run",
+            has_keys=self._options.keys is not None,
+        )
+        try:
+            register(server)
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+            report(f"`tokenwire ps` can't show this server: {error}")
+
+    def _targets(self) -> dict[str, str]:
+        """Return the tokenizer services of the models that are always loaded, by name."""
+        if self._catalog is None:
+            served = self._options.model or embedded_checkpoint()
+            name = self._options.model_id or served_name(served)
+            tokenizer = next(
+                each.service for each in self._processes if each.service.name == "tokenizer"
+            )
+            return {name: tokenizer.target}
+        return {
+            name: row.target
+            for row in self._catalog.plan.models
+            if row.target and not row.on_demand
+            for name in row.names
+        }
 
     async def _reload(self) -> None:
         """Serve the catalog as it is now; one that can't be served changes nothing."""

@@ -30,6 +30,9 @@ class AnswerView(ABC):
     def add(self, delta: Delta) -> None:
         """Show a part of the answer."""
 
+    def wait(self, text: str) -> None:  # noqa: B027 - a view may show nothing
+        """Show what the answer waits for."""
+
     @abstractmethod
     async def end(self) -> None:
         """Show what is still missing."""
@@ -74,7 +77,8 @@ class LiveView(AnswerView):
         self._text = MarkdownUnits()
         self._calls: list[ToolCallDelta] = []
         self._changed = asyncio.Event()
-        self._rows.paint([], self._dim("…"))
+        self._waiting = "…"
+        self._rows.paint([], self._dim(self._waiting))
         self._painting = asyncio.create_task(self._paint_changes())
 
     def add(self, delta: Delta) -> None:
@@ -85,6 +89,10 @@ class LiveView(AnswerView):
         self._has_text = self._has_text or bool(delta.text.strip())
         self._text.add(visible(delta.text))
         self._calls.extend(delta.tool_calls)
+        self._changed.set()
+
+    def wait(self, text: str) -> None:
+        self._waiting = text
         self._changed.set()
 
     async def end(self) -> None:
@@ -115,7 +123,9 @@ class LiveView(AnswerView):
                 final += rows
             else:
                 open_rows = [*open_rows, *rows]
-        if final or open_rows or is_last:
+        if not (final or open_rows or is_last or self._has_content):
+            self._rows.paint([], self._dim(self._waiting, columns))
+        elif final or open_rows or is_last:
             self._rows.paint(self._without_first_gap(final, open_rows), open_rows)
 
     def _without_first_gap(self, final: list[str], open_rows: list[str]) -> list[str]:
@@ -141,7 +151,7 @@ class LiveView(AnswerView):
 
     def _open_reasoning(self, columns: int, height: int) -> list[str]:
         shown = max(min(_REASONING_ROWS, height - 2), 1)
-        return self._dim(self._reasoning.strip(), columns)[-shown:] or self._dim("…")
+        return self._dim(self._reasoning.strip(), columns)[-shown:] or self._dim(self._waiting)
 
     def _text_rows(
         self, columns: int, height: int, *, is_last: bool

@@ -2,27 +2,20 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from difflib import get_close_matches
-from typing import NamedTuple
 
 from tokenwire.cli.other_service import explain
 from tokenwire.client import Client
 from tokenwire.errors import ServiceError
 from tokenwire.tls import ClientTls
 
-__all__ = ["ChatServer", "ModelError", "OpenedModel", "TargetServer", "not_offered"]
+__all__ = ["ChatServer", "ModelError", "TargetServer", "not_offered"]
 
 
 class ModelError(Exception):
     """Model that the server does not offer or can't load. The message is one sentence."""
-
-
-class OpenedModel(NamedTuple):
-    """A model that answers."""
-
-    name: str
-    client: Client
 
 
 class ChatServer(ABC):
@@ -30,13 +23,17 @@ class ChatServer(ABC):
 
     @abstractmethod
     async def models(self) -> Sequence[str]:
-        """Return the names of the models. Raises ServiceError or ModelError."""
+        """Return the names of the models. Raises ServiceError."""
 
     @abstractmethod
-    async def use(self, model: str) -> "OpenedModel":
-        """Return a model that is ready to answer; "" = the only one.
+    async def find(self, name: str) -> str:
+        """Return the full name of a model; "" = the only one. Raises ModelError or ServiceError."""
 
-        Raises ModelError or ServiceError.
+    @abstractmethod
+    def lease(self, model: str, show: Callable[[str], None]) -> AbstractAsyncContextManager[Client]:
+        """Return a client of a model that stays in memory within the `async with`.
+
+        show: gets what the load does. Raises ModelError or ServiceError.
         """
 
     @abstractmethod
@@ -55,16 +52,21 @@ class TargetServer(ChatServer):
     async def models(self) -> Sequence[str]:
         return [model.id for model in await self._client.models()]
 
-    async def use(self, model: str) -> OpenedModel:
+    async def find(self, name: str) -> str:
         served = await self._client.models()
-        names = [name for each in served for name in (each.id, *each.aliases)]
-        if not model and len(served) > 1:
+        names = [each for model in served for each in (model.id, *model.aliases)]
+        if not name and len(served) > 1:
             raise ModelError(f"{self._target} serves {', '.join(names)}: name one by --model.")
-        if model and model not in names:
-            raise ModelError(not_offered(model, names, self._target))
-        return OpenedModel(model or names[0], self._client)
+        if name and name not in names:
+            raise ModelError(not_offered(name, names, self._target))
+        return name or names[0]
+
+    @asynccontextmanager
+    async def lease(self, model: str, show: Callable[[str], None]) -> AsyncIterator[Client]:
+        yield self._client
 
     async def why_failed(self, error: ServiceError) -> str:
+        # a task of its own: the diagnosis goes on although the answer was cancelled
         return await asyncio.create_task(explain(self._target, error, self._tls))
 
 

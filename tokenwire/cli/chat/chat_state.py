@@ -1,19 +1,16 @@
 """State of a chat, and the way an answer comes into it."""
 
 import asyncio
-import contextlib
-import sys
-import termios
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tokenwire.cli.chat.answer_view import AnswerView, LiveView, PlainView
 from tokenwire.cli.chat.attachments import Attachments
-from tokenwire.cli.chat.chat_server import ChatServer
+from tokenwire.cli.chat.chat_server import ChatServer, ModelError
 from tokenwire.cli.chat.chat_settings import ChatSettings
 from tokenwire.cli.chat.conversation import Conversation
 from tokenwire.cli.chat.live_rows import screen_size
@@ -84,7 +81,6 @@ class ChatState:
     """What the commands and messages of a chat change."""
 
     server: ChatServer
-    client: Client
     model: str
     attachments: Attachments
     settings: ChatSettings
@@ -108,7 +104,7 @@ class ChatState:
 
     async def use_model(self, name: str) -> None:
         """Answer by another model from now on. Raises ModelError or ServiceError."""
-        self.model, self.client = await self.server.use(name)
+        self.model = await self.server.find(name)
 
     async def answer(self, question: Message) -> None:
         """Ask, and show the answer. What came of it stays, even if it was stopped or failed."""
@@ -138,23 +134,27 @@ class ChatState:
     async def _receive(self, reply: Reply, view: AnswerView) -> tuple[Usage | None, str | None]:
         """Receive an answer. Return its usage, and the reason of an early end as a sentence."""
         try:
-            async with self._stream() as stream:
-                async for delta in stream:
-                    reply.add(delta)
-                    view.add(delta)
-                return stream.usage, None
+            async with self.server.lease(self.model, view.wait) as client:
+                reply.began = time.monotonic()  # the load of a model says nothing about its speed
+                async with self._stream(client) as stream:
+                    async for delta in stream:
+                        reply.add(delta)
+                        view.add(delta)
+                    return stream.usage, None
         except ServiceError as error:
             return None, await self.server.why_failed(error)
+        except ModelError as error:
+            return None, str(error)
         except asyncio.CancelledError:  # Ctrl-C; what has come stays
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
             return None, "Stopped."
 
-    def _stream(self) -> AnswerStream:
+    def _stream(self, client: Client) -> AnswerStream:
         options: dict[str, Any] = dict(self.settings.request)
         if self.model:
             options["model"] = self.model
-        return self.client.stream(self.conversation.whole, **options)
+        return client.stream(self.conversation.whole, **options)
 
     @asynccontextmanager
     async def _view(self) -> AsyncIterator[AnswerView]:
@@ -164,25 +164,6 @@ class ChatState:
             keeps = self.settings.reasoning == "show"
             view = LiveView(self.renderer, keeps_reasoning=keeps)
         try:
-            with _silent_keys():
-                yield view
+            yield view
         finally:
             await view.end()
-
-
-@contextmanager
-def _silent_keys() -> Iterator[None]:
-    """Show no keys while an answer is written; they stay for the next line of input."""
-    try:
-        before = termios.tcgetattr(sys.stdin)
-    except (termios.error, ValueError, OSError):
-        yield
-        return
-    silent = list(before)
-    silent[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(termios.error):
-            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)

@@ -1,10 +1,12 @@
 """Loop of the interactive chat."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+import termios
+from collections.abc import Coroutine, Iterator
 
 from tokenwire.cli.chat.attachments import Attachments
 from tokenwire.cli.chat.chat_server import ChatServer
@@ -22,8 +24,8 @@ async def open_state(
     server: ChatServer, model: str, pdfs: PdfReader, settings: ChatSettings
 ) -> ChatState:
     """Return the state of a chat on the terminal. Raises ModelError or ServiceError."""
-    name, client = await server.use(model)
-    state = ChatState(server, client, name, Attachments(pdfs.read), settings)
+    name = await server.find(model)
+    state = ChatState(server, name, Attachments(pdfs.read), settings)
     if os.environ.get("TERM", "dumb") != "dumb" and sys.stdout.isatty():
         state.renderer = RowRenderer()
     return state
@@ -58,7 +60,8 @@ async def _stoppable(state: ChatState, work: Coroutine[None, None, None]) -> Non
     task = asyncio.create_task(work)
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
-        await task
+        with _silent_keys():
+            await task
     except asyncio.CancelledError:
         if not task.cancelled():
             raise
@@ -94,3 +97,21 @@ def _whole_command(line: str) -> str:
     """Return a command whose argument may be quoted over several lines."""
     name, _, rest = line.strip().partition(" ")
     return f"{name} {_message(rest)}" if rest else name
+
+
+@contextlib.contextmanager
+def _silent_keys() -> Iterator[None]:
+    """Show no keys while the chat works; they stay for the next line of input."""
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except (termios.error, ValueError, OSError):
+        yield
+        return
+    silent = list(before)
+    silent[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
