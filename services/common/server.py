@@ -47,6 +47,7 @@ from services.common.settings import (
     print_startup_error,
 )
 from services.common.sharing.fair_executor import use_fair_threads
+from services.common.standby import awaited_arguments
 from services.common.telemetry import LOST_LOG_LINES, serve_metrics
 from tokenwire.channel_options import MESSAGE_LIMITS, QUIET
 
@@ -124,8 +125,10 @@ class Application(ABC):
 def main(name: str, settings_type: type[S], make: Callable[[S], Application]) -> None:
     """Run a service process; exit with 0, 1 (failed), 2 (could not start) or 130 (interrupted)."""
     open_standard_files()
+    arguments = awaited_arguments()
+    prefix = f"TOKENWIRE_{name.upper()}"
     try:
-        settings = parse(settings_type, f"python -m services.{name}", f"TOKENWIRE_{name.upper()}")
+        settings = parse(settings_type, f"python -m services.{name}", prefix, arguments)
     except StartupError as error:
         print_startup_error(name, error)
         sys.exit(2)

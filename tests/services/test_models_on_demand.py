@@ -53,7 +53,7 @@ def _served(folder: Path, logs: Path, *flags: str) -> Iterator[Server]:
         [
             sys.executable, "-m", "tokenwire", "serve", "--models", str(folder), "--port", http,
             "--tokenizer-port", tokenizer, "--jobs-port", jobs, "--manager-port", manager,
-            "--log-dir", str(logs), "--max-loaded", "1", "--no-spare", "--dtype", "float32",
+            "--log-dir", str(logs), "--max-loaded", "1", "--dtype", "float32",
             "--ollama", *flags,
         ],
         stdout=subprocess.PIPE,
@@ -168,6 +168,7 @@ async def test_a_load_that_fails_is_one_sentence_for_all_who_wait(
 
 
 async def test_an_operator_loads_and_unloads(http: httpx.AsyncClient) -> None:
+    await _unloaded(http, "first", "second")
     loaded = await http.post("/v1/models/load", json={"model": "first", "keep_alive": "1h"})
     assert loaded.status_code == 200
     assert loaded.json()["status"]["value"] == "loaded"

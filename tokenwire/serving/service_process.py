@@ -8,11 +8,11 @@ import re
 import signal
 import socket
 import sys
-import tty
 from collections.abc import Callable
 from typing import Any
 
 from services.common.exit_status import exit_status
+from tokenwire.serving.launched_process import LaunchedProcess, launch
 from tokenwire.serving.service_log import FileLog, ServiceLog, StderrLog, report
 from tokenwire.serving.stack_layout import LogPlace, ServeError, Service
 
@@ -50,27 +50,34 @@ class ServiceProcess:
 
         The service serves `listener` if given, which stays open when the process ends.
         """
+        log = stderr_log if logs is None else _file_log(service, logs)
         fds = () if listener is None else (listener.fileno(),)
         arguments = (*service.arguments, *(f"--fd={fd}" for fd in fds))
+        launched = await launch(
+            service.name,
+            arguments,
+            is_seen=logs is None and sys.stderr.isatty(),
+            fds=fds,
+            environment=service.environment,
+        )
+        return cls._of(service, launched, log)
+
+    @classmethod
+    def adopt(
+        cls,
+        service: Service,
+        launched: LaunchedProcess,
+        logs: LogPlace | None,
+        stderr_log: StderrLog,
+    ) -> "ServiceProcess":
+        """Return the process of a service that has been launched before. Raises ServeError."""
         log = stderr_log if logs is None else _file_log(service, logs)
-        # A service that sees a terminal shows its progress.
-        is_seen = logs is None and sys.stderr.isatty()
-        source, stderr = os.openpty() if is_seen else os.pipe()
-        if is_seen:
-            tty.setraw(stderr)  # the terminal behind the supervisor is the one that ends lines
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", f"services.{service.name}", *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=stderr,
-            stderr=stderr,
-            pass_fds=fds,
-            env=os.environ | dict(service.environment),
-            process_group=0,  # Ctrl-C reaches only the supervisor, which stops them in order
-            preexec_fn=_die_with_parent,
-        )  # fmt: skip
-        os.close(stderr)
-        running = cls(service, process, log)
-        running._forward(source)
+        return cls._of(service, launched, log)
+
+    @classmethod
+    def _of(cls, service: Service, launched: LaunchedProcess, log: ServiceLog) -> "ServiceProcess":
+        running = cls(service, launched.process, log)
+        running._forward(launched.source)
         return running
 
     def reopen_log(self) -> None:
@@ -209,12 +216,3 @@ def _message(line: str) -> tuple[str, bool]:
 
 def _plain(output: bytes) -> str:
     return _TERMINAL_CODES.sub("", output.decode("utf-8", "replace"))
-
-
-def _die_with_parent() -> None:
-    """Let the kernel send the child SIGTERM when the supervisor ends (Linux)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)

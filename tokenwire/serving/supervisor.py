@@ -7,6 +7,7 @@ import secrets
 import signal
 import socket
 import ssl
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -34,6 +35,7 @@ from tokenwire.serving.running_servers import (
 from tokenwire.serving.served_catalog import ServedCatalog
 from tokenwire.serving.service_log import StderrLog, flush_logs, report
 from tokenwire.serving.service_process import ServiceProcess
+from tokenwire.serving.spare_processes import SpareProcesses
 from tokenwire.serving.stack_layout import (
     CatalogPlan,
     ServeError,
@@ -64,6 +66,8 @@ _KILL_SECONDS = 5.0
 _MEMORY_SHARE = 0.8
 """Share of the free memory that models on demand may take by default"""
 _READERS_OF_CATALOG = ("http_shim", "jobs")
+_SPARE_SECONDS = 1.0
+"""Time after a load before processes for the next one are prepared"""
 _MOST_PRINTED = 20
 """Most models that are printed"""
 _AT_ONCE_SECONDS = 2.0
@@ -188,6 +192,8 @@ class _Stack:
         self._fatal_end: asyncio.Future[ServiceProcess] = asyncio.get_running_loop().create_future()
         """First required process that ended before it served"""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._spares = SpareProcesses(is_seen=options.logs is None and sys.stderr.isatty())
+        """Processes for the next model on demand"""
         self._catalog: ServedCatalog | None = None
         self._manager: ModelManager | None = None
         self._manager_server: grpc.aio.Server | None = None
@@ -229,6 +235,8 @@ class _Stack:
         if current.first and self._manager is not None:
             await self._while_alive(self._load_first(self._manager, current.first))
         self._announce(shim)
+        if has_demand:
+            self._spawn(self._prepare_spares())
         _print_models(current)
         while True:
             await self._while_alive(self._reload_wanted.wait())
@@ -274,6 +282,7 @@ class _Stack:
             await self._manager.close()
         if self._manager_server is not None:
             await self._manager_server.stop(None)
+        await self._spares.stop()
         for task in self._tasks:
             task.cancel()
         processes = self._all_processes()
@@ -289,6 +298,10 @@ class _Stack:
             self._spawn(self._watch(process))
 
     async def _start_one(self, service: Service) -> ServiceProcess:
+        if service.on_demand and not service.environment:
+            spare = self._spares.take(service.name, service.arguments)
+            if spare is not None:
+                return ServiceProcess.adopt(service, spare, self._options.logs, self._stderr_log)
         listener = self._listener if service.name == "http_shim" else None
         return await ServiceProcess.start(service, self._options.logs, self._stderr_log, listener)
 
@@ -541,6 +554,13 @@ class _Stack:
     ) -> None:
         await asyncio.to_thread(check_services, services)
         await self._add(services, on_progress)
+        self._spawn(self._prepare_spares())
+
+    async def _prepare_spares(self) -> None:
+        """Prepare processes for the next model on demand, after what the last one has to do."""
+        await asyncio.sleep(_SPARE_SECONDS)
+        if not self._options.no_spare:
+            await self._spares.prepare()
 
     async def end(self, services: Sequence[Service], *, at_once: bool) -> None:
         await self._remove(services, at_once=at_once)
