@@ -46,7 +46,7 @@ from services.common.gguf.gguf_recurrent import (
 from services.common.gguf.gguf_rope import read_rope_scaling
 from services.common.json_values import Json
 
-__all__ = ["Architecture", "architecture_of"]
+__all__ = ["Architecture", "architecture_of", "is_read"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,11 @@ class Architecture:
     """True if some layers have attention heads"""
     has_layer_heads: bool = False
     """True if layers may differ in their numbers of heads"""
+
+
+def is_read(name: str) -> bool:
+    """Return whether files of an architecture, by llama.cpp's name, are read."""
+    return name in _ARCHITECTURES
 
 
 def architecture_of(file: GgufFile) -> Architecture:
