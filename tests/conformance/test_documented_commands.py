@@ -34,6 +34,7 @@ NOT_RUN = {
     'curl http://127.0.0.1:8000/api/generate -d \'{"model": "smollm2"': "needs the model",
     "kubectl ": "needs a cluster; tests/unit/deploy checks the manifests",
     "envoy -c ": "does not end; tests/services/test_envoy.py runs it",
+    "curl localhost:8000/v1/models/unload": "tests/services/test_models_on_demand.py unloads",
     "docker compose up": "tests/container runs it",
     "docker compose build": "tests/container builds the images",
     "for service in grammar engine": "tests/container runs compose",
