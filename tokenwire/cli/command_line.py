@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         try:
-            code = _run(_parser().parse_args(arguments))
+            code = _run(arguments)
         finally:  # an error of the last write must not wait for the end of the interpreter
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -64,7 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        options = _parser().parse_args(arguments)
+    except ModuleNotFoundError as error:  # of a service whose flags the command takes
+        return _name_missing(error)
     try:
         return asyncio.run(_interruptible(options.command(options)))
     except ServiceError as error:
@@ -78,9 +82,14 @@ def _run(options: argparse.Namespace) -> int:
     except UnicodeError as error:  # from an argument, standard input, or the terminal's encoding
         print_error(f"The text can't be read or written: {error}.")
         return 1
-    except ModuleNotFoundError as error:  # a package of an extra
-        print_error(f"{error.name} is not installed. A server needs: {install_command('all')}")
-        return 2
+    except ModuleNotFoundError as error:
+        return _name_missing(error)
+
+
+def _name_missing(error: ModuleNotFoundError) -> int:
+    """Print how a package of an extra is installed. Return the exit code."""
+    print_error(f"{error.name} is not installed. A server needs: {install_command('all')}")
+    return 2
 
 
 async def _interruptible(command: Coroutine[Any, Any, int]) -> int:

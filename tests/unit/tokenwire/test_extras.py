@@ -1,6 +1,7 @@
 """The command that a message names for a missing package works in a checkout and with a wheel."""
 
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -33,3 +34,18 @@ def test_command_leaves_out_what_is_installed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(extras, "_is_installed", lambda name: name != "smg-grpc-proto")
     [package] = shlex.split(install_command("vllm_api"))[4:]
     assert package.startswith("smg-grpc-proto")
+
+
+def test_command_of_a_client_says_in_one_sentence_what_a_server_needs() -> None:
+    """A wheel without extras has the command, but none of the services' packages."""
+    program = (
+        "import sys; sys.modules['prometheus_client'] = None\n"
+        "from tokenwire.cli import main\nmain(['serve'])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1
+    assert "prometheus_client is not installed." in ran.stderr
+    assert "-m pip install " in ran.stderr
