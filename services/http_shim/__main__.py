@@ -38,6 +38,7 @@ from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
 from services.http_shim.backends.model_manager import manager_of
 from services.http_shim.backends.model_source import ModelSource, SingleBackend
+from services.http_shim.backends.status_history import StatusHistory
 from services.http_shim.http.gate import Gate
 from services.http_shim.http.https_context import HttpsContext
 from services.http_shim.http.protocol import protocol_class
@@ -109,13 +110,18 @@ async def serve(settings: HttpShimSettings) -> None:
         describe_build("http_shim")
         context = None if settings.tls is None else settings.tls.context(HttpsContext)
         jobs = _jobs(settings)
+        history = StatusHistory(models)
         if settings.jobs:
             ledger.report = jobs.record_usage
-        app = create_app(models, gate, settings, keyring, jobs, ledger)
+        app = create_app(models, gate, settings, keyring, jobs, ledger, history)
         server = _server(settings, app, context)
         if settings.metrics_port > 0:
             serve_metrics(settings.host, settings.metrics_port)
-        watching = [_watch(keyring), keep_running("usage", ledger.run)]
+        watching = [
+            _watch(keyring),
+            keep_running("usage", ledger.run),
+            keep_running("status_history", history.run),
+        ]
         if settings.vllm_metrics:
             router_metrics = RouterMetrics(models)
             REGISTRY.register(VllmLoadMetrics(router_metrics.loads))

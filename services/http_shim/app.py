@@ -15,6 +15,7 @@ from services.common.accounts.keyring import Keyring
 from services.common.accounts.ledger import UsageLedger
 from services.common.network.hosts import AllowedHosts
 from services.http_shim.backends.model_source import ModelSource
+from services.http_shim.backends.status_history import StatusHistory
 from services.http_shim.dialects.chat.read import read_chat
 from services.http_shim.dialects.completions.read import read_completion
 from services.http_shim.dialects.messages.read import read_counted_message, read_message
@@ -33,6 +34,7 @@ from services.http_shim.endpoints.documents import Documents
 from services.http_shim.endpoints.files import Files
 from services.http_shim.endpoints.generation import GenerationEndpoint
 from services.http_shim.endpoints.generator import Generator
+from services.http_shim.endpoints.keys import Keys
 from services.http_shim.endpoints.model_loading import ModelLoading
 from services.http_shim.endpoints.models import Models
 from services.http_shim.endpoints.multi_completion import MultiCompletion
@@ -101,6 +103,7 @@ def create_app(
     keyring: Keyring | None,
     jobs: JobsClient,
     ledger: UsageLedger,
+    history: StatusHistory,
 ) -> Starlette:
     """Return the application that serves `models`; without a keyring, no request needs a key."""
     parts = _Parts(models, gate, settings, jobs)
@@ -116,8 +119,9 @@ def create_app(
     model_loading = ModelLoading(models, bodies)
     tokenization = Tokenization(models, prompts)
     adapters = Adapters(models, bodies, is_allowed=settings.adapter_routes)
-    probes = Probes(models, gate, jobs)
-    files, batches, usage = Files(jobs), Batches(jobs, bodies), UsageEndpoint(jobs, keyring, ledger)
+    probes = Probes(models, gate, jobs, history)
+    files, batches = Files(jobs), Batches(jobs, bodies)
+    keys, usage = Keys(jobs, keyring, ledger), UsageEndpoint(jobs, keyring, ledger)
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -135,6 +139,7 @@ def create_app(
         Route("/v1/batches", batches.all),
         Route("/v1/batches/{batch_id}", batches.one),
         Route("/v1/batches/{batch_id}/cancel", batches.cancel, methods=["POST"]),
+        Route("/v1/keys", keys.all),
         Route("/v1/usage", usage.find),
         Route("/v1/organization/usage/completions", usage.find),
         Route("/v1/messages/count_tokens", message_tokens.count, methods=["POST"]),

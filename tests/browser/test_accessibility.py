@@ -89,3 +89,23 @@ async def test_every_state_of_the_playground_is_accessible(
     assert await violations(page, axe) == []
     assert await page.evaluate("document.documentElement.scrollWidth") <= width
     await context.close()
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(
+    ("path", "shown"), [("status", ".card .state.good"), ("admin", "#models th")]
+)
+async def test_pages_of_operators_are_accessible(
+    browser: Browser, stack: Stack, axe: str, path: str, shown: str, scheme: Any, width: int
+) -> None:
+    context = await browser.new_context(
+        viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce"
+    )
+    context.set_default_timeout(WAIT_MILLISECONDS)
+    page = await context.new_page()
+    await page.goto(f"{stack.url}/{path}")
+    await page.locator(shown).first.wait_for()
+    assert await violations(page, axe) == []
+    assert await page.evaluate("document.documentElement.scrollWidth") <= width
+    await context.close()

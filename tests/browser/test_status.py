@@ -40,9 +40,28 @@ async def test_counts_of_a_model_are_shown_as_they_change(browser: Browser, stac
     await expect(page.locator(f"{CARD} .outcomes")).not_to_have_text(
         before, timeout=WAIT_MILLISECONDS
     )
-    await shows(page, f"{CARD} .chart:first-child .value", r"^[\d.,]+$")
-    fourth_line = page.locator(".chart path[d*=L]").nth(3)
+    await shows(page, f"{CARD} .chart:first-child .value", r"^[\d.,]+/s$")
+    fourth_line = page.locator(".chart path[class^=line][d*=L]").nth(3)
     await expect(fourth_line).to_be_attached(timeout=WAIT_MILLISECONDS)
+    await page.context.close()
+
+
+async def test_reload_keeps_the_history_and_charts_have_units(
+    browser: Browser, stack: Stack
+) -> None:
+    page = await opened(browser, stack.url)
+    line = page.locator(".chart path.line-0[d*=L]").first
+    await expect(line).to_be_attached(timeout=WAIT_MILLISECONDS)
+    async with httpx.AsyncClient(base_url=stack.url, timeout=60) as http:
+        [model] = (await http.get("/status.json", params={"since": "-1"})).json()["models"]
+    assert len(model["history"]) >= 2, "the server has it, whatever pages are open"
+    async with page.expect_response(lambda reply: "status.json" in reply.url) as answered:
+        await page.reload()
+    [model] = (await (await answered.value).json())["models"]
+    assert len(model["history"]) >= 2
+    await expect(line).to_be_attached(timeout=WAIT_MILLISECONDS)
+    await shows(page, ".chart:first-child .times", "0 min")
+    await shows(page, ".chart:first-child .scale", "/s")
     await page.context.close()
 
 

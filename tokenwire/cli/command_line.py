@@ -23,6 +23,7 @@ from tokenwire.cli import (
     servers,
     shell_completion,
     text,
+    usage,
 )
 from tokenwire.cli.arguments import tls_of
 from tokenwire.cli.model_argument import DownloadError
@@ -127,7 +128,7 @@ def _parser() -> FlagParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     groups = (
         *(run, serve, servers, pull, local_models, generation, batch, bench),
-        *(text, keys, health),
+        *(text, keys, usage, health),
     )
     for group in groups:
         group.add_commands(commands)

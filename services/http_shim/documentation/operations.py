@@ -34,6 +34,7 @@ from services.http_shim.dialects.responses.types import (
 from services.http_shim.endpoints.adapters import LoadAdapterBody, UnloadAdapterBody
 from services.http_shim.endpoints.batches import BatchBody, BatchList, BatchObject
 from services.http_shim.endpoints.files import DeletedFile, FileList, FileObject
+from services.http_shim.endpoints.keys import KeyList
 from services.http_shim.endpoints.model_cards import ModelCard, ModelList
 from services.http_shim.endpoints.model_loading import LoadBody, UnloadBody
 from services.http_shim.endpoints.model_statuses import Status
@@ -533,6 +534,14 @@ OPERATIONS: Sequence[Operation] = (
         answer=Tokenized,
         example={"prompt": "def add(a, b):", "return_token_strs": True},
     ),
+    _get(
+        path="/v1/keys",
+        name="listKeys",
+        summary="List the API keys with their limits and usage, for an admin key.",
+        answer=KeyList,
+        errors=(400, 401, 403),
+        parameters=[{"name": "after", "in": "query", "schema": {"type": "string"}}],
+    ),
     *(
         _get(
             path=path,
@@ -598,7 +607,8 @@ OPERATIONS: Sequence[Operation] = (
         name="getStatus",
         summary="Return the counts and the load of each served model.",
         answer=Status,
-        errors=(401,),
+        errors=(400, 401),
+        parameters=[{"name": "since", "in": "query", "schema": {"type": "number"}}],
     ),
     _probe(
         path="/version",

@@ -37,6 +37,7 @@ def reference(document: Json) -> bytes:
     _add(links, "a", "Playground", href=".")
     _add(links, "a", "API reference", href="docs", **{"aria-current": "page"})
     _add(links, "a", "Status", href="status")
+    _add(links, "a", "Admin", href="admin")
     _add(links, "a", "openapi.json", href="openapi.json")
     main = SubElement(body, "main", attrib={"class": "reference"})
     _add(main, "p", document["info"]["description"])

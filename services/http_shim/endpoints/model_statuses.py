@@ -1,8 +1,11 @@
 """Statuses of models: JSON of /status.json."""
 
-from msgspec import Struct
+from collections.abc import Sequence
+
+from msgspec import UNSET, Struct, UnsetType
 
 from services.http_shim.backends.model_source import ServedStatus
+from services.http_shim.backends.status_history import LoadSample
 from services.http_shim.endpoints.model_cards import LoadStatus, load_status
 from tokenwire.pb.completion.v1 import models_pb2
 
@@ -60,6 +63,8 @@ class ModelStatus(Struct):
     completion_tokens: int | None = None
     first_token: RecentTimes | None = None
     engines: list[EngineStatus] | None = None
+    history: Sequence[LoadSample] | UnsetType = UNSET
+    """Samples of the last ten minutes, with the parameter `since`: those after that time"""
 
 
 class Status(Struct):

@@ -1,7 +1,6 @@
 """Endpoints for operators: /health, /ready, /metrics, /status.json, /version."""
 
-import asyncio
-import time
+import math
 from collections.abc import Sequence
 from importlib.metadata import version
 
@@ -13,12 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.faults import faulty_parts
-from services.http_shim.backends.model_source import ModelSource, ServedStatus
+from services.http_shim.backends.model_source import ModelSource
+from services.http_shim.backends.status_history import StatusHistory
 from services.http_shim.endpoints.model_statuses import Status, model_status
 from services.http_shim.http.body import json_response
 from services.http_shim.http.gate import Gate
 from services.http_shim.jobs.jobs_client import JobsClient
-from tokenwire.errors import ServiceError
+from tokenwire.errors import ServiceError, invalid
 
 __all__ = ["Probes", "State", "Version"]
 
@@ -40,12 +40,13 @@ class Version(Struct):
 class Probes:
     """The endpoints for operators."""
 
-    def __init__(self, models: ModelSource, gate: Gate, jobs: JobsClient) -> None:
+    def __init__(
+        self, models: ModelSource, gate: Gate, jobs: JobsClient, history: StatusHistory
+    ) -> None:
         self._models = models
         self._gate = gate
         self._jobs = jobs
-        self._began = time.monotonic()
-        self._asking: asyncio.Task[list[ServedStatus]] | None = None
+        self._history = history
 
     async def health(self, request: Request) -> Response:
         """Report that the process is alive."""
@@ -74,15 +75,26 @@ class Probes:
     async def status(self, request: Request) -> Response:
         """Return the counts and the load of each served model.
 
-        Concurrent requests share one call of the services, so that many open pages cost one.
+        With `since`, also its samples after that time: those of the last ten minutes at most.
         """
-        uptime = time.monotonic() - self._began
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._models.statuses())
-        statuses = await asyncio.shield(self._asking)
-        models = [model_status(each) for each in statuses]
-        return json_response(Status(version("tokenwire"), uptime, models))
+        since = _time(request.query_params.get("since"))
+        models = [model_status(each) for each in await self._history.statuses()]
+        if since is not None:
+            for model in models:
+                model.history = self._history.samples(model.id, since)
+        return json_response(Status(version("tokenwire"), self._history.now, models))
 
     async def version(self, request: Request) -> Response:
         """Return the version of the server."""
         return json_response(Version(version("tokenwire")))
+
+
+def _time(text: str | None) -> float | None:
+    """Return the value of `since`. Raises INVALID_ARGUMENT."""
+    try:
+        since = None if text is None else float(text)
+    except ValueError:
+        since = math.nan
+    if since is not None and not math.isfinite(since):
+        raise invalid("since", "since must be a time of a sample, in seconds.")
+    return since

@@ -11,6 +11,7 @@ const at = (id) => document.getElementById(id);
 const cards = new Map(); // by model
 let timer = null;
 let isAsking = false;
+let since = -1; // time of the last answer on the server's clock
 
 document.addEventListener("visibilitychange", () => (document.hidden ? clearTimeout(timer) : poll()));
 at("key-form").addEventListener("submit", (event) => {
@@ -26,7 +27,7 @@ async function poll() {
   isAsking = true;
   clearTimeout(timer);
   try {
-    show(await getJson("status.json", AbortSignal.timeout(TIMEOUT_MILLISECONDS)));
+    show(await getJson(`status.json?since=${since}`, AbortSignal.timeout(TIMEOUT_MILLISECONDS)));
   } catch (error) {
     showFailure(error);
   }
@@ -38,9 +39,12 @@ function show(status) {
   say(`Tokenwire ${status.version}, up for ${duration(status.uptime_seconds)}.`);
   at("key-form").hidden = true;
   at("models").classList.remove("stale");
+  const hasRestarted = status.uptime_seconds < since;
+  if (hasRestarted) cards.clear();
+  since = hasRestarted ? -1 : status.uptime_seconds;
   for (const model of status.models) {
     if (!cards.has(model.id)) cards.set(model.id, new ModelCard(model.id));
-    cards.get(model.id).show(model, performance.now() / 1000);
+    cards.get(model.id).show(model, status.uptime_seconds);
   }
   const served = new Set(status.models.map((model) => model.id));
   for (const id of [...cards.keys()]) if (!served.has(id)) cards.delete(id);

@@ -5,6 +5,7 @@ import { Chart } from "./chart.js";
 import { History, servingOf } from "./history.js";
 import { duration, milliseconds, rounded } from "./numbers.js";
 
+const perSecond = (value) => `${rounded(value)}/s`;
 const percent = (share) => `${rounded(100 * share)} %`;
 let count = 0;
 
@@ -15,11 +16,11 @@ export class ModelCard {
   #outcomes = element("p", { className: "quiet outcomes" });
   #engines = element("ul", { className: "quiet engines" });
   #charts = [
-    new Chart("Generated tokens/s", [["generated", ""]], rounded, 1),
-    new Chart("Prompt tokens/s", [["prompt", ""]], rounded, 1),
-    new Chart("Sequences", [["running", "running"], ["waiting", "waiting"]], rounded, 1),
-    new Chart("KV cache in use", [["kvUsed", ""]], percent, 0.1),
-    new Chart("Time to first token", [["p50", "p50"], ["p95", "p95"]], milliseconds, 0.001),
+    new Chart("Generated tokens", [["generated_per_second", ""]], perSecond, 1),
+    new Chart("Prompt tokens", [["prompt_per_second", ""]], perSecond, 1),
+    new Chart("Sequences", [["running_sequences", "running"], ["waiting_sequences", "waiting"]], rounded, 1),
+    new Chart("KV cache in use", [["kv_used_share", ""]], percent, 0.1),
+    new Chart("Time to first token", [["p50_seconds", "p50"], ["p95_seconds", "p95"]], milliseconds, 0.001),
   ];
 
   constructor(id) {
@@ -37,11 +38,11 @@ export class ModelCard {
 
   // Shows an answer of status.json about the model. `now` is in seconds.
   show(model, now) {
-    this.#history.add(model, now);
+    this.#history.add(model.history, now);
     const [kind, words] = stateOf(model);
     this.#state.className = `state ${kind}`;
     this.#state.textContent = words;
-    for (const chart of this.#charts) chart.show(this.#history.samples);
+    for (const chart of this.#charts) chart.show(this.#history.samples, now);
     this.#engines.replaceChildren(...enginesOf(model).map((line) => element("li", {}, line)));
     this.#outcomes.textContent = outcomesOf(model);
     this.#facts.textContent = factsOf(model);

@@ -15,6 +15,7 @@ from services.common.accounts.ledger import UsageLedger
 from services.http_shim.app import create_app
 from services.http_shim.backends.backend import BackendSettings
 from services.http_shim.backends.catalog import Catalog
+from services.http_shim.backends.status_history import StatusHistory
 from services.http_shim.dialects import tools
 from services.http_shim.dialects.bodies import body_of
 from services.http_shim.dialects.chat import types as chats
@@ -64,7 +65,9 @@ async def test_document_has_every_route(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_text('[[models]]\nid = "m"\nplaceholder = true')
     catalog, settings = Catalog(path, BackendSettings()), HttpShimSettings(ollama=True)
-    app = create_app(catalog, Gate(), settings, None, JobsClient(""), UsageLedger())
+    app = create_app(
+        catalog, Gate(), settings, None, JobsClient(""), UsageLedger(), StatusHistory(catalog)
+    )
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in app.routes

@@ -1,0 +1,135 @@
+"""The command `usage`: tokens and requests by day, model and API key."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlencode
+
+import httpcore
+
+from tokenwire.cli.arguments import (
+    Commands,
+    add_command,
+    add_json,
+    add_key,
+    add_tls,
+    add_url,
+    key_for_url,
+    tls_of,
+)
+from tokenwire.cli.output import print_error, print_json, print_text
+
+__all__ = ["add_commands"]
+
+_OK = 200
+_SECONDS = 30.0
+_COLUMNS = {
+    "requests": "num_model_requests",
+    "failed": "num_failed_requests",
+    "input": "input_tokens",
+    "cached": "input_cached_tokens",
+    "output": "output_tokens",
+}
+"""Field of a result by the title of its column"""
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the command."""
+    usage = add_command(
+        commands,
+        "usage",
+        _usage,
+        "Print tokens and requests of the API key by day, or of all keys with an admin key.",
+        "usage --key-file alice.key",
+        "usage --key-file admin.key --by day,key --start 2026-11-01",
+    )
+    usage.add_argument("--start", help="First day, such as 2026-11-01 (default: 30 days ago).")
+    usage.add_argument("--end", help="Day after the last one (default: tomorrow).")
+    usage.add_argument(
+        "--by",
+        default="day,model",
+        metavar="COLUMNS",
+        help="What to divide by: day, model, key, separated by commas (default: %(default)s).",
+    )
+    usage.add_argument("--of", metavar="KEY", help="Only this key, by its id or name.")
+    add_url(usage)
+    add_tls(usage)
+    add_key(usage)
+    add_json(usage)
+
+
+async def _usage(options: argparse.Namespace) -> int:
+    asked = {"start": options.start, "end": options.end, "key": options.of, "group_by": options.by}
+    query = {name: value for name, value in asked.items() if value}
+    tls = tls_of(options)
+    headers = [("accept", "application/json")]
+    if key := key_for_url(options):
+        headers.append(("authorization", f"Bearer {key}"))
+    buckets: list[Any] = []
+    async with httpcore.AsyncConnectionPool(None if tls is None else tls.context()) as pool:
+        while True:
+            page = await _page(pool, options.url.rstrip("/"), query, headers)
+            if isinstance(page, str):
+                print_error(page)
+                return 1
+            buckets += page["data"]
+            if not page["has_more"]:
+                break
+            query["page"] = page["next_page"]
+    if options.json:
+        print_json({"object": "page", "data": buckets, "has_more": False, "next_page": None})
+    else:
+        _print_table(buckets, {name.strip() for name in options.by.split(",")})
+    return 0
+
+
+async def _page(
+    pool: httpcore.AsyncConnectionPool,
+    url: str,
+    query: Mapping[str, str],
+    headers: list[tuple[str, str]],
+) -> dict[str, Any] | str:
+    """Return a page of usage, or the reason for none."""
+    timeouts = dict.fromkeys(("connect", "read", "write", "pool"), _SECONDS)
+    try:
+        reply = await pool.request(
+            "GET",
+            f"{url}/v1/usage?{urlencode(query)}",
+            headers=headers,
+            extensions={"timeout": timeouts},
+        )
+        answer: dict[str, Any] = json.loads(reply.content)
+    except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
+        return f"{url} does not answer: {error or type(error).__name__}."
+    except ValueError:
+        return f"{url} is no server of this kind: its answer is not JSON."
+    return answer if reply.status == _OK else str(answer["error"]["message"])
+
+
+def _print_table(buckets: list[Any], by: set[str]) -> None:
+    names: list[str] = [name for name in ("day", "key", "model") if name in by]
+    rows: list[list[str]] = [[*names, *_COLUMNS]]
+    rows += [
+        [*_labels(names, bucket, result), *(f"{result[field]:,}" for field in _COLUMNS.values())]
+        for bucket in buckets
+        for result in bucket["results"]
+    ]
+    if len(rows) == 1:
+        print_text("No requests in these days.")
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if place < len(names) else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print_text("  ".join(cells).rstrip())
+
+
+def _labels(names: list[str], bucket: Any, result: Any) -> list[str]:
+    day = datetime.fromtimestamp(bucket["start_time"], UTC).date().isoformat()
+    key = result["api_key_name"] or result["api_key_id"] or "-"
+    labels = {"day": day, "key": key, "model": result["model"] or "-"}
+    return [labels[name] for name in names]
