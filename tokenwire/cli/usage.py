@@ -16,7 +16,7 @@ from tokenwire.cli.arguments import (
     add_key,
     add_tls,
     add_url,
-    key_for_url,
+    key_for,
     tls_of,
 )
 from tokenwire.cli.output import print_error, print_json, print_text
@@ -65,7 +65,7 @@ async def _usage(options: argparse.Namespace) -> int:
     query = {name: value for name, value in asked.items() if value}
     tls = tls_of(options)
     headers = [("accept", "application/json")]
-    if key := key_for_url(options):
+    if key := key_for(options.url, options):
         headers.append(("authorization", f"Bearer {key}"))
     buckets: list[Any] = []
     async with httpcore.AsyncConnectionPool(None if tls is None else tls.context()) as pool:
