@@ -1,6 +1,5 @@
 """Rows at the end of a terminal's output that are repainted while they change."""
 
-import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -45,11 +44,14 @@ class LiveRows:
             sys.stdout.flush()
 
     def _restart(self, columns: int, height: int) -> str:
-        """Erase the open rows if the width changed, since the terminal has wrapped them anew."""
+        """Erase the open rows if the width changed.
+
+        A terminal that has wrapped them anew keeps some of them above. Others cut them, and there
+        a larger number would erase final rows.
+        """
         written = ""
         if self._shown and columns != self._columns:
-            taken = sum(max(1, math.ceil(_width(row) / columns)) for row in self._shown)
-            written = _up(min(taken, height) - 1) + "\r\x1b[J"
+            written = _up(min(len(self._shown), height) - 1) + "\r\x1b[J"
             self._shown = []
         self._columns = columns
         return written

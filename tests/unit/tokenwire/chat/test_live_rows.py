@@ -26,6 +26,11 @@ class Terminal:
         self._patch = patch
         self.rows = LiveRows()
 
+    def resize(self, columns: int) -> None:
+        """Make the terminal narrower; it cuts its rows."""
+        self.screen.resize(HEIGHT, columns)
+        self._patch.setattr(live_rows, "screen_size", lambda: (columns, HEIGHT))
+
     def paint(self, final: list[str], open_rows: list[str]) -> str:
         """Paint, and return what was written."""
         output = io.StringIO()
@@ -38,7 +43,7 @@ class Terminal:
     @property
     def lines(self) -> list[str]:
         top = [
-            "".join(line[x].data for x in range(COLUMNS)).rstrip()
+            "".join(line[x].data for x in range(self.screen.columns)).rstrip()
             for line in self.screen.history.top
         ]
         return [*top, *(line.rstrip() for line in self.screen.display)]
@@ -64,6 +69,14 @@ def test_row_that_grows_is_not_written_again(monkeypatch: pytest.MonkeyPatch) ->
     terminal = Terminal(monkeypatch)
     terminal.paint([], ["one", "tw"])
     assert terminal.paint([], ["one", "two"]) == "\x1b[?2026ho\x1b[?2026l"
+
+
+def test_final_rows_stay_when_the_width_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    terminal.paint(["final"], ["open row of words", "next"])
+    terminal.resize(10)
+    terminal.paint([], ["open row", "of words", "next"])
+    assert terminal.lines[:4] == ["final", "open row", "of words", "next"]
 
 
 def test_rows_above_the_screen_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
