@@ -45,7 +45,7 @@ def ollama_routes(
         _post("/api/show", described.show),
         *(_post(path, described.unsupported) for path in _UNSUPPORTED),
         _post("/api/pull", pulls.pull),
-        Route("/api/delete", pulls.delete, methods=["DELETE"]),
+        _with_body("/api/delete", pulls.delete, "DELETE"),
         Route("/api/tags", described.tags),
         Route("/api/ps", described.ps),
         Route("/api/version", described.version),
@@ -53,7 +53,11 @@ def ollama_routes(
 
 
 def _post(path: str, endpoint: Callable[..., object]) -> Route:
-    return Route(path, endpoint, methods=["POST"], middleware=[Middleware(_AnyContentType)])
+    return _with_body(path, endpoint, "POST")
+
+
+def _with_body(path: str, endpoint: Callable[..., object], method: str) -> Route:
+    return Route(path, endpoint, methods=[method], middleware=[Middleware(_AnyContentType)])
 
 
 class _AnyContentType:
