@@ -1,20 +1,20 @@
 # `make serve` and `make test` need only Python 3.11 or newer: they create .venv themselves.
 
-HOST ?= 127.0.0.1
-PORT ?= 8000
+HOST ?=
+PORT ?=
 MODEL ?=
 MODEL_ID ?=
 CHAT_TEMPLATE ?=
 CATALOG ?=
 KEYS ?=
-DTYPE ?= auto
-TOKENIZER_PORT ?= 50051
-ENGINE_PORT ?= 50052
-GRAMMAR_PORT ?= 50053
-JOBS_PORT ?= 50054
+DTYPE ?=
+TOKENIZER_PORT ?=
+ENGINE_PORT ?=
+GRAMMAR_PORT ?=
+JOBS_PORT ?=
 ENGINE_ARGS ?=
 SERVE_ARGS ?=
-REPLICAS ?= 1
+REPLICAS ?=
 FAULTS ?= 500
 SEED ?= 1
 OPEN ?=
@@ -52,9 +52,11 @@ help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 serve: .venv/.all ## Start the services: HOST, PORT, MODEL or CATALOG, KEYS, DTYPE, REPLICAS, ENGINE_ARGS, SERVE_ARGS, …
-	@TOKENWIRE_STARTED_BY=make exec $(BIN)/tokenwire serve --host "$(HOST)" --port "$(PORT)" --dtype "$(DTYPE)" \
-	  --tokenizer-port "$(TOKENIZER_PORT)" --engine-port "$(ENGINE_PORT)" \
-	  --grammar-port "$(GRAMMAR_PORT)" --jobs-port "$(JOBS_PORT)" --engine-args="$(ENGINE_ARGS)" --replicas "$(REPLICAS)" \
+	@TOKENWIRE_STARTED_BY=make exec $(BIN)/tokenwire serve \
+	  $(if $(HOST),--host "$(HOST)") $(if $(PORT),--port "$(PORT)") $(if $(DTYPE),--dtype "$(DTYPE)") \
+	  $(if $(TOKENIZER_PORT),--tokenizer-port "$(TOKENIZER_PORT)") $(if $(ENGINE_PORT),--engine-port "$(ENGINE_PORT)") \
+	  $(if $(GRAMMAR_PORT),--grammar-port "$(GRAMMAR_PORT)") $(if $(JOBS_PORT),--jobs-port "$(JOBS_PORT)") \
+	  $(if $(ENGINE_ARGS),--engine-args="$(ENGINE_ARGS)") $(if $(REPLICAS),--replicas "$(REPLICAS)") \
 	  $(if $(MODEL),--model "$(MODEL)") $(if $(MODEL_ID),--model-id "$(MODEL_ID)") $(if $(CHAT_TEMPLATE),--chat-template "$(CHAT_TEMPLATE)") \
 	  $(if $(CATALOG),--catalog "$(CATALOG)") $(if $(KEYS),--keys "$(KEYS)") \
 	  $(if $(LOG_DIR),--log-dir "$(LOG_DIR)") $(if $(LOG_SIZE),--log-size "$(LOG_SIZE)") $(if $(OPEN),--open) \

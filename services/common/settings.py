@@ -38,6 +38,7 @@ __all__ = [
     "UsageSettings",
     "parse",
     "print_startup_error",
+    "read_switch",
     "server_tls",
     "setting",
 ]
@@ -271,7 +272,7 @@ def parse(settings: type[S], prog: str, prefix: str, arguments: Sequence[str] | 
         meaning = f"{field.metadata['help']} [{variable}]".replace("%", "%%")
         if kind is bool:
             if variable in os.environ:
-                default = _boolean(variable, os.environ[variable])
+                default = read_switch(variable, os.environ[variable])
             parser.add_argument(
                 _flag(field), action=argparse.BooleanOptionalAction, default=default, help=meaning
             )
@@ -314,7 +315,8 @@ def _complaint(field: Field, value: Any) -> str | None:
     return None
 
 
-def _boolean(variable: str, text: str) -> bool:
+def read_switch(variable: str, text: str) -> bool:
+    """Return the value of a variable that is true or false. Raises StartupError for another."""
     if text.lower() in ("1", "true", "yes", "on"):
         return True
     if text.lower() in ("", "0", "false", "no", "off"):

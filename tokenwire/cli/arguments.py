@@ -47,6 +47,7 @@ _TARGET = "127.0.0.1:50051"
 _URL_VARIABLE = "TOKENWIRE_URL"
 _URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "TOKENWIRE_API_KEY"
+_KEY_FILE_VARIABLE = "TOKENWIRE_KEY_FILE"
 _KEY_PREFIX = "tw-"
 _KEY_PLACES = (
     f"write the API key to a file and name it with --key-file, or set {_KEY_VARIABLE}. The key of "
@@ -113,7 +114,10 @@ def key_of(options: argparse.Namespace) -> str:
     """Return the API key of the options or the environment; "" without one. Raises TokenError."""
     if options.key_file is not None:
         return TokenFile(options.key_file).first
-    return os.environ.get(_KEY_VARIABLE, "")
+    if key := os.environ.get(_KEY_VARIABLE, ""):
+        return key
+    file = os.environ.get(_KEY_FILE_VARIABLE)
+    return TokenFile(Path(file)).first if file else ""
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:

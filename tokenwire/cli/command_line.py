@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Coroutine, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from services.common.model_files.hub import HubError
@@ -13,6 +14,7 @@ from services.common.model_files.model_name import ModelNameError
 from tokenwire.cli import (
     batch,
     bench,
+    configuration,
     generation,
     health,
     keys,
@@ -26,6 +28,7 @@ from tokenwire.cli import (
     usage,
 )
 from tokenwire.cli.arguments import tls_of
+from tokenwire.cli.config_file import ConfigError, ConfigFile, read_config
 from tokenwire.cli.model_argument import DownloadError
 from tokenwire.cli.output import discard_output, print_error
 from tokenwire.errors import ServiceError
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         try:
-            code = _run(arguments)
+            code = _run(sys.argv[1:] if arguments is None else arguments)
         finally:  # an error of the last write must not wait for the end of the interpreter
             if sys.stdout is not None:
                 sys.stdout.flush()
@@ -65,11 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command. Raises ConfigError for a wrong file."""
+    file, given = read_config(arguments)
+    options: argparse.Namespace = _parser(file).parse_args(given)
+    options.given = given[1:]
+    return options
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
-        options = _parser().parse_args(arguments)
+        options = _parsed(arguments)
     except ModuleNotFoundError as error:  # of a service whose flags the command takes
         return _name_missing(error)
+    except ConfigError as error:
+        print_error(str(error))
+        return 2
     try:
         return asyncio.run(_interruptible(options.command(options)))
     except ServiceError as error:
@@ -118,16 +132,24 @@ _OPTIONS = {
 """Options that have the name of the request's field"""
 
 
-def _parser() -> FlagParser:
+def _parser(file: ConfigFile) -> FlagParser:
     parser = FlagParser(
         prog="tokenwire",
         description="A language-model server and its client.",
         epilog="`tokenwire COMMAND --help` shows the options of a command, with examples.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('tokenwire')}")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of settings; by default tokenwire.toml here or of the user.",
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    serve.add_commands(commands, file)
+    configuration.add_commands(commands, file)
     groups = (
-        *(run, serve, servers, pull, local_models, generation, batch, bench),
+        *(run, servers, pull, local_models, generation, batch, bench),
         *(text, keys, usage, health),
     )
     for group in groups:

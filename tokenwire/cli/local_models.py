@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from tokenwire.cli.arguments import Commands, add_command, add_json
 from tokenwire.cli.model_argument import MODEL_HELP, asks, in_decimal_units
 from tokenwire.cli.output import JsonObject, print_error, print_json
+from tokenwire.cli.table import print_table
 from tokenwire.serving.state_folder import used_at
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ async def _list(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"models": [_row(model) for model in models]})
     elif models:
-        _print_table(
+        print_table(
             ("NAME", "SIZE", "QUANTISATION", "CONTEXT", "LAST USE"),
             [_cells(model) for model in models],
         )
@@ -100,7 +100,7 @@ def _print_available(*, as_json: bool) -> None:
             }
         )
         return
-    _print_table(
+    print_table(
         ("NAME", "PARAMETERS", "FOR", "DOWNLOAD", "MEMORY", "CONTEXT", "LICENCE"),
         [
             (
@@ -148,15 +148,6 @@ def _cells(model: "DiskModel") -> tuple[str, ...]:
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
-
-
-def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns as wide as their widest cell."""
-    lines = [tuple(heads), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print("  ".join(cells).rstrip())
 
 
 async def _show(options: argparse.Namespace) -> int:

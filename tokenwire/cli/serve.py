@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from services.common.log_text import LOG_FORMATS
 from services.common.model_files.keep_alive import DEFAULT_KEEP_ALIVE
 from tokenwire.cli.arguments import Commands, add_command, amount_of_memory, keep_alive
+from tokenwire.cli.config_file import ConfigFile
 from tokenwire.cli.model_argument import MODEL_HELP, add_download, provide_model
 from tokenwire.cli.output import print_error
 from tokenwire.flag_parser import FlagParser
@@ -17,11 +18,11 @@ from tokenwire.flag_parser import FlagParser
 if TYPE_CHECKING:
     from tokenwire.serving.stack_layout import ServeOptions
 
-__all__ = ["add_commands"]
+__all__ = ["add_commands", "add_flags"]
 
 
-def add_commands(commands: Commands) -> None:
-    """Add the command."""
+def add_commands(commands: Commands, file: ConfigFile) -> None:
+    """Add the command. file: settings whose values hold where no flag and no variable has one."""
     serve = add_command(
         commands,
         "serve",
@@ -37,8 +38,13 @@ def add_commands(commands: Commands) -> None:
         "serve --models ~/models",
         "serve --replicas 2",
     )
+    add_flags(serve, file)
+
+
+def add_flags(serve: FlagParser, file: ConfigFile) -> None:
+    """Add the flags of the command, whose defaults come from variables and the file."""
     serve.set_defaults(service_flags=())
-    serve.add_further = _add_service_flags
+    serve.add_further = partial(_complete, file)
     _add_addresses(serve)
     _add_models(serve)
     _add_demand(serve)
@@ -89,6 +95,7 @@ async def _serve(options: argparse.Namespace) -> int:
     if options.model is not None and options.named_model is not None:
         print_error("MODEL and --model say the same: leave one out.")
         return 2
+    _take_models_of_variables(options)
     model = options.named_model if options.model is None else options.model
     is_named = model is not None or options.model_id
     if options.catalog is not None and (
@@ -104,6 +111,22 @@ async def _serve(options: argparse.Namespace) -> int:
         print_error(str(error))
         return error.exit_code
     return 0
+
+
+def _take_models_of_variables(options: argparse.Namespace) -> None:
+    """Take from variables and the file what is served, unless flags say what it is.
+
+    A flag replaces all of it: the file's model_id, say, is not the name of another model.
+    """
+    from tokenwire.cli.serve_settings import WHAT_IS_SERVED, variable_of
+
+    flags = (options.named_model, options.model, options.catalog, options.models)
+    if any(flag is not None for flag in flags):
+        return
+    for name, kind in WHAT_IS_SERVED.items():
+        text = os.environ.get(variable_of(name))
+        if text and not getattr(options, name):
+            setattr(options, name, kind(text))
 
 
 async def _with_models(
@@ -123,11 +146,14 @@ async def _with_models(
     return replace(wanted, model=provided.path, model_id=named)
 
 
-def _add_service_flags(serve: FlagParser) -> None:
+def _complete(file: ConfigFile, serve: FlagParser) -> None:
     # imported here, because the other commands need no settings of services
+    from tokenwire.cli.serve_settings import apply_settings, serve_settings
     from tokenwire.serving.service_flags import add_service_flags
 
+    settings = serve_settings(serve)
     add_service_flags(serve)
+    apply_settings(file, settings)
 
 
 def _folders(stated: list[str] | None) -> tuple[Path, ...] | None:
@@ -275,7 +301,7 @@ def _add_access(serve: argparse.ArgumentParser) -> None:
     )
     serve.add_argument(
         "--limits-url",
-        default=os.environ.get("TOKENWIRE_LIMITS_URL", ""),
+        default="",
         metavar="URL",
         help="Redis that counts the limits of keys for several servers [TOKENWIRE_LIMITS_URL].",
     )

@@ -22,6 +22,7 @@ __all__ = [
     "Settings",
     "add_service_flags",
     "engine_arguments",
+    "handed_on",
     "split_flags",
 ]
 
@@ -85,6 +86,18 @@ def add_service_flags(parser: FlagParser) -> None:
                     default=argparse.SUPPRESS,
                     help=argparse.SUPPRESS,
                 )
+
+
+def handed_on() -> "Mapping[str, tuple[tuple[str, ...], dataclasses.Field[Any]]]":
+    """Return the settings that are handed on by name: the services that have each, and its field.
+
+    The field is that of the first of the services.
+    """
+    _, owners = _parser()
+    return {
+        name: (tuple(services), SETTINGS[services[0]].__dataclass_fields__[name])
+        for name, services in owners.items()
+    }
 
 
 def engine_arguments(text: str) -> tuple[str, ...]:

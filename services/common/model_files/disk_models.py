@@ -98,10 +98,14 @@ def _of_repository(folder: Path) -> Iterator[DiskModel]:
         return
     revisions = _revisions(folder)
     snapshots = sorted((folder / "snapshots").glob("*/"), key=lambda each: each.name)
+    name, has_models = "/".join(match.groups()), False
     for snapshot in sorted(snapshots, key=lambda each: revisions.get(each.name) != _MAIN):
         revision = revisions.get(snapshot.name, snapshot.name)
-        name = "/".join(match.groups())
-        yield from _of_snapshot(_Snapshot(folder, snapshot, name, revision))
+        for model in _of_snapshot(_Snapshot(folder, snapshot, name, revision)):
+            has_models = True
+            yield model
+    if not has_models:
+        yield from _interrupted(folder, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +141,21 @@ def _of_snapshot(snapshot: _Snapshot) -> Iterator[DiskModel]:
         for file in same:
             name = snapshot.name(f":{kind}" if len(same) == 1 else f"/{file}")
             yield replace(_gguf(name, snapshot.path / file), cache_folder=snapshot.folder)
-    partial = list((snapshot.folder / "blobs").glob("*.incomplete"))
-    if partial and not by_kind and not has_safetensors:
+
+
+def _interrupted(folder: Path, name: str) -> Iterator[DiskModel]:
+    """Yield the download that has not finished a model yet, if there is one."""
+    partial = list((folder / "blobs").glob("*.incomplete"))
+    if partial:
         yield DiskModel(
-            name=snapshot.name(),
-            path=snapshot.path,
+            name=name,
+            path=folder,
             num_bytes=sum(file.stat().st_size for file in partial),
             quantisation="",
             context=None,
             architecture="",
             is_complete=False,
-            cache_folder=snapshot.folder,
+            cache_folder=folder,
         )
 
 

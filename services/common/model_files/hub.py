@@ -17,6 +17,11 @@ from services.common.model_files.quantisation import (
     quantisation_of,
     quantisations_of,
 )
+from services.common.model_files.resumed_download import (
+    DownloadedFileError,
+    fetch_large_files,
+    require_space,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -170,7 +175,9 @@ class HubCheckpoint:
             disable_progress_bars()
         with self._explained():
             if not constants.HF_HUB_OFFLINE:
-                self._announce()
+                missing = self._announce()
+                require_space(missing, folder or Path(constants.HF_HUB_CACHE))
+                fetch_large_files(self.repository, missing, self._cache_folder / "blobs", folder)
             made = snapshot_download(
                 self.repository,
                 revision=self.revision,
@@ -248,13 +255,20 @@ class HubCheckpoint:
             folder = self._snapshot()
             return [] if folder is None else _names_below(folder)
 
-    def _snapshot(self) -> Path | None:
-        """Return the folder of the revision in the cache, which may lack files."""
+    @property
+    def _cache_folder(self) -> Path:
+        """Folder of the repository in the cache."""
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
 
         name = repo_folder_name(repo_id=self.repository, repo_type="model")
-        folder = Path(constants.HF_HUB_CACHE, name)
+        return Path(constants.HF_HUB_CACHE, name)
+
+    def _snapshot(self) -> Path | None:
+        """Return the folder of the revision in the cache, which may lack files."""
+        from huggingface_hub import constants
+
+        folder = self._cache_folder
         revision = self.revision or constants.DEFAULT_REVISION
         reference = folder / "refs" / revision
         commit = reference.read_text().strip() if reference.is_file() else revision
@@ -289,12 +303,17 @@ class HubCheckpoint:
             raise HubError(
                 f"The hub can't be reached, and its cache does not have all of {self}."
             ) from None
+        except DownloadedFileError as error:
+            raise HubError(str(error)) from None
         except (OSError, ValueError) as error:  # the disk, an HTTP response, or the name
             why = " ".join(str(error).split()).rstrip(".")
             raise HubError(f"{self} can't be downloaded: {why}.") from None
 
-    def _announce(self) -> None:
-        """Print the size of the download. Raises HubError if the repository has no weights."""
+    def _announce(self) -> "list[DryRunFileInfo]":
+        """Print the size of the download, and return its files; none without a connection.
+
+        Raises HubError if the repository has no weights.
+        """
         from huggingface_hub.errors import DryRunError
 
         try:
@@ -303,11 +322,13 @@ class HubCheckpoint:
                 ggufs = [file.filename for file in self._listed(["*.gguf"])]
                 raise HubError(self._without_weights(ggufs))
         except DryRunError:
-            return  # without a connection, the cache may still have everything
-        missing = [file.file_size or 0 for file in files if file.will_download]
+            return []  # without a connection, the cache may still have everything
+        missing = [file for file in files if file.will_download]
         if missing:
-            size = f"{sum(missing) / 1e9:.2f} GB"
-            print(f"Downloading {self}: {len(missing)} files, {size}", file=sys.stderr)
+            size = f"{sum(file.file_size or 0 for file in missing) / 1e9:.2f} GB"
+            count = "1 file" if len(missing) == 1 else f"{len(missing)} files"
+            print(f"Downloading {self}: {count}, {size}", file=sys.stderr)
+        return missing
 
     def _listed(self, patterns: list[str]) -> "list[DryRunFileInfo]":
         """Return the files of the repository whose names match a pattern."""

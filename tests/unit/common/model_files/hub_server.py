@@ -11,6 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 __all__ = ["COMMIT", "Hub", "running_hub"]
 
+_LARGE = (".safetensors", ".gguf")
+"""Files that the hub names by their SHA-256"""
 COMMIT = "8123ea2e9354afb7ffcc6c8641d1b2f5ecf18301"
 
 
@@ -21,6 +23,8 @@ class Hub:
         self.repositories = repositories
         self.gated = gated
         self.downloaded: list[str] = []
+        self.ranges: list[str] = []
+        """Ranges of bytes that were asked for"""
         self.url = ""
 
 
@@ -78,10 +82,19 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.is_file():
             return self._refuse(404, "EntryNotFound")
         content = file.read_bytes()
-        headers = {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": COMMIT}
-        if self.command == "GET":
-            self.hub.downloaded.append(name)
-        return self._send(200, content, headers)
+        is_large = name.endswith(_LARGE)
+        tag = hashlib.sha256(content).hexdigest() if is_large else _digest(content)
+        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT}
+        if self.command == "HEAD":
+            return self._send(200, content, headers)
+        self.hub.downloaded.append(name)
+        asked = self.headers.get("Range")
+        begin = 0 if asked is None else int(asked.removeprefix("bytes=").rstrip("-"))
+        if asked is None:
+            return self._send(200, content, headers)
+        self.hub.ranges.append(asked)
+        headers["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+        return self._send(206, content[begin:], headers)
 
     def _send_json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})

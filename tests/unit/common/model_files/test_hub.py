@@ -1,5 +1,6 @@
 """Models of a hub: downloaded when a user names one with hf:, and only then."""
 
+import hashlib
 import json
 import os
 import pty
@@ -211,6 +212,66 @@ def on_terminal(answer: str, *arguments: str) -> str:
     os.waitpid(pid, 0)
     os.close(terminal)
     return shown.decode()
+
+
+def interrupted(hub: Hub, cache: Path, content: bytes) -> Path:
+    """Leave a beginning of a file, as a download that was interrupted does."""
+    digest = hashlib.sha256((hub.repositories["a/model"] / "model.safetensors").read_bytes())
+    blobs = cache / "hub" / "models--a--model" / "blobs"
+    blobs.mkdir(parents=True)
+    partial = blobs / f"{digest.hexdigest()}.tokenwire.incomplete"
+    partial.write_bytes(content)
+    return partial
+
+
+def test_interrupted_download_continues(hub: Hub, cache: Path) -> None:
+    partial = interrupted(hub, cache, b"model ")
+    result = tokenwire("pull", "hf:a/model")
+    assert hub.ranges == ["bytes=6-"]
+    assert "model.safetensors: " in result.stderr, "one line for a file where there is no terminal"
+    folder = Path(result.stdout.strip())
+    assert (folder / "model.safetensors").read_text() == "model model.safetensors"
+    assert not partial.exists()
+    hub.downloaded.clear()
+    pulled("hf:a/model")
+    assert hub.downloaded == []
+
+
+def test_damaged_beginning_is_found_out(hub: Hub, cache: Path) -> None:
+    """An engine would serve nonsense from such weights."""
+    partial = interrupted(hub, cache, b"wrong ")
+    assert_refused_at_last(tokenwire("pull", "hf:a/model"), "is damaged: download it again")
+    assert not partial.exists()
+    assert (pulled("hf:a/model") / "model.safetensors").read_text() == "model model.safetensors"
+
+
+def test_download_into_a_directory_continues_too(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "model.safetensors.tokenwire.incomplete").write_bytes(b"model mod")
+    folder = pulled("hf:a/model", "--to", str(tmp_path / "here"))
+    assert hub.ranges == ["bytes=9-"]
+    assert hub.downloaded.count("model.safetensors") == 1
+    assert (folder / "model.safetensors").read_text() == "model model.safetensors"
+
+
+def test_disk_without_room_is_refused_before_the_download(hub: Hub, tmp_path: Path) -> None:
+    program = (
+        "import shutil, collections\n"
+        "usage = collections.namedtuple('usage', 'total used free')\n"
+        "shutil.disk_usage = lambda place: usage(10, 9, 1)\n"
+        "from tokenwire.cli import main\n"
+        "main(['pull', 'hf:a/model'])\n"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert_refused_at_last(result, "0.00 GB free: remove a model with `tokenwire rm`")
+    assert hub.downloaded == []
+
+
+def assert_refused_at_last(result: subprocess.CompletedProcess[str], reason: str) -> None:
+    """Require exit code 2, and the reason in the last line of stderr."""
+    assert result.returncode == 2
+    assert reason in result.stderr.splitlines()[-1]
 
 
 def test_revision_may_be_a_commit(hub: Hub) -> None:

@@ -1,0 +1,201 @@
+"""tokenwire.toml: a file for what flags say. Flags and variables take precedence over it.
+
+    model = "smollm2"            # flags of `tokenwire serve`, without the dashes in front
+    kv_memory = "4GiB"
+
+    [client]                     # flags of the commands that call a server
+    target = "10.0.0.7:50051"
+
+The values become variables of the environment, which the commands and the services read.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenwire.flag_parser import suggestion
+
+__all__ = ["CLIENT", "ConfigError", "ConfigFile", "Entry", "Setting", "read_config"]
+
+_VARIABLE = "TOKENWIRE_CONFIG"
+_NAME = "tokenwire.toml"
+_FLAG = "--config"
+_CLIENT = "client"
+
+
+class ConfigError(Exception):
+    """The file can't be used. The message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting that flags, variables and the file may have."""
+
+    name: str
+    """Key in the file, with client. in front for one of the table `client`"""
+    variables: tuple[str, ...]
+    """Variables that hold it: one, or one for each service that has it"""
+    default: str = ""
+    is_switch: bool = False
+    separator: str = ","
+    """Text between the items of a list"""
+    is_secret: bool = False
+    """True for a value that is not shown"""
+
+
+CLIENT = tuple(
+    Setting(f"{_CLIENT}.{name}", (f"TOKENWIRE_{name.upper()}",), default)
+    for name, default in (
+        ("target", "127.0.0.1:50051"),
+        ("url", "http://127.0.0.1:8000"),
+        ("jobs", ""),
+        ("key_file", ""),
+        ("tls_ca", ""),
+        ("tls_cert", ""),
+        ("tls_key", ""),
+    )
+)
+"""Settings of the commands that call a server"""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value in the file."""
+
+    value: Any
+    line: int
+
+
+@dataclass(slots=True)
+class ConfigFile:
+    """The file's content, and the variables that have its values."""
+
+    path: Path | None
+    """None = there is no file"""
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+    applied: dict[str, Entry] = field(default_factory=dict)
+    """Entries by the variable that has the value"""
+
+    def apply(self, settings: Iterable[Setting]) -> None:
+        """Set the variables that the environment does not have. Raises ConfigError."""
+        for setting in settings:
+            entry = self.entries.get(setting.name)
+            if entry is None:
+                continue
+            text = self._text(setting, entry)
+            for variable in setting.variables:
+                if variable not in os.environ:
+                    os.environ[variable] = text
+                    self.applied[variable] = entry
+
+    def require_known(self, settings: Iterable[Setting], table: str = "") -> None:
+        """Raise ConfigError for a key of a table that is no setting. table: "" = the top."""
+        known = [setting.name for setting in settings]
+        for name, entry in self.entries.items():
+            if name.rpartition(".")[0] == table and name not in known:
+                near = suggestion(name, known) or " `tokenwire config` lists all settings."
+                raise ConfigError(f"{self.place(entry)}: there is no setting {name}.{near}")
+
+    def place(self, entry: Entry) -> str:
+        """Return file and line of an entry."""
+        return f"{self.path}:{entry.line}"
+
+    def _text(self, setting: Setting, entry: Entry) -> str:
+        """Return the value as a variable has it."""
+        value = entry.value
+        if setting.is_switch != isinstance(value, bool):
+            wanted = "true or false" if setting.is_switch else "a text or a number"
+            raise ConfigError(f"{self.place(entry)}: {setting.name} must be {wanted}.")
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return setting.separator.join(value)
+        if isinstance(value, str | int | float):
+            return str(value)
+        raise ConfigError(f"{self.place(entry)}: {setting.name} must be a text or a number.")
+
+
+def read_config(arguments: Sequence[str]) -> tuple[ConfigFile, list[str]]:
+    """Return the file that applies, and the arguments without --config. Raises ConfigError.
+
+    The table `client` is applied already.
+    """
+    named, others = _taken(arguments)
+    path = _find(named)
+    file = ConfigFile(None) if path is None else ConfigFile(path, _entries(path))
+    file.require_known(CLIENT, _CLIENT)
+    file.apply(CLIENT)
+    return file, others
+
+
+def _taken(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the value of --config, and the other arguments."""
+    named: str | None = None
+    others: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            return named, [*others, argument, *rest]
+        if argument == _FLAG:
+            if not rest:
+                raise ConfigError(f"{_FLAG} needs the name of a file.")
+            named = rest.pop(0)
+        elif argument.startswith(f"{_FLAG}="):
+            named = argument.partition("=")[2]
+        else:
+            others.append(argument)
+    return named, others
+
+
+def _find(named: str | None) -> Path | None:
+    """Return the file: that of --config, of the variable, here, or the user's. Empty = none."""
+    stated = os.environ.get(_VARIABLE) if named is None else named
+    if stated is not None:
+        return Path(stated).expanduser() if stated else None
+    base = os.environ.get("XDG_CONFIG_HOME", "")
+    home = Path(base) if os.path.isabs(base) else Path.home() / ".config"
+    places = (Path(_NAME).absolute(), home / "tokenwire" / _NAME)
+    return next((place for place in places if place.is_file()), None)
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
+    except ValueError as error:  # of TOML, or of UTF-8
+        why = str(error).rstrip(".")
+        raise ConfigError(f"{path} is wrong: {why}.") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply.") from None
+    entries = {}
+    client = content.pop(_CLIENT, {})
+    if not isinstance(client, dict):
+        raise ConfigError(f"{path}: {_CLIENT} must be a table: [{_CLIENT}].")
+    for prefix, table in (("", content), (f"{_CLIENT}.", client)):
+        for key, value in table.items():
+            if isinstance(value, dict):
+                raise ConfigError(
+                    f"{path}: there is no table [{key}]. The only one is [{_CLIENT}]."
+                )
+            name = f"{prefix}{key.replace('-', '_')}"
+            entries[name] = Entry(value, _line(text, key, within=bool(prefix)))
+    return entries
+
+
+def _line(text: str, key: str, *, within: bool) -> int:
+    """Return the number of the line that sets a key. within: whether that is in [client]."""
+    pattern = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*=""")
+    is_within = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("["):
+            is_within = line.strip().startswith(f"[{_CLIENT}]")
+        elif pattern.match(line) and is_within == within:
+            return number
+    return 1
