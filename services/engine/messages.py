@@ -33,6 +33,7 @@ __all__ = [
     "LoopReady",
     "Mask",
     "Output",
+    "PoolUse",
     "Refused",
     "RequestDone",
     "RequestOutput",
@@ -321,6 +322,15 @@ RequestOutput = (
 Output = RequestOutput | CacheFlushed | AdapterLoaded
 
 
+class PoolUse(NamedTuple):
+    """Use of one group of the cache, in blocks or slots."""
+
+    held: int
+    """Blocks that sequences hold"""
+    cached: int
+    """Further blocks that keep prefixes, until room is needed"""
+
+
 class LoadSnapshot(NamedTuple):
     """Load of the loop after a step."""
 
@@ -337,6 +347,8 @@ class LoadSnapshot(NamedTuple):
     """Preemptions since the start"""
     steps: int = 0
     """Steps since the start"""
+    pools: tuple[PoolUse, ...] = ()
+    """Use of each cache group"""
 
 
 class CacheChange(NamedTuple):

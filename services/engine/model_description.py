@@ -51,6 +51,8 @@ class ModelDescription:
     cache_groups: Sequence[CacheGroup]
     kv_bytes: int
     weight_bytes: int
+    pool_bytes: Sequence[int]
+    """Bytes of a block of each cache group, or of a slot of states"""
     kernels: str
     """Instruction set of the CPU kernels; "cuda" on a GPU, "none" if torch computes on a CPU"""
     model_code: str = "native"

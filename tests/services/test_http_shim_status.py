@@ -77,6 +77,10 @@ async def test_running_request_holds_blocks_until_its_client_leaves(
         [engine] = seen["engines"]
         assert 0 < engine["kv_used_blocks"] < engine["kv_blocks"]
         assert engine["kernels"]
+        weights, cache = engine["memory"]
+        assert (weights["kind"], cache["kind"]) == ("weights", "kv_cache")
+        assert weights["bytes"] > 1_000_000
+        assert 0 < cache["used_bytes"] + cache["cached_bytes"] <= cache["bytes"]
     while seen["running_requests"] or seen["engines"][0]["running_sequences"]:
         seen = (await status(http))["here"]
 

@@ -42,6 +42,19 @@ class CacheNeed:
     state_bytes: int = 0
     """Bytes of a sequence's states; 0 = no layer is recurrent"""
 
+    @property
+    def pool_bytes(self) -> list[int]:
+        """Bytes of a block of each group, and of a slot of states if there are any."""
+        return [
+            *(group.block_bytes for group in self.groups),
+            *([self.state_bytes] * self.has_states),
+        ]
+
+    @property
+    def has_states(self) -> bool:
+        """True if a layer is recurrent."""
+        return self.state_bytes > 0
+
     def blocks(self, tokens: int, group: int = 0) -> int:
         """Return the most blocks of a group that a sequence of `tokens` tokens holds.
 

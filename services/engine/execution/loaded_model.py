@@ -65,6 +65,8 @@ class LoadedModel:
     """Bytes of the KV cache, over all ranks"""
     weight_bytes: int
     """Bytes of the weights, over all ranks"""
+    pool_bytes: tuple[int, ...]
+    """Bytes of a block of each cache group, and of a slot of states, over all ranks"""
     pooler: Pooler | None = None
     """Pooler that makes vectors of prompts; None = the model only generates"""
 
@@ -139,6 +141,7 @@ def load(settings: EngineSettings) -> LoadedModel:
         fingerprint,
         kv_bytes=ranks.total(need.bytes(num_blocks)),
         weight_bytes=ranks.total(decoder.weight_bytes),
+        pool_bytes=tuple(map(ranks.total, need.pool_bytes)),
         pooler=pooler,
     )
 

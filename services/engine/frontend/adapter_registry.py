@@ -57,6 +57,11 @@ class AdapterRegistry:
         return iter(self._named.values())
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all adapters in memory."""
+        return sum(adapter.num_bytes for adapter in self._by_number.values())
+
+    @property
     def named(self) -> Mapping[str, Adapter]:
         """Adapters that requests may ask for, by name."""
         return self._named

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
@@ -13,12 +13,13 @@ import grpc
 from services.common.bounds import check_bounds
 from services.engine.frontend.adapter_registry import Adapter
 from services.engine.frontend.frontend import Frontend
+from services.engine.frontend.memory_pools import memory_pools
 from services.engine.settings import EngineSettings
 from tokenwire.errors import invalid
 from tokenwire.pb.engine.v1 import engine_pb2
 from tokenwire.pb.engine.v1.engine_pb2 import Capability
 from tokenwire.pb.engine.v1.engine_pb2_grpc import EngineControlServiceServicer
-from tokenwire.pb.types.v1.types_pb2 import SamplingParams
+from tokenwire.pb.types.v1.types_pb2 import MemoryPool, SamplingParams
 
 __all__ = ["EngineControlServicer"]
 
@@ -170,6 +171,13 @@ class EngineControlServicer(EngineControlServiceServicer):
     ) -> engine_pb2.FlushCacheResponse:
         return engine_pb2.FlushCacheResponse(freed_blocks=await self._frontend.flush_cache())
 
+    def _memory(self) -> Iterable[MemoryPool]:
+        """Return the parts of the memory; none while the model loads."""
+        load = self._frontend.load
+        if not load.total_blocks:
+            return ()
+        return memory_pools(self._frontend.model, load.pools, self._frontend.adapters.num_bytes)
+
     def _load(self) -> engine_pb2.Load:
         load = self._frontend.load
         return engine_pb2.Load(
@@ -180,6 +188,7 @@ class EngineControlServicer(EngineControlServiceServicer):
             total_blocks=load.total_blocks,
             tokens_per_second=self._frontend.tokens_per_second,
             draining=self._frontend.draining,
+            memory=self._memory(),
         )
 
 

@@ -89,6 +89,7 @@ def load_loop(settings: EngineSettings) -> LoadedLoop:
         cache_groups=caches.describe(),
         kv_bytes=model.kv_bytes,
         weight_bytes=model.weight_bytes,
+        pool_bytes=model.pool_bytes,
         kernels=_kernels(decoder),
         model_code=decoder.code.value,
         takes_adapters=decoder.adapters is not None,

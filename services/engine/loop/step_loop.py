@@ -201,6 +201,7 @@ class StepLoop:
             total_blocks=scheduler.caches.num_blocks,
             preemptions=scheduler.preemptions,
             steps=self._steps,
+            pools=scheduler.caches.uses(),
         )
         return StepOutput(self._requests.take_outputs(), load, scheduler.caches.take_changes())
 

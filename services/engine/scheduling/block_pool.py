@@ -25,6 +25,8 @@ class BlockPool:
         self._holders = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
+        self.num_cached = 0
+        """Number of blocks without a holder that keep a cached prefix"""
         self._changes: dict[bytes, bool] | None = None
         """Hashes that changed since the last `take_change`: True = cached, False = uncached"""
         # blocks without a holder in the order of reuse; uncached ones come first
@@ -41,6 +43,7 @@ class BlockPool:
             raise OutOfBlocksError
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
+            self.num_cached -= self._hashes[block] is not None
             self._uncache(block)
             self._holders[block] = 1
         return blocks
@@ -55,6 +58,7 @@ class BlockPool:
         for block in blocks:
             if self._holders[block] == 0:
                 del self._free[block]
+                self.num_cached -= self._hashes[block] is not None
             self._holders[block] += 1
 
     def count_unheld(self, blocks: Iterable[int]) -> int:
@@ -105,6 +109,8 @@ class BlockPool:
                 self._free[block] = None
                 if self._hashes[block] is None:
                     self._free.move_to_end(block, last=False)
+                else:
+                    self.num_cached += 1
 
     def demote(self, block_hash: bytes) -> None:
         """Let a cached block be reused before all others, unless it has a holder."""
@@ -117,6 +123,7 @@ class BlockPool:
         cached = [block for block in self._free if self._hashes[block] is not None]
         for block in cached:
             self._uncache(block)
+        self.num_cached = 0
         return len(cached)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
@@ -128,6 +135,8 @@ class BlockPool:
         assert counts == self._holders, "holders differ from the block tables"
         free = {block for block, count in enumerate(counts) if count == 0}
         assert free == set(self._free), "a block is lost, or free while it is held"
+        cached = sum(self._hashes[block] is not None for block in free)
+        assert cached == self.num_cached, "the count of cached blocks is wrong"
         for block_hash, block in self._cached.items():
             assert self._hashes[block] == block_hash, "a cached hash points to another block"
 

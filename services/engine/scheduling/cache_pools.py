@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from services.common.cached_prefix import CachedGroup, longest_prefix
-from services.engine.messages import CacheChange
+from services.engine.messages import CacheChange, PoolUse
 from services.engine.model_description import CacheGroup
 from services.engine.scheduling.block_group import BlockGroup
 from services.engine.scheduling.block_pool import OutOfBlocksError
@@ -279,6 +279,12 @@ class CachePools:
             slots, interval = self._states.pool.num_blocks, self._states.interval
             groups.append(CacheGroup(slots, snapshot_interval=interval))
         return groups
+
+    def uses(self) -> tuple[PoolUse, ...]:
+        """Return the use of each group, in the order of `describe`."""
+        return tuple(
+            PoolUse(pool.num_blocks - pool.num_free, pool.num_cached) for pool in self._pools
+        )
 
     def flush(self) -> int:
         """Uncache all blocks and states that no sequence holds. Return their number."""

@@ -28,6 +28,19 @@ class RecentTimes(Struct):
     p95_seconds: float | None
 
 
+class MemoryPool(Struct):
+    """A part of an engine's memory."""
+
+    kind: str
+    """weights, kv_cache, states or adapters"""
+    window: int
+    """Last tokens that the layers of a KV cache read; 0 = all"""
+    bytes: int
+    used_bytes: int
+    cached_bytes: int
+    """Further bytes that keep cached prefixes, until room is needed"""
+
+
 class EngineStatus(Struct):
     """An engine, and its load if it serves. Models that share an engine report the same."""
 
@@ -46,6 +59,7 @@ class EngineStatus(Struct):
     kv_used_blocks: int | None = None
     kv_block_size: int | None = None
     draining: bool | None = None
+    memory: list[MemoryPool] | None = None
 
 
 class ModelStatus(Struct):
@@ -123,4 +137,8 @@ def _engine_status(engine: models_pb2.EngineStatus) -> EngineStatus:
         kv_used_blocks=engine.used_blocks,
         kv_block_size=engine.block_size,
         draining=engine.draining,
+        memory=[
+            MemoryPool(each.kind, each.window, each.bytes, each.used_bytes, each.cached_bytes)
+            for each in engine.memory
+        ],
     )

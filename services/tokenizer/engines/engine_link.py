@@ -198,6 +198,7 @@ class EngineLink:
         status.kernels = model.kernels
         status.running_sequences = load.running_sequences
         status.waiting_sequences = load.waiting_sequences
+        status.memory.extend(load.memory)
         status.total_blocks = load.total_blocks
         status.used_blocks = load.total_blocks - load.free_blocks
         status.draining = load.draining

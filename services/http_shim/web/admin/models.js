@@ -3,7 +3,7 @@
 import { button, element } from "../playground/elements.js";
 import { postJson } from "../playground/requests.js";
 import { servingOf } from "../status/history.js";
-import { rounded } from "../status/numbers.js";
+import { bytes, rounded } from "../status/numbers.js";
 
 const at = (id) => document.getElementById(id);
 const rows = new Map(); // by model
@@ -50,7 +50,7 @@ class Row {
     const serving = servingOf(model);
     const sum = (field) => (serving.length ? rounded(serving.reduce((total, engine) => total + engine[field], 0)) : "–");
     const rate = model.history.at(-1)?.generated_per_second ?? null;
-    const texts = [stateOf(model, status), bytes(status?.memory_bytes), sum("running_sequences"), sum("waiting_sequences"), rate === null ? "–" : rounded(rate)];
+    const texts = [stateOf(model, status), memoryOf(model, status), sum("running_sequences"), sum("waiting_sequences"), rate === null ? "–" : rounded(rate)];
     texts.forEach((text, index) => (this.#cells[index].textContent = text));
     this.#load.hidden = !["idle", "failed"].includes(status?.value);
     this.#unload.hidden = status?.value !== "loaded" || status.memory_bytes === null; // null = not on demand
@@ -65,6 +65,9 @@ function stateOf(model, status) {
   return servingOf(model).length ? "serving" : "no engine serves";
 }
 
-function bytes(count) {
-  return count === null || count === undefined ? "–" : `${rounded(count / 2 ** 20)} MiB`;
+// Returns what the engines take, or what a load would take.
+function memoryOf(model, status) {
+  const pools = servingOf(model).flatMap((engine) => engine.memory);
+  const count = pools.length ? pools.reduce((total, pool) => total + pool.bytes, 0) : (status?.memory_bytes ?? null);
+  return count === null ? "–" : bytes(count);
 }

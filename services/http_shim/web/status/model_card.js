@@ -3,7 +3,7 @@
 import { element } from "../playground/elements.js";
 import { Chart } from "./chart.js";
 import { History, servingOf } from "./history.js";
-import { duration, milliseconds, rounded } from "./numbers.js";
+import { bytes, duration, milliseconds, rounded } from "./numbers.js";
 
 const perSecond = (value) => `${rounded(value)}/s`;
 const percent = (share) => `${rounded(100 * share)} %`;
@@ -14,6 +14,7 @@ export class ModelCard {
   #state = element("span", { className: "state" });
   #facts = element("p", { className: "quiet" });
   #outcomes = element("p", { className: "quiet outcomes" });
+  #memory = element("ul", { className: "quiet memory" });
   #engines = element("ul", { className: "quiet engines" });
   #charts = [
     new Chart("Generated tokens", [["generated_per_second", ""]], perSecond, 1),
@@ -30,6 +31,7 @@ export class ModelCard {
       { className: "card", "aria-labelledby": title.id },
       element("div", { className: "title" }, title, this.#state),
       element("div", { className: "charts" }, ...this.#charts.map((chart) => chart.element)),
+      this.#memory,
       this.#engines,
       this.#outcomes,
       this.#facts,
@@ -44,6 +46,7 @@ export class ModelCard {
     this.#state.textContent = words;
     for (const chart of this.#charts) chart.show(this.#history.samples, now);
     this.#engines.replaceChildren(...enginesOf(model).map((line) => element("li", {}, line)));
+    this.#memory.replaceChildren(...memoryOf(model));
     this.#outcomes.textContent = outcomesOf(model);
     this.#facts.textContent = factsOf(model);
   }
@@ -69,6 +72,28 @@ function enginesOf({ engines }) {
     const state = engine.draining ? "is stopping" : `${engine.running_sequences} running, ${engine.waiting_sequences} waiting`;
     return `${engine.target}: ${state}, ${percent(share)} of the KV cache`;
   });
+}
+
+// Returns a line for each part of the memory, summed over the engines.
+function memoryOf(model) {
+  const pools = new Map();
+  for (const pool of servingOf(model).flatMap((engine) => engine.memory)) {
+    const name = nameOf(pool);
+    const sum = pools.get(name) ?? { kind: pool.kind, bytes: 0, used_bytes: 0, cached_bytes: 0 };
+    for (const field of ["bytes", "used_bytes", "cached_bytes"]) sum[field] += pool[field];
+    pools.set(name, sum);
+  }
+  return [...pools].map(([name, pool]) => {
+    if (["weights", "adapters"].includes(pool.kind)) return element("li", {}, `${name}: ${bytes(pool.bytes)}`);
+    const shares = `${bytes(pool.used_bytes)} used, ${bytes(pool.cached_bytes)} cached prefixes`;
+    const meter = element("progress", { max: pool.bytes, value: pool.used_bytes + pool.cached_bytes, "aria-label": name });
+    return element("li", {}, `${name}: ${shares}, of ${bytes(pool.bytes)}`, meter);
+  });
+}
+
+function nameOf({ kind, window }) {
+  const words = { weights: "Weights", adapters: "Adapters", states: "States", kv_cache: "KV cache" };
+  return window ? `KV cache of the last ${rounded(window)} tokens` : (words[kind] ?? kind);
 }
 
 function outcomesOf(model) {

@@ -16,3 +16,7 @@ export function rounded(value) {
 export function milliseconds(seconds) {
   return seconds >= 10 ? `${rounded(seconds)} s` : `${rounded(1000 * seconds)} ms`;
 }
+
+export function bytes(count) {
+  return count >= 2 ** 30 ? `${rounded(count / 2 ** 30)} GiB` : `${rounded(count / 2 ** 20)} MiB`;
+}
