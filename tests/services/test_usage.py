@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import openai
 import pytest
 
 from services.common.accounts.key_file import add_key, key_id
-from tests.services.shim import Shim, running_jobs, running_shim
+from tests.services.shim import Shim, assert_documented, running_jobs, running_shim
 from tests.stack import Stack, free_ports, served_stack
 from tokenwire.client import Client, EngineClient
 from tokenwire.errors import ServiceError
@@ -163,6 +165,40 @@ async def test_only_an_admin_key_sees_other_keys(metered: Metered) -> None:
         assert result["api_key_name"] == "poor"
         names = {each["api_key_name"] for each in await usage(http, group_by="day,key")}
     assert "poor" in names
+
+
+async def test_operator_lists_keys_with_their_usage_and_without_their_secrets(
+    metered: Metered,
+) -> None:
+    async with metered.http("ops") as http:
+        listed = await http.get("/v1/keys")
+    assert_documented(listed.json(), "KeyList")
+    by_name = {key["name"]: key for key in listed.json()["data"]}
+    assert by_name["limited"]["monthly_tokens"] == 100
+    assert by_name["poor"]["month_requests"] == 1
+    assert by_name["poor"]["last_used_at"] <= time.time()
+    assert (by_name["ops"]["admin"], by_name["poor"]["admin"]) == (True, False)
+    assert not any(secret in listed.text for secret in metered.secrets.values())
+    async with metered.http("poor") as http:
+        assert (await http.get("/v1/keys")).status_code == 403
+
+
+def test_command_prints_usage_as_a_table_and_as_json(metered: Metered, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(metered.secrets["ops"])
+    command = [
+        *(sys.executable, "-m", "tokenwire", "usage", "--url", metered.stack.url),
+        *("--key-file", str(key), "--by", "day,key,model", "--of", "poor"),
+    ]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    titles, row = table.splitlines()
+    assert titles.split() == [
+        "day", "key", "model", "requests", "failed", "input", "cached", "output"
+    ]  # fmt: skip
+    assert row.split()[:4] == [TODAY, "poor", metered.stack.model_id, "1"]
+    printed = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    [*_, bucket] = json.loads(printed.stdout)["data"]
+    assert bucket["results"][0]["api_key_name"] == "poor"
 
 
 async def test_openai_sdk_reads_the_usage_with_an_admin_key(metered: Metered) -> None:
