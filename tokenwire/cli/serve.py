@@ -104,7 +104,8 @@ async def _serve(options: argparse.Namespace) -> int:
         print_error("--catalog names the models; leave out MODEL, --model-id and --chat-template.")
         return 2
     try:
-        given = {field.name: getattr(options, field.name) for field in fields(ServeOptions)}
+        names = [field.name for field in fields(ServeOptions)]
+        given = {name: getattr(options, name) for name in names if hasattr(options, name)}
         given |= {"model": None, "models": _folders(options.models)}
         await supervise(await _with_models(ServeOptions(**given), model, options))
     except ServeError as error:
@@ -281,6 +282,14 @@ def _add_demand(serve: argparse.ArgumentParser) -> None:
         default=50055,
         metavar="PORT",
         help="gRPC port of the models on demand, loopback only (default: %(default)s).",
+    )
+    serve.add_argument(
+        "--packed-size",
+        type=amount_of_memory,
+        default=16 * 2**30,
+        metavar="SIZE",
+        help="Size of the packed weights of models on demand that are kept in ~/.cache/tokenwire, "
+        "so that the next load reads them; 0 = none (default: 16GiB).",
     )
     serve.add_argument(
         "--no-spare",

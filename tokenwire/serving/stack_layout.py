@@ -106,6 +106,10 @@ class ServeOptions:
     load_timeout: float = 600.0
     """Longest wait of a request for the load of its model, in seconds"""
     manager_port: int = 50055
+    packed_size: int = 16 * 2**30
+    """Bytes of the packed weights of models on demand that are kept on the disk; 0 = none"""
+    packed_cache: Path | None = None
+    """Folder of these weights; None = they are not kept"""
     no_spare: bool = False
     """Prepare no processes for the next model on demand"""
     catalog: Path | None = None
@@ -277,7 +281,7 @@ def plan_catalog(options: ServeOptions, current: CatalogPlan | None = None) -> C
                     model,
                     "127.0.0.1",
                     _free_ports(options, taken, model.replicas),
-                    _kv_memory(options, model, engines, halved=halved),
+                    _memory_flags(options, model, engines, halved=halved),
                 )
             token = options.peer_token_file
             target = services[key][0].target
@@ -343,16 +347,16 @@ def _checkpoint_of(model: CatalogModel) -> Checkpoint | None:
     return (model.path, *flags, model.adapters)
 
 
-def _kv_memory(
+def _memory_flags(
     options: ServeOptions, model: CatalogModel, num_engines: int, *, halved: bool
 ) -> tuple[str, ...]:
-    """Return the flag of the KV cache of a model's engines.
+    """Return the flags of a model's engines that concern memory.
 
     num_engines: engines of all checkpoints that are not on demand; they share half of the free
     memory, or a quarter if `halved`, because models on demand take memory too.
     """
     if model.on_demand:
-        return ("--kv-memory", str(options.cache_bytes))
+        return ("--kv-memory", str(options.cache_bytes), *_packed_cache(options, model))
     return _memory_share(num_engines, 25 if halved else 50)
 
 
@@ -460,11 +464,11 @@ def _backend(
     model: CatalogModel,
     host: str,
     ports: _Ports,
-    kv_memory: tuple[str, ...],
+    memory: tuple[str, ...],
 ) -> tuple[Service, ...]:
     """Return the services of a checkpoint in pipeline order.
 
-    kv_memory: flag of the engines' KV caches, which others may replace; empty = their default.
+    memory: flags of the engines that concern memory, which others may replace.
     """
     checkpoint = ("--model", str(_checkpoint(model.path)))
     name = model.id or options.model_id
@@ -493,7 +497,7 @@ def _backend(
         message = f"{model.id} has adapters in the catalog; its engine's arguments can't have more."
         raise ServeError(message)
     loaded = ("--adapters", adapters) if adapters else ()
-    beyond = ("--grammar", grammar, *keys, *loaded, *kv_memory, *flags)
+    beyond = ("--grammar", grammar, *keys, *loaded, *memory, *flags)
     return (
         replace(
             service(
@@ -555,6 +559,15 @@ def _flags_of(options: ServeOptions, service: str) -> tuple[str, ...]:
         return split_flags(options.service_flags)[service]
     except FlagError as error:
         raise ServeError(str(error)) from None
+
+
+def _packed_cache(options: ServeOptions, model: CatalogModel) -> tuple[str, ...]:
+    """Return the flag by which engines of a model on demand keep their packed weights."""
+    stated = _engine_flags(options, model)
+    is_packed = "mapped" not in stated and "--weights=mapped" not in stated
+    if options.packed_cache is None or not is_packed or _count_gpus():
+        return ()
+    return ("--packed-cache", str(options.packed_cache))
 
 
 def _memory_share(num_engines: int, percent: int) -> tuple[str, ...]:

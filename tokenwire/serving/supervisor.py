@@ -24,6 +24,7 @@ from services.common.network.health import is_ready, is_serving, until_idle
 from tokenwire.errors import ServiceError
 from tokenwire.serving.load_plan import Room
 from tokenwire.serving.managed_model import has_on_demand, on_demand_models
+from tokenwire.serving.packed_folder import packed_folder, trim
 from tokenwire.serving.running_servers import (
     STARTED_BY,
     RunningServer,
@@ -94,6 +95,8 @@ async def supervise(options: ServeOptions) -> None:
             options = replace(options, peer_token_file=_new_token(folder))
         if options.serves_catalog and not options.memory:
             options = replace(options, memory=int(free_host_memory() * _MEMORY_SHARE))
+        if options.serves_catalog and options.packed_size:
+            options = replace(options, packed_cache=packed_folder())
         stack = _Stack(options)
         try:
             with contextlib.suppress(_Stopped):
@@ -552,6 +555,9 @@ class _Stack:
     async def start(
         self, services: Sequence[Service], on_progress: Callable[[float], None]
     ) -> None:
+        if self._options.packed_cache is not None:
+            size = self._options.packed_size
+            await asyncio.to_thread(trim, self._options.packed_cache, size)
         await asyncio.to_thread(check_services, services)
         await self._add(services, on_progress)
         self._spawn(self._prepare_spares())
