@@ -124,7 +124,7 @@ class Peer:
 
     def retire(self) -> None:
         """Set the state to RETIRED, because the peer's address is gone."""
-        _LOG.info("the %s at %s is gone from its name's addresses", self._kind.name, self.target)
+        _LOG.info("the %s at %s is no longer used", self._kind.name, self.target)
         self._watching.cancel()
         self._change(PeerState.RETIRED)
 
