@@ -288,7 +288,10 @@ def test_http_and_metrics_are_served_over_ipv6(host: str, tmp_path: Path) -> Non
     if host == "::":  # every address, of IPv4 too
         assert httpx.get(f"http://127.0.0.1:{http}/health", timeout=60).status_code == 200
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60) == ("", "")
+    printed, said = process.communicate(timeout=60)
+    assert printed == ""
+    (line,) = said.splitlines()
+    assert "this is the embedded model" in line
     assert process.returncode == 0
 
 
