@@ -106,11 +106,13 @@ class ModelManagerServicer(ModelManagerServiceServicer):
         try:
             while not lease.has_failed or not lease.events.empty():
                 event = asyncio.ensure_future(lease.events.get())
-                await asyncio.wait([event, reading], return_when=asyncio.FIRST_COMPLETED)
-                if not event.done():  # the client has ended its side
+                try:
+                    await asyncio.wait([event, reading], return_when=asyncio.FIRST_COMPLETED)
+                    if not event.done():  # the client has ended its side
+                        reading.result()
+                        return
+                finally:
                     event.cancel()
-                    reading.result()
-                    return
                 yield event.result()
         finally:
             reading.cancel()
