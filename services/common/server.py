@@ -33,7 +33,7 @@ from services.common.network.addresses import (
     is_loopback,
     why_unusable,
 )
-from services.common.network.health import PART_PREFIX
+from services.common.network.health import LIVENESS, PART_PREFIX
 from services.common.process import open_standard_files, raise_file_limit, stop_signal
 from services.common.settings import (
     LimitSettings,
@@ -244,7 +244,10 @@ class _Health:
         self._servicer = health_aio.HealthServicer()
         self._services = services
         self._changes: set[asyncio.Task[None]] = set()
+        self._names: set[str] = set()
+        self._is_final = False
         self._loop = asyncio.get_running_loop()
+        self._set(LIVENESS, True)
         self.set_serving(False)
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -267,6 +270,10 @@ class _Health:
         self._loop.call_soon_threadsafe(self._set, f"{PART_PREFIX}{part}", works)
 
     def _set(self, service: str, serving: bool) -> None:
+        if self._is_final:
+            return
+        if service != LIVENESS:
+            self._names.add(service)
         status = health_pb2.HealthCheckResponse.ServingStatus
         value = status.SERVING if serving else status.NOT_SERVING
         task = asyncio.ensure_future(self._servicer.set(service, value))
@@ -274,8 +281,12 @@ class _Health:
         task.add_done_callback(self._changes.discard)
 
     async def shut_down(self) -> None:
-        """Set the health to NOT_SERVING. Later changes have no effect."""
-        await self._servicer.enter_graceful_shutdown()
+        """Set the health of all but the process to NOT_SERVING. Later changes have no effect."""
+        await asyncio.gather(*self._changes)
+        for name in self._names:
+            self._set(name, False)
+        self._is_final = True
+        await asyncio.gather(*self._changes)
 
 
 async def _drain(application: Application, health: _Health, grace: float) -> None:

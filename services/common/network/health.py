@@ -19,6 +19,7 @@ from tokenwire.tls import ClientTls
 from tokenwire.token_file import TokenFile, shown
 
 __all__ = [
+    "LIVENESS",
     "PART_PREFIX",
     "REASON_KEY",
     "is_ready",
@@ -30,6 +31,8 @@ __all__ = [
     "why_not_serving",
 ]
 
+LIVENESS = "liveness"
+"""Name by which the health service knows the process: SERVING from its first answer to its end"""
 PART_PREFIX = "tokenwire.part."
 """Beginning of the names by which the health service knows the parts of a process"""
 REASON_KEY = "tokenwire-reason-bin"
