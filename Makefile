@@ -46,7 +46,7 @@ COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(shell find protos services/engine/kernels/src -type f)
 
-.PHONY: help serve test test-real chaos coverage lint breaking constraints docs bench gpu-bundle gpu-check images clean
+.PHONY: help serve test test-real chaos coverage lint breaking constraints docs bench gpu-bundle gpu-check images chart clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -120,8 +120,14 @@ gpu-check: ## Check the GPU path with the torch that is there: PYTHON, GPU_ARGS=
 $(BENCH_CACHE)/models/%/model.safetensors: | .venv/.dev
 	$(BIN)/python -m benchmarks.checkpoints --out $(BENCH_CACHE)/models --only $*
 
-images: ## Build the container images
-	$(COMPOSE) build
+images: ## Build the container images, labelled with the commit
+	REVISION="$$(git rev-parse HEAD 2>/dev/null)" $(COMPOSE) build
+	docker build -t tokenwire -t "tokenwire:$$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" -f deploy/docker/Dockerfile \
+	  --build-arg REVISION="$$(git rev-parse HEAD 2>/dev/null)" \
+	  $(foreach name,PIP_INDEX_URL PIP_EXTRA_INDEX_URL TORCH_INDEX_URL,$(if $(filter file undefined,$(origin $(name))),,--build-arg $(name))) .
+
+chart: .venv/.dev ## Renew the Helm chart from the manifests in deploy/kubernetes
+	$(BIN)/python deploy/helm/generate.py
 
 clean: ## Remove .venv and build outputs
 	rm -rf .venv build docs/generated dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
