@@ -1,9 +1,8 @@
 """The Kubernetes manifests: a cluster accepts them, and their parts fit together."""
 
 import dataclasses
-import shutil
-import subprocess
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,25 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from services.common.network.health import LIVENESS
 from services.common.vllm_metrics import ModelLoad, VllmLoadMetrics
 from services.engine.settings import EngineSettings
 from services.grammar.settings import GrammarSettings
 from services.http_shim.settings import HttpShimSettings
 from services.jobs.settings import JobsSettings
+from services.tokenizer.metrics import RUNNING
 from services.tokenizer.settings import TokenizerSettings
+from tests.manifests import (
+    KUBERNETES,
+    OVERLAYS,
+    containers,
+    needs_kubectl,
+    pods,
+    rendered,
+    with_components,
+)
 
-ROOT = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
-OVERLAYS = sorted(path.name for path in (ROOT / "overlays").iterdir())
-CUSTOM_KINDS = {"LeaderWorkerSet", "InferencePool", "HTTPRoute"}
+CUSTOM_KINDS = {"LeaderWorkerSet", "InferencePool", "HTTPRoute", "ServiceMonitor", "ScaledObject"}
 """Kinds that Kubernetes itself does not have"""
 SETTINGS = {
     "engine": EngineSettings,
@@ -32,28 +40,10 @@ SETTINGS = {
 
 LOAD = ModelLoad("m", *range(8))
 
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders it")
+BASE = sorted((KUBERNETES / "base").glob("[!k]*.yaml"))
 
 
-def rendered(overlay: str) -> list[dict[str, Any]]:
-    folder = str(ROOT / "overlays" / overlay)
-    command = ["kubectl", "kustomize", folder]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    return list(yaml.safe_load_all(output))
-
-
-def pods(documents: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return name and pod of each Deployment and StatefulSet."""
-    owners = [each for each in documents if each["kind"] in ("Deployment", "StatefulSet")]
-    return [(each["metadata"]["name"], each["spec"]["template"]) for each in owners]
-
-
-def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all containers of a pod, also those that run before and beside the others."""
-    return [*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())]
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "base").glob("[!k]*.yaml")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", BASE, ids=lambda file: file.stem)
 def test_cluster_accepts_the_base(file: Path) -> None:
     for document in yaml.safe_load_all(file.read_text()):
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
@@ -124,7 +114,7 @@ def test_endpoint_picker_finds_the_shims_and_reads_metrics_that_they_serve() -> 
     services = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "Service"}
     picker = pool["endpointPickerRef"]
     assert picker["port"]["number"] in {p["port"] for p in services[picker["name"]]["ports"]}
-    plugins = yaml.safe_load((ROOT / "overlays" / "llm-d" / "plugins.yaml").read_text())
+    plugins = yaml.safe_load((KUBERNETES / "overlays" / "llm-d" / "plugins.yaml").read_text())
     [extractor] = [p for p in plugins["plugins"] if p["type"] == "core-metrics-extractor"]
     [mapping] = extractor["parameters"]["engineConfigs"]
     assert labels["inference.networking.k8s.io/engine-type"] == mapping["name"]
@@ -139,7 +129,7 @@ def test_endpoint_picker_finds_the_shims_and_reads_metrics_that_they_serve() -> 
 def test_envoy_finds_the_services_by_the_names_of_its_configuration() -> None:
     documents = rendered("envoy")
     services = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "Service"}
-    settings = yaml.safe_load((ROOT.parent / "envoy" / "envoy.yaml").read_text())
+    settings = yaml.safe_load((KUBERNETES.parent / "envoy" / "envoy.yaml").read_text())
     for cluster in settings["static_resources"]["clusters"]:
         [endpoints] = cluster["load_assignment"]["endpoints"]
         [endpoint] = endpoints["lb_endpoints"]
@@ -153,7 +143,7 @@ def test_envoy_finds_the_services_by_the_names_of_its_configuration() -> None:
     listeners = settings["static_resources"]["listeners"]
     assert offered == {each["address"]["socket_address"]["port_value"] for each in listeners}
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
-    files = {f"/etc/envoy/{path.name}" for path in (ROOT.parent / "envoy").glob("[!k]*.yaml")}
+    files = {f"/etc/envoy/{path.name}" for path in (KUBERNETES.parent / "envoy").glob("[!k]*.yaml")}
     assert mounted == files | {"/etc/envoy/tls"}
 
 
@@ -208,3 +198,104 @@ def test_redis_of_the_limits_is_optional(overlay: str) -> None:
     if overlay == "llm-d":
         del expected["tokenizer"], expected["jobs"]
     assert named == expected
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_nothing_undoes_the_number_of_pods_that_an_autoscaler_chose(overlay: str) -> None:
+    documents = rendered(overlay)
+    scaled = {
+        (each["spec"]["scaleTargetRef"]["kind"], each["spec"]["scaleTargetRef"]["name"])
+        for each in documents
+        if each["kind"] == "HorizontalPodAutoscaler"
+    }
+    assert bool(scaled) == (overlay not in ("demo", "llm-d"))
+    for document in documents:
+        if (document["kind"], document["metadata"]["name"]) in scaled:
+            assert "replicas" not in document["spec"]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_volumes_of_temporary_files_are_bounded(overlay: str) -> None:
+    """A pod that fills one is evicted, before it fills the disk of its node."""
+    for _, pod in pods(rendered(overlay)):
+        for volume in pod["spec"]["volumes"]:
+            assert "emptyDir" not in volume or volume["emptyDir"]["sizeLimit"]
+
+
+@needs_kubectl
+def test_demo_fits_a_machine_of_two_cores_and_needs_nothing_else() -> None:
+    documents = rendered("demo")
+    requested = [
+        container["resources"]["requests"]["cpu"]
+        for _, pod in pods(documents)
+        for container in containers(pod)
+    ]
+    assert sum(int(cpu.removesuffix("m")) for cpu in requested) <= 1000  # Kubernetes has the rest
+    for _, pod in pods(documents):
+        assert all("emptyDir" in volume for volume in pod["spec"]["volumes"])
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_lost_service_restarts_none_of_those_before_it(overlay: str) -> None:
+    """Their health says NOT_SERVING, which is not the liveness of their process."""
+    for name, container, _ in services_of(overlay):
+        if "livenessProbe" not in container:  # a sidecar
+            continue
+        probe = container["livenessProbe"]
+        if name == "http-shim":
+            assert probe["httpGet"]["path"] == "/health"
+        else:
+            assert probe["grpc"]["service"] == LIVENESS
+
+
+@needs_kubectl
+def test_prometheus_operator_finds_the_metrics_of_all_services(tmp_path: Path) -> None:
+    documents = with_components(tmp_path, "cpu", "service-monitor")
+    [monitor] = [each["spec"] for each in documents if each["kind"] == "ServiceMonitor"]
+    [endpoint] = monitor["endpoints"]
+    services = [each for each in documents if each["kind"] == "Service"]
+    labels = monitor["selector"]["matchLabels"].items()
+    offering = {
+        each["metadata"]["name"]
+        for each in services
+        if labels <= each["metadata"]["labels"].items()
+        and endpoint["port"] in {port["name"] for port in each["spec"]["ports"]}
+    }
+    assert offering == set(SETTINGS)
+    alerts = (KUBERNETES.parent / "observability" / "alerts.yml").read_text()
+    [relabeling] = endpoint["relabelings"]
+    jobs = {re.sub(relabeling["regex"], relabeling["replacement"], each) for each in offering}
+    assert all(re.search(rf'job=~"[^"]*\b{job}\b', alerts) for job in jobs)
+
+
+@needs_kubectl
+def test_services_wait_for_the_download_of_their_model(tmp_path: Path) -> None:
+    documents = with_components(tmp_path, "cpu", "model-download")
+    for document in documents:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    [job] = [each["spec"]["template"] for each in documents if each["kind"] == "Job"]
+    [download] = job["spec"]["containers"]
+    assert "/model/.downloaded" in download["args"][0]
+    for name, pod in pods(documents):
+        waits = pod["spec"].get("initContainers", ())
+        assert bool(waits) == (name in ("engine", "grammar", "tokenizer"))
+        for each in waits:
+            assert "/model/.downloaded" in each["command"][-1]
+            assert each["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+@needs_kubectl
+def test_requests_reach_the_tokenizer_services_while_there_is_no_engine(tmp_path: Path) -> None:
+    documents = with_components(tmp_path, "gpu", "scale-to-zero")
+    [scaler] = [each["spec"] for each in documents if each["kind"] == "ScaledObject"]
+    assert scaler["minReplicaCount"] == 0
+    [trigger] = scaler["triggers"]
+    assert f"{RUNNING._name}{{" in trigger["metadata"]["query"]
+    scaled = [e["metadata"]["name"] for e in documents if e["kind"] == "HorizontalPodAutoscaler"]
+    assert sorted(scaled) == ["http-shim", "tokenizer"]
+    found = {name: pod["spec"]["containers"][0] for name, pod in pods(documents)}
+    assert found["tokenizer"]["readinessProbe"]["grpc"]["service"] == LIVENESS
+    assert found["http-shim"]["readinessProbe"]["httpGet"]["path"] == "/health"
