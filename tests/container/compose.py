@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -16,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.container.engine import SERVICES, START_SECONDS, docker
+from tests.manifests import ROOT
 from tests.stack import free_ports
 from tokenwire.client import Client, EngineClient
 
-ROOT = Path(__file__).resolve().parents[2]
-BASE = "python:3.11-slim-bookworm"
-SERVICES = ("grammar", "engine", "tokenizer", "jobs", "http_shim")
 METRICS_PORTS = {
     "grammar": 51053,
     "engine": 51052,
@@ -29,17 +27,8 @@ METRICS_PORTS = {
     "jobs": 51054,
     "http_shim": 8000,
 }
-LIMIT = 400 * 2**20  # maximum bytes that an image without torch adds to its base
-ENGINE_LIMIT = 2 * 2**30  # maximum bytes of the engine's image
-START_SECONDS = 300
 
 pytestmark = pytest.mark.timeout(3600)  # The first test builds the images, torch included.
-
-
-def docker(*arguments: str) -> str:
-    return subprocess.run(
-        ["docker", *arguments], check=True, capture_output=True, text=True
-    ).stdout.strip()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +79,14 @@ class Compose:
 
 
 @pytest.fixture(scope="module")
-def compose() -> Iterator[Compose]:
+def compose(compose_program: tuple[str, ...], images: None) -> Iterator[Compose]:
     http, tokenizer, engine = free_ports(3)
-    program = ("docker-compose",) if shutil.which("docker-compose") else ("docker", "compose")
     files = ("-f", "docker-compose.yml", "-f", "docker-compose.ports.yml")
     project = Compose(
         url=f"http://127.0.0.1:{http}",
         tokenizer=f"127.0.0.1:{tokenizer}",
         engine=f"127.0.0.1:{engine}",
-        command=(*program, *files),
+        command=(*compose_program, *files),
         environment={
             "COMPOSE_PROJECT_NAME": f"tokenwire-test-{os.getpid()}",
             "PORT": str(http),
@@ -107,7 +95,6 @@ def compose() -> Iterator[Compose]:
             "ENGINE_ARGS": "--kv-memory 256MiB",
         },
     )
-    project.run("build")
     try:
         project.run("up", "-d")
         deadline = time.monotonic() + START_SECONDS
@@ -190,11 +177,6 @@ def test_services_write_nowhere_but_to_tmp(compose: Compose, service: str) -> No
     docker("exec", compose.container(service), "sh", "-c", write)
 
 
-def test_engine_image_carries_no_cuda(compose: Compose) -> None:
-    image = docker("inspect", "-f", "{{.Image}}", compose.container("engine"))
-    assert int(docker("image", "inspect", "-f", "{{.Size}}", image)) < ENGINE_LIMIT
-
-
 def test_health_of_an_engine_with_a_bad_model_is_the_reason(
     compose: Compose, tmp_path: Path
 ) -> None:
@@ -218,15 +200,6 @@ def test_health_of_an_engine_with_a_bad_model_is_the_reason(
             time.sleep(1)
     finally:
         docker("rm", "-f", container)
-
-
-@pytest.mark.parametrize("service", ["grammar", "tokenizer", "http_shim"])
-def test_images_without_torch_are_small(compose: Compose, service: str) -> None:
-    image = docker("inspect", "-f", "{{.Image}}", compose.container(service))
-    size, base = (
-        int(docker("image", "inspect", "-f", "{{.Size}}", each)) for each in (image, BASE)
-    )
-    assert size - base < LIMIT
 
 
 def test_engine_image_has_compiled_kernels_and_no_compiler(compose: Compose) -> None:
