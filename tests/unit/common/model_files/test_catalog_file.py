@@ -160,7 +160,10 @@ def test_wrong_catalog_is_refused_in_one_sentence(catalog: Path, text: str, mess
 
 def test_documented_catalog_is_valid(catalog: Path) -> None:
     documented = Path(__file__).parents[4] / "docs/running.md"
-    catalog.write_text(documented.read_text().partition("```toml\n")[2].partition("```")[0])
+    catalog.write_text(
+        "[[models]]"
+        + documented.read_text().partition("```toml\n[[models]]")[2].partition("```")[0]
+    )
     assert [model.full_name for model in read_catalog(catalog)] == [
         "small",
         "small:int8",
