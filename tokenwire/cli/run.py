@@ -133,6 +133,7 @@ async def _until_known(server: "DemandServer", name: str) -> None:
 
 async def _served(options: argparse.Namespace) -> tuple[str, "RunningServer"]:
     """Provide the model's files. Return its name, and a server that has it or gets it."""
+    from services.common.model_files.catalog_file import catalog_id
     from services.common.model_files.checkpoint_folder import (
         CheckpointFolderError,
         require_config,
@@ -150,6 +151,7 @@ async def _served(options: argparse.Namespace) -> tuple[str, "RunningServer"]:
     name = provided.model_id or served_name(provided.path)
     if (running := await _running_with(name)) is not None and not running.is_background:
         return name, running
+    name = catalog_id(name)
     with ProgressLine() as line:
         return name, await serve_in_background(name, provided.path, line.show)
 

@@ -1,11 +1,10 @@
 """Rows of the models on disk that `tokenwire serve --models` serves."""
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from services.common.gguf.gguf_architectures import is_read
-from services.common.model_files.catalog_file import CatalogModel
+from services.common.model_files.catalog_file import CatalogModel, catalog_id
 from services.common.model_files.checkpoint_folder import served_name
 from services.common.model_files.disk_models import (
     DiskModel,
@@ -17,8 +16,6 @@ from services.common.model_files.disk_models import (
 __all__ = ["default_folders", "models_in"]
 
 _MOST_MODELS = 256
-_NO_ID = re.compile(r"[^A-Za-z0-9._/@+:-]+")
-_LONGEST_ID = 200
 
 
 def default_folders() -> tuple[Path, ...]:
@@ -33,7 +30,7 @@ def models_in(folders: Sequence[Path]) -> list[CatalogModel]:
     """
     rows: dict[str, CatalogModel] = {}
     for name, model in _named(folders):
-        if len(rows) < _MOST_MODELS and name and _is_served(model):
+        if len(rows) < _MOST_MODELS and _is_served(model):
             row = CatalogModel(id=name, names=(name,), path=model.path, on_demand=True)
             rows.setdefault(name, row)
     return list(rows.values())
@@ -44,11 +41,10 @@ def _named(folders: Sequence[Path]) -> Iterator[tuple[str, DiskModel]]:
     for folder in folders:
         if folder.absolute() == hub_cache().absolute():
             for model in models_in_cache():
-                yield model.name[:_LONGEST_ID], model
+                yield catalog_id(model.name), model
         else:
             for model in models_in_folder(folder.absolute()):
-                name = _NO_ID.sub("-", served_name(model.path)).lstrip("-._/@+:")
-                yield name[:_LONGEST_ID], model
+                yield catalog_id(served_name(model.path)), model
 
 
 def _is_served(model: DiskModel) -> bool:

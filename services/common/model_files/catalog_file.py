@@ -30,7 +30,9 @@ placeholder = true               # listed, but not served
 """
 
 import json
+import re
 import tomllib
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,12 +46,23 @@ from services.common.model_files.keep_alive import parse_keep_alive
 from services.common.model_files.short_list import listed_model
 from services.common.network.addresses import split_targets
 
-__all__ = ["NO_TOKEN", "CatalogError", "CatalogModel", "read_catalog", "write_catalog"]
+__all__ = [
+    "NO_TOKEN",
+    "CatalogError",
+    "CatalogModel",
+    "catalog_id",
+    "read_catalog",
+    "write_catalog",
+]
 
 NO_TOKEN = Path()
 """File of a row with the empty name: its service is shown no token"""
 
-_Id: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@+:-]*\Z", max_length=200)]
+_LONGEST_ID = 200
+_NO_ID = re.compile(r"[^A-Za-z0-9._/@+:-]+")
+_Id: TypeAlias = Annotated[
+    str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@+:-]*\Z", max_length=_LONGEST_ID)
+]
 _Variant: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\Z", max_length=100)]
 _Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 _Seconds: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
@@ -59,6 +72,15 @@ _RESERVED = "default"
 
 class CatalogError(Exception):
     """The catalog can't be used. The message is one sentence."""
+
+
+def catalog_id(name: str) -> str:
+    """Return the id for a model of this name, such as my-model for `my model`.
+
+    A name without a letter or digit of ASCII gets a checksum, so that two of them differ.
+    """
+    allowed = _NO_ID.sub("-", name).strip("-").lstrip("._/@+:-")[:_LONGEST_ID]
+    return allowed or f"model-{zlib.crc32(name.encode('utf-8', 'surrogateescape')):08x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
