@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from tokenwire.messages import Message
 
-__all__ = ["AttachmentError", "Attachments", "ReadPdf"]
+__all__ = ["AttachmentError", "Attachments", "ReadPdf", "read_file"]
 
 ReadPdf: TypeAlias = Callable[[bytes, str], Awaitable[str]]
 """Function that returns the text of a PDF with this name. Raises AttachmentError"""
@@ -31,7 +31,7 @@ class Attachments:
 
     def add_image(self, path: Path) -> None:
         """Attach an image. Raises AttachmentError."""
-        data = _content(path)
+        data = read_file(path)
         if not data.startswith(_IMAGE_STARTS):
             raise AttachmentError(f"{path} is no PNG, JPEG, WebP or GIF.")
         self._images.append(data)
@@ -39,7 +39,7 @@ class Attachments:
 
     async def add_file(self, path: Path) -> int:
         """Attach the text of a file, and return its length. Raises AttachmentError."""
-        data = _content(path)
+        data = read_file(path)
         if data.startswith(b"%PDF-"):
             text = await self.read_pdf(data, path.name)
         elif data.startswith(_IMAGE_STARTS):
@@ -63,10 +63,13 @@ class Attachments:
             each.clear()
 
 
-def _content(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
+    """Return what a file of at most 32 MiB holds. Raises AttachmentError."""
     try:
         if path.is_dir():
             raise AttachmentError(f"{path} is a directory.")
+        if path.exists() and not path.is_file():  # a pipe or device may have no end
+            raise AttachmentError(f"{path} is no regular file.")
         if path.stat().st_size > _MOST_BYTES:
             raise AttachmentError(f"{path} is larger than {_MOST_BYTES >> 20} MiB.")
         return path.read_bytes()

@@ -110,9 +110,12 @@ def _read(item: object, place: str) -> Message:
     if not isinstance(item, dict) or item.get("role") not in _ROLES:
         raise ConversationError(f"{place} has no role; it must be one of {', '.join(_ROLES)}")
     message = _with_content(Message(cast(Role, item["role"]), None), item.get("content"), place)
+    calls = item.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise ConversationError(f"{place}.tool_calls must be a list")
     return replace(
         message,
-        tool_calls=[_read_call(call, place) for call in item.get("tool_calls") or ()],
+        tool_calls=[_read_call(call, place) for call in calls],
         tool_call_id=_text(item, "tool_call_id", place),
         name=_text(item, "name", place),
         reasoning=_text(item, "reasoning_content", place),

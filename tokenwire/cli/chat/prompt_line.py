@@ -1,5 +1,6 @@
 """Line editor of the chat: history, several lines, completion of commands."""
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from tokenwire.serving.state_folder import state_folder
 
-__all__ = ["QUOTES", "Choices", "PromptLine"]
+__all__ = ["QUOTES", "Choices", "LastingHistory", "PromptLine"]
 
 QUOTES = '"""'
 """Marks around a message of several lines"""
@@ -46,13 +47,25 @@ class PromptLine:
         )
 
     async def read(self, default: str = "") -> str:
-        """Return what the user enters. Raises EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C."""
-        return await self._session.prompt_async(default=default)
+        """Return what the user enters. Raises EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C.
+
+        U+FFFD stands for bytes that are not UTF-8, which no message can hold.
+        """
+        text = await self._session.prompt_async(default=default)
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     @property
     def typed(self) -> str:
         """What stood in the line when the last reading ended."""
         return self._session.default_buffer.text
+
+
+class LastingHistory(FileHistory):
+    """History that goes on in memory when the disk is full."""
+
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError):
+            super().store_string(string)
 
 
 class _CommandCompleter(Completer):
@@ -112,7 +125,7 @@ def _history() -> History:
         if path.stat().st_size > _MOST_HISTORY:
             _halve(path)
         with path.open("ab"):
-            return FileHistory(str(path))
+            return LastingHistory(str(path))
     except OSError:
         return InMemoryHistory()
 

@@ -1,13 +1,14 @@
 """Commands of the chat that begin with a slash."""
 
 import json
+import os
 import shlex
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from tokenwire.cli.chat.attachments import AttachmentError
+from tokenwire.cli.chat.attachments import AttachmentError, read_file
 from tokenwire.cli.chat.chat_server import ModelError
 from tokenwire.cli.chat.chat_settings import NAMES, SettingError
 from tokenwire.cli.chat.chat_state import ChatState
@@ -104,12 +105,13 @@ async def _regenerate(state: ChatState, rest: str) -> None:
 
 async def _save(state: ChatState, rest: str) -> None:
     path = _path(rest, "/save chat.json")
-    if path.exists() and path.resolve() not in state.own_files:
-        state.say(f"{path} exists: name another file.")
-        return
     value = {"model": state.model, "messages": write_messages(state.conversation.whole)}
+    text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
     try:
-        path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", "utf-8")
+        if path.exists() and path.resolve() not in state.own_files:
+            state.say(f"{path} exists: name another file.")
+            return
+        _replace(path, text)
     except OSError as error:
         state.say(f"{path} can't be written: {error.strerror}.")
         return
@@ -120,10 +122,7 @@ async def _save(state: ChatState, rest: str) -> None:
 async def _load(state: ChatState, rest: str) -> None:
     path = _path(rest, "/load chat.json")
     try:
-        messages = read_messages(path.read_text("utf-8"))
-    except OSError as error:
-        state.say(f"{path} can't be read: {error.strerror}.")
-        return
+        messages = read_messages(read_file(path).decode("utf-8"))
     except (UnicodeError, ConversationError) as error:
         state.say(f"{path} is no conversation: {error}.")
         return
@@ -162,8 +161,24 @@ def _path(text: str, example: str) -> Path:
         parts = [text]
     if not parts:
         raise AttachmentError(f"A file is missing, such as {example}.")
-    whole = Path(text).expanduser()
-    return whole if len(parts) > 1 or whole.exists() else Path(parts[0]).expanduser()
+    try:
+        whole, first = Path(text).expanduser(), Path(parts[0]).expanduser()
+        return whole if len(parts) > 1 or whole.exists() else first
+    except RuntimeError:
+        raise AttachmentError(f"{text} names a user without a home directory.") from None
+    except OSError as error:
+        raise AttachmentError(f"{text} is no path: {error.strerror}.") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file. If the disk is full, an older file of this name stays whole. Raises OSError."""
+    whole = path.resolve()
+    fresh = whole.with_name(f".{whole.name[:50]}.{os.getpid()}")
+    try:
+        fresh.write_text(text, "utf-8")
+        fresh.replace(whole)
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _unquoted(text: str) -> str:

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from tokenwire.cli.chat.attachments import AttachmentError, Attachments
 from tokenwire.cli.chat.chat_settings import ChatSettings, SettingError
@@ -15,6 +18,7 @@ from tokenwire.cli.chat.conversation import (
     read_messages,
     write_messages,
 )
+from tokenwire.cli.chat.prompt_line import LastingHistory, PromptLine
 from tokenwire.cli.visible_text import visible
 from tokenwire.messages import Message, ToolCall
 
@@ -63,6 +67,7 @@ def test_saved_conversation_is_the_same_when_loaded() -> None:
         ('[{"role": "user", "content": [{"type": "audio"}]}]', "no text and no image"),
         ('[{"role": "user", "content": 1}]', "must be a text"),
         ("[" * 100_000, "not JSON"),
+        ('[{"role": "assistant", "content": "x", "tool_calls": 5}]', "must be a list"),
     ],
 )
 def test_file_without_a_conversation_is_refused(text: str, problem: str) -> None:
@@ -121,3 +126,20 @@ async def test_unfit_files_are_refused_with_a_sentence(tmp_path: Path) -> None:
         attachments.add_image(tmp_path / "missing.png")
     with pytest.raises(AttachmentError, match="is a directory"):
         await attachments.add_file(tmp_path)
+
+
+def test_history_that_can_not_be_written_stays_in_memory(tmp_path: Path) -> None:
+    """On a full disk, each message would show a traceback."""
+    history = LastingHistory(str(tmp_path))
+    history.append_string("hello")
+    assert history.get_strings() == ["hello"]
+
+
+async def test_bytes_that_are_not_utf_8_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No message can hold them, so each later request of the chat would fail."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with create_pipe_input() as keys, create_app_session(keys, DummyOutput()):
+        keys.send_bytes(b"caf\xe9 \xc3\xa9\r")
+        assert await PromptLine({}).read() == "caf\ufffd é"
