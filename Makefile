@@ -38,6 +38,7 @@ AGAINST ?= main
 PYTEST_ARGS ?=
 WORKERS ?= 3
 BENCH_ARGS ?=
+WHEEL_ARGS ?=
 GPU_ARGS ?=
 BENCH_CACHE ?= $(HOME)/.cache/tokenwire-bench
 PEERS ?= installed
@@ -46,7 +47,7 @@ COMPOSE ?= $(if $(shell command -v docker-compose),docker-compose,docker compose
 BIN := .venv/bin
 SOURCES := pyproject.toml setup.py $(CONSTRAINTS) $(shell find protos services/engine/kernels/src -type f)
 
-.PHONY: help serve test test-real chaos coverage lint breaking constraints docs bench gpu-bundle gpu-check images chart clean
+.PHONY: help serve test test-real chaos coverage lint breaking constraints docs bench gpu-bundle gpu-check wheel images chart clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -119,6 +120,9 @@ gpu-check: ## Check the GPU path with the torch that is there: PYTHON, GPU_ARGS=
 
 $(BENCH_CACHE)/models/%/model.safetensors: | .venv/.dev
 	$(BIN)/python -m benchmarks.checkpoints --out $(BENCH_CACHE)/models --only $*
+
+wheel: .venv/.dev ## Build the wheel for package indexes in build/wheels: WHEEL_ARGS="--machine aarch64"
+	$(BIN)/python deploy/wheel/build.py $(WHEEL_ARGS)
 
 images: ## Build the container images, labelled with the commit
 	REVISION="$$(git rev-parse HEAD 2>/dev/null)" $(COMPOSE) build

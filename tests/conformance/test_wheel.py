@@ -1,6 +1,8 @@
 """The wheel, built from the sdist and installed away from the checkout."""
 
+import platform
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -117,6 +119,15 @@ def test_wheel_has_one_package_with_all_its_data(wheel: Path) -> None:
         assert f"tokenwire/{name}" in names
     if (ROOT / KERNELS).exists():
         assert f"tokenwire/{KERNELS}" in names
+
+
+@pytest.mark.skipif(not (ROOT / KERNELS).exists(), reason="the kernels were not built")
+def test_wheel_can_be_uploaded_to_an_index(wheel: Path, tmp_path: Path) -> None:
+    """An index takes wheels that need no newer system than their label says."""
+    labelled = runpy.run_path(str(ROOT / "deploy" / "wheel" / "build.py"))["labelled"]
+    made = labelled(wheel, platform.machine(), tmp_path)
+    assert made.name.endswith(f"-manylinux_2_28_{platform.machine()}.whl")
+    assert made.exists()
 
 
 def test_services_is_no_package_of_its_own(environment: Path, tmp_path: Path) -> None:

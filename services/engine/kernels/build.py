@@ -58,6 +58,7 @@ _ANYWHERE = (
     _Unit("mapped.cpp", defines="TW_MAPPED=mapped_baseline"),
     _Unit("mapped_pages.cpp"),
     _Unit("mixture.cpp"),
+    _Unit("replay.cpp"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (
@@ -67,6 +68,7 @@ _AVX512 = (
 _VNNI = ("-mavx512vnni",)
 _AVX512_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
 _AMX = (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_NAMES_OF_X86_64 = ("x86_64", "AMD64")
 _X86_64_FLAGS = ("-DTW_X86_64",)
 """Flags of all units where those of `_X86_64` are compiled"""
 _X86_64 = (
@@ -106,7 +108,12 @@ _X86_64 = (
     _Unit("tiled_attention.cpp", _AMX, "TW_ATTEND=amx_attend"),
     _Unit("tiled_norms.cpp", _AVX512_BF16),
     _Unit("tiled.cpp"),
-    _Unit("replay.cpp"),
+)
+_NAMES_OF_AARCH64 = ("aarch64", "arm64")
+# NEON is part of the architecture: the units without flags use it.
+_AARCH64 = (
+    _Unit("grouped.cpp", ("-march=armv8.2-a+dotprod",), "TW_GROUPED=grouped_dot"),
+    _Unit("grouped.cpp", ("-march=armv8.2-a+dotprod+i8mm",), "TW_GROUPED=grouped_i8mm"),
 )
 
 
@@ -117,13 +124,13 @@ def build(output: Path = LIBRARY) -> Path:
     architecture. The build needs a C++17 compiler with OpenMP: CXX, else the one that built Python,
     else c++. Raises OSError without a compiler and subprocess.CalledProcessError if it fails.
     """
-    is_x86_64 = platform.machine() in ("x86_64", "AMD64")
-    units = _ANYWHERE + (_X86_64 if is_x86_64 else ())
-    flags = _FLAGS + (_X86_64_FLAGS if is_x86_64 else ())
     compiler = _compiler()
+    machine = _target_of(compiler)
+    units = _units(machine)
+    flags = _FLAGS + (_X86_64_FLAGS if machine in _NAMES_OF_X86_64 else ())
     with tempfile.TemporaryDirectory() as scratch:
         identity = Path(scratch) / "identity.cpp"
-        identity.write_text(_identity())
+        identity.write_text(_identity(machine))
         units += (_Unit(str(identity)),)
         objects = [Path(scratch) / f"{index}.o" for index in range(len(units))]
 
@@ -151,25 +158,40 @@ def build(output: Path = LIBRARY) -> Path:
 
 def is_current(library: Path) -> bool:
     """Return whether a library was compiled from the sources beside this file, if there are any."""
-    return not _SOURCES.is_dir() or _fingerprint().encode() in library.read_bytes()
+    if not _SOURCES.is_dir():
+        return True
+    return _fingerprint(platform.machine()).encode() in library.read_bytes()
 
 
-def _fingerprint() -> str:
+def _fingerprint(machine: str) -> str:
     """Return the library's fingerprint, over its machine, flags and sources."""
-    machine = (sys.platform, platform.machine())
-    digest = hashlib.sha256(repr((machine, _FLAGS, _ANYWHERE, _X86_64_FLAGS, _X86_64)).encode())
+    built = ((sys.platform, machine), _FLAGS, _X86_64_FLAGS, _units(machine))
+    digest = hashlib.sha256(repr(built).encode())
     for source in sorted([*_SOURCES.glob("[a-z]*.cpp"), *_SOURCES.glob("[a-z]*.h")]):
         digest.update(f"\0{source.name}\0".encode() + source.read_bytes())
     return f"tokenwire kernels {digest.hexdigest()}"
 
 
-def _identity() -> str:
+def _identity(machine: str) -> str:
     """Return the source text of the library's fingerprint and header."""
     header = (_SOURCES / "kernels.h").read_text(encoding="utf-8")
     return (
-        f'extern "C" const char tw_fingerprint[] = "{_fingerprint()}";\n'
+        f'extern "C" const char tw_fingerprint[] = "{_fingerprint(machine)}";\n'
         f'extern "C" const char tw_header[] = R"header({header})header";\n'
     )
+
+
+def _units(machine: str) -> tuple[_Unit, ...]:
+    """Return the compilations for a machine, such as x86_64 or aarch64."""
+    if machine in _NAMES_OF_X86_64:
+        return _ANYWHERE + _X86_64
+    return _ANYWHERE + (_AARCH64 if machine in _NAMES_OF_AARCH64 else ())
+
+
+def _target_of(compiler: list[str]) -> str:
+    """Return the machine that a compiler compiles for; it need not be this one."""
+    done = subprocess.run([*compiler, "-dumpmachine"], check=True, capture_output=True, text=True)
+    return done.stdout.partition("-")[0]
 
 
 def _compiler() -> list[str]:

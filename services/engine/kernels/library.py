@@ -1,6 +1,7 @@
 """Functions of the compiled kernels, with their enumerations. src/kernels.h documents them."""
 
 import ctypes
+import platform
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ __all__ = [
     "Native",
     "Numbers",
     "instruction_set",
+    "instruction_set_name",
     "limit_instruction_set",
     "native",
 ]
@@ -61,6 +63,7 @@ class InstructionSet(IntEnum):
 
     BASELINE = 0
     AVX2 = 1
+    NEON = 1  # on aarch64, in the place of AVX2
     AVX512 = 2
     AVX512_BF16 = 3
     AMX = 4
@@ -238,6 +241,15 @@ native: Native | None = None if loaded is None else Native(loaded)
 def instruction_set() -> InstructionSet | None:
     """Return the instruction set in use; None if the kernels were not built."""
     return None if native is None else InstructionSet(native.instruction_set())
+
+
+def instruction_set_name() -> str:
+    """Return the name of the instruction set in use: "avx512"; "none" without the kernels."""
+    found = instruction_set()
+    if found is None:
+        return "none"
+    is_neon = found == InstructionSet.NEON and platform.machine() in ("aarch64", "arm64")
+    return "neon" if is_neon else found.name.lower()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from services.engine.execution.loaded_model import LoadedModel, graph_capacity, 
 from services.engine.execution.model_runner import ModelRunner, max_logit_rows
 from services.engine.execution.start_progress import StartProgress
 from services.engine.execution.step_memory import usable_kernels
-from services.engine.kernels.library import instruction_set
+from services.engine.kernels.library import instruction_set_name
 from services.engine.loop.request_table import LoopLimits
 from services.engine.loop.step_loop import StepLoop
 from services.engine.model.architecture.cache_groups import layer_groups
@@ -151,5 +151,4 @@ def _capture_graphs(runner: ModelRunner, settings: EngineSettings, model: Loaded
 def _kernels(decoder: Model) -> str:
     if decoder.device.type != "cpu":
         return f"{decoder.device.type} {decoder.attention_name}"
-    instructions = instruction_set()
-    return "none" if instructions is None else instructions.name.lower()
+    return instruction_set_name()

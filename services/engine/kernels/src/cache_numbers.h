@@ -8,6 +8,8 @@
 #include "scalars.h"
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -47,6 +49,9 @@ inline void store(float16 *to, float value) {
   value = value > kMost ? kMost : value < -kMost ? -kMost : value;
 #if defined(__AVX2__)
   to->bits = static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+  const __fp16 half = static_cast<__fp16>(value);
+  memcpy(&to->bits, &half, sizeof half);
 #else
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -103,6 +108,23 @@ inline Lanes widen(const float16 *from) {
 inline Lanes widen(const int8_t *from) {
   const auto bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(from));
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+#elif defined(__aarch64__)
+inline Lanes widen(const bfloat16 *from) {
+  const uint16x4_t words = vld1_u16(reinterpret_cast<const uint16_t *>(from));
+  return reinterpret_cast<Lanes>(vshll_n_u16(words, 16));
+}
+
+inline Lanes widen(const float16 *from) {
+  const uint16x4_t words = vld1_u16(reinterpret_cast<const uint16_t *>(from));
+  return reinterpret_cast<Lanes>(vcvt_f32_f16(vreinterpret_f16_u16(words)));
+}
+
+inline Lanes widen(const int8_t *from) {
+  int32_t four;
+  memcpy(&four, from, sizeof four);
+  const int16x8_t words = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+  return reinterpret_cast<Lanes>(vcvtq_f32_s32(vmovl_s16(vget_low_s16(words))));
 }
 #else
 template <typename Number>

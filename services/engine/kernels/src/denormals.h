@@ -1,6 +1,8 @@
 // Rounding of denormal numbers to zero.
 #pragma once
 
+#include <cstdint>
+
 #if defined(TW_X86_64)
 #include <immintrin.h>
 #endif
@@ -17,6 +19,20 @@ class DenormalsAreZero {
 
  private:
   const unsigned before_ = _mm_getcsr();
+#elif defined(__aarch64__)
+ public:
+  DenormalsAreZero() { set(before_ | 1u << 24); }
+  ~DenormalsAreZero() { set(before_); }
+
+ private:
+  static uint64_t get() {
+    uint64_t control;
+    asm volatile("mrs %0, fpcr" : "=r"(control));
+    return control;
+  }
+  static void set(uint64_t control) { asm volatile("msr fpcr, %0" : : "r"(control)); }
+
+  const uint64_t before_ = get();
 #endif
 };
 

@@ -17,6 +17,7 @@
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -58,6 +59,19 @@ bool has_amx() {
   return false;
 #endif
 }
+#elif defined(__aarch64__)
+// Returns bits of the processor's features, as Linux numbers them. type: 16 or 26, AT_HWCAP or
+// AT_HWCAP2.
+unsigned long features(unsigned long type) {
+#if defined(__linux__)
+  return getauxval(type);
+#else
+  return 0 * type;
+#endif
+}
+
+const bool has_dot = features(16) >> 20 & 1;
+const bool has_i8mm = features(26) >> 13 & 1;
 #endif
 
 tw_instructions detect() {
@@ -72,6 +86,8 @@ tw_instructions detect() {
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
     return TW_AVX2;
+#elif defined(__aarch64__)
+  return TW_NEON;
 #endif
   return TW_BASELINE;
 }
@@ -203,6 +219,9 @@ void tw_grouped_linear(const tw_grouped *grouped) {
   if (in_use >= TW_AVX512 && has_vnni) return grouped_vnni(&call);
   if (in_use >= TW_AVX2 && has_avx_vnni) return grouped_avx_vnni(&call);
   if (in_use >= TW_AVX2) return grouped_avx2(&call);
+#elif defined(__aarch64__)
+  if (has_i8mm) return grouped_i8mm(&call);
+  if (has_dot) return grouped_dot(&call);
 #endif
   grouped_baseline(&call);
 }

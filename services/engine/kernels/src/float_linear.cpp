@@ -82,7 +82,7 @@ void multiply(const float *rows, const uint8_t *lines, int64_t inputs, int half,
   Vector totals[kRows][kCount];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kCount; v++) {
       const int at = kCount == kVectors ? v : vector_of(v, half);
       totals[r][v] = load(sums + r * kPanel + at * kLanes);
@@ -93,7 +93,7 @@ void multiply(const float *rows, const uint8_t *lines, int64_t inputs, int half,
     ahead.at += ahead.step;
     Vector weights[kCount];
     if (kType == kWidened) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < kCount; v++)
         weights[v] = load(reinterpret_cast<const float *>(lines) + v * kLanes);
     } else {
@@ -102,7 +102,7 @@ void multiply(const float *rows, const uint8_t *lines, int64_t inputs, int half,
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; r++) {
       const Vector value = broadcast(rows[r]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int v = 0; v < kCount; v++) totals[r][v] = fused(weights[v], value, totals[r][v]);
     }
     rows += kRows;
@@ -110,7 +110,7 @@ void multiply(const float *rows, const uint8_t *lines, int64_t inputs, int half,
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kCount; v++) {
       const int at = kCount == kVectors ? v : vector_of(v, half);
       store(sums + r * kPanel + at * kLanes, totals[r][v]);
@@ -150,7 +150,7 @@ void widen_lines(const uint8_t *lines, int64_t inputs, int half, float *to) {
   for (int64_t input = 0; input < inputs; input++) {
     Vector weights[kFew];
     widen<kType, kFew>(lines, half, weights);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int v = 0; v < kFew; v++) store(to + v * kLanes, weights[v]);
     to += kHalfFloats;
     lines += line_bytes(kType);

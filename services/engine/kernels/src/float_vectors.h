@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define TW_INLINE __attribute__((always_inline)) inline
@@ -50,6 +52,25 @@ TW_INLINE void widen_pairs(const uint16_t *from, Vector *firsts, Vector *seconds
   const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from));
   *firsts = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
   *seconds = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
+}
+
+#elif defined(__aarch64__)
+
+using Vector = float32x4_t;
+constexpr int kMostRows = 6;
+constexpr int kHalves = 2;
+
+TW_INLINE Vector broadcast(float value) { return vdupq_n_f32(value); }
+TW_INLINE Vector load(const float *from) { return vld1q_f32(from); }
+TW_INLINE void store(float *to, Vector from) { vst1q_f32(to, from); }
+TW_INLINE Vector fused(Vector a, Vector b, Vector c) { return vfmaq_f32(c, a, b); }
+TW_INLINE Vector widen_halves(const uint16_t *from) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+}
+TW_INLINE void widen_pairs(const uint16_t *from, Vector *firsts, Vector *seconds) {
+  const uint32x4_t pairs = vreinterpretq_u32_u16(vld1q_u16(from));
+  *firsts = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
+  *seconds = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000u)));
 }
 
 #else
@@ -98,7 +119,8 @@ constexpr int kApart = kVectors / 2;              // vectors between the outputs
 
 // Returns the vector of a line that is vector v of a half. A half has both outputs of its pairs.
 constexpr int vector_of(int v, int half) {
-  return kHalves == 1 ? v : v * kApart + half;
+  constexpr int kPairs = kFew / 2;
+  return half * kPairs + v % kPairs + v / kPairs * kApart;
 }
 
 // Widens the weights of a line, or of one of its halves.
@@ -109,13 +131,12 @@ TW_INLINE void widen(const uint8_t *line, int half, Vector *out) {
   if (kType == TW_BFLOAT16) {
 #pragma GCC unroll 4
     for (int v = 0; v < kCount / 2; v++) {
-      const int pairs = kCount == kVectors ? v : half;
-      const int second = kCount == kVectors ? v + kApart : 1;
-      widen_pairs(halves + 2 * kLanes * pairs, out + v, out + second);
+      const int pairs = kCount == kVectors ? v : half * (kCount / 2) + v;
+      widen_pairs(halves + 2 * kLanes * pairs, out + v, out + v + kCount / 2);
     }
     return;
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int v = 0; v < kCount; v++) {
     const int at = kLanes * (kCount == kVectors ? v : vector_of(v, half));
     out[v] = kType == TW_FLOAT32 ? load(floats + at) : widen_halves(halves + at);

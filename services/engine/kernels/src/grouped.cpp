@@ -101,7 +101,7 @@ void multiply_packed(const tw_grouped &g, const uint8_t *packed, int64_t apart, 
   store_totals(totals, sums);
 }
 
-#if defined(__AVX2__)
+#if defined(TW_HAS_VECTORS)
 
 constexpr int64_t kPanelBlocks = 16;  // blocks whose decoded weights stay in the L1 cache
 
@@ -186,7 +186,7 @@ void multiply_strips(const tw_grouped &g, const uint8_t *packed, int64_t apart,
       multiply_packed<Form, 1>, multiply_packed<Form, 2>, multiply_packed<Form, 3>,
       multiply_packed<Form, 4>};
   memset(sums, 0, static_cast<size_t>(range.count * kWidth) * sizeof *sums);
-#if defined(__AVX2__)
+#if defined(TW_HAS_VECTORS)
   if (range.count > kRowsAtOnce)
     multiply_many<Form>(g, packed, apart, range, sums);
   else

@@ -8,4 +8,7 @@ decltype(tw_grouped_linear) grouped_baseline;
 decltype(tw_grouped_linear) grouped_avx2;
 decltype(tw_grouped_linear) grouped_avx_vnni;
 decltype(tw_grouped_linear) grouped_vnni;
+#elif defined(__aarch64__)
+decltype(tw_grouped_linear) grouped_dot;
+decltype(tw_grouped_linear) grouped_i8mm;
 #endif

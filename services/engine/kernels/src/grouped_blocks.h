@@ -10,18 +10,17 @@
 
 namespace {
 
-#if defined(__AVX2__)
+#if defined(TW_HAS_VECTORS)
 
 // Returns four inputs of 8 outputs in a unit of 6-bit codes. k: which of the four.
 TW_INLINE Integers load_sixes(const uint8_t *unit, int k) {
-  const __m256i four_bits = load_codes(unit + k / 2 * 32), two_bits = load_codes(unit + 64);
-  const __m256i raised = k == 0   ? _mm256_slli_epi16(two_bits, 4)
-                         : k == 1 ? _mm256_slli_epi16(two_bits, 2)
-                         : k == 2 ? two_bits
-                                  : _mm256_srli_epi16(two_bits, 2);
-  const __m256i lowered = k % 2 ? _mm256_srli_epi16(four_bits, 4) : four_bits;
-  return _mm256_or_si256(_mm256_and_si256(lowered, _mm256_set1_epi8(15)),
-                         _mm256_and_si256(raised, _mm256_set1_epi8(48)));
+  const Integers four_bits = load_codes(unit + k / 2 * 32), two_bits = load_codes(unit + 64);
+  const Integers high = k == 0   ? raised<4>(two_bits)
+                        : k == 1 ? raised<2>(two_bits)
+                        : k == 2 ? two_bits
+                                 : lowered<2>(two_bits);
+  const Integers low = k % 2 ? lowered<4>(four_bits) : four_bits;
+  return either(masked(low, 15), masked(high, 48));
 }
 
 // Returns four inputs of 8 outputs in a unit, as they are numbered `k`.
@@ -29,24 +28,19 @@ template <int kCoding>
 TW_INLINE Integers load_four(const uint8_t *unit, int k, const int8_t *values) {
   if (kCoding == 8) return load_codes(unit + 32 * k);
   if (kCoding == 6) return load_sixes(unit + k / 4 * kSixes, k % 4);
-  const __m256i both = load_codes(unit + k / 2 * 32);
-  const __m256i codes =
-      _mm256_and_si256(k % 2 ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
-  if (kCoding == 4) return codes;
-  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i *>(values));
-  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
+  const Integers both = load_codes(unit + k / 2 * 32);
+  const Integers codes = masked(k % 2 ? lowered<4>(both) : both, 15);
+  return kCoding == 4 ? codes : look_up(values, codes);
 }
 
 // Returns the codes of an input of 8 outputs as numbers. codes: of its group.
 template <int kCoding>
 inline Vector load_input(const tw_grouped &g, const uint8_t *codes, int64_t input) {
   const int64_t half = input / 16, units = half * 16 * kStrip * bits_of(kCoding) / 8;
-  Integers bytes = _mm256_setzero_si256();
+  Integers bytes = no_integers();
   for (int k = 0; k < 4; k++)
     if (input % 16 / 4 == k) bytes = load_four<kCoding>(codes + units, k, g.values);
-  const __m128i shift = _mm_cvtsi64_si128((3 - input % 4) * 8);
-  bytes = _mm256_sll_epi32(bytes, shift);
-  return to_float(has_sign(kCoding) ? _mm256_srai_epi32(bytes, 24) : _mm256_srli_epi32(bytes, 24));
+  return to_float(bytes_at(bytes, input % 4, has_sign(kCoding)));
 }
 
 #else
@@ -92,13 +86,16 @@ struct PackedBlock {
                  each);
   }
 
-#if defined(__AVX2__)
+#if defined(TW_HAS_VECTORS)
   // Returns four inputs of a strip; without a sign for VNNI.
   TW_INLINE Integers four(int s, int k) const {
     constexpr int kFours = Form::kGroup / 4;
     const Integers found = load_four<Form::kCoding>(codes[s] + k / kFours * Form::kPartBytes,
                                                     k % kFours, values);
-    return kHasVnni && Form::kSigned ? _mm256_xor_si256(found, _mm256_set1_epi8(-128)) : found;
+#if defined(__AVX2__)
+    if (kHasVnni && Form::kSigned) return _mm256_xor_si256(found, _mm256_set1_epi8(-128));
+#endif
+    return found;
   }
 #else
   int32_t code(int s, int64_t lane, int64_t input) const {
@@ -153,7 +150,7 @@ class PackedBlocks {
   PackedBlock<Form> block_;
 };
 
-#if defined(__AVX2__)
+#if defined(TW_HAS_VECTORS)
 
 // The form of a panel's blocks, whose numbers are in float32. Codes with a sign have 16 bits if there
 // is no instruction for their products: those of pairs fit no 16 bits.
@@ -199,14 +196,18 @@ struct DecodedBlock {
     return value;
   }
   TW_INLINE Vector put(int s, int64_t vector, Vector value) const {
-    put(s, vector, _mm256_castps_si256(value));
+    put(s, vector, as_integers(value));
     return value;
   }
 
   TW_INLINE Integers four(int s, int k) const {
-    if (!PanelForm<Packed>::kIsWide) return put(s, k, packed.four(s, k));
-    const Integers codes = packed.four(s, k / 2);  // inputs 0 and 2, then 1 and 3
-    return put(s, k, _mm256_srai_epi16(k % 2 ? codes : _mm256_slli_epi16(codes, 8), 8));
+#if defined(__AVX2__)
+    if (PanelForm<Packed>::kIsWide) {
+      const Integers codes = packed.four(s, k / 2);  // inputs 0 and 2, then 1 and 3
+      return put(s, k, _mm256_srai_epi16(k % 2 ? codes : _mm256_slli_epi16(codes, 8), 8));
+    }
+#endif
+    return put(s, k, packed.four(s, k));
   }
   TW_INLINE Vector scale(int s, int part) const {
     return put(s, Panel::kCodes + part, packed.scale(s, part));

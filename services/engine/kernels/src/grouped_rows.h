@@ -14,6 +14,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -110,6 +112,50 @@ inline int64_t round_block(const float *values, int8_t *codes, HalfSums *sums, f
   const int32_t halves[] = {_mm256_extract_epi32(pairs, 0), _mm256_extract_epi32(pairs, 4)};
   for (int i = 0; i < 2; i++) sums[i] = {static_cast<int16_t>(halves[i]), halves[i] >> 16};
   *scale = most / 127.0f + total(broken);
+  return outlier;
+}
+
+#elif defined(__aarch64__)
+
+// Rounds 32 values to codes of one scale, and writes the sums of codes. A NaN or an infinity
+// makes the scale NaN. Returns the number of an outlier, or -1.
+inline int64_t round_block(const float *values, int8_t *codes, HalfSums *sums, float *scale) {
+  float32x4_t parts[8], largest = vdupq_n_f32(0), broken = vdupq_n_f32(0);
+  for (int i = 0; i < 8; i++) {
+    parts[i] = vld1q_f32(values + 4 * i);
+    largest = vmaxnmq_f32(largest, vabsq_f32(parts[i]));
+    broken = vfmaq_f32(broken, parts[i], vdupq_n_f32(0));
+  }
+  float most = vmaxnmvq_f32(largest);
+  const float32x4_t neighbours = vdupq_n_f32(most * kMostRest);
+  int count = 0;  // of values above
+  for (int i = 0; i < 8; i++)
+    count -= vaddvq_s32(vreinterpretq_s32_u32(vcagtq_f32(parts[i], neighbours)));
+  int64_t outlier = -1;
+  if (count == 1) {
+    int64_t at = 0;
+    while (!(__builtin_fabsf(values[at]) > most * kMostRest)) at++;
+    const float rest = largest_but(values, at);
+    if (rest >= kLeastRest) {
+      float four[4];
+      vst1q_f32(four, parts[at / 4]);
+      four[at % 4] = 0;
+      parts[at / 4] = vld1q_f32(four);
+      outlier = at;
+      most = rest;
+    }
+  }
+  const float32x4_t inverse = vdupq_n_f32(most > 0 ? 127.0f / most : 0.0f);
+  for (int i = 0; i < 2; i++) {
+    int16x4_t words[4];
+    for (int j = 0; j < 4; j++)
+      words[j] = vqmovn_s32(vcvtnq_s32_f32(parts[4 * i + j] * inverse));
+    const int8x16_t bytes = vcombine_s8(vqmovn_s16(vcombine_s16(words[0], words[1])),
+                                        vqmovn_s16(vcombine_s16(words[2], words[3])));
+    vst1q_s8(codes + 16 * i, bytes);
+    sums[i] = {vaddlvq_s8(bytes), 0};
+  }
+  *scale = most / 127.0f + vaddvq_f32(broken);
   return outlier;
 }
 

@@ -13,6 +13,7 @@ enum tw_dtype : int32_t { TW_FLOAT32 = 0, TW_BFLOAT16 = 1, TW_FLOAT16 = 2, TW_SC
 enum tw_instructions : int32_t {
   TW_BASELINE = 0,
   TW_AVX2 = 1,         // and FMA and F16C
+  TW_NEON = 1,         // of aarch64, in the place of AVX2
   TW_AVX512 = 2,       // F, BW, VL, DQ
   TW_AVX512_BF16 = 3,  // and VBMI and VNNI
   TW_AMX = 4,          // bf16 and int8, and AVX-512 FP16

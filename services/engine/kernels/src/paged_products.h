@@ -12,7 +12,11 @@ constexpr int64_t kRuns = kSpan / kRun;   // runs of a span
 constexpr int64_t kVectors = kRun / kLanes;
 
 // Sums that fit the registers beside their factors, and rows of a tile.
-constexpr int64_t kMostSums = kLanes == 16 ? 24 : 12;
+#if defined(__AVX512F__) || defined(__aarch64__)  // 32 registers
+constexpr int64_t kMostSums = 24;
+#else
+constexpr int64_t kMostSums = 12;
+#endif
 constexpr int kTileRows = static_cast<int>(kLanes == 16 ? kMostSums / 2 : kMostSums / kVectors);
 
 // Returns how many parts of 16 columns a tile of so many rows has.

@@ -46,17 +46,24 @@ tw_latent &of_pass(tw_latent &call, const tw_pass &pass) {
 // Runs a copy of a recorded operation with this pass's arguments.
 void run(tw_operation operation, const tw_pass &pass, Rows &rows) {
   switch (operation.kernel) {
+#if defined(TW_X86_64)
     case TW_NORM:
       operation.call.norm.num_rows = rows.count;
       return tw_tiled_rms_norm(&operation.call.norm);
     case TW_LINEAR:
       operation.call.linear.num_rows = rows.count;
       return tw_tiled_linear(&operation.call.linear);
+    case TW_ATTENTION:
+      return tw_tiled_attend(&of_pass(operation.call.attention, pass, rows));
+#else
+    case TW_NORM:
+    case TW_LINEAR:
+    case TW_ATTENTION:
+      return;  // without tiles, these are not recorded
+#endif
     case TW_ROTATION:
       operation.call.rotation.tokens = pass.tokens;
       return tw_rotate(&operation.call.rotation);
-    case TW_ATTENTION:
-      return tw_tiled_attend(&of_pass(operation.call.attention, pass, rows));
     case TW_ROW_NORM:
       operation.call.row_norm.num_rows = rows.count;
       return tw_norm_rows(&operation.call.row_norm);

@@ -27,7 +27,8 @@ class Row {
       for (int64_t i = 0; i < count; i++) sum += exponential(items[i] - highest);
       total += sum;
     });
-    normaliser_ = highest + __builtin_log(total);
+    // The largest logit adds 1 to the total. log itself needs glibc 2.29.
+    normaliser_ = highest + __builtin_log1p(total - 1);
   }
 
   float logprob(float logit) const { return static_cast<float>(logit - normaliser_); }

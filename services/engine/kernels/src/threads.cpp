@@ -8,9 +8,9 @@
 #include "threads.h"
 
 #include <omp.h>
+#include <pthread.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <mutex>
 #include <thread>
 
@@ -35,6 +35,16 @@ inline void run_item(void (*body)(void *, int64_t), void *context, int64_t i) {
   body(context, i);
   runs_item = false;
 }
+
+// Condition variable of the system: waiting on std::condition_variable needs the libstdc++ of GCC 12.
+class Condition {
+ public:
+  void wait(std::mutex &held) { pthread_cond_wait(&condition_, held.native_handle()); }
+  void notify_all() { pthread_cond_broadcast(&condition_); }
+
+ private:
+  pthread_cond_t condition_ = PTHREAD_COND_INITIALIZER;
+};
 
 class Pool {
  public:
@@ -88,9 +98,9 @@ class Pool {
       } else if (spins < kSpins) {
         pause();
       } else {
-        std::unique_lock<std::mutex> lock(sleeping_);
+        std::lock_guard<std::mutex> lock(sleeping_);
         asleep_++;
-        awake_.wait(lock, [this] { return left_.load() > 0; });
+        while (left_.load() <= 0) awake_.wait(sleeping_);
         asleep_--;
         spins = 0;
       }
@@ -99,7 +109,7 @@ class Pool {
 
   std::mutex running_;  // one loop at a time
   std::mutex sleeping_;
-  std::condition_variable awake_;
+  Condition awake_;
   std::atomic<int64_t> asleep_{0};
   std::atomic<int64_t> threads_{0};
   int64_t started_ = 0;
