@@ -20,8 +20,17 @@ from tests.stack import free_ports
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = Path("services", "engine", "kernels", "libtokenwire_kernels.so")
 OF_THE_EXTRAS = (
-    *("grpc_health", "grpc_reflection", "httptools", "jinja2", "llguidance", "msgspec", "numpy"),
-    *("prometheus_client", "safetensors", "starlette", "tokenizers", "torch", "transformers"),
+    *("PIL", "gguf", "grpc_health", "grpc_reflection", "httpcore", "httptools", "jinja2"),
+    *("huggingface_hub", "llguidance", "msgspec", "multipart", "numpy", "prompt_toolkit", "pypdf"),
+    *(
+        "rich",
+        "prometheus_client",
+        "safetensors",
+        "starlette",
+        "tokenizers",
+        "torch",
+        "transformers",
+    ),
     *("uvicorn", "uvloop"),
 )
 """Modules that a client alone is installed without"""

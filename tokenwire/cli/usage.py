@@ -1,13 +1,8 @@
 """The command `usage`: tokens and requests by day, model and API key."""
 
 import argparse
-import json
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlencode
-
-import httpcore
 
 from tokenwire.cli.arguments import (
     Commands,
@@ -23,8 +18,6 @@ from tokenwire.cli.output import print_error, print_json, print_text
 
 __all__ = ["add_commands"]
 
-_OK = 200
-_SECONDS = 30.0
 _COLUMNS = {
     "requests": "num_model_requests",
     "failed": "num_failed_requests",
@@ -61,51 +54,24 @@ def add_commands(commands: Commands) -> None:
 
 
 async def _usage(options: argparse.Namespace) -> int:
+    from tokenwire.cli.usage_pages import read_usage
+
     asked = {"start": options.start, "end": options.end, "key": options.of, "group_by": options.by}
     query = {name: value for name, value in asked.items() if value}
     tls = tls_of(options)
     headers = [("accept", "application/json")]
     if key := key_for(options.url, options):
         headers.append(("authorization", f"Bearer {key}"))
-    buckets: list[Any] = []
-    async with httpcore.AsyncConnectionPool(None if tls is None else tls.context()) as pool:
-        while True:
-            page = await _page(pool, options.url.rstrip("/"), query, headers)
-            if isinstance(page, str):
-                print_error(page)
-                return 1
-            buckets += page["data"]
-            if not page["has_more"]:
-                break
-            query["page"] = page["next_page"]
+    context = None if tls is None else tls.context()
+    buckets = await read_usage(options.url.rstrip("/"), query, headers, context)
+    if isinstance(buckets, str):
+        print_error(buckets)
+        return 1
     if options.json:
         print_json({"object": "page", "data": buckets, "has_more": False, "next_page": None})
     else:
         _print_table(buckets, {name.strip() for name in options.by.split(",")})
     return 0
-
-
-async def _page(
-    pool: httpcore.AsyncConnectionPool,
-    url: str,
-    query: Mapping[str, str],
-    headers: list[tuple[str, str]],
-) -> dict[str, Any] | str:
-    """Return a page of usage, or the reason for none."""
-    timeouts = dict.fromkeys(("connect", "read", "write", "pool"), _SECONDS)
-    try:
-        reply = await pool.request(
-            "GET",
-            f"{url}/v1/usage?{urlencode(query)}",
-            headers=headers,
-            extensions={"timeout": timeouts},
-        )
-        answer: dict[str, Any] = json.loads(reply.content)
-    except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
-        return f"{url} does not answer: {error or type(error).__name__}."
-    except ValueError:
-        return f"{url} is no server of this kind: its answer is not JSON."
-    return answer if reply.status == _OK else str(answer["error"]["message"])
 
 
 def _print_table(buckets: list[Any], by: set[str]) -> None:
