@@ -301,7 +301,8 @@ class ModelManager:
         """Load a model once the memory of others is free."""
         unloads = [each.work for each in self._unloading() if each.work is not None]
         try:
-            await asyncio.gather(*unloads, return_exceptions=True)
+            if unloads:  # not gather, which cancels the unloads together with this load
+                await asyncio.wait(unloads)
             began = time.monotonic()
             await self._processes.start(
                 managed.plan.services, lambda share: self._note_progress(managed, share)
@@ -372,6 +373,8 @@ class ModelManager:
         managed.note_use()  # ends the timer
         metrics.UNLOADS.labels(managed.name, cause).inc()
         loading = managed.work
+        if loading is not None:  # at once: a load that ends meanwhile would count as loaded
+            loading.cancel()
         managed.is_leaving = True
         managed.work = asyncio.create_task(self._unload(managed, loading, at_once=at_once))
         self._note_change(managed)
@@ -380,7 +383,6 @@ class ModelManager:
         self, managed: ManagedModel, loading: "asyncio.Task[None] | None", *, at_once: bool
     ) -> None:
         if loading is not None:
-            loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
         await self._processes.end(managed.plan.services, at_once=at_once)
         managed.work, managed.is_leaving = None, False

@@ -29,6 +29,8 @@ class _Memory:
         self.used: Callable[[str], bool] = lambda _: False
         self.may_start = asyncio.Event()
         self.may_start.set()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
         self.failing = ""
 
     def free_memory(self) -> int:
@@ -52,6 +54,8 @@ class _Memory:
         name = services[0].model
         assert at_once or not self.used(name), "a used model was unloaded"
         await asyncio.sleep(0)
+        if name in self.loaded:
+            await self.may_end.wait()
         self.loaded.discard(name)
 
 
@@ -194,6 +198,44 @@ def test_an_operator_unloads_a_used_model_only_by_force() -> None:
         await manager.unload("a", force=True)
         assert not memory.loaded
         assert "An operator has unloaded" in (await _until(lease, "failed")).failed.message
+
+    _run(work)
+
+
+def test_a_load_that_ends_while_its_model_leaves_takes_no_memory() -> None:
+    async def work(memory: _Memory) -> None:
+        manager = _manager(memory, most_models=1)
+        memory.may_start.clear()
+        first = await manager.use("a", None)
+        await _until(first, "loading")
+        manager.release(first)
+        memory.may_start.set()  # the load ends in the step in which another one replaces it
+        other = await manager.use("c", None)
+        await _until(other, "ready")
+        assert memory.loaded == {"c"}
+        state = manager.state("a")
+        assert state is not None
+        assert state.state == pb.MODEL_STATE_IDLE
+
+    _run(work)
+
+
+def test_a_model_loads_again_after_the_load_that_awaited_its_unload_is_given_up() -> None:
+    async def work(memory: _Memory) -> None:
+        manager = _manager(memory, most_models=1)
+        first = await manager.use("a", None)
+        await _until(first, "ready")
+        manager.release(first)
+        memory.may_end.clear()
+        waiting = await manager.use("b", None)
+        await _until(waiting, "loading")
+        manager.release(waiting)
+        async with asyncio.timeout(5):
+            await manager.unload("b", force=True)
+        memory.may_end.set()
+        again = await manager.use("a", None)
+        await _until(again, "ready")
+        assert memory.loaded == {"a"}
 
     _run(work)
 
