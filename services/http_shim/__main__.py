@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import signal
 import socket
 import ssl
 import sys
@@ -24,6 +23,7 @@ from services.common.accounts.key_metrics import KeyMetrics
 from services.common.accounts.keyring import Keyring, open_keyring
 from services.common.accounts.ledger import UsageLedger
 from services.common.background import keep_running
+from services.common.hangup import on_hangup
 from services.common.model_files.catalog_file import CatalogError
 from services.common.network.addresses import address, listen, why_unusable
 from services.common.peers.peer import ChannelSettings
@@ -192,7 +192,7 @@ def _models(settings: HttpShimSettings) -> ModelSource:
         return SingleBackend(settings.tokenizer, backend_settings)
     manager = manager_of(settings.model_manager, settings.peer_token)
     catalog = Catalog(Path(settings.catalog), backend_settings, manager)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, catalog.reload)
+    on_hangup(catalog.reload)
     return catalog
 
 

@@ -4,7 +4,6 @@ This is the only module of the service that imports the shim.
 """
 
 import asyncio
-import signal
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from functools import partial
@@ -16,6 +15,7 @@ from services.common.accounts.account import Account
 from services.common.accounts.ledger import UsageLedger
 from services.common.accounts.metering import count_request
 from services.common.errors import internal_error
+from services.common.hangup import on_hangup
 from services.common.logging import request_id, traceparent
 from services.common.model_files.catalog_file import CatalogError
 from services.common.peers.targets import parse_targets, warn_of_clear_text
@@ -140,7 +140,7 @@ def _models(settings: JobsSettings) -> ModelSource:
         catalog = Catalog(Path(settings.catalog), backend_settings, manager)
     except CatalogError as error:
         raise StartupError(str(error)) from None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, catalog.reload)
+    on_hangup(catalog.reload)
     return catalog
 
 

@@ -249,6 +249,29 @@ async def test_a_shim_that_is_killed_releases_its_models(
         assert answer.status_code == 200
 
 
+async def test_a_catalog_is_reloaded_while_a_killed_service_starts_again(
+    server: Server, http: httpx.AsyncClient
+) -> None:
+    """A service that starts is no reason to end the others."""
+    killed = server.child("jobs")
+    os.kill(killed, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while _child(server, "jobs") in (None, killed):  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.02)
+        server.process.send_signal(signal.SIGHUP)
+        while (await http.get("/v1/files")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert server.process.poll() is None
+    assert (await http.post("/v1/completions", json=_body("second"))).status_code == 200
+
+
+def _child(server: Server, service: str) -> int | None:
+    try:
+        return server.child(service)
+    except (AssertionError, FileNotFoundError):
+        return None
+
+
 async def _unloaded(http: httpx.AsyncClient, *models: str) -> None:
     for model in models:
         await http.post("/v1/models/unload", json={"model": model, "force": True})

@@ -8,6 +8,7 @@ import tty
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.common.hangup import block_hangup
 from tokenwire.serving.stack_layout import ServeError
 
 __all__ = ["LaunchedProcess", "launch"]
@@ -48,18 +49,22 @@ async def launch(
             pass_fds=fds,
             env=os.environ | dict(environment),
             process_group=0,  # Ctrl-C reaches only the supervisor, which stops them in order
-            preexec_fn=_die_with_parent,
+            preexec_fn=_prepare_child,
         )  # fmt: skip
     except OSError as error:
         os.close(source)
         raise ServeError(f"The service {name} can't be started: {error.strerror}.") from None
+    except BaseException:
+        os.close(source)
+        raise
     finally:
         os.close(output)
     return LaunchedProcess(process, source)
 
 
-def _die_with_parent() -> None:
-    """Let the kernel send the child SIGTERM when the supervisor ends (Linux)."""
+def _prepare_child() -> None:
+    """Hold SIGHUP back; let the kernel send SIGTERM when the supervisor ends (Linux)."""
+    block_hangup()
     if sys.platform == "linux":
         import ctypes
 

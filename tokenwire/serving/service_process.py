@@ -150,8 +150,9 @@ class ServiceProcess:
         return self._last_message
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
-        self._process.send_signal(number)
+        """Send a signal to the process, unless it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     async def stop(self, seconds: float, kill: "asyncio.Future[None]") -> bool:
         """Send SIGTERM, then SIGKILL after `seconds` or on `kill`; return False if killed."""
