@@ -39,10 +39,13 @@ class ModelUse:
         self._changed = asyncio.Event()
         self._linger: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+        """True from the call of `close`, which the stream follows later"""
 
     @property
     def is_over(self) -> bool:
-        return self._task is not None and (self._task.done() or self.error is not None)
+        has_ended = self._task is not None and self._task.done()
+        return self._is_closed or has_ended or self.error is not None
 
     def begin(self, keep_alive: float | None) -> None:
         """Count a request. keep_alive: seconds that the model stays; None = as the catalog says."""
@@ -74,6 +77,7 @@ class ModelUse:
 
     def close(self) -> None:
         """End the stream."""
+        self._is_closed = True
         if self._task is not None:
             self._task.cancel()
 
