@@ -285,9 +285,9 @@ class _Stack:
             await self._manager.close()
         if self._manager_server is not None:
             await self._manager_server.stop(None)
-        await self._spares.stop()
         for task in self._tasks:
             task.cancel()
+        await self._spares.stop()
         processes = self._all_processes()
         clean = all([await self._stop(process) for process in processes])
         if self._listener is not None:
@@ -369,10 +369,11 @@ class _Stack:
 
     async def _mark_serving(self, process: ServiceProcess) -> None:
         target = process.service.target
-        if process.service.name == "http_shim":
-            await _until(_answers, f"{self._options.scheme}://{target}/health")
-        else:
-            await _until(is_serving, target)
+        is_shim = process.service.name == "http_shim"
+        probe = _answers if is_shim else is_serving
+        place = f"{self._options.scheme}://{target}/health" if is_shim else target
+        while process.returncode is None and not await probe(place):  # noqa: ASYNC110 - as _until
+            await asyncio.sleep(_POLL_SECONDS)
         if process not in self._processes or process.returncode is not None:
             return  # the one that serves is its successor
         self._serving.add(process)
@@ -520,10 +521,10 @@ class _Stack:
                 self._spawn(self._watch(process))
             await _until_up(services, started)
         except BaseException:
-            await asyncio.gather(*map(self._stop, started))
-            raise
-        finally:
+            await asyncio.gather(*map(self._stop, started))  # cancelled: `stop` ends them
             self._starting = [each for each in self._starting if each not in started]
+            raise
+        self._starting = [each for each in self._starting if each not in started]
         _note_uses(services)
         self._processes += started
         self._serving.update(started)
@@ -533,14 +534,12 @@ class _Stack:
         retiring = [each for each in self._processes if each.service in services]
         self._processes = [each for each in self._processes if each not in retiring]
         self._retiring += retiring
-        try:
-            if not at_once:
-                for engine in [each for each in services if each.name == "engine"]:
-                    await until_idle(engine.target, self._options.peer_token_file)
-            seconds = _AT_ONCE_SECONDS if at_once else None
-            await asyncio.gather(*(self._stop(process, seconds) for process in retiring))
-        finally:
-            self._retiring = [each for each in self._retiring if each not in retiring]
+        if not at_once:
+            for engine in [each for each in services if each.name == "engine"]:
+                await until_idle(engine.target, self._options.peer_token_file)
+        seconds = _AT_ONCE_SECONDS if at_once else None
+        await asyncio.gather(*(self._stop(process, seconds) for process in retiring))
+        self._retiring = [each for each in self._retiring if each not in retiring]
         if not services[0].on_demand:
             report(f"{services[0].model} has stopped")
 
