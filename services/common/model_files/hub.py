@@ -250,7 +250,9 @@ class HubCheckpoint:
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         try:
-            return HfApi().list_repo_files(self.repository, revision=self.revision)
+            # list_repo_files repeats a failed request for half a minute, and logs each time
+            info = HfApi().model_info(self.repository, revision=self.revision)
+            return [file.rfilename for file in info.siblings or ()]
         except (OfflineModeIsEnabled, httpx2.TransportError):
             folder = self._snapshot()
             return [] if folder is None else _names_below(folder)

@@ -96,7 +96,7 @@ def test_progress_of_a_download_can_be_read_by_programs(hub: Hub) -> None:
     counts = [each["completed"] for each in progress]
     assert counts == sorted(counts)
     assert 0 < counts[0] <= size
-    assert sorted(os.listdir(last["path"])) == NEEDED
+    assert sorted(os.listdir(last["path"])) == [CARD, *NEEDED]
 
 
 def test_modules_and_adapters_of_an_embedder_are_downloaded(hub: Hub) -> None:
@@ -120,6 +120,9 @@ def test_cache_serves_without_a_connection(
     folder = pulled("hf:a/model")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     assert pulled("hf:a/model") == folder
+    other = tokenwire("pull", "hf:a/other")
+    assert_refused(other, "does not have all of hf:a/other")
+    assert len(other.stderr.splitlines()) == 1  # no warning for each of several attempts
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert pulled("hf:a/model") == folder
     assert_refused(tokenwire("pull", "hf:a/other"), "does not have all of hf:a/other")
