@@ -19,11 +19,19 @@ Done = subprocess.CompletedProcess[str]
 
 
 class Home:
-    """A user's folder of state, with its own server in the background."""
+    """A user's folder of state, with its own server in the background.
+
+    The file of settings is for `tokenwire serve`: the server in the background stays on loopback,
+    and needs no key.
+    """
 
     def __init__(self, folder: Path) -> None:
         cache = folder / "hub"
         self.variables = {"XDG_STATE_HOME": str(folder / "state"), "HF_HOME": str(cache)}
+        self.variables["XDG_CONFIG_HOME"] = str(folder / "config")
+        (folder / "config" / "tokenwire").mkdir(parents=True)
+        settings = 'keys = "keys.json"\nhost = "0.0.0.0"\nport = 1\n'
+        (folder / "config" / "tokenwire" / "tokenwire.toml").write_text(settings)
 
     def call(self, *arguments: str) -> Done:
         return subprocess.run(
@@ -80,7 +88,7 @@ def test_chat_of_a_run_continues_in_the_terminal(home: Home, embedded_model: Pat
 def test_another_model_is_served_beside_the_first(
     home: Home, embedded_model: Path, tmp_path: Path
 ) -> None:
-    other = tmp_path / "other"
+    other = tmp_path / "my ödd model"
     other.mkdir()
     for file in embedded_model.iterdir():
         (other / file.name).symlink_to(file)
@@ -88,11 +96,11 @@ def test_another_model_is_served_beside_the_first(
     assert done.returncode == 0, done.stderr
     [server] = home.servers()
     names = {model["id"] for model in server["models"]}
-    assert names >= {embedded_model.name, "other"}
-    unloaded = home.call("stop", "other")
+    assert names >= {embedded_model.name, "my-dd-model"}
+    unloaded = home.call("stop", "my-dd-model")
     assert unloaded.returncode == 0, unloaded.stderr
     states = {model["id"]: model["state"] for model in home.servers()[0]["models"]}
-    assert states["other"] == "idle"
+    assert states["my-dd-model"] == "idle"
 
 
 def test_wrong_models_and_servers_are_one_sentence(home: Home, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ async def _locked(path: Path, show: Progress) -> AsyncIterator[None]:
 async def _start(folder: Path, show: Progress) -> RunningServer:
     """Start the server, and wait until it is up. Raises BackgroundError."""
     log = log_folder() / "serve.log"
-    command = [sys.executable, "-m", "tokenwire", "serve", *_ports()]
+    command = [sys.executable, "-m", "tokenwire", "serve", "--host", _HOST, *_ports()]
     command += ["--catalog", str(_catalog(folder)), "--models", "--log-dir", str(log_folder())]
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -98,7 +98,8 @@ async def _start(folder: Path, show: Progress) -> RunningServer:
             stderr=output,
             cwd=folder,
             start_new_session=True,  # it outlives this terminal, and gets none of its signals
-            env={**os.environ, STARTED_BY: "run"},
+            # a file of settings is for a server that others use, with keys and another host
+            env={**os.environ, STARTED_BY: "run", "TOKENWIRE_CONFIG": ""},
         )
     try:
         for waited in range(int(_START_SECONDS / _POLL_SECONDS)):
