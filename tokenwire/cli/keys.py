@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenwire.cli.arguments import Commands, add_command, add_json, whole_number
 from tokenwire.cli.output import print_error, print_json
+from tokenwire.cli.visible_text import visible
 
 __all__ = ["add_commands"]
 
@@ -110,7 +111,8 @@ def _list_keys(options: argparse.Namespace) -> None:
         state = "active" if key.revoked is None else f"revoked {_day(key.revoked)}"
         if key.admin:
             state += ", admin"
-        print(f"{key.id}\t{key.tier}\t{_day(key.created)}\t{state}\t{key.name}")
+        name = visible(key.name).replace("\n", " ")
+        print(f"{key.id}\t{key.tier}\t{_day(key.created)}\t{state}\t{name}")
 
 
 def _revoke_key(options: argparse.Namespace) -> None:

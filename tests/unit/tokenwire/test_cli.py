@@ -179,3 +179,12 @@ def test_completion_of_other_shells_names_every_command(shell: str) -> None:
     script = tokenwire("completion", shell).stdout
     for command in ("serve", "complete", "chat", "tokenize", "detokenize", "models", "keys"):
         assert command in script
+
+
+def test_name_of_a_key_is_no_escape_sequence(tmp_path: Path) -> None:
+    """The list would change the terminal, and a name with a line end would look like a key."""
+    file = ("--file", str(tmp_path / "keys.json"))
+    assert tokenwire("keys", "add", *file, "--name", "a\x1b[31m\nb").returncode == 0
+    listed = tokenwire("keys", "list", *file).stdout
+    assert listed.endswith("\ta␛[31m b\n")
+    assert len(listed.splitlines()) == 1
