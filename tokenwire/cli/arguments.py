@@ -216,8 +216,11 @@ def keep_alive(text: str) -> float:
     """Read the time that a model stays in memory, as the argparse type."""
     try:
         return parse_keep_alive(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            "must be a number of seconds, or a duration such as 5m or 1h30m; 0 unloads at once, "
+            f"and a negative one keeps the model for ever; got {text!r}"
+        ) from None
 
 
 def read_text(argument: str, field: str) -> str:

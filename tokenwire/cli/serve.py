@@ -158,13 +158,21 @@ def _complete(file: ConfigFile, serve: FlagParser) -> None:
 
 
 def _folders(stated: list[str] | None) -> tuple[Path, ...] | None:
-    """Return the folders of --models; without a name, those where models are by default."""
+    """Return the folders of --models; without a name, those where models are by default.
+
+    Raises ServeError for a name that is no folder: the server would have no models.
+    """
     from tokenwire.serving.model_folders import default_folders
+    from tokenwire.serving.stack_layout import ServeError
 
     if stated is None:
         return None
     names = [name for text in stated for name in text.split(os.pathsep) if name]
-    return tuple(Path(name).expanduser() for name in names) or default_folders()
+    folders = tuple(Path(name).expanduser() for name in names)
+    for folder in folders:
+        if not folder.is_dir():
+            raise ServeError(f"--models: there is no directory {folder}.")
+    return folders or default_folders()
 
 
 def _add_addresses(serve: argparse.ArgumentParser) -> None:
@@ -244,7 +252,7 @@ def _add_demand(serve: argparse.ArgumentParser) -> None:
         action="append",
         metavar="DIR",
         help="Serve every model of a folder, each loaded when a request names it; may be repeated. "
-        "Without DIR, the models of the hub's cache and of the models folder.",
+        "Without DIR, the models of the hub's cache.",
     )
     serve.add_argument(
         "--memory",

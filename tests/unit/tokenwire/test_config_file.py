@@ -101,6 +101,7 @@ def test_file_is_that_of_the_flag_the_variable_the_folder_or_the_user(folder: Pa
         ("kv_memry = '1GiB'", "bad.toml:1: there is no setting kv_memry. Did you mean kv_memory"),
         ("\nport = 'x'", "bad.toml:2: port can't be 'x': it must be a whole number"),
         ("port = true", "bad.toml:1: port must be a text or a number"),
+        ("keep_alive = 'soon'", "keep_alive can't be 'soon': it must be a number of seconds, or a"),
         ("open = 1", "bad.toml:1: open must be true or false"),
         ("log_format = 'xml'", "log_format must be one of auto, text, json, not 'xml'"),
         ("[client]\ntarge = 'x'", "bad.toml:2: there is no setting client.targe"),
@@ -116,6 +117,14 @@ def test_wrong_file_is_refused_in_one_sentence(folder: Path, text: str, reason: 
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert reason in line
+
+
+def test_folder_of_models_that_does_not_exist_is_refused(folder: Path) -> None:
+    """After a wrong letter in its name, the server would start without any model."""
+    (folder / "tokenwire.toml").write_text("models = 'modells'")
+    result = tokenwire("serve")
+    assert result.returncode == 2
+    assert result.stderr == "tokenwire: --models: there is no directory modells.\n"
 
 
 def test_missing_file_is_refused(folder: Path) -> None:
