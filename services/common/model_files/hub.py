@@ -280,6 +280,8 @@ class HubCheckpoint:
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Turn errors of the hub, of its cache and of the disk into HubError."""
+        import httpx2
+        from huggingface_hub import constants
         from huggingface_hub.errors import (
             GatedRepoError,
             LocalEntryNotFoundError,
@@ -307,6 +309,9 @@ class HubCheckpoint:
             ) from None
         except DownloadedFileError as error:
             raise HubError(str(error)) from None
+        except (httpx2.TransportError, httpx2.InvalidURL) as error:
+            why = str(error).rstrip(".") or type(error).__name__
+            raise HubError(f"The hub {constants.ENDPOINT} did not answer: {why}.") from None
         except (OSError, ValueError) as error:  # the disk, an HTTP response, or the name
             why = " ".join(str(error).split()).rstrip(".")
             raise HubError(f"{self} can't be downloaded: {why}.") from None

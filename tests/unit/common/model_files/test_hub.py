@@ -302,6 +302,13 @@ def test_wrong_name_is_refused_in_one_sentence(hub: Hub, name: str, reason: str)
     assert "Traceback" not in result.stderr
 
 
+def test_address_of_the_hub_without_a_scheme_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "hub.example")
+    assert_refused(tokenwire("pull", "hf:a/model"), "The hub hub.example did not answer: Request")
+
+
 def test_serve_downloads_what_it_is_to_serve(hub: Hub) -> None:
     # the download is complete, and its content is then refused
     result = tokenwire("serve", "--model", "hf:a/model")
