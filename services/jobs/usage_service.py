@@ -12,7 +12,7 @@ from services.common.accounts.ledger import MOST_USAGES
 from services.common.accounts.usage import UsageKey
 from services.jobs.creator import admit
 from services.jobs.store.usage_store import UsageQuery, UsageStore
-from tokenwire.errors import invalid
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.jobs.v1 import jobs_pb2
 from tokenwire.pb.jobs.v1.jobs_pb2_grpc import UsageServiceServicer
 
@@ -20,6 +20,8 @@ __all__ = ["UsageServicer"]
 
 _MOST_REPORTER = 64
 _MOST_NAMES = 1_000
+_LAST_DAY = 2_932_896
+"""9999-12-31, in days since 1970-01-01"""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -90,6 +92,13 @@ def _place(after: str) -> UsageKey | None:
     if not after:
         return None
     try:
-        return msgspec.json.decode(after.encode(), type=UsageKey)
+        place = msgspec.json.decode(after.encode(), type=UsageKey)
     except ValueError:
-        raise invalid("after", "after must be `next` of an answer.") from None
+        raise _unknown_place() from None
+    if not 0 <= place.day <= _LAST_DAY:  # SQLite takes no larger integers than of 64 bits
+        raise _unknown_place()
+    return place
+
+
+def _unknown_place() -> ServiceError:
+    return invalid("after", "after must be `next` of an answer.")

@@ -215,7 +215,10 @@ async def test_openai_sdk_reads_the_usage_with_an_admin_key(metered: Metered) ->
 @pytest.mark.parametrize(
     "query",
     ["start=yesterday", "start=2026-02-30", "end=1970-01-01", "group_by=hour", "limit=0",
-     "limit=9999", "page=%00", "page=WzEsIiJd", "bucket_width=1h", "end=99999999999999999999"],
+     "limit=9999", "page=%00", "page=WzEsIiJd", "bucket_width=1h", "end=99999999999999999999",
+     # [0, "no place"], and [0, "[99999999999999999999,\"\",\"\"]"]
+     "page=WzAsICJubyBwbGFjZSJd&start=1970-01-01",
+     "page=WzAsICJbOTk5OTk5OTk5OTk5OTk5OTk5OTksXCJcIixcIlwiXSJd&start=1970-01-01"],
 )  # fmt: skip
 async def test_wrong_query_is_a_400_that_names_the_parameter(metered: Metered, query: str) -> None:
     async with metered.http("ops") as http:

@@ -20,7 +20,7 @@ from services.http_shim.http.body import json_response
 from services.http_shim.http.exchange import exchange_of
 from services.http_shim.jobs.jobs import context_of
 from services.http_shim.jobs.jobs_client import JobsClient
-from tokenwire.errors import invalid
+from tokenwire.errors import ServiceError, invalid
 from tokenwire.pb.jobs.v1 import jobs_pb2
 
 __all__ = ["UsageBucket", "UsageEndpoint", "UsagePage", "UsageResult"]
@@ -116,7 +116,12 @@ class UsageEndpoint:
         await self._ledger.flush()  # so that a client sees its own last request
         usages: list[jobs_pb2.Usage] = []
         while True:
-            answer = await self._jobs.usage(message)
+            try:
+                answer = await self._jobs.usage(message)
+            except ServiceError as error:
+                if error.field == "after":
+                    raise invalid("page", _UNKNOWN_PAGE) from None
+                raise
             usages += answer.usages
             message.after = answer.next
             if not answer.next or len(usages) >= _MOST_RESULTS:
