@@ -17,6 +17,7 @@ from services.common import logging as service_logging
 
 __all__ = [
     "collector_paused",
+    "end_on_termination",
     "end_process",
     "ends_with_peer",
     "open_standard_files",
@@ -45,6 +46,14 @@ def end_process(code: int) -> NoReturn:
     """End the process at once, once its log is written. It skips torch's slow teardown."""
     service_logging.flush()
     os._exit(code)
+
+
+def end_on_termination() -> None:
+    """Let SIGTERM raise SystemExit until `stop_signal`, so that contexts are left.
+
+    By default it would end the process at once, and temporary folders would stay.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
 
 @contextlib.contextmanager

@@ -34,7 +34,12 @@ from services.common.network.addresses import (
     why_unusable,
 )
 from services.common.network.health import LIVENESS, PART_PREFIX
-from services.common.process import open_standard_files, raise_file_limit, stop_signal
+from services.common.process import (
+    end_on_termination,
+    open_standard_files,
+    raise_file_limit,
+    stop_signal,
+)
 from services.common.settings import (
     LimitSettings,
     PeerSettings,
@@ -149,6 +154,7 @@ def run(
     try:
         service_logging.configure(name, settings.log_level, settings.log_format, LOST_LOG_LINES.inc)
         raise_file_limit()
+        end_on_termination()
         with (
             held or nullcontext(),
             tracing.exporting(name, settings.otlp_endpoint),
